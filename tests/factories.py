@@ -1,0 +1,80 @@
+"""Small things to test with. A test names only what it cares about."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny_models import tiny_model
+from tide_core.config import EngineConfig
+from tide_core.engine.assemble import Parts, assemble_loaded
+from tide_core.engine.engine import Engine
+from tide_core.engine.scheduler import Scheduler
+from tide_core.kv.block_manager import BlockManager
+from tide_core.request import Request, SamplingParams
+
+VOCAB_SIZE = 384
+
+
+@functools.cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: every string is encodable; ids 0 and 1 are special; a chat template of one line per message."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|end|>", "<|start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(["the cat sat on the mat and the dog sat on the log, then they all went home"] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant: {% endif %}"
+    )
+    return tokenizer
+
+
+def make_config(**settings: Any) -> EngineConfig:
+    return EngineConfig(**{"device": "cpu", "kv_memory_gib": 0.01, "max_rows": 8, "max_batch_tokens": 64, **settings})
+
+
+def make_parts(family: str = "llama", **settings: Any) -> Parts:
+    """A core over a tiny random model; equal weights every time."""
+    model = copy.deepcopy(tiny_model(family))
+    return assemble_loaded(make_config(**settings), model, tiny_tokenizer(), name=family, identity=family)
+
+
+def make_engine(family: str = "llama", **settings: Any) -> Engine:
+    config = make_config(**settings)
+    return Engine.from_parts(config, make_parts(family, **settings))
+
+
+def make_request(
+    prompt_ids: Sequence[int] = (2, 3, 4), *, request_id: str = "r", seed: int = 0, **params: Any
+) -> Request:
+    return Request(request_id, tuple(prompt_ids), SamplingParams(**{"max_tokens": 8, **params}), seed)
+
+
+def make_blocks(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> BlockManager:
+    return BlockManager(num_blocks, block_size, **settings)
+
+
+def make_scheduler(
+    num_blocks: int = 16, *, max_rows: int = 8, max_batch_tokens: int = 32, **settings: Any
+) -> Scheduler:
+    return Scheduler(make_blocks(num_blocks, **settings), max_rows=max_rows, max_batch_tokens=max_batch_tokens)
+
+
+def random_prompts(num: int, length: int, *, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB_SIZE, (num, length), generator=generator).tolist()

@@ -1,0 +1,114 @@
+"""For every family: the engine at full depth equals the library's forward, however the work is cut."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.factories import make_engine, make_parts, random_prompts
+from tests.tiny_models import FAMILIES, tiny_model
+from tide_core.engine.depth_loop import plan_segments, run_full_depth
+from tide_core.engine.model_runner import ModelRunner
+from tide_core.errors import ModelError
+from tide_core.kv.cache import GatheredView, PagedView, RowSpan
+from tide_core.models.adapter import ModelAdapter
+from tide_core.models.families import FAMILIES as KNOWN
+from tide_core.request import SamplingParams
+
+MAX_DIFFERENCE = 1e-4
+LENGTH = 21
+KERNELS = ("reference", "auto")
+
+
+class Forward:
+    """Runs token sequences through an engine's layers and pool, and returns all logits."""
+
+    def __init__(self, family: str, kernels: str, checkpoint_layers: tuple[int, ...] = ()) -> None:
+        self.runner: ModelRunner = make_parts(family, kernels=kernels, block_size=4).runner
+        self.segments = plan_segments(self.runner.adapter.num_layers, checkpoint_layers)
+
+    @torch.inference_mode()
+    def __call__(self, rows: list[list[int]], chunk: int) -> list[torch.Tensor]:
+        blocks_each = -(-max(map(len, rows)) // 4)
+        tables = [list(range(r * blocks_each, (r + 1) * blocks_each)) for r in range(len(rows))]
+        logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        for start in range(0, max(map(len, rows)), chunk):
+            active = [r for r, row in enumerate(rows) if start < len(row)]
+            pieces = [rows[r][start : start + chunk] for r in active]
+            out = self._step([RowSpan(tables[r], start, len(p)) for r, p in zip(active, pieces, strict=True)], pieces)
+            for r, piece in zip(active, out.split([len(p) for p in pieces]), strict=True):
+                logits[r].append(piece)
+        return [torch.cat(pieces) for pieces in logits]
+
+    def _step(self, spans: list[RowSpan], pieces: list[list[int]]) -> torch.Tensor:
+        adapter = self.runner.adapter
+        kind = GatheredView if adapter.gathers_kv else PagedView
+        view = kind(self.runner.cache, self.runner.kernels, spans)
+        ids = torch.tensor([token for piece in pieces for token in piece])
+        states = run_full_depth(adapter, self.segments, ids, view.positions, view)
+        return adapter.head(adapter.norm(states))
+
+
+def library_logits(family: str, row: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return tiny_model(family)(torch.tensor([row])).logits[0]
+
+
+def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max() <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("checkpoint_layers", "chunk"),
+    [((), LENGTH), ((1, 3), LENGTH), ((), 5), ((2,), 1)],
+    ids=["whole", "segment_by_segment", "prefill_in_chunks", "decode_one_by_one"],
+)
+def test_logits_equal_the_library(family: str, kernels: str, checkpoint_layers: tuple[int, ...], chunk: int) -> None:
+    [row] = random_prompts(1, LENGTH, seed=3)
+    [got] = Forward(family, kernels, checkpoint_layers)([row], chunk)
+    assert_equal(got, library_logits(family, row))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_one_batch_do_not_see_each_other(family: str) -> None:
+    rows = [random_prompts(1, length, seed=length)[0] for length in (21, 1, 13, 8)]
+    for got, row in zip(Forward(family, "auto")(rows, 4), rows, strict=True):
+        assert_equal(got, library_logits(family, row))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_generate(family: str) -> None:
+    prompts = [random_prompts(1, length, seed=length)[0] for length in (11, 4, 17)]
+    with make_engine(family, max_batch_tokens=16, block_size=4) as engine:
+        answers = engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = tiny_model(family).generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert [token.token_id for token in answer.tokens] == expected[0, len(prompt) :].tolist()
+
+
+def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
+    import transformers as hf
+
+    config = hf.BloomConfig(vocab_size=32, hidden_size=8, n_layer=1, n_head=1)
+    with pytest.raises(ModelError, match="BloomForCausalLM") as refusal:
+        ModelAdapter(hf.BloomForCausalLM(config))
+    assert all(name in str(refusal.value) for name in KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"), [("gemma3", "use_bidirectional_attention"), ("gpt2", "add_cross_attention")]
+)
+def test_a_variant_nobody_proved_is_refused_by_its_setting(family: str, setting: str) -> None:
+    model: Any = copy.deepcopy(tiny_model(family))
+    setattr(model.config, setting, True)
+    with pytest.raises(ModelError, match=setting):
+        ModelAdapter(model)
+
+
+def test_long_rope_models_are_limited_to_their_original_length() -> None:
+    assert ModelAdapter(copy.deepcopy(tiny_model("phi3_longrope"))).max_positions == 128

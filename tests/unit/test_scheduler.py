@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.factories import make_request, make_scheduler
+from tide_core.engine.scheduler import Row, Scheduler
+
+SPACE = b"space"
+
+
+def add(scheduler: Scheduler, name: str, prompt_len: int, first: int = 2, **params: Any) -> Row:
+    prompt = range(first, first + prompt_len)
+    return scheduler.add(make_request(prompt, request_id=name, **params), SPACE)
+
+
+def step(scheduler: Scheduler) -> dict[str, int]:
+    """Run one step as if every row sampled token 1; returns how many tokens each row ran."""
+    rows, batch = scheduler.schedule()
+    for row, share in zip(rows, batch.rows, strict=True):
+        scheduler.advance(row, len(share.token_ids), 1 if share.samples else None)
+    scheduler.check_integrity()
+    return {row.request.request_id: len(share.token_ids) for row, share in zip(rows, batch.rows, strict=True)}
+
+
+def test_rows_run_in_arrival_order() -> None:
+    scheduler = make_scheduler()
+    for name in "cab":
+        add(scheduler, name, 3)
+    assert list(step(scheduler)) == ["c", "a", "b"]
+    assert list(step(scheduler)) == ["c", "a", "b"]
+
+
+def test_a_long_prompt_runs_in_chunks_within_the_budget() -> None:
+    scheduler = make_scheduler(max_batch_tokens=8)
+    row = add(scheduler, "long", 20)
+    assert [step(scheduler)["long"] for _ in range(4)] == [8, 8, 4, 1]
+    assert len(row.output_ids) == 2
+
+
+def test_a_long_prompt_does_not_stall_rows_that_are_talking() -> None:
+    scheduler = make_scheduler(max_batch_tokens=8)
+    add(scheduler, "early", 3)
+    step(scheduler)
+    add(scheduler, "long", 30, first=100)
+    assert step(scheduler) == {"early": 1, "long": 7}
+
+
+def test_only_the_last_token_of_a_row_samples() -> None:
+    scheduler = make_scheduler(max_batch_tokens=4)
+    add(scheduler, "a", 6)
+    _, batch = scheduler.schedule()
+    assert not batch.rows[0].samples
+    scheduler.advance(scheduler.running[0], 4, None)
+    _, batch = scheduler.schedule()
+    assert batch.rows[0].samples
+    assert list(batch.rows[0].token_ids) == [6, 7]
+
+
+def test_no_more_rows_run_than_allowed() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_rows=2)
+    for index in range(5):
+        add(scheduler, str(index), 3, first=index * 50)
+    assert list(step(scheduler)) == ["0", "1"]
+    assert len(scheduler.waiting) == 3
+
+
+def test_a_row_is_admitted_only_when_its_prompt_fits_beside_the_others() -> None:
+    scheduler = make_scheduler(num_blocks=4)  # 16 tokens
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 12, first=100)
+    assert list(step(scheduler)) == ["a"]
+
+
+def test_the_youngest_row_gives_way_when_the_pool_is_full_and_comes_back() -> None:
+    scheduler = make_scheduler(num_blocks=5, prefix_caching=False)
+    old = add(scheduler, "old", 7)
+    young = add(scheduler, "young", 7, first=100)
+    for _ in range(6):
+        step(scheduler)
+    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
+    assert list(scheduler.waiting) == [young]
+    assert young.table.block_ids == []
+    scheduler.remove(old)
+    tokens_before = list(young.output_ids)
+    assert step(scheduler)["young"] == 7 + len(tokens_before)
+    assert young.output_ids[: len(tokens_before)] == tokens_before
+
+
+def test_a_preempted_row_goes_before_those_that_never_ran() -> None:
+    scheduler = make_scheduler(num_blocks=5, prefix_caching=False)
+    add(scheduler, "old", 7)
+    young = add(scheduler, "young", 7, first=100)
+    step(scheduler)
+    add(scheduler, "new", 7, first=200)
+    while not young.num_preemptions:
+        step(scheduler)
+    assert [row.request.request_id for row in scheduler.waiting] == ["young", "new"]
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefill", "decode", "preempted"])
+def test_a_row_can_be_removed_in_any_phase_and_every_block_comes_back(phase: str) -> None:
+    scheduler = make_scheduler(num_blocks=5, max_batch_tokens=4, max_rows=2, prefix_caching=False)
+    other = add(scheduler, "other", 7)
+    row = add(scheduler, "row", 7, first=100)
+    if phase == "prefill":
+        step(scheduler)
+        step(scheduler)
+    elif phase == "decode":
+        while not row.output_ids:
+            step(scheduler)
+    elif phase == "preempted":
+        while not row.num_preemptions:
+            step(scheduler)
+    scheduler.remove(row)
+    scheduler.check_integrity()
+    scheduler.remove(other)
+    assert scheduler.blocks.num_available == 5
+    assert not scheduler.has_work
+
+
+def test_an_equal_prompt_runs_only_what_the_cache_does_not_hold() -> None:
+    scheduler = make_scheduler()
+    first = add(scheduler, "first", 10)
+    step(scheduler)
+    scheduler.remove(first)
+    second = add(scheduler, "second", 10)
+    assert step(scheduler) == {"second": 2}
+    assert second.cached_tokens == 8
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make_scheduler(num_blocks=9, max_rows=4, max_batch_tokens=8)
+        self.rows: list[Row] = []
+        self.count = 0
+
+    @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 14), first=st.sampled_from([2, 3, 100]))
+    def arrive(self, prompt_len: int, max_tokens: int, first: int) -> None:
+        if prompt_len + max_tokens <= 36:
+            self.count += 1
+            self.rows.append(add(self.scheduler, str(self.count), prompt_len, first=first, max_tokens=max_tokens))
+
+    @rule()
+    def step(self) -> None:
+        shares = step(self.scheduler)
+        assert bool(shares) == bool(self.rows), "a step with rows must move one"
+        assert sum(shares.values()) <= self.scheduler.max_batch_tokens
+        for row in [row for row in self.rows if len(row.output_ids) >= row.request.params.max_tokens]:
+            self.scheduler.remove(row)
+            self.rows.remove(row)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(self.rows))
+        self.scheduler.remove(row)
+        self.rows.remove(row)
+
+    @invariant()
+    def blocks_add_up_and_order_is_kept(self) -> None:
+        self.scheduler.check_integrity()
+        order = [int(row.request.request_id) for row in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert order == sorted(order)
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.rows:
+                break
+            self.step()
+        assert not self.rows, "a row never ended"
+        assert self.scheduler.blocks.num_available == 9
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,108 @@
+"""Settings of an engine: frozen, checked at birth, unknown keys refused. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tide_core.errors import ConfigError
+
+DTYPES = ("float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+KERNELS = ("auto", "native", "reference")
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that needs a restart to change."""
+
+    model: str = "demo"
+    """`demo`, a folder, a .gguf file, or a Hugging Face id."""
+    dtype: str = "float32"
+    """Of weights, states and KV: float32, float16 or bfloat16."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None takes the model's own limit."""
+    kv_memory_gib: float = 1.0
+    """Memory budget of the KV block pool. Blocks are touched only when tokens fill them."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    max_rows: int = 64
+    """Most requests that run at once; the others wait."""
+    max_batch_tokens: int = 512
+    """Token budget of one step; longer prompts are run in chunks."""
+    checkpoint_layers: tuple[int, ...] = ()
+    """Layers after which a segment ends, counted from 1; none makes the model one segment."""
+    prefix_caching: bool = True
+    """Share the KV of whole blocks between requests with one beginning and one salt."""
+    kernels: str = "auto"
+    """native, reference, or auto: native where its module was built."""
+    num_threads: int | None = None
+    """CPU threads of one step; None takes what torch would."""
+    max_queued: int = 4096
+    """Most requests that may wait; beyond it a submission is refused."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model", self.model, "a model name, folder, .gguf file or Hugging Face id")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        _one_of("kernels", self.kernels, KERNELS)
+        if self.max_model_len is not None:
+            _integer("max_model_len", self.max_model_len, 2, 2**24)
+        ok = isinstance(self.kv_memory_gib, (int, float)) and not isinstance(self.kv_memory_gib, bool)
+        if not ok or not math.isfinite(self.kv_memory_gib) or not 0 < self.kv_memory_gib <= 4096:
+            raise ConfigError("kv_memory_gib", self.kv_memory_gib, "a number above 0 up to 4096")
+        _integer("block_size", self.block_size, 1, 1024)
+        _integer("max_rows", self.max_rows, 1, 65536)
+        _integer("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
+        if self.max_batch_tokens < self.max_rows:
+            expected = f"at least max_rows ({self.max_rows}), so that every row can move in every step"
+            raise ConfigError("max_batch_tokens", self.max_batch_tokens, expected)
+        _integer("max_queued", self.max_queued, 1, 2**24)
+        if self.num_threads is not None:
+            _integer("num_threads", self.num_threads, 1, 1024)
+        if not isinstance(self.prefix_caching, bool):
+            raise ConfigError("prefix_caching", self.prefix_caching, "true or false")
+        _check_checkpoints(self.checkpoint_layers)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from YAML or JSON values; an unknown key names itself and the nearest known one."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+                raise ConfigError("engine setting", key, f"a known key; {hint}")
+        plain = dict(values)
+        if isinstance(plain.get("checkpoint_layers"), list):
+            plain["checkpoint_layers"] = tuple(plain["checkpoint_layers"])
+        return cls(**plain)
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        return int(self.kv_memory_gib * GIB)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(name, value, f"one of {', '.join(allowed)}")
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(name, value, f"an integer in {low}..{high}")
+
+
+def _check_checkpoints(layers: tuple[int, ...]) -> None:
+    expected = "rising layer counts of at least 1, each below the model's number of layers"
+    if not isinstance(layers, tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in layers):
+        raise ConfigError("checkpoint_layers", layers, expected)
+    if any(i < 1 for i in layers) or list(layers) != sorted(set(layers)):
+        raise ConfigError("checkpoint_layers", layers, expected)

@@ -1,0 +1,231 @@
+"""The engine as users hold it: `generate`, `stream`, `abort`, `stats`.
+
+with Engine("demo") as engine:
+    for answer in engine.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
+        print(answer.text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tide_core.config import EngineConfig
+from tide_core.engine.assemble import Parts, assemble
+from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
+from tide_core.errors import RequestError
+from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
+from tide_core.stats import EngineStats
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or a chat: messages with `role` and `content`."""
+
+MAX_REQUEST_ID_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole answer to one prompt."""
+
+    request_id: str
+    text: str
+    tokens: tuple[TokenOutput, ...]
+    finish_reason: FinishReason
+    usage: Usage | None
+    error: Exception | None = None
+
+
+class Engine:
+    """A model, its KV pool and the thread that steps it."""
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        """`settings` are the fields of `EngineConfig`; an unknown one is refused by name."""
+        config = EngineConfig.from_mapping({"model": model, **settings})
+        self._start(config, assemble(config))
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, parts: Parts) -> Engine:
+        """An engine over a core that is already built."""
+        engine = cls.__new__(cls)
+        engine._start(config, parts)
+        return engine
+
+    def _start(self, config: EngineConfig, parts: Parts) -> None:
+        self.config = config
+        self.max_model_len = parts.max_model_len
+        self.model_name = parts.model_name
+        self.tokenizer = parts.tokenizer
+        self._parts = parts
+        self._loop = EngineLoop(parts.core, max_open=config.max_rows + config.max_queued)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Answer all prompts, batched; answers in the order of the prompts."""
+        return sorted_by_index(self.generate_as_completed(_as_list(prompts), params))
+
+    def generate_as_completed(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Iterator[tuple[int, Completion]]:
+        """Answers with the index of their prompt, as they end. All prompts are checked before any is run."""
+        params = params or SamplingParams()
+        requests = [self._named(index, prompt, params) for index, prompt in enumerate(prompts)]
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
+        sink, pieces = ThreadSink(), {request.request_id: list[TokenOutput]() for request in requests}
+        for request in requests:
+            self._loop.submit(request, sink)
+        for _ in requests:
+            while not (output := sink.get()).finished:
+                pieces[output.request_id] += output.tokens
+            tokens = (*pieces.pop(output.request_id), *output.tokens)
+            yield index_of[output.request_id], _completion(output, tokens)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs as they come; the last one has a finish reason. Leaving the loop early aborts the request."""
+        request = await asyncio.to_thread(
+            self.make_request, prompt, params or SamplingParams(), request_id=request_id, cache_salt=cache_salt
+        )
+        sink = AsyncSink(asyncio.get_running_loop())
+        self._loop.submit(request, sink)
+        finished = False
+        try:
+            while not finished:
+                output = await sink.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self.abort(request.request_id)
+
+    def stream_blocking(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> Iterator[RequestOutput]:
+        """`stream` for a program without an event loop."""
+        request = self.make_request(prompt, params or SamplingParams(), request_id=request_id)
+        sink = ThreadSink()
+        self._loop.submit(request, sink)
+        finished = False
+        try:
+            while not finished:
+                output = sink.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever phase it is; False if no such request is open."""
+        return self._loop.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        core, blocks = self._parts.core, self._parts.core.scheduler.blocks
+        num_running = len(core.scheduler.running)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=max(0, self._loop.num_open - num_running),
+            num_finished=core.counters.num_finished,
+            num_steps=core.counters.num_steps,
+            num_prompt_tokens=core.counters.num_prompt_tokens,
+            num_output_tokens=core.counters.num_output_tokens,
+            num_preemptions=core.scheduler.num_preemptions,
+            blocks_total=blocks.num_blocks,
+            blocks_owned=blocks.num_owned,
+            blocks_cached=blocks.num_cached,
+            max_blocks_owned=core.counters.max_blocks_owned,
+            kernels=self._parts.kernels.name,
+            dead=self._loop.dead,
+            last_step_age_s=time.monotonic() - self._loop.last_beat,
+        )
+
+    def close(self) -> None:
+        """Stop; open requests end with reason abort."""
+        self._loop.close()
+
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, cache_salt: str = ""
+    ) -> Request:
+        """Check a prompt and its parameters against this model and pool; raises RequestError by field."""
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        elif not request_id or len(request_id) > MAX_REQUEST_ID_CHARS or not request_id.isprintable():
+            raise RequestError("request_id", request_id, f"1..{MAX_REQUEST_ID_CHARS} printable characters")
+        vocab_size = self._parts.runner.adapter.vocab_size
+        params.check_ids(vocab_size)
+        prompt_ids = self._prompt_ids(prompt, vocab_size)
+        self._check_length(len(prompt_ids), params.max_tokens)
+        return Request(
+            request_id=request_id,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            eos_ids=self._parts.runner.adapter.eos_ids,
+            cache_salt=cache_salt,
+        )
+
+    def _named(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        try:
+            return self.make_request(prompt, params)
+        except RequestError as error:
+            raise RequestError(f"prompts[{index}].{error.field}", error.value, error.expected) from error
+
+    def _prompt_ids(self, prompt: Prompt, vocab_size: int) -> Sequence[int]:
+        if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes) or not prompt:
+            raise RequestError("prompt", prompt, "non-empty text, token ids, or chat messages")
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        for index, token_id in enumerate(prompt):
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise RequestError(f"prompt[{index}]", token_id, f"a token id in 0..{vocab_size - 1}")
+        return prompt  # type: ignore[return-value]
+
+    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
+        if num_prompt == 0:
+            raise RequestError("prompt", "", "text of at least one token")
+        pool = self._parts.core.scheduler.blocks
+        for limit, what in (
+            (self.max_model_len, "the model length"),
+            (pool.num_blocks * pool.block_size, "the KV pool"),
+        ):
+            if num_prompt >= limit:
+                raise RequestError("prompt", f"{num_prompt} tokens", f"fewer than {what} of {limit} tokens")
+            if num_prompt + max_tokens > limit:
+                expected = f"at most {limit - num_prompt}: {what} of {limit} tokens less {num_prompt} of the prompt"
+                raise RequestError("max_tokens", max_tokens, expected)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or many: a string, a list of ids or a list of messages is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, Mapping)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def sorted_by_index(answers: Iterator[tuple[int, Completion]]) -> list[Completion]:
+    return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
+
+
+def _completion(output: RequestOutput, tokens: tuple[TokenOutput, ...]) -> Completion:
+    assert output.finish_reason is not None
+    text = "".join(token.text for token in tokens)
+    return Completion(output.request_id, text, tokens, output.finish_reason, output.usage, output.error)

@@ -1,0 +1,183 @@
+"""The one thread that steps the engine, and the way in and out of it.
+
+Submissions and aborts cross into the thread through an inbox; outputs cross back through a sink per request, in one
+batch per event loop and step. If the thread dies, every open request gets its one last output, with the error, and
+every later submission is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+from tide_core.engine.core import EngineCore
+from tide_core.errors import EngineBusyError, EngineDeadError, RequestError
+from tide_core.request import FinishReason, Request, RequestOutput
+
+logger = logging.getLogger("tide")
+
+IDLE_CHECK_S = 5.0
+"""How long the idle loop sleeps at most, so that a watcher sees it alive."""
+
+
+class Sink(Protocol):
+    """Where a request's outputs go. `event_loop` is None for a sink any thread may put to."""
+
+    event_loop: asyncio.AbstractEventLoop | None
+
+    def put(self, output: RequestOutput) -> None: ...
+
+
+class ThreadSink:
+    """Outputs for a thread that waits. Several requests may share one."""
+
+    def __init__(self) -> None:
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self._queue: SimpleQueue[RequestOutput] = SimpleQueue()
+
+    def put(self, output: RequestOutput) -> None:
+        self._queue.put(output)
+
+    def get(self) -> RequestOutput:
+        return self._queue.get()
+
+
+class AsyncSink:
+    """Outputs for a coroutine on `event_loop`."""
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self.event_loop: asyncio.AbstractEventLoop | None = event_loop
+        self._queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
+
+    def put(self, output: RequestOutput) -> None:
+        self._queue.put_nowait(output)
+
+    async def get(self) -> RequestOutput:
+        return await self._queue.get()
+
+
+class EngineLoop:
+    """Owns the core from the moment it starts."""
+
+    def __init__(self, core: EngineCore, *, max_open: int) -> None:
+        self._core = core
+        self._max_open = max_open
+        self._wake = threading.Condition()
+        self._inbox: deque[Request | str] = deque()  # a request to add, or the id of one to abort
+        self._sinks: dict[str, Sink] = {}
+        self._stopping = False
+        self._death: BaseException | None = None
+        self.last_beat = time.monotonic()
+        self._thread = threading.Thread(target=self._main, name="tide-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def dead(self) -> bool:
+        return self._death is not None or not self._thread.is_alive()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sinks)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hand a request over; from now on it gets exactly one last output."""
+        with self._wake:
+            if self._death is not None or self._stopping:
+                raise EngineDeadError(self._death_text())
+            if request.request_id in self._sinks:
+                raise RequestError("request_id", request.request_id, "an id that no open request has")
+            if len(self._sinks) >= self._max_open:
+                raise EngineBusyError(f"{len(self._sinks)} requests are open, the limit is {self._max_open}")
+            self._sinks[request.request_id] = sink
+            self._inbox.append(request)
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """Ask for the end of a request; False if it is not open."""
+        with self._wake:
+            if request_id not in self._sinks:
+                return False
+            self._inbox.append(request_id)
+            self._wake.notify()
+            return True
+
+    def close(self) -> None:
+        """Stop the thread; open requests end with reason abort."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            while self._take_inbox():
+                if self._core.has_work:
+                    self._deliver(self._core.step())
+                self.last_beat = time.monotonic()
+            self._end_all(FinishReason.ABORT, None)
+        except BaseException as death:
+            logger.exception("engine loop died")
+            with self._wake:
+                self._death = death
+            self._end_all(FinishReason.ERROR, EngineDeadError(self._death_text()))
+
+    def _take_inbox(self) -> bool:
+        """Carry out what has come in; sleep while there is nothing to do. False when asked to stop."""
+        with self._wake:
+            if not (self._inbox or self._stopping or self._core.has_work):
+                self._core.check_idle()
+                self._wake.wait(IDLE_CHECK_S)
+            if self._stopping:
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        ended = []
+        for command in commands:
+            if isinstance(command, Request):
+                try:
+                    self._core.add(command)
+                except Exception as error:
+                    logger.exception("a request could not be queued")
+                    ended.append(RequestOutput(command.request_id, finish_reason=FinishReason.ERROR, error=error))
+            elif (output := self._core.abort(command)) is not None:
+                ended.append(output)
+        self._deliver(ended)
+        return True
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Put outputs into their sinks: one call per event loop, however many requests wait there."""
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Sink, RequestOutput]]] = defaultdict(list)
+        for output in outputs:
+            with self._wake:
+                sink = self._sinks.pop(output.request_id) if output.finished else self._sinks[output.request_id]
+            if sink.event_loop is None:
+                sink.put(output)
+            else:
+                by_loop[sink.event_loop].append((sink, output))
+        for event_loop, items in by_loop.items():
+            try:
+                event_loop.call_soon_threadsafe(_put_all, items)
+            except RuntimeError:  # the event loop is closed: nobody is left to read
+                for _, output in items:
+                    self.abort(output.request_id)
+
+    def _end_all(self, reason: FinishReason, error: Exception | None) -> None:
+        with self._wake:
+            left = list(self._sinks)
+        self._deliver([RequestOutput(request_id, finish_reason=reason, error=error) for request_id in left])
+
+    def _death_text(self) -> str:
+        if self._death is None:
+            return "the engine was closed"
+        return f"the engine loop died: {type(self._death).__name__}: {self._death}"
+
+
+def _put_all(items: list[tuple[Sink, RequestOutput]]) -> None:
+    for sink, output in items:
+        sink.put(output)

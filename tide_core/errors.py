@@ -1,0 +1,80 @@
+"""Every error a caller can meet. Client errors say which field, what came and what was expected.
+
+All arguments go to the base constructor, so that an error survives pickling between processes.
+"""
+
+from __future__ import annotations
+
+MAX_SHOWN_CHARS = 80
+
+
+class TideError(Exception):
+    """Base of all errors raised on purpose by TIDE Serve."""
+
+
+class FieldError(TideError):
+    """A named value that was refused: `field`, the `value` that came, and what was `expected`."""
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        super().__init__(field, _brief(value), expected)
+
+    @property
+    def field(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def value(self) -> object:
+        return self.args[1]
+
+    @property
+    def expected(self) -> str:
+        return str(self.args[2])
+
+    def __str__(self) -> str:
+        shown = self.value if isinstance(self.value, _Summary) else repr(self.value)
+        return f"{self.field}: got {shown}, expected {self.expected}"
+
+
+class ConfigError(FieldError):
+    """A setting that was refused before anything started."""
+
+
+class RequestError(FieldError):
+    """A request that was refused; the engine goes on (4xx)."""
+
+
+class ModelError(FieldError):
+    """A model that cannot be found, read or proven equal to its Hugging Face forward."""
+
+
+class EngineError(TideError):
+    """The engine failed a request that was valid (5xx)."""
+
+
+class EngineBusyError(EngineError):
+    """The queue is full; the same request may be taken later (429)."""
+
+
+class EngineDeadError(EngineError):
+    """The engine loop has stopped; nothing submitted to it will run."""
+
+
+class _Summary(str):
+    """Stands for a value too large to repeat in an error."""
+
+    __slots__ = ()
+
+
+def _brief(value: object) -> object:
+    """A small picklable stand-in for `value`; a brief value is its own brief value."""
+    if value is None or isinstance(value, (bool, float, _Summary)):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 10**MAX_SHOWN_CHARS else _Summary(f"an integer of {value.bit_length()} bits")
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        shown = repr(value) if len(value) <= 8 else ""
+        if shown and len(shown) <= MAX_SHOWN_CHARS:
+            return _Summary(shown)
+        return _Summary(f"a {type(value).__name__} of {len(value)} entries")
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"

@@ -1,0 +1,218 @@
+"""The KV block pool as tensors, and the view of it that one step's layers use.
+
+Pools are [num_blocks, heads, block_size, head size], one pair per layer, so that one head's slots of a block lie
+together. They are allocated without being touched: on a CPU the memory becomes real block by block, as tokens fill it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide_core.kernels import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one layer caches per token."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_heads * (self.key_size + self.value_size)
+
+
+def block_bytes(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers."""
+    return sum(layout.num_elements for layout in layouts) * block_size * dtype.itemsize
+
+
+class PagedKV:
+    """The pools of all layers."""
+
+    def __init__(
+        self,
+        layouts: Sequence[KVLayout],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.device = device
+        self.pools = [
+            (
+                torch.empty(num_blocks, layout.num_heads, block_size, layout.key_size, dtype=dtype, device=device),
+                torch.empty(num_blocks, layout.num_heads, block_size, layout.value_size, dtype=dtype, device=device),
+            )
+            for layout in layouts
+        ]
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN, so that a read past a valid length cannot go unseen."""
+        index = torch.tensor(blocks, device=self.device)
+        for key_pool, value_pool in self.pools:
+            key_pool[index] = float("nan")
+            value_pool[index] = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """One row in a step: where its blocks are, where its tokens begin, how many run now."""
+
+    block_ids: Sequence[int]
+    start: int
+    num_tokens: int
+
+
+class PagedView:
+    """The cache as the layers of one step see it: T tokens of R rows, one after another.
+
+    Writes only the slots of this step's tokens; reads only slots below each row's start plus its tokens now.
+    """
+
+    def __init__(self, cache: PagedKV, kernels: Kernels, spans: Sequence[RowSpan]) -> None:
+        self._cache = cache
+        self._kernels = kernels
+        index = StepIndex.build(spans, cache.block_size)
+        self.positions = torch.from_numpy(index.positions).to(cache.device)
+        self._slots = torch.from_numpy(index.slots).to(cache.device)
+        self._block_tables = torch.from_numpy(index.block_tables).to(cache.device)
+        self._query_starts = torch.from_numpy(index.query_starts).to(cache.device)
+        self._context_lens = torch.from_numpy(index.context_lens).to(cache.device)
+        self._index = index
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key_pool, value_pool = self._cache.pools[layer]
+        self._kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pool, value_pool, self._slots)
+        return key, value
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        key_pool, value_pool = self._cache.pools[layer]
+        out = self._kernels.paged_attention(
+            query[0].transpose(0, 1),
+            key_pool,
+            value_pool,
+            self._block_tables,
+            self._query_starts,
+            self._context_lens,
+            scaling,
+            window,
+            softcap,
+        )
+        return out.unsqueeze(0)
+
+
+class GatheredView(PagedView):
+    """For layers that must see K and V themselves (compressed latents, attention written inline in the layer).
+
+    `update` returns the contexts of all rows, one after another; `mask` says which query may see which of them.
+    """
+
+    def __init__(self, cache: PagedKV, kernels: Kernels, spans: Sequence[RowSpan]) -> None:
+        super().__init__(cache, kernels, spans)
+        slots, rows, positions = self._index.context_slots(cache.block_size)
+        self._context_slots = torch.from_numpy(slots).to(cache.device)
+        self.context_positions = torch.from_numpy(positions).to(cache.device)
+        context_rows = torch.from_numpy(rows).to(cache.device)
+        query_rows = torch.from_numpy(self._index.query_rows()).to(cache.device)
+        self.mask = (query_rows[:, None] == context_rows[None, :]) & (
+            self.context_positions[None, :] <= self.positions[:, None]
+        )  # [T, contexts]
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        super().update(key, value, layer)
+        key_pool, value_pool = self._cache.pools[layer]
+        return self._gather(key_pool), self._gather(value_pool)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        assert window <= 0, "gathered attention serves no family with a sliding window"
+        assert softcap <= 0, "gathered attention serves no family with soft-capping"
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=self.mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2)
+
+    def _gather(self, pool: torch.Tensor) -> torch.Tensor:
+        block, offset = self._context_slots // self._cache.block_size, self._context_slots % self._cache.block_size
+        return pool[block, :, offset].transpose(0, 1).unsqueeze(0)  # [1, H, contexts, D]
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """Where every token of a step is written and read, as flat arrays."""
+
+    positions: np.ndarray[Any, np.dtype[np.int64]]
+    slots: np.ndarray[Any, np.dtype[np.int64]]
+    block_tables: np.ndarray[Any, np.dtype[np.int32]]
+    query_starts: np.ndarray[Any, np.dtype[np.int32]]
+    context_lens: np.ndarray[Any, np.dtype[np.int32]]
+
+    @classmethod
+    def build(cls, spans: Sequence[RowSpan], block_size: int) -> StepIndex:
+        num_rows = len(spans)
+        context_lens = np.array([span.start + span.num_tokens for span in spans], dtype=np.int32)
+        query_starts = np.zeros(num_rows + 1, dtype=np.int32)
+        np.cumsum([span.num_tokens for span in spans], out=query_starts[1:])
+        used = [-(-int(length) // block_size) for length in context_lens]
+        block_tables = np.zeros((num_rows, max(used, default=0)), dtype=np.int32)
+        positions = np.empty(int(query_starts[-1]), dtype=np.int64)
+        slots = np.empty_like(positions)
+        for row, span in enumerate(spans):
+            block_tables[row, : used[row]] = span.block_ids[: used[row]]
+            here = slice(query_starts[row], query_starts[row + 1])
+            positions[here] = np.arange(span.start, span.start + span.num_tokens)
+            blocks = block_tables[row, positions[here] // block_size].astype(np.int64)
+            slots[here] = blocks * block_size + positions[here] % block_size
+        return cls(positions, slots, block_tables, query_starts, context_lens)
+
+    def query_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The row of every query."""
+        return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
+
+    def context_slots(
+        self, block_size: int
+    ) -> tuple[
+        np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]
+    ]:
+        """Slot, row and position of every valid token of every row."""
+        rows = np.repeat(np.arange(len(self.context_lens)), self.context_lens)
+        positions = (
+            np.concatenate([np.arange(length, dtype=np.int64) for length in self.context_lens])
+            if len(self.context_lens)
+            else np.empty(0, dtype=np.int64)
+        )
+        blocks = self.block_tables[rows, positions // block_size].astype(np.int64)
+        return blocks * block_size + positions % block_size, rows, positions

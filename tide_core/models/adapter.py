@@ -1,0 +1,179 @@
+"""One interface over any known Hugging Face decoder: embed, run a range of layers, norm, head.
+
+The layers are the library's. What changes is what they are handed: a view of the paged KV pool stands where they
+expect a cache, and the same view stands where they expect an attention mask, so that it reaches the attention function
+registered here as an argument. All tokens of a step travel as one sequence, [1, T, D], whatever row they belong to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from tide_core.batch import KVView
+from tide_core.errors import ModelError
+from tide_core.models.families import Family, falcon_mask, find_family
+
+ATTENTION = "tide"
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: KVView,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The registry's entry: the mask argument is the step's view of the KV pool."""
+    out = attention_mask.attend(
+        module.layer_idx,
+        query,
+        key,
+        value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What every layer of a step is given beside the states; by layer type where types differ."""
+
+    common: dict[str, Any]
+    rotary: dict[str | None, Any]
+
+
+class ModelAdapter:
+    """A loaded causal LM, opened at its layers."""
+
+    def __init__(self, model: Any) -> None:
+        self.family: Family = find_family(model)
+        self.model = model
+        self.config = model.config
+        self.backbone = reduce(getattr, self.family.backbone.split("."), model)
+        self.layers: list[nn.Module] = list(getattr(self.backbone, self.family.layers))
+        self._norm = getattr(self.backbone, self.family.norm)
+        self._rotary = getattr(self.backbone, "rotary_emb", None)
+        self._head = model.get_output_embeddings()
+        self._softcap = getattr(self.config, "final_logit_softcapping", None)
+        self._layer_types = self._rotary_layer_types()
+        self.config._attn_implementation = "sdpa" if self.family.attention == "inline" else ATTENTION
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._head.weight.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return cast(torch.dtype, self.model.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.device)
+
+    @property
+    def gathers_kv(self) -> bool:
+        """Whether layers must be handed whole contexts instead of attending over pages."""
+        return self.family.attention != "paged"
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the model was made for.
+
+        Long-rope models switch their frequencies for the whole batch once any row is longer than their original
+        length; up to there no row depends on its mates, so that is the limit here."""
+        limit = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
+        if not limit:
+            raise ModelError("config.max_position_embeddings", limit, "the model's longest sequence")
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+        return int(limit)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """End-of-text ids: those of the generation config, else of the config."""
+        for source in (getattr(self.model, "generation_config", None), self.config):
+            ids = getattr(source, "eos_token_id", None)
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+        return ()
+
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T], [T] -> the states that enter layer 0, [1, T, D]."""
+        ids, positions = token_ids.unsqueeze(0), positions.unsqueeze(0)
+        if self.family.embed is not None:
+            return self.family.embed(self.backbone, ids, positions)
+        return cast(torch.Tensor, self.backbone.embed_tokens(ids))
+
+    def layer_inputs(self, positions: torch.Tensor, view: KVView) -> LayerInputs:
+        """What `run_layers` needs to know of a step's tokens, computed once for all layers."""
+        position_ids = positions.unsqueeze(0)
+        common: dict[str, Any] = {
+            "position_ids": position_ids,
+            self.family.cache_argument: view,
+            "attention_mask": view,
+            "use_cache": True,
+        }
+        if self.family.attention == "inline":
+            common["attention_mask"], common["alibi"] = falcon_mask(self.backbone, view, self.dtype)
+        rotary: dict[str | None, Any] = {}
+        if self._rotary is not None:
+            like = torch.empty(1, 1, dtype=self.dtype, device=self.device)  # only its dtype and device are read
+            for kind in self._layer_types:
+                arguments = (like, position_ids) if kind is None else (like, position_ids, kind)
+                rotary[kind] = self._rotary(*arguments)
+        return LayerInputs(common, rotary)
+
+    def run_layers(self, states: torch.Tensor, start: int, stop: int, inputs: LayerInputs) -> torch.Tensor:
+        """Layers `start` up to `stop`, states [1, T, D] in and out. Writes their KV through the view."""
+        per_type = None not in inputs.rotary
+        for index in range(start, stop):
+            if inputs.rotary:
+                kind = self.config.layer_types[index] if per_type else None
+                out = self.layers[index](states, position_embeddings=inputs.rotary[kind], **inputs.common)
+            else:
+                out = self.layers[index](states, **inputs.common)
+            states = out[0] if isinstance(out, tuple) else out
+        return states
+
+    def norm(self, states: torch.Tensor) -> torch.Tensor:
+        """The final norm: [..., D] -> [..., D]. Some old OPT models have none."""
+        return states if self._norm is None else cast(torch.Tensor, self._norm(states))
+
+    def head(self, normed: torch.Tensor) -> torch.Tensor:
+        """Normed states to logits over the whole vocabulary, with the model's own scaling: [..., D] -> [..., V]."""
+        if self.family.finish is not None:
+            normed = self.family.finish(self.backbone, normed)
+        logits = cast(torch.Tensor, self._head(normed))
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def _rotary_layer_types(self) -> tuple[str | None, ...]:
+        """Gemma 3 keeps one rotary embedding per layer type; the others one for all."""
+        if type(self.model).__name__ != "Gemma3ForCausalLM":
+            return (None,)
+        return tuple(dict.fromkeys(self.config.layer_types))

@@ -1,0 +1,130 @@
+"""The model families whose engine forward is proven equal to the library's, and where each keeps its parts.
+
+Layers, norms and rotary embeddings stay the library's own modules. A family here says only how to reach them and what
+stands between them: how tokens are embedded, which argument carries the cache, whether the layer calls the attention
+registry. Every entry has a test in tests/models/test_families.py; an architecture without an entry is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tide_core.errors import ModelError
+
+Module = Any  # modules of the library are untyped
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Where a family keeps its parts, relative to the causal LM or to its backbone."""
+
+    name: str
+    backbone: str = "model"
+    layers: str = "layers"
+    norm: str = "norm"
+    cache_argument: str = "past_key_values"
+    attention: str = "paged"
+    """paged: the layer calls the attention registry with K and V as cached.
+    latent: it expands K and V from what it cached, then calls the registry.
+    inline: its attention is written in the layer and takes a mask tensor."""
+    embed: Callable[[Module, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """Token ids and positions, [1, T], to the state that enters layer 0; None: `embed_tokens` alone."""
+    finish: Callable[[Module, torch.Tensor], torch.Tensor] | None = None
+    """Anything between the final norm and the output embedding."""
+
+
+def _embed_gpt2(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return backbone.wte(ids) + backbone.wpe(positions)  # type: ignore[no-any-return]
+
+
+def _embed_opt(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    states = backbone.embed_tokens(ids)
+    if backbone.project_in is not None:
+        states = backbone.project_in(states)
+    return states + backbone.embed_positions(None, 0, position_ids=positions)  # type: ignore[no-any-return]
+
+
+def _finish_opt(backbone: Module, states: torch.Tensor) -> torch.Tensor:
+    return states if backbone.project_out is None else backbone.project_out(states)
+
+
+def _embed_neox(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return backbone.embed_in(ids)  # type: ignore[no-any-return]
+
+
+def _embed_falcon(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return backbone.word_embeddings(ids)  # type: ignore[no-any-return]
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("Llama (and DeepSeek R1 distills of its shape)"),
+    "Qwen2ForCausalLM": Family("Qwen2 (and DeepSeek R1 distills of its shape)"),
+    "Qwen3ForCausalLM": Family("Qwen3"),
+    "MistralForCausalLM": Family("Mistral"),
+    "MixtralForCausalLM": Family("Mixtral"),
+    "Gemma2ForCausalLM": Family("Gemma 2"),
+    "Gemma3ForCausalLM": Family("Gemma 3 (text)"),
+    "PhiForCausalLM": Family("Phi", norm="final_layernorm"),
+    "Phi3ForCausalLM": Family("Phi-3"),
+    "DeepseekV2ForCausalLM": Family("DeepSeek V2", attention="latent"),
+    "DeepseekV3ForCausalLM": Family("DeepSeek V3", attention="latent"),
+    "GPT2LMHeadModel": Family("GPT-2", backbone="transformer", layers="h", norm="ln_f", embed=_embed_gpt2),
+    "GPTNeoXForCausalLM": Family(
+        "GPT-NeoX (Pythia)",
+        backbone="gpt_neox",
+        norm="final_layer_norm",
+        cache_argument="layer_past",
+        embed=_embed_neox,
+    ),
+    "OPTForCausalLM": Family(
+        "OPT", backbone="model.decoder", norm="final_layer_norm", embed=_embed_opt, finish=_finish_opt
+    ),
+    "FalconForCausalLM": Family(
+        "Falcon",
+        backbone="transformer",
+        layers="h",
+        norm="ln_f",
+        cache_argument="layer_past",
+        attention="inline",
+        embed=_embed_falcon,
+    ),
+}
+
+
+def find_family(model: Module) -> Family:
+    """The family of a loaded model, or a refusal that names it and lists what is known."""
+    architecture = type(model).__name__
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise ModelError("architecture", architecture, f"one of {', '.join(sorted(FAMILIES))}")
+    _refuse_unproven_variants(architecture, model.config)
+    return family
+
+
+def _refuse_unproven_variants(architecture: str, config: Any) -> None:
+    """Settings inside a known family that change the forward in ways no test here proves."""
+    for setting in ("use_bidirectional_attention", "add_cross_attention", "reorder_and_upcast_attn"):
+        value = getattr(config, setting, False)
+        if value:
+            raise ModelError(f"{architecture} config.{setting}", value, "it unset")
+
+
+def falcon_mask(backbone: Module, view: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The mask Falcon's own attention adds to its scores, and its alibi argument (None with rotary positions)."""
+    blocked = torch.finfo(dtype).min
+    visible = view.mask[None, None]  # [1, 1, T, contexts]
+    if not backbone.use_alibi:
+        return torch.where(visible, 0.0, blocked).to(dtype), None
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    positions = view.context_positions
+    longest = torch.ones(1, int(positions.max()) + 1, device=positions.device, dtype=torch.long)
+    slopes = build_alibi_tensor(longest, backbone.num_heads, dtype=dtype)[:, :, positions]  # [H, 1, contexts]
+    head_size = backbone.config.hidden_size // backbone.num_heads
+    mask = torch.where(visible, (slopes / math.sqrt(head_size))[None], blocked).to(dtype)
+    return mask, slopes

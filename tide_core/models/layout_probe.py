@@ -1,0 +1,48 @@
+"""What each layer caches per token, asked of the layers themselves: one token is run and the writes are noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tide_core.models.adapter import ModelAdapter
+
+
+class LayoutProbe:
+    """Stands in for a KV view. Notes the shapes of K and V that come and attends over them as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.positions = torch.zeros(1, dtype=torch.long, device=device)
+        self.context_positions = self.positions
+        self.mask = torch.ones(1, 1, dtype=torch.bool, device=device)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        return key, value
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+
+
+def probe_layouts(adapter: ModelAdapter) -> list[tuple[int, int, int]]:
+    """(heads, key size, value size) of every layer, in order."""
+    probe = LayoutProbe(adapter.device)
+    with torch.inference_mode():
+        token = torch.zeros(1, dtype=torch.long, device=adapter.device)
+        states = adapter.embed(token, probe.positions)
+        adapter.run_layers(states, 0, adapter.num_layers, adapter.layer_inputs(probe.positions, probe))
+    return [probe.shapes[layer] for layer in range(adapter.num_layers)]

@@ -1,0 +1,187 @@
+"""What a request is and what comes back for it. No torch here: these types cross every layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tide_core.errors import RequestError
+
+MODES = ("full",)
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is decoded. Checked at birth; ids are checked against the model by the engine."""
+
+    max_tokens: int = 128
+    """Most tokens to generate."""
+    min_tokens: int = 0
+    """Fewest tokens before an end-of-text or stop id may be chosen."""
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest one."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens seen in prompt or output."""
+    presence_penalty: float = 0.0
+    """Subtract once from the logit of every token already generated."""
+    frequency_penalty: float = 0.0
+    """Subtract from the logit of a token for each time it was generated."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to a number added to its logit."""
+    seed: int | None = None
+    """Same seed, same tokens, whatever else is in the batch. None draws one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the text."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-text ids."""
+    logprobs: int | None = None
+    """None: no log-probabilities. k: that of the chosen token and of the k likeliest."""
+    mode: str = "full"
+    """The contract of the request; this engine runs: full."""
+
+    def __post_init__(self) -> None:
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, "max_tokens")
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError("ignore_eos", self.ignore_eos, "true or false")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.mode not in MODES:
+            raise RequestError("mode", self.mode, f"one of {', '.join(MODES)}")
+        _check_stop(self.stop)
+        _check_stop_ids(self.stop_ids)
+        _check_logit_bias(self.logit_bias)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Refuse token ids the model does not have."""
+        for name, ids in (("stop_ids", self.stop_ids), ("logit_bias", tuple(self.logit_bias))):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(name, token_id, f"token ids in 0..{vocab_size - 1}")
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; every request gets exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One admitted request: ids checked against the model, parameters checked."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """The seed in use: that of the parameters, or the one drawn at submission."""
+    eos_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    """Prefix-cache blocks are shared only between requests of one salt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One generated token and how it came about."""
+
+    token_id: int
+    text: str
+    """Text released with this token; the texts of all tokens join to the output."""
+    exit_layer: int
+    """Layers that had run when the token was decided."""
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts and times of one request, in tokens and seconds."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A piece of a request's answer. Exactly one piece per request has a `finish_reason`."""
+
+    request_id: str
+    tokens: tuple[TokenOutput, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    """Present on the last piece."""
+    error: Exception | None = None
+    """Present when the reason is `error`."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+def _integer(name: str, value: object, low: int, high: int, high_name: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(name, value, f"an integer in {low}..{high_name or high}")
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not (low < value if above else low <= value) or value > high:  # type: ignore[operator]
+        raise RequestError(name, value, f"a finite number {'above' if above else 'from'} {low} up to {high}")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if not isinstance(stop, tuple) or len(stop) > MAX_STOP_STRINGS:
+        raise RequestError("stop", stop, f"a tuple of at most {MAX_STOP_STRINGS} strings")
+    for text in stop:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise RequestError("stop", text, f"strings of 1..{MAX_STOP_CHARS} characters")
+
+
+def _check_stop_ids(stop_ids: tuple[int, ...]) -> None:
+    if not isinstance(stop_ids, tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in stop_ids):
+        raise RequestError("stop_ids", stop_ids, "a tuple of token ids")
+
+
+def _check_logit_bias(bias: Mapping[int, float]) -> None:
+    if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError("logit_bias", bias, f"a mapping of at most {MAX_LOGIT_BIAS} token ids to numbers")
+    for token_id, value in bias.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise RequestError("logit_bias", token_id, "integer token ids as keys")
+        _number(f"logit_bias[{token_id}]", value, -100.0, 100.0)
