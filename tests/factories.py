@@ -50,8 +50,9 @@ def make_config(**settings: Any) -> EngineConfig:
 
 def make_parts(family: str = "llama", **settings: Any) -> Parts:
     """A core over a tiny random model; equal weights every time."""
-    model = copy.deepcopy(tiny_model(family))
-    return assemble_loaded(make_config(**settings), model, tiny_tokenizer(), name=family, identity=family)
+    config = make_config(**settings)
+    model = copy.deepcopy(tiny_model(family)).to(config.device, getattr(torch, config.dtype))
+    return assemble_loaded(config, model, tiny_tokenizer(), name=family, identity=family)
 
 
 def make_engine(family: str = "llama", **settings: Any) -> Engine:

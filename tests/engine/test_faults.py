@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -117,6 +119,25 @@ def test_a_full_queue_refuses_and_recovers() -> None:
         streams[0].close()  # type: ignore[attr-defined]
         second.join()
         assert engine.generate(["the dog"], PARAMS)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_more_prompts_than_the_queue_holds_are_all_answered() -> None:
+    with make_engine(max_rows=2, max_queued=3) as engine:
+        answers = engine.generate(random_prompts(17, 5), PARAMS)
+    assert [answer.finish_reason for answer in answers] == [FinishReason.LENGTH] * 17
+
+
+def test_leaving_a_batch_early_aborts_the_rest_of_it() -> None:
+    with make_engine() as engine:
+        for _ in engine.generate_as_completed(random_prompts(6, 5), PARAMS):
+            break
+        wait_until(lambda: engine.stats().num_finished == 6)
+        assert engine.stats().blocks_owned == 0
+
+
+def test_a_program_that_forgets_to_close_the_engine_still_ends() -> None:
+    program = "from tests.factories import make_engine; e = make_engine(); next(e.stream_blocking('the cat'))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.factories import make_engine, make_parts, random_prompts
+from tests.factories import make_engine, random_prompts
+from tests.forward import Forward, library_logits
 from tests.tiny_models import FAMILIES, tiny_model
-from tide_core.engine.depth_loop import plan_segments, run_full_depth
-from tide_core.engine.model_runner import ModelRunner
 from tide_core.errors import ModelError
-from tide_core.kv.cache import GatheredView, PagedView, RowSpan
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.families import FAMILIES as KNOWN
 from tide_core.request import SamplingParams
@@ -21,40 +19,6 @@ from tide_core.request import SamplingParams
 MAX_DIFFERENCE = 1e-4
 LENGTH = 21
 KERNELS = ("reference", "auto")
-
-
-class Forward:
-    """Runs token sequences through an engine's layers and pool, and returns all logits."""
-
-    def __init__(self, family: str, kernels: str, checkpoint_layers: tuple[int, ...] = ()) -> None:
-        self.runner: ModelRunner = make_parts(family, kernels=kernels, block_size=4).runner
-        self.segments = plan_segments(self.runner.adapter.num_layers, checkpoint_layers)
-
-    @torch.inference_mode()
-    def __call__(self, rows: list[list[int]], chunk: int) -> list[torch.Tensor]:
-        blocks_each = -(-max(map(len, rows)) // 4)
-        tables = [list(range(r * blocks_each, (r + 1) * blocks_each)) for r in range(len(rows))]
-        logits: list[list[torch.Tensor]] = [[] for _ in rows]
-        for start in range(0, max(map(len, rows)), chunk):
-            active = [r for r, row in enumerate(rows) if start < len(row)]
-            pieces = [rows[r][start : start + chunk] for r in active]
-            out = self._step([RowSpan(tables[r], start, len(p)) for r, p in zip(active, pieces, strict=True)], pieces)
-            for r, piece in zip(active, out.split([len(p) for p in pieces]), strict=True):
-                logits[r].append(piece)
-        return [torch.cat(pieces) for pieces in logits]
-
-    def _step(self, spans: list[RowSpan], pieces: list[list[int]]) -> torch.Tensor:
-        adapter = self.runner.adapter
-        kind = GatheredView if adapter.gathers_kv else PagedView
-        view = kind(self.runner.cache, self.runner.kernels, spans)
-        ids = torch.tensor([token for piece in pieces for token in piece])
-        states = run_full_depth(adapter, self.segments, ids, view.positions, view)
-        return adapter.head(adapter.norm(states))
-
-
-def library_logits(family: str, row: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return tiny_model(family)(torch.tensor([row])).logits[0]
 
 
 def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -70,14 +34,14 @@ def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
 )
 def test_logits_equal_the_library(family: str, kernels: str, checkpoint_layers: tuple[int, ...], chunk: int) -> None:
     [row] = random_prompts(1, LENGTH, seed=3)
-    [got] = Forward(family, kernels, checkpoint_layers)([row], chunk)
+    [got] = Forward(family, checkpoint_layers, kernels=kernels)([row], chunk)
     assert_equal(got, library_logits(family, row))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_one_batch_do_not_see_each_other(family: str) -> None:
     rows = [random_prompts(1, length, seed=length)[0] for length in (21, 1, 13, 8)]
-    for got, row in zip(Forward(family, "auto")(rows, 4), rows, strict=True):
+    for got, row in zip(Forward(family)(rows, 4), rows, strict=True):
         assert_equal(got, library_logits(family, row))
 
 

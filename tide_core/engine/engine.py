@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,23 +72,32 @@ class Engine:
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Answer all prompts, batched; answers in the order of the prompts."""
-        return sorted_by_index(self.generate_as_completed(_as_list(prompts), params))
+        answers = dict(self.generate_as_completed(_as_list(prompts), params))
+        return [answers[index] for index in range(len(answers))]
 
     def generate_as_completed(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> Iterator[tuple[int, Completion]]:
-        """Answers with the index of their prompt, as they end. All prompts are checked before any is run."""
+        """Answers with the index of their prompt, as they end. All prompts are checked before any is run.
+
+        Leaving the loop early aborts what is still open."""
         params = params or SamplingParams()
-        requests = [self._named(index, prompt, params) for index, prompt in enumerate(prompts)]
-        index_of = {request.request_id: index for index, request in enumerate(requests)}
-        sink, pieces = ThreadSink(), {request.request_id: list[TokenOutput]() for request in requests}
-        for request in requests:
-            self._loop.submit(request, sink)
-        for _ in requests:
-            while not (output := sink.get()).finished:
+        waiting = deque(self._named(index, prompt, params) for index, prompt in enumerate(prompts))
+        index_of = {request.request_id: index for index, request in enumerate(waiting)}
+        sink, pieces = ThreadSink(), dict[str, list[TokenOutput]]()
+        try:
+            while waiting or pieces:
+                while waiting and len(pieces) < self.config.max_queued:
+                    self._loop.submit(waiting[0], sink)
+                    pieces[waiting.popleft().request_id] = []
+                output = sink.get()
                 pieces[output.request_id] += output.tokens
-            tokens = (*pieces.pop(output.request_id), *output.tokens)
-            yield index_of[output.request_id], _completion(output, tokens)
+                if output.finished:
+                    tokens = tuple(pieces.pop(output.request_id))
+                    yield index_of[output.request_id], _completion(output, tokens)
+        finally:
+            for request_id in pieces:
+                self.abort(request_id)
 
     async def stream(
         self,
@@ -219,10 +229,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, Mapping)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
-
-
-def sorted_by_index(answers: Iterator[tuple[int, Completion]]) -> list[Completion]:
-    return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
 
 def _completion(output: RequestOutput, tokens: tuple[TokenOutput, ...]) -> Completion:

@@ -8,6 +8,7 @@ every later submission is refused.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
@@ -76,6 +77,7 @@ class EngineLoop:
         self.last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="tide-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # the interpreter must not go while the thread is inside a kernel
 
     @property
     def dead(self) -> bool:
@@ -113,6 +115,7 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _main(self) -> None:
         try:

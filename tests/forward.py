@@ -1,0 +1,49 @@
+"""Token sequences straight through an engine's layers and pool, without scheduler or sampler, to compare logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.factories import make_parts
+from tests.tiny_models import tiny_model
+from tide_core.engine.depth_loop import plan_segments, run_full_depth
+from tide_core.engine.model_runner import ModelRunner
+from tide_core.kv.cache import GatheredView, PagedView, RowSpan
+
+
+class Forward:
+    """Runs token sequences through an engine's layers and pool, and returns all logits."""
+
+    def __init__(self, family: str, checkpoint_layers: tuple[int, ...] = (), **settings: Any) -> None:
+        self.runner: ModelRunner = make_parts(family, block_size=4, **settings).runner
+        self.runner.cache.poison(range(self.runner.cache.num_blocks))
+        self.segments = plan_segments(self.runner.adapter.num_layers, checkpoint_layers)
+
+    @torch.inference_mode()
+    def __call__(self, rows: list[list[int]], chunk: int) -> list[torch.Tensor]:
+        blocks_each = -(-max(map(len, rows)) // 4)
+        tables = [list(range(r * blocks_each, (r + 1) * blocks_each)) for r in range(len(rows))]
+        logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        for start in range(0, max(map(len, rows)), chunk):
+            active = [r for r, row in enumerate(rows) if start < len(row)]
+            pieces = [rows[r][start : start + chunk] for r in active]
+            out = self._step([RowSpan(tables[r], start, len(p)) for r, p in zip(active, pieces, strict=True)], pieces)
+            for r, piece in zip(active, out.split([len(p) for p in pieces]), strict=True):
+                logits[r].append(piece)
+        return [torch.cat(pieces) for pieces in logits]
+
+    def _step(self, spans: list[RowSpan], pieces: list[list[int]]) -> torch.Tensor:
+        adapter = self.runner.adapter
+        kind = GatheredView if adapter.gathers_kv else PagedView
+        view = kind(self.runner.cache, self.runner.kernels, spans)
+        ids = torch.tensor([token for piece in pieces for token in piece], device=adapter.device)
+        states = run_full_depth(adapter, self.segments, ids, view.positions, view)
+        return adapter.head(adapter.norm(states))
+
+
+def library_logits(family: str, row: list[int]) -> torch.Tensor:
+    """What the library's own forward gives for every position."""
+    with torch.inference_mode():
+        return tiny_model(family)(torch.tensor([row])).logits[0]
