@@ -1,0 +1,79 @@
+// The Python module. Addresses come as integers, so that no Torch header is needed: the wrappers in
+// tide_core/kernels/native.py check the tensors and pass their data pointers.
+#include <pybind11/pybind11.h>
+
+#include "ops/isa.h"
+#include "ops/ops.h"
+#include "ops/thread_pool.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <typename T = void>
+const T* in(Address address) {
+    return reinterpret_cast<const T*>(address);
+}
+
+// Lets other Python threads run during a call. Unlike pybind11's own guard its destructor may throw: before
+// Python 3.14 a daemon thread that asks for the lock at interpreter exit is unwound right here, and a
+// destructor that may not throw would turn that into an abort of the process.
+class ReleasedGil {
+  public:
+    ReleasedGil() : state_(PyEval_SaveThread()) {}
+    ~ReleasedGil() noexcept(false) { PyEval_RestoreThread(state_); }
+    ReleasedGil(const ReleasedGil&) = delete;
+    ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
+void* out(Address address) { return reinterpret_cast<void*>(address); }
+
+void linear(int dtype, Address x, Address weight, Address bias, Address y, int64_t rows, int64_t in_features,
+            int64_t out_features) {
+    tide::linear(static_cast<tide::DType>(dtype), in(x), in(weight), in(bias), out(y), rows, in_features,
+                 out_features);
+}
+
+void rms_norm(int dtype, Address x, Address weight, Address y, int64_t rows, int64_t width, double eps) {
+    tide::rms_norm(static_cast<tide::DType>(dtype), in(x), in(weight), out(y), rows, width, static_cast<float>(eps));
+}
+
+void write_kv(int dtype, Address k, Address v, Address k_pool, Address v_pool, Address slots, int64_t num_tokens,
+              int64_t num_kv_heads, int64_t key_dim, int64_t value_dim, int64_t k_token_stride, int64_t k_head_stride,
+              int64_t v_token_stride, int64_t v_head_stride, int64_t num_blocks, int64_t block_size) {
+    tide::write_kv(static_cast<tide::DType>(dtype),
+                   {in(k), in(v), out(k_pool), out(v_pool), in<int64_t>(slots), num_tokens, num_kv_heads, key_dim,
+                    value_dim, k_token_stride, k_head_stride, v_token_stride, v_head_stride, num_blocks, block_size});
+}
+
+void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,
+                     Address context_lens, Address y, int64_t num_tokens, int64_t q_token_stride,
+                     int64_t q_head_stride, int64_t num_heads, int64_t num_kv_heads, int64_t key_dim,
+                     int64_t value_dim, int64_t num_blocks, int64_t block_size, int64_t num_rows, int64_t max_blocks,
+                     double scaling, int64_t window, double softcap) {
+    const tide::PagedAttentionParams params = {
+        in(q), in(k_pool), in(v_pool), in<int32_t>(block_tables), out(y), q_token_stride, q_head_stride,
+        num_heads, num_kv_heads, key_dim, value_dim, block_size, max_blocks,
+        static_cast<float>(scaling), window, static_cast<float>(softcap)};
+    tide::paged_attention(static_cast<tide::DType>(dtype), params, in<int32_t>(query_starts),
+                          in<int32_t>(context_lens), num_rows, num_tokens, num_blocks);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+    m.doc() = "CPU kernels on raw addresses; use tide_core.kernels, which checks what it passes here.";
+    const auto no_gil = py::call_guard<ReleasedGil>();
+    m.def("linear", &linear, no_gil, "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out]; bias 0 means none.");
+    m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows of `width` elements.");
+    m.def("write_kv", &write_kv, no_gil, "Copies keys and values of T tokens into their slots of the page pools.");
+    m.def("paged_attention", &paged_attention, no_gil, "Causal attention of ragged queries over paged keys and values.");
+    m.def("set_num_threads", &tide::set_num_threads, "Threads that share one call, the caller included.");
+    m.def("num_threads", &tide::num_threads, "Threads that share one call, the caller included.");
+    m.def("instruction_set", [] { return tide::kernels().name; }, "Which build of the kernels this machine runs.");
+}

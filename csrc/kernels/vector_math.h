@@ -1,0 +1,34 @@
+// exp and tanh of a vector, to about two units in the last place. NaN stays NaN.
+#pragma once
+
+#include "kernels/simd.h"
+
+namespace tide::TIDE_ISA {
+
+TIDE_INLINE Vec vector_max(Vec a, Vec b) { return select(a > b, a, b); }  // b where a is NaN
+
+// exp(x) = 2^n * exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2; exp(r) by its Taylor polynomial.
+TIDE_INLINE Vec vector_exp(Vec x) {
+    constexpr float kRound = 0x1.8p23f;  // adding it leaves the nearest integer in the low mantissa bits
+    constexpr float kLowest = -87.0f, kHighest = 88.0f;
+    const IntVec is_zero = x == -__builtin_inff();
+    x = select(x < kLowest, splat(kLowest), x);
+    x = select(x > kHighest, splat(kHighest), x);
+    const Vec shifted = x * 0x1.715476p0f + kRound;
+    const Vec n = shifted - kRound;
+    const Vec r = (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts
+    Vec p = splat(0x1.a01a02p-13f);                                 // 1/7!
+    p = p * r + 0x1.6c16c2p-10f;
+    p = p * r + 0x1.111112p-7f;
+    p = p * r + 0x1.555556p-5f;
+    p = p * r + 0x1.555556p-3f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const IntVec exponent = bit_cast<IntVec>(shifted) - bit_cast<IntVec>(splat(kRound)) + 127;
+    return select(is_zero, Vec{}, p * bit_cast<Vec>(exponent << 23));
+}
+
+TIDE_INLINE Vec vector_tanh(Vec x) { return 1.0f - 2.0f / (vector_exp(2.0f * x) + 1.0f); }
+
+}  // namespace tide::TIDE_ISA

@@ -1,0 +1,115 @@
+"""The ops the engine runs, in two versions: plain Torch (`reference`) and native CPU code (`native`).
+
+`select_kernels` hands out one of them as a `Kernels`; nothing else in the project asks which is in use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tide_core.errors import ConfigError
+from tide_core.kernels import reference
+
+__all__ = ["KERNEL_CHOICES", "Kernels", "select_kernels", "set_num_threads"]
+
+KERNEL_CHOICES = ("auto", "native", "reference")
+
+_NATIVE_MODULE = "tide_core.kernels._native"
+_log = logging.getLogger("tide")
+
+
+class LinearOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+class RmsNormOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class WriteKvOp(Protocol):
+    def __call__(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None: ...
+
+
+class PagedAttentionOp(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One version of the ops. `tide_core.kernels.reference` says what each means."""
+
+    name: str
+    linear: LinearOp
+    rms_norm: RmsNormOp
+    write_kv: WriteKvOp
+    paged_attention: PagedAttentionOp
+
+
+def select_kernels(choice: str, device: torch.device | str) -> Kernels:
+    """The ops for `device`. "auto" takes native where it can and says in the log, once, what it took and why."""
+    if choice not in KERNEL_CHOICES:
+        raise ConfigError("kernels", choice, f"one of {', '.join(KERNEL_CHOICES)}")
+    if choice == "reference":
+        _log_once("kernels: reference, as configured")
+        return _kernels("reference", reference)
+    obstacle = _native_obstacle(torch.device(device).type)
+    if obstacle is None:
+        native = importlib.import_module("tide_core.kernels.native")
+        instruction_set = importlib.import_module(_NATIVE_MODULE).instruction_set()
+        _log_once(f"kernels: native ({instruction_set}), {'as configured' if choice == 'native' else 'on the cpu'}")
+        return _kernels("native", native)
+    if choice == "native":
+        raise ConfigError("kernels", "native", f"auto or reference here: {obstacle}")
+    _log_once(f"kernels: reference, because {obstacle}")
+    return _kernels("reference", reference)
+
+
+def set_num_threads(count: int) -> None:
+    """Threads that share one native call, the caller included; does nothing where there is no native module."""
+    if _import_error() is None:
+        importlib.import_module(_NATIVE_MODULE).set_num_threads(count)
+
+
+def _kernels(name: str, ops: ModuleType) -> Kernels:
+    return Kernels(name, ops.linear, ops.rms_norm, ops.write_kv, ops.paged_attention)
+
+
+def _native_obstacle(device_type: str) -> str | None:
+    """Why native cannot run, or None."""
+    if device_type != "cpu":
+        return f"the native kernels run on the cpu, not on {device_type}"
+    error = _import_error()
+    return None if error is None else f"the native module cannot be imported ({error})"
+
+
+@functools.cache
+def _import_error() -> str | None:
+    try:
+        importlib.import_module(_NATIVE_MODULE)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.info(message)
