@@ -1,0 +1,69 @@
+"""What counts as a Hugging Face folder: a configuration, weights in safetensors and a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tide_core.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a ModelError that names what the folder lacks."""
+    config = folder / "config.json"
+    if not config.is_file():
+        inside = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"; to use {inside[0]}, pass the path of the file" if inside else ""
+        raise ModelError("model folder", folder, f"a config.json in it{hint}")
+    _json_object(config)
+    weight_files(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError("model folder", folder, f"a tokenizer in it: one of {', '.join(TOKENIZER_FILES)}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files transformers will load, in order of name."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if not (folder / INDEX).is_file():
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+        if pickles:
+            expected = (
+                f"weights in safetensors; {pickles[0]} is a pickle, which can run code: convert it to safetensors"
+            )
+            raise ModelError("model folder", folder, expected)
+        raise ModelError("model folder", folder, f"weights in it: {SINGLE_FILE}, or shards with {INDEX}")
+    weight_map = _json_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(str(folder / INDEX), weight_map, "a weight_map from tensor to file")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(str(folder / INDEX), name, "names of safetensors files in the same folder")
+        if not (folder / name).is_file():
+            raise ModelError("model folder", folder, f"the file {name}, which {INDEX} names")
+    return [folder / name for name in names]
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(str(path), error.strerror or str(error), "a readable file") from error
+    except ValueError as error:
+        raise ModelError(str(path), str(error), "valid JSON") from error
+    if not isinstance(value, dict):
+        raise ModelError(str(path), value, "a JSON object")
+    return value

