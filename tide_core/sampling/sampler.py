@@ -1,0 +1,120 @@
+"""One token for each row of logits.
+
+The steps, in order; the code follows the numbers:
+
+ 1. Finite check: a row whose logits hold a NaN or +inf, or nothing but -inf, gets an error; its mates go on.
+ 2. Logit bias.                                         (adjust.py)
+ 3. Fewest tokens: end-of-text and stop ids masked.     (adjust.py)
+ 4. Repetition penalty over prompt and output.          (adjust.py)
+ 5. Presence and frequency penalties over the output.   (adjust.py)
+ 6. Greedy rows: the largest logit, the lowest id among equals. Done.
+ 7. Temperature.                                        (weights.py)
+ 8. Top-k.                                              (weights.py)
+ 9. Top-p, over what top-k leaves.                      (weights.py)
+10. Min-p, relative to the likeliest token.             (weights.py)
+11. Draw, with one number made from seed and step.      (draw.py)
+12. Log-probabilities for rows that ask: those of the model's own distribution, untouched by steps 2 to 10.
+
+A row's result never depends on its mates: nothing is reduced over rows, and the sums that feed a draw are integers.
+Rows pay only for the steps they ask for: a plain greedy row costs its share of step 1, which finds the token too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tide_core.errors import EngineError
+from tide_core.sampling.adjust import adjusted, needs_adjusting
+from tide_core.sampling.draw import draw, uniform
+from tide_core.sampling.rows import SampledToken, SamplingRow
+from tide_core.sampling.weights import select_rows, token_weights
+
+__all__ = ["SampledToken", "SamplingRow", "sample", "token_probabilities"]
+
+NO_TOKEN = -1
+AFTER_ADJUSTING = " after bias, masks and penalties"
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose a token for each row of `logits` [R, V]; any float dtype, any device. `logits` is not changed."""
+    assert logits.shape[:-1] == (len(rows),), "one row of logits for each row"
+    if not rows:
+        return []
+    token_ids, errors = _best(logits)  # 1
+    worked = [r for r, row in enumerate(rows) if r not in errors and (not row.params.is_greedy or needs_adjusting(row))]
+    if worked:
+        chosen, failed = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 11
+        for position, r in enumerate(worked):
+            token_ids[r] = chosen[position]
+            if position in failed:
+                errors[r] = failed[position]
+    return [
+        SampledToken(NO_TOKEN, error=errors[r]) if r in errors else _finished(logits[r], row, token_ids[r])  # 12
+        for r, row in enumerate(rows)
+    ]
+
+
+def token_probabilities(logits_row: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """The distribution that `sample` draws from: [V] logits to [V] float64, one-hot when greedy."""
+    logits = logits_row.unsqueeze(0)
+    token_ids, errors = _best(logits)
+    if not errors:
+        logits = adjusted(logits.float(), [row])
+        token_ids, errors = _best(logits, AFTER_ADJUSTING)
+    if errors:
+        raise EngineError(errors[0])
+    if row.params.is_greedy:
+        probabilities = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
+        probabilities[token_ids[0]] = 1.0
+        return probabilities
+    weights = token_weights(logits, [row.params])[0]
+    return weights.double() / weights.sum()
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, str]]:
+    """Tokens for the rows of `logits` [R, V] float32, and errors by position."""
+    logits = adjusted(logits, rows)  # 2 to 5
+    token_ids, errors = _best(logits, AFTER_ADJUSTING)  # 6
+    drawn = [r for r, row in enumerate(rows) if not row.params.is_greedy and r not in errors]
+    if drawn:
+        weights = token_weights(select_rows(logits, drawn), [rows[r].params for r in drawn])  # 7 to 10
+        numbers = [uniform(rows[r].seed, len(rows[r].output_ids)) for r in drawn]
+        for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 11
+            token_ids[r] = token_id
+    return token_ids, errors
+
+
+def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, str]]:
+    """The largest logit's id in each row of [R, V], the lowest among equals, and errors by row.
+
+    The maximum of a row is NaN if any logit is, +inf if any is, and -inf only if all are: one look at it is the whole
+    finite check.
+    """
+    values, ids = logits.max(dim=-1)
+    # Ids are exact in float64, so both come to the host in one transfer.
+    maxima, best_ids = torch.stack((values.double(), ids.double())).tolist()
+    errors = {
+        r: f"numerical_error: the largest logit of the row is {maximum}{when}"
+        for r, maximum in enumerate(maxima)
+        if not math.isfinite(maximum)
+    }
+    return [int(i) for i in best_ids], errors
+
+
+def _finished(logits_row: torch.Tensor, row: SamplingRow, token_id: int) -> SampledToken:
+    """The token with the log-probabilities its row asks for; the k likeliest are listed equals by lower id."""
+    if row.params.logprobs is None:
+        return SampledToken(token_id)
+    logits_row = logits_row.float()
+    logprobs = logits_row.log_softmax(-1)
+    k = min(row.params.logprobs, len(logits_row))
+    if k == 0:
+        return SampledToken(token_id, float(logprobs[token_id]))
+    # Ranked by logit and not by log-probability, where rounding makes new equals: the first is what greedy chooses.
+    candidates = (logits_row >= logits_row.topk(k).values[-1]).nonzero().squeeze(-1)
+    ids = candidates[logits_row[candidates].argsort(descending=True, stable=True)[:k]]
+    likeliest = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+    return SampledToken(token_id, float(logprobs[token_id]), tuple((i, v) for i, v in likeliest if v > -math.inf))
