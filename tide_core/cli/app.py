@@ -1,0 +1,39 @@
+"""The commands of `tide`, by name."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from tide_core.cli.generate import generate
+
+app = typer.Typer(
+    name="tide",
+    help="Per-token early exit for stock Hugging Face causal language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("generate")(generate)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        try:
+            version = metadata.version("tide-serve")
+        except metadata.PackageNotFoundError:
+            version = "(not installed)"
+        typer.echo(f"tide {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def tide(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """The group itself: holds what every command shares."""

@@ -1,0 +1,75 @@
+"""Standard error: logs, a status while something loads, progress, a note at the end. All but logs need a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class Bar(Protocol):
+    def update(self) -> object: ...
+
+
+def prepare(*, verbose: bool) -> None:
+    """Warnings to standard error, our own information too if asked; and a standard output that takes any text."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter(show_traces=verbose))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("tide").setLevel(logging.INFO if verbose else logging.WARNING)
+    if sys.stdout is None:  # started with it closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a latin-1 terminal shows ? for what it cannot
+
+
+@contextlib.contextmanager
+def status(text: str, *, quiet: bool) -> Iterator[None]:
+    """Shown while the body runs, then wiped."""
+    shown = not quiet and _on_terminal()
+    if shown:
+        print(f"tide: {text} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress(num_prompts: int, *, quiet: bool) -> Iterator[Bar]:
+    from tqdm import tqdm
+
+    hidden = quiet or not _on_terminal()
+    with tqdm(total=num_prompts, desc="tide", unit="prompt", file=sys.stderr, disable=hidden, leave=False) as bar:
+        yield bar
+
+
+def note(text: str, *, quiet: bool) -> None:
+    if not quiet and _on_terminal():
+        print(f"tide: {text}", file=sys.stderr, flush=True)
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class _Formatter(logging.Formatter):
+    """One line per record; traces only for those who asked to see more."""
+
+    def __init__(self, *, show_traces: bool) -> None:
+        super().__init__()
+        self._show_traces = show_traces
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"tide: {record.levelname.lower()}: {record.getMessage()}"
+        if not record.exc_info:
+            return line
+        if self._show_traces:
+            return f"{line}\n{self.formatException(record.exc_info)}"
+        error = record.exc_info[1]
+        return f"{line}: {type(error).__name__}: {error} (-v shows where)"
