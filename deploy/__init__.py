@@ -1,0 +1,1 @@
+"""TIDE on Ray Serve: one deployment that is its own ingress."""
