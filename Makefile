@@ -33,16 +33,17 @@ $(STAMPS)/venv:
 $(STAMPS)/requirements: $(STAMPS)/venv constraints.txt pyproject.toml tools/requirements.py
 	@echo "setup: installing pinned dependencies (a few minutes the first time)"
 	@$(BIN)/python tools/requirements.py > $(STAMPS)/requirements.txt
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r $(STAMPS)/requirements.txt
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(DEMO_PACKAGE)
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -r $(STAMPS)/requirements.txt
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps $(DEMO_PACKAGE)
 	@touch $@
 
 $(STAMPS)/native: $(STAMPS)/requirements $(NATIVE_SOURCES)
+	@mkdir -p build
 	@if command -v c++ >/dev/null 2>&1; then \
 	  echo "setup: building the native module"; \
 	  $(BIN)/cmake -S csrc -B build/native -G Ninja -DCMAKE_BUILD_TYPE=Release \
 	    -DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DPython_EXECUTABLE="$$PWD/$(BIN)/python" \
-	    -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" >build/native.log 2>&1 || { mkdir -p build; cat build/native.log; exit 1; }; \
+	    -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" >build/native.log 2>&1 || { cat build/native.log; exit 1; }; \
 	  $(BIN)/cmake --build build/native >>build/native.log 2>&1 || { cat build/native.log; exit 1; }; \
 	  $(BIN)/cmake --install build/native --prefix . >>build/native.log 2>&1; \
 	fi
@@ -50,7 +51,7 @@ $(STAMPS)/native: $(STAMPS)/requirements $(NATIVE_SOURCES)
 
 $(STAMPS)/package: $(STAMPS)/requirements pyproject.toml
 	@echo "setup: installing tide-serve (editable)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -C wheel.cmake=false -e .
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -C wheel.cmake=false -e .
 	@touch $@
 
 demo-model: $(STAMPS)/package $(STAMPS)/native
@@ -78,7 +79,7 @@ bench: setup ## Measure the engine on the demo model and check it against its ba
 	@echo "bench: benchmarks/engine.py"; $(BIN)/python benchmarks/engine.py
 
 wheel: setup ## Build a wheel with the native module into dist/
-	@echo "wheel: building"; $(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .
+	@echo "wheel: building"; $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w dist .
 
 clean: ## Remove what setup and test made (not the demo model's cache)
 	@echo "clean: removing $(VENV), build and caches"

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -57,7 +57,7 @@ def build_api(engine: Engine, model: str) -> FastAPI:
             raise ModelNotFoundError(f"model: this server has {model}")
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         shape = CompletionShape(completion_id, model, body.wants_exit_layers)
-        outputs = cast(Outputs, engine.stream(body.prompt, body.sampling_params(), request_id=completion_id))
+        outputs = engine.stream(body.prompt, body.sampling_params(), request_id=completion_id)
         if body.stream:
             # Errors that come before the first token still have a status of their own.
             first = await unless_gone(request, _next(outputs))

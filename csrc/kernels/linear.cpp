@@ -11,7 +11,7 @@ namespace tide::TIDE_ISA {
 namespace {
 
 constexpr int kTileRows = 4;
-constexpr int kStrip = sizeof(Vec) == 32 ? 2 : 4;  // 4 x 4 accumulators need 32 registers, AVX2 has 16
+constexpr int kStrip = kNumRegisters == 32 ? 4 : 2;  // accumulators of a tile take half the registers
 // Up to this many rows, half-width weights are converted in registers; beyond, the strip is converted once.
 constexpr int64_t kMaxRowsConvertedInFlight = kTileRows;
 

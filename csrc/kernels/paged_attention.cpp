@@ -11,7 +11,7 @@
 namespace tide::TIDE_ISA {
 namespace {
 
-constexpr int kMaxSharedRows = sizeof(Vec) != 32 ? 4 : 2;  // AVX2 has 16 registers, the others 32
+constexpr int kMaxSharedRows = kNumRegisters == 32 ? 4 : 2;
 
 TIDE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 TIDE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -53,7 +53,7 @@ int64_t lay_out(const PagedAttentionParams& p, int64_t num_queries, float* memor
 template <int kRows>
 void score_rows(const float* q, const float* keys, int64_t key_dim, int64_t first, int64_t last, float* scores,
                 int64_t stride) {
-    constexpr int kCols = 16 / kMaxSharedRows;
+    constexpr int kCols = 4;  // at most 4 x 4 or 2 x 4 accumulators, half the registers
     int64_t slot = first;
     for (; slot + kCols <= last; slot += kCols) {
         float dots[kRows][kCols];

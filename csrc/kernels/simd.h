@@ -26,6 +26,12 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+#if defined(__aarch64__) || defined(__AVX512F__)
+constexpr int kNumRegisters = 32;
+#else
+constexpr int kNumRegisters = 16;
+#endif
+
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(kLanes * 4)));
@@ -51,7 +57,7 @@ TIDE_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) {
     return bit_cast<Vec>((mask & bit_cast<IntVec>(if_true)) | (~mask & bit_cast<IntVec>(if_false)));
 }
 
-// Lane sums pair neighbours: ((0+1)+(2+3)). The order is part of the result, so it never varies.
+// The order of these additions is part of every result, so there is one for each instruction set.
 TIDE_INLINE float lane_sum(Vec v) {
 #if defined(__aarch64__)
     return vaddvq_f32(bit_cast<float32x4_t>(v));
@@ -106,8 +112,8 @@ TIDE_INLINE ShortVec float_to_half(Vec v) {
     BitVec is_nan = bit_cast<BitVec>(bit_cast<IntVec>(magnitude) > 0x7f800000);
     Vec base = (bit_cast<Vec>(magnitude) * 0x1p112f) * 0x1p-110f;
     BitVec bias = (bits << 1) & 0xff000000u;
-    bias = bit_cast<BitVec>(select(bit_cast<IntVec>(bias) < 0 | bit_cast<IntVec>(bias) > 0x71000000,
-                                   bit_cast<Vec>(bias), bit_cast<Vec>(BitVec{} + 0x71000000u)));
+    const IntVec is_normal = (bit_cast<IntVec>(bias) < 0) | (bit_cast<IntVec>(bias) > 0x71000000);
+    bias = bit_cast<BitVec>(select(is_normal, bit_cast<Vec>(bias), bit_cast<Vec>(BitVec{} + 0x71000000u)));
     base = bit_cast<Vec>((bias >> 1) + 0x07800000u) + base;
     BitVec rounded = bit_cast<BitVec>(base);
     BitVec half = ((rounded >> 13) & 0x7c00u) + (rounded & 0x0fffu);

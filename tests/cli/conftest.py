@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +53,29 @@ def tide(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
+    """Start a process with Ctrl-C as on a terminal; it does not outlive its test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(command: list[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A test run in the background has Ctrl-C turned off, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

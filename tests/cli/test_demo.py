@@ -8,23 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
 pytestmark = pytest.mark.demo
 COMMAND = [sys.executable, "-m", "tide_core.cli", "generate", "--model", "demo"]
 PROMPT = "The capital of France is"
-
-
-def start(*args: str) -> subprocess.Popen[str]:
-    # A test run in the background has Ctrl-C turned off, and children inherit that.
-    return subprocess.Popen(
-        [*COMMAND, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+Start = Callable[[list[str]], subprocess.Popen[str]]
 
 
 def test_the_capital_of_france_is_paris_as_text_and_as_json_lines() -> None:
@@ -40,8 +31,8 @@ def test_the_capital_of_france_is_paris_as_text_and_as_json_lines() -> None:
     assert final["usage"]["output_tokens"] == len(tokens) == 8
 
 
-def test_ctrl_c_midway_is_130_without_a_traceback() -> None:
-    process = start(PROMPT, "--max-tokens", "4000", "--ignore-eos")
+def test_ctrl_c_midway_is_130_without_a_traceback(start: Start) -> None:
+    process = start([*COMMAND, PROMPT, "--max-tokens", "4000", "--ignore-eos"])
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -49,8 +40,8 @@ def test_ctrl_c_midway_is_130_without_a_traceback() -> None:
     assert (process.returncode, err) == (130, "")
 
 
-def test_a_closed_pipe_ends_it_quietly() -> None:
-    process = start(PROMPT, "--max-tokens", "4000", "--ignore-eos")
+def test_a_closed_pipe_ends_it_quietly(start: Start) -> None:
+    process = start([*COMMAND, PROMPT, "--max-tokens", "4000", "--ignore-eos"])
     assert process.stdout is not None
     assert process.stderr is not None
     assert os.read(process.stdout.fileno(), 1)
@@ -59,4 +50,3 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
     assert process.wait(timeout=60) == 141
     assert time.monotonic() - began < 20
     assert process.stderr.read() == ""
-    process.stderr.close()

@@ -98,7 +98,7 @@ def test_two_open_requests_cannot_have_one_id() -> None:
         await anext(first)
         with pytest.raises(RequestError, match="request_id"):
             await anext(engine.stream("the dog", PARAMS, request_id="same"))
-        await first.aclose()  # type: ignore[attr-defined]
+        await first.aclose()
         wait_until(lambda: engine.stats().num_waiting + engine.stats().num_running == 0)
         assert [output async for output in engine.stream("the dog", PARAMS, request_id="same")]
 

@@ -83,3 +83,14 @@ def test_no_memory_behind_the_tensors_is_used() -> None:
     x = padded.flatten()[:9].view(1, 9).copy_(torch.ones(1, 9))
     weight = torch.full((40,), float("nan"))[: 3 * 9].view(3, 9).copy_(torch.ones(3, 9))
     assert_same_bits(native.linear(x, weight), torch.full((1, 3), 9.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_a_narrow_type_is_read_and_written_as_torch_does(dtype: torch.dtype) -> None:
+    numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    one = torch.ones(1, 1, dtype=dtype)
+    torch.testing.assert_close(native.linear(one, numbers.view(-1, 1))[0], numbers, rtol=0, atol=0, equal_nan=True)
+    factors = torch.randn(64, 1).to(dtype)
+    products = native.linear(factors, numbers.view(-1, 1))
+    expected = (factors.float() * numbers.float()).to(dtype)
+    torch.testing.assert_close(products, expected, rtol=0, atol=0, equal_nan=True)

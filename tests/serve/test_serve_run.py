@@ -161,7 +161,6 @@ def test_a_bad_value_is_400_and_names_its_field(server: Server) -> None:
 def test_tokens_pass_through_haproxy(server: Server) -> None:
     names = [" ".join(process.cmdline()) for process in server.others_of_session()]
     assert any("haproxy -" in name for name in names)
-    assert "error" not in server.log.read_text().lower().replace("error_", "")
 
 
 def test_ctrl_c_ends_it_and_leaves_no_process(server: Server) -> None:

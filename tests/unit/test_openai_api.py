@@ -78,8 +78,10 @@ async def call(
     method: str = "POST",
     content_type: str = "application/json",
     leave: asyncio.Event | None = None,
+    broken: bool = False,
 ) -> Answer:
-    """One HTTP request straight into the application. The client stays until `leave` is set."""
+    """One HTTP request straight into the application. The client stays until `leave` is set; nothing can be sent to
+    a `broken` one."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     messages = [{"type": "http.request", "body": raw, "more_body": False}]
     answer = Answer()
@@ -91,6 +93,8 @@ async def call(
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
+        if broken:
+            raise OSError("connection lost")
         if message["type"] == "http.response.start":
             answer.status = message["status"]
             answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
@@ -302,6 +306,15 @@ async def test_a_client_that_leaves_ends_its_request(script: Sequence[Any], stre
     answer = await asyncio.wait_for(request, timeout=5)
     assert engine.num_open == 0
     assert answer.status == (200 if stream and len(script) == 2 else 499)
+
+
+async def test_a_connection_lost_before_the_first_event_ends_its_request() -> None:
+    engine, kept = FakeEngine(HEL, FOREVER), []
+    stream = engine.stream
+    engine.stream = lambda *args, **kwargs: kept.append(stream(*args, **kwargs)) or kept[0]  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="connection lost"):
+        await call(engine, {"prompt": "x", "stream": True}, broken=True)
+    assert engine.num_open == 0, "only the garbage collector would have closed it"
 
 
 async def test_a_cancelled_handler_ends_its_request() -> None:

@@ -118,7 +118,7 @@ def _items(prompt: str | None, file: Path | None, *, chat: bool) -> list[PromptI
         raise RequestError("prompt source", given, "one of PROMPT, --file PATH, or --chat with or without PROMPT")
     if file is not None:
         return prompts.read_file(file)
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return []
     text = prompts.text_of(prompts.STDIN if prompt is None else prompt)
     return [PromptItem(prompts.user_message(text) if chat else text)]

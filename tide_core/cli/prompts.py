@@ -37,7 +37,8 @@ def text_of(argument: str) -> str:
 
 def read_stdin() -> str:
     """All of standard input without the line end that `echo` and editors put last."""
-    text = _decode(sys.stdin.buffer.read(), "standard input")
+    raw = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: started with it closed
+    text = _decode(raw, "standard input")
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -146,14 +146,10 @@ class EngineCore:
         token_id = progress.row.output_ids[-1]
         ends = token_id in params.stop_ids or (token_id in request.eos_ids and not params.ignore_eos)
         text = "" if ends else progress.text.push(token_id)
-        if ends or progress.text.stopped:
-            reason = FinishReason.STOP
-        elif len(progress.row.output_ids) >= params.max_tokens:
-            reason = FinishReason.LENGTH
-        else:
-            reason = None
-        if reason is not None and not progress.text.stopped:
-            text += progress.text.finish()
+        last = ends or len(progress.row.output_ids) >= params.max_tokens
+        if last and not progress.text.stopped:
+            text += progress.text.finish()  # what was held back; a stop string may be complete only now
+        reason = FinishReason.STOP if ends or progress.text.stopped else FinishReason.LENGTH if last else None
         token = TokenOutput(token_id, text, result.exit_layer, result.logprob, result.top_logprobs)
         if reason is None:
             return RequestOutput(request.request_id, (token,))

@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; the last one has a finish reason. Leaving the loop early aborts the request."""
         request = await asyncio.to_thread(
             self.make_request, prompt, params or SamplingParams(), request_id=request_id, cache_salt=cache_salt

@@ -54,22 +54,31 @@ class Tokenizer:
         if not self._hf.chat_template:
             expected = "a model with a chat template; this one takes plain text only"
             raise RequestError("messages", f"{len(messages)} messages", expected)
-        if "sanitize_control_tokens" not in inspect.signature(self._hf.apply_chat_template).parameters:
-            # An older transformers would take the option for a template variable and ignore it.
-            expected = "a tokenizer that can tell the template's special tokens from those in messages"
-            raise RequestError("messages", type(self._hf).__name__, expected)
         _check_messages(messages)
+        # An older transformers takes the option for a template variable and ignores it.
+        can_sanitize = "sanitize_control_tokens" in inspect.signature(self._hf.apply_chat_template).parameters
+        if not can_sanitize:
+            self._refuse_control_tokens(messages)
+        options = {"sanitize_control_tokens": True} if can_sanitize else {}
         try:
             ids: list[int] = self._hf.apply_chat_template(
                 [{"role": message["role"], "content": message["content"]} for message in messages],
                 add_generation_prompt=True,
-                sanitize_control_tokens=True,
                 return_dict=False,
+                **options,
             )
         except (jinja2.TemplateError, ValueError) as error:
             expected = f"messages that the model's chat template takes; it says: {error}"
             raise RequestError("messages", f"{len(messages)} messages", expected) from error
         return ids
+
+    def _refuse_control_tokens(self, messages: Sequence[Mapping[str, str]]) -> None:
+        """Without the library's help a special token's string in a message would become the token."""
+        for index, message in enumerate(messages):
+            for token in self._hf.added_tokens_decoder.values():
+                if token.content in message["content"]:
+                    expected = "no string of a special token; a newer transformers takes it as text"
+                    raise RequestError(f"messages[{index}].content", token.content, expected)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; half characters become U+FFFD."""
