@@ -72,7 +72,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("linear", &linear, no_gil, "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out]; bias 0 means none.");
     m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows of `width` elements.");
     m.def("write_kv", &write_kv, no_gil, "Copies keys and values of T tokens into their slots of the page pools.");
-    m.def("paged_attention", &paged_attention, no_gil, "Causal attention of ragged queries over paged keys and values.");
+    m.def("paged_attention", &paged_attention, no_gil,
+          "Causal attention of ragged queries over paged keys and values.");
     m.def("set_num_threads", &tide::set_num_threads, "Threads that share one call, the caller included.");
     m.def("num_threads", &tide::num_threads, "Threads that share one call, the caller included.");
     m.def("instruction_set", [] { return tide::kernels().name; }, "Which build of the kernels this machine runs.");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ class Forward:
         return adapter.head(adapter.norm(states))
 
 
-def library_logits(family: str, row: list[int]) -> torch.Tensor:
+def library_logits(family: str, row: list[int], device: str = "cpu", dtype: str = "float32") -> torch.Tensor:
     """What the library's own forward gives for every position."""
+    model = tiny_model(family)
+    if (device, dtype) != ("cpu", "float32"):
+        model = copy.deepcopy(model).to(device, getattr(torch, dtype))
     with torch.inference_mode():
-        return tiny_model(family)(torch.tensor([row])).logits[0]
+        return model(torch.tensor([row], device=device)).logits[0]

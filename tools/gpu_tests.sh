@@ -5,7 +5,7 @@
 #
 # DEPS is a folder of pure-Python packages that the machine lacks, made beforehand with
 #   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
-#     hypothesis sortedcontainers pybind11 gguf
+#     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf
 # Builds the native module for the machine's CPU, runs the GPU tests, then the CPU tests of families, kernels and engine,
 # so that the older library versions there are proven too.
 set -uo pipefail

@@ -13,7 +13,7 @@ namespace {
 constexpr int kTileRows = 4;
 constexpr int kStrip = kNumRegisters == 32 ? 4 : 2;  // accumulators of a tile take half the registers
 // Up to this many rows, half-width weights are converted in registers; beyond, the strip is converted once.
-constexpr int64_t kMaxRowsConvertedInFlight = kTileRows;
+constexpr int64_t kMaxRowsConvertedInFlight = 2 * kTileRows;
 
 template <int kRows, int kCols, Prefetch kPrefetch, typename T, typename W>
 void write_tile(const LinearParams& params, const W* strip, int64_t row, int64_t col) {

@@ -71,12 +71,14 @@ void paged_attention(DType dtype, const PagedAttentionParams& p, const int32_t* 
         const int64_t first_query = query_starts[row];
         const int64_t num_queries = query_starts[row + 1] - first_query;
         if (first_query < 0 || num_queries < 0 || first_query + num_queries > num_tokens) {
-            refuse("query_starts", row + 1, query_starts[row + 1], "rising numbers up to " + std::to_string(num_tokens));
+            refuse("query_starts", row + 1, query_starts[row + 1],
+                   "rising numbers up to " + std::to_string(num_tokens));
         }
         if (num_queries == 0) continue;
         const int64_t first_position = context_lens[row] - num_queries;
         if (first_position < 0) {
-            refuse("context_lens", row, context_lens[row], "at least the row's " + std::to_string(num_queries) + " queries");
+            refuse("context_lens", row, context_lens[row],
+                   "at least the row's " + std::to_string(num_queries) + " queries");
         }
         check_row(p, row, first_position, context_lens[row], num_blocks);
         add_row_tasks(p, row, first_query, num_queries, first_position, &tasks);

@@ -39,6 +39,7 @@ CASES = {
     "sixteen_and_more_queries": {"contexts": [40, 70, 17], "queries": [16, 41, 17]},
     "window": {"contexts": [5, 60, 33], "queries": [1, 4, 3], "window": 10},
     "window_of_one": {"contexts": [40, 7], "queries": [3, 1], "window": 1},
+    "scores_turned_round": {"contexts": [40, 7], "queries": [3, 1], "scaling": -0.125},
     "softcap": {"contexts": [40, 7], "queries": [3, 1], "softcap": 2.0},
     "softcap_and_window": {"contexts": [40, 70], "queries": [3, 20], "softcap": 5.0, "window": 18},
     "odd_block_size": {"contexts": [40, 7], "queries": [3, 1], "block_size": 5},
@@ -103,9 +104,18 @@ def test_a_later_query_of_the_row_with_bad_values_leaves_earlier_queries_alone()
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (30, 4.0)])
-def test_a_row_is_bitwise_the_same_alone_and_in_any_batch(dtype: torch.dtype, window: int, softcap: float) -> None:
+@pytest.mark.parametrize("width", [64, 20, 7])
+def test_a_row_is_bitwise_the_same_alone_and_in_any_batch(
+    dtype: torch.dtype, window: int, softcap: float, width: int
+) -> None:
     case = PagedCase(
-        contexts=[1, 70, 33, 200, 64, 90], queries=[1, 3, 1, 16, 2, 40], dtype=dtype, window=window, softcap=softcap
+        contexts=[1, 70, 33, 200, 64, 90],
+        queries=[1, 3, 1, 16, 2, 40],
+        key_dim=width,
+        value_dim=width,
+        dtype=dtype,
+        window=window,
+        softcap=softcap,
     )
     together = native.paged_attention(*case.arguments())
     starts = case.query_starts.tolist()
@@ -125,8 +135,9 @@ def test_a_row_is_bitwise_the_same_alone_and_in_any_batch(dtype: torch.dtype, wi
         assert_same_bits(alone, together[owned])
 
 
-def test_a_query_is_bitwise_the_same_alone_and_among_the_queries_of_its_row() -> None:
-    case = PagedCase(contexts=[60], queries=[40])
+@pytest.mark.parametrize("width", [64, 7])
+def test_a_query_is_bitwise_the_same_alone_and_among_the_queries_of_its_row(width: int) -> None:
+    case = PagedCase(contexts=[60], queries=[40], key_dim=width, value_dim=width)
     together = native.paged_attention(*case.arguments())
     one = torch.tensor([0, 1], dtype=torch.int32)
     for query in range(40):
