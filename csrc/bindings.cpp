@@ -31,12 +31,13 @@ class ReleasedGil {
     PyThreadState* state_;
 };
 
-void* out(Address address) { return reinterpret_cast<void*>(address); }
+void* out(Address address) {
+    return reinterpret_cast<void*>(address);
+}
 
 void linear(int dtype, Address x, Address weight, Address bias, Address y, int64_t rows, int64_t in_features,
             int64_t out_features) {
-    tide::linear(static_cast<tide::DType>(dtype), in(x), in(weight), in(bias), out(y), rows, in_features,
-                 out_features);
+    tide::linear(static_cast<tide::DType>(dtype), in(x), in(weight), in(bias), out(y), rows, in_features, out_features);
 }
 
 void rms_norm(int dtype, Address x, Address weight, Address y, int64_t rows, int64_t width, double eps) {
@@ -52,16 +53,20 @@ void write_kv(int dtype, Address k, Address v, Address k_pool, Address v_pool, A
 }
 
 void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,
-                     Address context_lens, Address y, int64_t num_tokens, int64_t q_token_stride,
-                     int64_t q_head_stride, int64_t num_heads, int64_t num_kv_heads, int64_t key_dim,
-                     int64_t value_dim, int64_t num_blocks, int64_t block_size, int64_t num_rows, int64_t max_blocks,
-                     double scaling, int64_t window, double softcap) {
-    const tide::PagedAttentionParams params = {
-        in(q), in(k_pool), in(v_pool), in<int32_t>(block_tables), out(y), q_token_stride, q_head_stride,
-        num_heads, num_kv_heads, key_dim, value_dim, block_size, max_blocks,
-        static_cast<float>(scaling), window, static_cast<float>(softcap)};
-    tide::paged_attention(static_cast<tide::DType>(dtype), params, in<int32_t>(query_starts),
-                          in<int32_t>(context_lens), num_rows, num_tokens, num_blocks);
+                     Address context_lens, Address y, int64_t num_tokens, int64_t q_token_stride, int64_t q_head_stride,
+                     int64_t num_heads, int64_t num_kv_heads, int64_t key_dim, int64_t value_dim, int64_t num_blocks,
+                     int64_t block_size, int64_t num_rows, int64_t max_blocks, double scaling, int64_t window,
+                     double softcap) {
+    const tide::PagedAttentionParams params = {in(q),         in(k_pool),
+                                               in(v_pool),    in<int32_t>(block_tables),
+                                               out(y),        q_token_stride,
+                                               q_head_stride, num_heads,
+                                               num_kv_heads,  key_dim,
+                                               value_dim,     block_size,
+                                               max_blocks,    static_cast<float>(scaling),
+                                               window,        static_cast<float>(softcap)};
+    tide::paged_attention(static_cast<tide::DType>(dtype), params, in<int32_t>(query_starts), in<int32_t>(context_lens),
+                          num_rows, num_tokens, num_blocks);
 }
 
 }  // namespace

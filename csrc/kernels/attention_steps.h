@@ -42,7 +42,7 @@ void score_rows(const float* q, const float* keys, int64_t key_dim, int64_t firs
 // Turns the scores of slots [first, last) into probabilities and rescales what was summed before if a
 // larger score came. Slots outside the range get probability 0.
 TIDE_INLINE void soften(const PagedAttentionParams& p, float* scores, int64_t stride, int64_t first, int64_t last,
-                   float* peak, float* total, float* sums) {
+                        float* peak, float* total, float* sums) {
     constexpr float kUnseen = -__builtin_inff();
     for (int64_t slot = 0; slot < first; ++slot) scores[slot] = kUnseen;
     for (int64_t slot = last; slot < stride; ++slot) scores[slot] = kUnseen;
@@ -75,8 +75,8 @@ TIDE_INLINE void soften(const PagedAttentionParams& p, float* scores, int64_t st
 
 // sums[m, d...] += probabilities[m, slot] * values[slot, d...] for kRows lanes and kVectors vectors of d.
 template <int kRows, int kVectors>
-TIDE_INLINE void add_columns(const float* probabilities, int64_t stride, const float* values, int64_t value_dim, int64_t first,
-                 int64_t last, float* sums) {
+TIDE_INLINE void add_columns(const float* probabilities, int64_t stride, const float* values, int64_t value_dim,
+                             int64_t first, int64_t last, float* sums) {
     Vec acc[kRows][kVectors];
     for (int m = 0; m < kRows; ++m)
         for (int c = 0; c < kVectors; ++c) acc[m][c] = load(sums + m * value_dim + c * kLanes);
@@ -92,8 +92,8 @@ TIDE_INLINE void add_columns(const float* probabilities, int64_t stride, const f
     for (; slot + 4 <= last; slot += 4) {
         float32x4_t weights[kRows];
         for (int m = 0; m < kRows; ++m) weights[m] = vld1q_f32(probabilities + m * stride + slot);
-#define TIDE_ADD_SLOT(lane)                                                                \
-    add(slot + lane, [&](int m, Vec sum, Vec v) __attribute__((always_inline)) {           \
+#define TIDE_ADD_SLOT(lane)                                                                                            \
+    add(slot + lane, [&](int m, Vec sum, Vec v) __attribute__((always_inline)) {                                       \
         return bit_cast<Vec>(vfmaq_laneq_f32(bit_cast<float32x4_t>(sum), bit_cast<float32x4_t>(v), weights[m], lane)); \
     });
         TIDE_ADD_SLOT(0) TIDE_ADD_SLOT(1) TIDE_ADD_SLOT(2) TIDE_ADD_SLOT(3)
@@ -102,7 +102,7 @@ TIDE_INLINE void add_columns(const float* probabilities, int64_t stride, const f
 #endif
     for (; slot < last; ++slot) {
         add(slot, [&](int m, Vec sum, Vec v) __attribute__((always_inline)) {
-            return sum + splat(probabilities[m * stride + slot]) * v;
+            return multiply_add(splat(probabilities[m * stride + slot]), v, sum);
         });
     }
     for (int m = 0; m < kRows; ++m)

@@ -38,7 +38,7 @@ TIDE_INLINE void dot_tile(const float* x, int64_t x_stride, const T* w, int64_t 
         for (int m = 0; m < kRows; ++m) {
             const Vec xv = load_x(x + m * x_stride);
 #pragma GCC unroll 16
-            for (int n = 0; n < kCols; ++n) sums[m][n] += xv * wv[n];
+            for (int n = 0; n < kCols; ++n) sums[m][n] = multiply_add(xv, wv[n], sums[m][n]);
         }
     };
     auto full_step = [&](int64_t k) __attribute__((always_inline)) {

@@ -15,6 +15,8 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-inline int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+inline int64_t element_size(DType dtype) {
+    return dtype == DType::kFloat32 ? 4 : 2;
+}
 
 }  // namespace tide

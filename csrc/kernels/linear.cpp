@@ -1,8 +1,8 @@
 // y = x weight^T + bias, one dot product per output (see dot_tile.h).
 //
 // Decoding is bound by reading weights: a strip of a few weight rows is read from memory once and meets
-// every row of x while it lies in the first-level cache; the last rows of x to meet it already ask for the
-// next strip.
+// every row of x while it lies in the first-level cache. The first rows to meet it ask for the strip behind it:
+// early enough to have arrived when its turn comes, and spread over the walk of a whole tile.
 #include "kernels/convert.h"
 #include "kernels/dot_tile.h"
 #include "kernels/kernels.h"
@@ -10,10 +10,14 @@
 namespace tide::TIDE_ISA {
 namespace {
 
-constexpr int kTileRows = 4;
-constexpr int kStrip = kNumRegisters == 32 ? 4 : 2;  // accumulators of a tile take half the registers
 // Up to this many rows, half-width weights are converted in registers; beyond, the strip is converted once.
-constexpr int64_t kMaxRowsConvertedInFlight = 2 * kTileRows;
+constexpr int64_t kMaxRowsConvertedInFlight = 8;
+
+constexpr int kStrip = kNumRegisters == 32 ? 4 : 2;  // a tile's accumulators must fit the registers
+// Tiles of up to five rows keep the multipliers busiest (Neoverse-N1: 66 GFLOP/s with two cores at 64 rows; four rows
+// 64, six 60, eight by three columns 46), but six rows are better off in one tile than in two.
+constexpr int64_t kMostRowsInOneTile = 6;
+constexpr int64_t kTileRows = 5;
 
 template <int kRows, int kCols, Prefetch kPrefetch, typename T, typename W>
 void write_tile(const LinearParams& params, const W* strip, int64_t row, int64_t col) {
@@ -34,17 +38,37 @@ void write_tile(const LinearParams& params, const W* strip, int64_t row, int64_t
     }
 }
 
-// All rows of x against one strip of kCols weight rows.
+template <int kCols, Prefetch kPrefetch, typename T, typename W>
+void write_rows(const LinearParams& params, const W* strip, int64_t row, int64_t count, int64_t col) {
+    switch (count) {
+        case 1:
+            return write_tile<1, kCols, kPrefetch, T>(params, strip, row, col);
+        case 2:
+            return write_tile<2, kCols, kPrefetch, T>(params, strip, row, col);
+        case 3:
+            return write_tile<3, kCols, kPrefetch, T>(params, strip, row, col);
+        case 4:
+            return write_tile<4, kCols, kPrefetch, T>(params, strip, row, col);
+        case 5:
+            return write_tile<5, kCols, kPrefetch, T>(params, strip, row, col);
+        case 6:
+            return write_tile<6, kCols, kPrefetch, T>(params, strip, row, col);
+    }
+}
+
+// All rows of x against one strip of kCols weight rows, in tiles of nearly equal size: a last tile of one row
+// would cost as much as two.
 template <int kCols, typename T, typename W>
 void write_strip(const LinearParams& params, const W* strip, int64_t col) {
-    int64_t row = 0;
-    for (; row + kTileRows < params.rows; row += kTileRows)
-        write_tile<kTileRows, kCols, Prefetch::kNone, T>(params, strip, row, col);
-    switch (params.rows - row) {
-        case 4: return write_tile<4, kCols, Prefetch::kNextTile, T>(params, strip, row, col);
-        case 3: return write_tile<3, kCols, Prefetch::kNextTile, T>(params, strip, row, col);
-        case 2: return write_tile<2, kCols, Prefetch::kNextTile, T>(params, strip, row, col);
-        case 1: return write_tile<1, kCols, Prefetch::kNextTile, T>(params, strip, row, col);
+    const int64_t tiles = params.rows <= kMostRowsInOneTile ? 1 : (params.rows + kTileRows - 1) / kTileRows;
+    const int64_t smaller = params.rows / tiles;
+    const int64_t num_larger = params.rows % tiles;
+    int64_t row = smaller + (num_larger > 0);
+    write_rows<kCols, Prefetch::kNextTile, T>(params, strip, 0, row, col);
+    for (int64_t tile = 1; tile < tiles; ++tile) {
+        const int64_t count = smaller + (tile < num_larger);
+        write_rows<kCols, Prefetch::kNone, T>(params, strip, row, count, col);
+        row += count;
     }
 }
 
@@ -62,7 +86,9 @@ void read_and_write_strip(const LinearParams& params, int64_t col, float* scratc
 
 }  // namespace
 
-int64_t linear_scratch_floats(int64_t in_features) { return kStrip * in_features; }
+int64_t linear_scratch_floats(int64_t in_features) {
+    return kStrip * in_features;
+}
 
 template <typename T>
 void linear(const LinearParams& params, int64_t first, int64_t last, float* scratch) {

@@ -36,15 +36,23 @@ TIDE_INLINE ShortVec float_to_bfloat16(Vec v) {
 // ---- float16 -----------------------------------------------------------------------------------
 
 #if defined(__aarch64__)
-TIDE_INLINE Vec half_to_float(ShortVec h) { return bit_cast<Vec>(vcvt_f32_f16(bit_cast<float16x4_t>(h))); }
-TIDE_INLINE ShortVec float_to_half(Vec v) { return bit_cast<ShortVec>(vcvt_f16_f32(bit_cast<float32x4_t>(v))); }
+TIDE_INLINE Vec half_to_float(ShortVec h) {
+    return bit_cast<Vec>(vcvt_f32_f16(bit_cast<float16x4_t>(h)));
+}
+TIDE_INLINE ShortVec float_to_half(Vec v) {
+    return bit_cast<ShortVec>(vcvt_f16_f32(bit_cast<float32x4_t>(v)));
+}
 #elif defined(__AVX512F__)
-TIDE_INLINE Vec half_to_float(ShortVec h) { return bit_cast<Vec>(_mm512_cvtph_ps(bit_cast<__m256i>(h))); }
+TIDE_INLINE Vec half_to_float(ShortVec h) {
+    return bit_cast<Vec>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
+}
 TIDE_INLINE ShortVec float_to_half(Vec v) {
     return bit_cast<ShortVec>(_mm512_cvtps_ph(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
 }
 #elif defined(__AVX2__) && defined(__F16C__)
-TIDE_INLINE Vec half_to_float(ShortVec h) { return bit_cast<Vec>(_mm256_cvtph_ps(bit_cast<__m128i>(h))); }
+TIDE_INLINE Vec half_to_float(ShortVec h) {
+    return bit_cast<Vec>(_mm256_cvtph_ps(bit_cast<__m128i>(h)));
+}
 TIDE_INLINE ShortVec float_to_half(Vec v) {
     return bit_cast<ShortVec>(_mm256_cvtps_ph(bit_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
 }

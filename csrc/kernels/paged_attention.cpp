@@ -10,9 +10,15 @@
 namespace tide::TIDE_ISA {
 namespace {
 
-TIDE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-TIDE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-TIDE_INLINE int64_t round_up(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+TIDE_INLINE int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+TIDE_INLINE int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+TIDE_INLINE int64_t round_up(int64_t count) {
+    return (count + kLanes - 1) / kLanes * kLanes;
+}
 
 // Float32 working memory of one task. A "lane" below is one query head of one query:
 // query * group + head within the group.
@@ -79,16 +85,16 @@ void begin_task(const PagedAttentionParams& p, const AttentionTask& task, int64_
 }
 
 // Softmax and weighted values of one query over the page's slots [first, last).
-TIDE_INLINE void attend_page(const PagedAttentionParams& p, int64_t first_lane, int64_t group, const float* values, int64_t first,
-                 int64_t last, const Scratch& s) {
+TIDE_INLINE void attend_page(const PagedAttentionParams& p, int64_t first_lane, int64_t group, const float* values,
+                             int64_t first, int64_t last, const Scratch& s) {
     for (int64_t lane = first_lane; lane < first_lane + group; ++lane) {
         soften(p, s.scores + lane * s.score_stride, s.score_stride, first, last, s.peaks + lane, s.totals + lane,
                s.sums + lane * p.value_dim);
     }
     for_row_blocks(group, [&](auto count, int64_t head) __attribute__((always_inline)) {
         const int64_t lane = first_lane + head;
-        add_values<decltype(count)::value>(s.scores + lane * s.score_stride, s.score_stride, values, p.value_dim,
-                                           first, last, s.sums + lane * p.value_dim);
+        add_values<decltype(count)::value>(s.scores + lane * s.score_stride, s.score_stride, values, p.value_dim, first,
+                                           last, s.sums + lane * p.value_dim);
     });
 }
 
@@ -149,8 +155,7 @@ void paged_attention(const PagedAttentionParams& p, const AttentionTask& task, f
     write_out<T>(p, task, group, s);
 }
 
-#define TIDE_INSTANTIATE(T) \
-    template void paged_attention<T>(const PagedAttentionParams&, const AttentionTask&, float*);
+#define TIDE_INSTANTIATE(T) template void paged_attention<T>(const PagedAttentionParams&, const AttentionTask&, float*);
 TIDE_FOR_EACH_DTYPE(TIDE_INSTANTIATE)
 
 }  // namespace tide::TIDE_ISA

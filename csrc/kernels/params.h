@@ -49,7 +49,7 @@ struct PagedAttentionParams {
 struct AttentionTask {
     int64_t row;
     int64_t kv_head;
-    int64_t first_query;     // index into T
+    int64_t first_query;  // index into T
     int64_t num_queries;
     int64_t first_position;  // of first_query; the others follow it one by one
 };

@@ -12,12 +12,12 @@ float sum_of_squares(const T* x, int64_t width) {
     for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
         for (int chain = 0; chain < 4; ++chain) {
             const Vec v = load(x + i + chain * kLanes);
-            sums[chain] += v * v;
+            sums[chain] = multiply_add(v, v, sums[chain]);
         }
     }
     for (; i < width; i += kLanes) {
         const Vec v = i + kLanes <= width ? load(x + i) : load_partial(x + i, width - i);
-        sums[0] += v * v;
+        sums[0] = multiply_add(v, v, sums[0]);
     }
     return lane_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }

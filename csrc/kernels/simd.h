@@ -25,7 +25,9 @@ TIDE_INLINE Vec load(const Half* p) {
     return half_to_float(s);
 }
 
-TIDE_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
+TIDE_INLINE void store(float* p, Vec v) {
+    __builtin_memcpy(p, &v, sizeof(v));
+}
 
 TIDE_INLINE void store(BFloat16* p, Vec v) {
     ShortVec s = float_to_bfloat16(v);

@@ -21,8 +21,14 @@ struct KernelTable {
     int64_t (*attention_scratch_floats)(const PagedAttentionParams&, int64_t max_queries);
 };
 
-namespace baseline { const KernelTable& kernel_table(); }
-namespace avx2 { const KernelTable& kernel_table(); }
-namespace avx512 { const KernelTable& kernel_table(); }
+namespace baseline {
+const KernelTable& kernel_table();
+}
+namespace avx2 {
+const KernelTable& kernel_table();
+}
+namespace avx512 {
+const KernelTable& kernel_table();
+}
 
 }  // namespace tide

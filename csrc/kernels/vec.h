@@ -41,7 +41,9 @@ struct Count {
     static constexpr int value = kCount;
 };
 
-TIDE_INLINE Vec splat(float value) { return Vec{} + value; }
+TIDE_INLINE Vec splat(float value) {
+    return Vec{} + value;
+}
 
 template <typename To, typename From>
 TIDE_INLINE To bit_cast(From from) {
@@ -53,6 +55,21 @@ TIDE_INLINE To bit_cast(From from) {
 
 TIDE_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) {
     return bit_cast<Vec>((mask & bit_cast<IntVec>(if_true)) | (~mask & bit_cast<IntVec>(if_false)));
+}
+
+// a * b + sum, rounded once where the instruction set can. Written out, because a compiler left to itself fuses
+// in one loop and not in another (GCC 13 avoids chains of fused additions on x86), and a row's result would
+// then depend on the shape of the tile it happens to be in.
+TIDE_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
+#if defined(__aarch64__)
+    return bit_cast<Vec>(vfmaq_f32(bit_cast<float32x4_t>(sum), bit_cast<float32x4_t>(a), bit_cast<float32x4_t>(b)));
+#elif defined(__AVX512F__)
+    return bit_cast<Vec>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(sum)));
+#elif defined(__AVX2__)
+    return bit_cast<Vec>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(sum)));
+#else
+    return a * b + sum;
+#endif
 }
 
 // The order of these additions is part of every result, so there is one for each instruction set.

@@ -5,7 +5,9 @@
 
 namespace tide::TIDE_ISA {
 
-TIDE_INLINE Vec vector_max(Vec a, Vec b) { return select(a > b, a, b); }  // b where a is NaN
+TIDE_INLINE Vec vector_max(Vec a, Vec b) {
+    return select(a > b, a, b);
+}  // b where a is NaN
 
 // exp(x) = 2^n * exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2; exp(r) by its Taylor polynomial.
 TIDE_INLINE Vec vector_exp(Vec x) {
@@ -14,21 +16,24 @@ TIDE_INLINE Vec vector_exp(Vec x) {
     const IntVec is_zero = x == -__builtin_inff();
     x = select(x < kLowest, splat(kLowest), x);
     x = select(x > kHighest, splat(kHighest), x);
-    const Vec shifted = x * 0x1.715476p0f + kRound;
+    const Vec shifted = multiply_add(x, splat(0x1.715476p0f), splat(kRound));
     const Vec n = shifted - kRound;
-    const Vec r = (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts
-    Vec p = splat(0x1.a01a02p-13f);                                 // 1/7!
-    p = p * r + 0x1.6c16c2p-10f;
-    p = p * r + 0x1.111112p-7f;
-    p = p * r + 0x1.555556p-5f;
-    p = p * r + 0x1.555556p-3f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    const Vec rough = multiply_add(n, splat(-0x1.62e400p-1f), x);  // ln 2 in two parts
+    const Vec r = multiply_add(n, splat(-0x1.7f7d1cp-20f), rough);
+    Vec p = splat(0x1.a01a02p-13f);  // 1/7!
+    p = multiply_add(p, r, splat(0x1.6c16c2p-10f));
+    p = multiply_add(p, r, splat(0x1.111112p-7f));
+    p = multiply_add(p, r, splat(0x1.555556p-5f));
+    p = multiply_add(p, r, splat(0x1.555556p-3f));
+    p = multiply_add(p, r, splat(0.5f));
+    p = multiply_add(p, r, splat(1.0f));
+    p = multiply_add(p, r, splat(1.0f));
     const IntVec exponent = bit_cast<IntVec>(shifted) - bit_cast<IntVec>(splat(kRound)) + 127;
     return select(is_zero, Vec{}, p * bit_cast<Vec>(exponent << 23));
 }
 
-TIDE_INLINE Vec vector_tanh(Vec x) { return 1.0f - 2.0f / (vector_exp(2.0f * x) + 1.0f); }
+TIDE_INLINE Vec vector_tanh(Vec x) {
+    return 1.0f - 2.0f / (vector_exp(2.0f * x) + 1.0f);
+}
 
 }  // namespace tide::TIDE_ISA

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMinParallelWork = 64 * 1024;
 constexpr int64_t kWorkPerPiece = 16 * 1024;  // about 4 us, to even out threads that lose their core
 constexpr int64_t kColumnMultiple = 8;        // pieces end where a strip of weights ends
-constexpr int64_t kPanelBytes = 256 * 1024;  // of x: what the second-level cache keeps while weights pass
+constexpr int64_t kPanelBytes = 256 * 1024;   // of x: what the second-level cache keeps while weights pass
 
 int64_t panel_rows(int64_t in_features) {
     const int64_t fitting = kPanelBytes / static_cast<int64_t>(sizeof(float)) / std::max<int64_t>(in_features, 1);
@@ -51,7 +51,12 @@ void linear(DType dtype, const void* x, const void* weight, const void* bias, vo
         const void* panel_x = static_cast<const char*>(x) + row * in_features * bytes;
         void* panel_y = static_cast<char*>(y) + row * out_features * bytes;
         const LinearParams params = {rows_as_float(dtype, panel_x, panel_size * in_features),
-                                     weight, bias, panel_y, panel_size, in_features, out_features};
+                                     weight,
+                                     bias,
+                                     panel_y,
+                                     panel_size,
+                                     in_features,
+                                     out_features};
         parallel_for(out_features, columns_per_piece(params), [&](int64_t first, int64_t last) {
             table.linear[index](params, first, last, thread_scratch(scratch_floats));
         });

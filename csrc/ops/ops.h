@@ -16,10 +16,10 @@ void linear(DType dtype, const void* x, const void* weight, const void* bias, vo
 void rms_norm(DType dtype, const void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps);
 
 struct WriteKvParams {
-    const void* k;  // [T, num_kv_heads, key_dim], strides below, last dim contiguous
-    const void* v;  // [T, num_kv_heads, value_dim]
-    void* k_pool;   // [num_blocks, num_kv_heads, block_size, key_dim]
-    void* v_pool;   // [num_blocks, num_kv_heads, block_size, value_dim]
+    const void* k;         // [T, num_kv_heads, key_dim], strides below, last dim contiguous
+    const void* v;         // [T, num_kv_heads, value_dim]
+    void* k_pool;          // [num_blocks, num_kv_heads, block_size, key_dim]
+    void* v_pool;          // [num_blocks, num_kv_heads, block_size, value_dim]
     const int64_t* slots;  // [T], block * block_size + offset; negative: skip
     int64_t num_tokens;
     int64_t num_kv_heads;

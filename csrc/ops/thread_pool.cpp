@@ -44,15 +44,19 @@ class Pool {
         open_.store(true);
         number_.fetch_add(1);
         if (sleepers_.load() > 0) {
-            { std::lock_guard<std::mutex> lock(sleep_); }
+            {
+                std::lock_guard<std::mutex> lock(sleep_);
+            }
             wake_.notify_all();
         }
         work(0);
         // From here no worker can join: either it sees the job closed or we see it active.
         open_.store(false);
         for (int spins = 0; active_.load() != 0; ++spins) {
-            if (spins < kSpinsBeforeYield) relax();
-            else std::this_thread::yield();
+            if (spins < kSpinsBeforeYield)
+                relax();
+            else
+                std::this_thread::yield();
         }
     }
 
@@ -141,7 +145,9 @@ std::atomic<Pool*> shared_pool{nullptr};
 std::atomic<int> configured_threads{0};
 
 // Threads do not survive fork: the child forgets the pool, locks and all, and builds its own when needed.
-void forget_pool() { shared_pool.store(nullptr); }
+void forget_pool() {
+    shared_pool.store(nullptr);
+}
 
 Pool& pool() {
     if (Pool* existing = shared_pool.load()) return *existing;
@@ -156,7 +162,9 @@ Pool& pool() {
 
 }  // namespace
 
-void set_num_threads(int count) { configured_threads.store(std::clamp(count, 1, kMaxThreads)); }
+void set_num_threads(int count) {
+    configured_threads.store(std::clamp(count, 1, kMaxThreads));
+}
 
 int num_threads() {
     const int count = configured_threads.load(std::memory_order_relaxed);
@@ -169,8 +177,10 @@ void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
     if (count <= 0) return;
     const int64_t pieces = (count + grain - 1) / grain;
     const int workers = static_cast<int>(std::min<int64_t>(num_threads(), pieces)) - 1;
-    if (workers <= 0) body(0, count);
-    else pool().run(count, grain, body, workers);
+    if (workers <= 0)
+        body(0, count);
+    else
+        pool().run(count, grain, body, workers);
 }
 
 float* thread_scratch(int64_t num_floats) {

@@ -15,9 +15,8 @@ class RangeBody {
   public:
     template <typename Body>
     RangeBody(const Body& body)  // NOLINT: implicit on purpose
-        : body_(&body), call_([](const void* b, int64_t first, int64_t last) {
-              (*static_cast<const Body*>(b))(first, last);
-          }) {}
+        : body_(&body),
+          call_([](const void* b, int64_t first, int64_t last) { (*static_cast<const Body*>(b))(first, last); }) {}
     void operator()(int64_t first, int64_t last) const { call_(body_, first, last); }
 
   private:

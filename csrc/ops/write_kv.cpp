@@ -13,8 +13,8 @@ namespace {
 constexpr int64_t kBytesPerPiece = 128 * 1024;  // about 10 us of copying
 
 // Copies the heads of one token into its slot of every head's page.
-void write_token(const char* from, int64_t head_stride, char* pool, int64_t slot, int64_t num_heads,
-                 int64_t block_size, int64_t row_bytes) {
+void write_token(const char* from, int64_t head_stride, char* pool, int64_t slot, int64_t num_heads, int64_t block_size,
+                 int64_t row_bytes) {
     const int64_t block = slot / block_size;
     const int64_t offset = slot % block_size;
     for (int64_t head = 0; head < num_heads; ++head) {
