@@ -1,5 +1,6 @@
 # The whole interface of the repository. Every target may be run again at any time.
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell for p in python3.11 python3.12 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done),python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.tide
