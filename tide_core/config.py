@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -56,7 +55,7 @@ class EngineConfig:
         if self.max_model_len is not None:
             _integer("max_model_len", self.max_model_len, 2, 2**24)
         ok = isinstance(self.kv_memory_gib, (int, float)) and not isinstance(self.kv_memory_gib, bool)
-        if not ok or not math.isfinite(self.kv_memory_gib) or not 0 < self.kv_memory_gib <= 4096:
+        if not ok or not 0 < self.kv_memory_gib <= 4096:
             raise ConfigError("kv_memory_gib", self.kv_memory_gib, "a number above 0 up to 4096")
         _integer("block_size", self.block_size, 1, 1024)
         _integer("max_rows", self.max_rows, 1, 65536)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,7 +40,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to a number added to its logit."""
     seed: int | None = None
-    """Same seed, same tokens, whatever else is in the batch. None draws one."""
+    """Same seed, same tokens, whatever else is in the batch (float32, one machine). None draws one."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     stop_ids: tuple[int, ...] = ()
@@ -60,7 +59,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _integer("top_k", self.top_k, 0, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -160,7 +159,7 @@ def _integer(name: str, value: object, low: int, high: int, high_name: str = "")
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or not (low < value if above else low <= value) or value > high:  # type: ignore[operator]
         raise RequestError(name, value, f"a finite number {'above' if above else 'from'} {low} up to {high}")
 

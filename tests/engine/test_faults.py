@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.factories import make_config, make_engine, make_parts, random_prompts
+from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Engine
-from tide_core.errors import EngineBusyError, EngineDeadError, EngineError, RequestError
-from tide_core.request import FinishReason, RequestOutput, SamplingParams
+from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, EngineError, RequestError
+from tide_core.request import FinishReason, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -86,10 +86,60 @@ def test_one_bad_prompt_of_many_is_named_and_none_is_run() -> None:
         assert engine.stats().num_steps == 0
 
 
-@pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb", "a\x00b"])
-def test_a_bad_request_id_is_refused(request_id: str) -> None:
-    with make_engine() as engine, pytest.raises(RequestError, match="request_id"):
-        engine.make_request("the cat", PARAMS, request_id=request_id)
+@pytest.mark.parametrize("name", ["x" * 129, "a\nb", "a\x00b", 5, ["x"]])
+@pytest.mark.parametrize("field", ["request_id", "cache_salt"])
+def test_a_bad_request_id_or_salt_is_refused(field: str, name: Any) -> None:
+    with make_engine() as engine, pytest.raises(RequestError, match=field):
+        engine.make_request("the cat", PARAMS, **{field: name})
+
+
+@pytest.mark.parametrize("prompts", [None, 7, b"bytes", {"role": "user", "content": "x"}])
+def test_prompts_of_a_wrong_type_are_refused(prompts: Any) -> None:
+    with make_engine() as engine, pytest.raises(RequestError, match="prompts"):
+        engine.generate(prompts, PARAMS)
+
+
+def test_parameters_of_a_wrong_type_are_refused() -> None:
+    with make_engine() as engine, pytest.raises(RequestError, match="params"):
+        engine.generate(["the cat"], {"max_tokens": 2})  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_with_tokens_the_model_lacks_is_refused_by_token() -> None:
+    parts = make_parts()
+    parts.tokenizer.encode = lambda text: [2, 384]  # type: ignore[method-assign]
+    with Engine.from_parts(make_config(), parts) as engine, pytest.raises(RequestError, match=r"prompt\[1\]"):
+        engine.make_request("the cat", PARAMS)
+
+
+def test_a_pool_larger_than_memory_is_refused_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("not enough memory: you tried to allocate 4 TB")
+
+    monkeypatch.setattr("tide_core.engine.assemble.PagedKV", no_memory)
+    with pytest.raises(ConfigError, match="kv_memory_gib"):
+        make_engine()
+
+
+def test_callers_of_generate_that_fill_the_queue_together_all_get_their_answers() -> None:
+    answers: list[int] = []
+    with make_engine(max_rows=1, max_queued=4) as engine:
+
+        def call() -> None:
+            answers.append(len(engine.generate(random_prompts(20, 5), PARAMS)))
+
+        def call_when_there_is_room() -> None:
+            while True:
+                try:
+                    return call()
+                except EngineBusyError:  # nothing of this call had been taken yet
+                    time.sleep(0.01)
+
+        threads = [threading.Thread(target=call_when_there_is_room) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers == [20, 20, 20]
 
 
 def test_two_open_requests_cannot_have_one_id() -> None:
@@ -142,29 +192,27 @@ def test_a_program_that_forgets_to_close_the_engine_still_ends() -> None:
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 def test_an_abort_in_any_phase_frees_the_blocks_and_is_the_only_end(phase: str) -> None:
-    prompt = random_prompts(1, 120)[0]
-    with make_engine(max_batch_tokens=8, max_rows=1) as engine:
-        blocker = engine.stream_blocking("the cat", LONG, request_id="blocker")
-        if phase == "queued":
-            next(blocker)
-        request = engine.make_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True), request_id="victim")
-        from tide_core.engine.loop import ThreadSink
+    steps = {"queued": 0, "prefill": 2, "decode": 5}[phase]  # 20 tokens of prompt, 8 a step
+    core = make_parts(max_batch_tokens=8).core
+    core.add(make_request(range(2, 22), request_id="victim", max_tokens=100, ignore_eos=True))
+    outputs = [output for _ in range(steps) for output in core.step()]
+    assert len(outputs) == (3 if phase == "decode" else 0)
+    last = core.abort("victim")
+    assert last is not None
+    assert last.finish_reason is FinishReason.ABORT
+    assert core.abort("victim") is None
+    assert not core.has_work
+    core.check_idle()
 
-        sink = ThreadSink()
-        engine._loop.submit(request, sink)
-        outputs: list[RequestOutput] = []
-        if phase == "prefill":
-            wait_until(lambda: engine.stats().num_prompt_tokens > 0)
-        elif phase == "decode":
-            outputs.append(sink.get())
+
+def test_an_abort_from_outside_ends_a_running_request() -> None:
+    with make_engine() as engine:
+        stream = engine.stream_blocking("the cat", LONG, request_id="victim")
+        next(stream)
         assert engine.abort("victim")
-        while not outputs or not outputs[-1].finished:
-            outputs.append(sink.get())
-        assert outputs[-1].finish_reason is FinishReason.ABORT
-        blocker.close()  # type: ignore[attr-defined]
-        wait_until(lambda: engine.stats().blocks_owned == 0)
+        assert list(stream)[-1].finish_reason is FinishReason.ABORT
         assert not engine.abort("victim")
-        assert engine.generate(["the dog"], PARAMS)[0].finish_reason is FinishReason.LENGTH
+        assert engine.stats().blocks_owned == 0
 
 
 def test_leaving_a_stream_early_aborts_the_request() -> None:
@@ -293,6 +341,22 @@ def test_a_dead_engine_refuses_new_requests_and_says_why() -> None:
     engine.generate(["the cat"], PARAMS)
     with pytest.raises(EngineDeadError, match="the device is gone"):
         engine.generate(["the dog"], PARAMS)
+
+
+def test_any_number_of_bad_requests_one_after_another_leaves_the_engine_alive() -> None:
+    def wrap(run: Run) -> Run:
+        def broken(batch: ScheduledBatch) -> StepResult:
+            if has_poison(batch):
+                raise RuntimeError("a bad row")
+            return run(batch)
+
+        return broken
+
+    with engine_with(wrap) as engine:
+        for _ in range(6):
+            assert engine.generate([[POISON]], PARAMS)[0].finish_reason is FinishReason.ERROR
+        assert engine.generate(["the cat"], PARAMS)[0].finish_reason is FinishReason.LENGTH
+        assert engine.stats().blocks_owned == 0
 
 
 def test_steps_that_always_fail_are_the_engines_fault() -> None:

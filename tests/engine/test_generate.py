@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.factories import make_engine, make_parts, random_prompts, tiny_tokenizer
+from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts, tiny_tokenizer
+from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Completion, Engine
-from tide_core.request import FinishReason, SamplingParams
+from tide_core.request import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=7, ignore_eos=True)
@@ -21,8 +22,6 @@ def ids(answer: Completion) -> list[int]:
 
 def poisoned_engine(**settings: Any) -> Engine:
     """Freed blocks are filled with NaN, and so is the whole pool at first."""
-    from tests.factories import make_config
-
     parts = make_parts(**settings)
     cache, blocks = parts.runner.cache, parts.core.scheduler.blocks
     cache.poison(range(cache.num_blocks))
@@ -64,8 +63,6 @@ def test_a_preempted_row_equals_the_uninterrupted_run(params: SamplingParams) ->
         expected = engine.generate(prompts, params)
     parts = make_parts(block_size=4)
     parts.core.scheduler.blocks = small = type(parts.core.scheduler.blocks)(12, 4)
-    from tests.factories import make_config
-
     with Engine.from_parts(make_config(block_size=4), parts) as engine:
         got = engine.generate(prompts, params)
         assert engine.stats().num_preemptions > 0
@@ -110,6 +107,27 @@ def test_requests_of_different_salts_share_no_blocks() -> None:
         assert [asyncio.run(cached(engine, salt)) for salt in ("a", "b", "a")] == [0, 0, 32]
 
 
+@pytest.mark.parametrize("change", ["model", "policy", "nothing"])
+def test_blocks_are_shared_only_within_one_model_and_policy(change: str) -> None:
+    [prompt] = random_prompts(1, 40)
+    parts = make_parts()
+    core = parts.core
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def cached() -> int:
+        core.add(Request("r", tuple(prompt), params, seed=0))
+        [output] = core.step()
+        assert output.usage is not None
+        return output.usage.cached_tokens
+
+    assert cached() == 0
+    if change == "model":
+        core._namespace = "other weights"
+    elif change == "policy":
+        object.__setattr__(params, "mode", "another")
+    assert cached() == (32 if change == "nothing" else 0)
+
+
 def test_segments_do_not_change_the_tokens() -> None:
     prompts = random_prompts(3, 11)
     with make_engine() as whole, make_engine(checkpoint_layers=(1, 2)) as cut:
@@ -134,7 +152,36 @@ def test_the_text_of_all_tokens_is_the_text() -> None:
     assert answer.text == tiny_tokenizer().decode(ids(answer), skip_special_tokens=True)
 
 
-def test_generation_ends_at_an_end_of_text_id_which_is_not_text() -> None:
+def with_eos(token_id: int) -> Engine:
+    """An engine whose model ends its texts with `token_id`."""
+    parts = make_parts()
+    parts.runner.adapter.model.generation_config.eos_token_id = [token_id]
+    return Engine.from_parts(make_config(), parts)
+
+
+def test_generation_ends_at_the_models_end_of_text_id_which_is_not_text() -> None:
+    with make_engine() as engine:
+        [free] = engine.generate(["the dog"], GREEDY)
+    eos = ids(free)[4]
+    with with_eos(eos) as engine:
+        [answer] = engine.generate(["the dog"], SamplingParams(max_tokens=12))
+        [ignoring] = engine.generate(["the dog"], GREEDY)
+        [held_off] = engine.generate(["the dog"], SamplingParams(max_tokens=12, min_tokens=9))
+    assert answer.finish_reason is FinishReason.STOP
+    assert ids(answer) == ids(free)[: ids(free).index(eos) + 1]
+    assert answer.text == tiny_tokenizer().decode(ids(answer)[:-1], skip_special_tokens=True)
+    assert ids(ignoring) == ids(free)
+    assert len(held_off.tokens) >= 9
+
+
+def test_an_end_of_text_id_outside_the_vocabulary_is_none() -> None:
+    with with_eos(5000) as engine:
+        for _ in range(4):
+            [answer] = engine.generate(["the dog"], SamplingParams(max_tokens=4, min_tokens=2))
+            assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_generation_ends_at_a_stop_id_which_is_not_text() -> None:
     with make_engine() as engine:
         [free] = engine.generate(["the dog"], GREEDY)
         stop_id = ids(free)[4]
@@ -151,6 +198,15 @@ def test_generation_ends_at_a_stop_string_which_is_not_part_of_the_text() -> Non
         [answer] = engine.generate(["the dog"], SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop,)))
     assert answer.finish_reason is FinishReason.STOP
     assert answer.text == free.text[: free.text.index(stop)]
+
+
+def test_what_was_held_back_is_released_when_the_text_ends_at_its_length() -> None:
+    with make_engine() as engine:
+        [free] = engine.generate(["the dog"], SamplingParams(max_tokens=6, ignore_eos=True))
+        held = (free.text[-2:] + "never to come",)  # a stop string whose beginning is the end of the text
+        [answer] = engine.generate(["the dog"], SamplingParams(max_tokens=6, ignore_eos=True, stop=held))
+    assert answer.text == free.text
+    assert answer.finish_reason is FinishReason.LENGTH
 
 
 def test_min_tokens_holds_off_the_end() -> None:
@@ -190,6 +246,26 @@ def test_usage_counts_what_came_and_went() -> None:
     assert 0 <= answer.usage.queue_s <= answer.usage.first_token_s <= answer.usage.total_s
 
 
+def test_time_in_the_queue_ends_when_the_first_step_begins() -> None:
+    now = 0.0
+    parts = make_parts(max_rows=1)
+    core, run = parts.core, parts.core._run
+
+    def slow(batch: ScheduledBatch) -> StepResult:
+        nonlocal now
+        now += 1.0
+        return run(batch)
+
+    core._run, core._clock = slow, lambda: now
+    for name in ("first", "second"):
+        core.add(make_request(request_id=name, max_tokens=2, ignore_eos=True))
+    usages = {}
+    while core.has_work:
+        usages |= {output.request_id: output.usage for output in core.step() if output.usage}
+    times = {name: (usage.queue_s, usage.first_token_s, usage.total_s) for name, usage in usages.items()}
+    assert times == {"first": (0.0, 1.0, 2.0), "second": (2.0, 3.0, 4.0)}
+
+
 def test_kv_use_grows_with_tokens_not_with_the_model_length() -> None:
     with make_engine(block_size=4) as engine:
         engine.generate(random_prompts(1, 9), SamplingParams(max_tokens=8, ignore_eos=True))
@@ -199,9 +275,11 @@ def test_kv_use_grows_with_tokens_not_with_the_model_length() -> None:
 
 def test_a_thousand_requests_at_once_all_end_once_and_give_every_block_back() -> None:
     prompts = random_prompts(1000, 5)
-    with make_engine(max_rows=32, max_batch_tokens=64) as engine:
-        seen = [index for index, _ in engine.generate_as_completed(prompts, SamplingParams(max_tokens=2))]
+    with make_engine(max_rows=64, max_batch_tokens=128) as engine:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        answers = list(engine.generate_as_completed(prompts, params))
         stats = engine.stats()
-    assert sorted(seen) == list(range(1000))
+    assert sorted(index for index, _ in answers) == list(range(1000))
+    assert all(len(answer.tokens) == 8 for _, answer in answers)
     assert stats.blocks_owned == 0
     assert stats.num_finished == 1000

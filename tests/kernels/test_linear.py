@@ -35,7 +35,7 @@ def test_a_row_is_bitwise_the_same_alone_and_at_any_place_in_any_batch(dtype: to
     weight = torch.randn(101, 579).to(dtype)
     bias = torch.randn(101).to(dtype)
     alone = torch.stack([native.linear(row, weight, bias) for row in x])
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, min(64, native.MAX_LINEAR_ROWS), min(150, native.MAX_LINEAR_ROWS)):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 64, 150):
         assert_same_bits(native.linear(x[:rows], weight, bias), alone[:rows])
         assert_same_bits(native.linear(x[-rows:], weight, bias), alone[-rows:])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -48,3 +49,10 @@ def test_the_module_links_neither_torch_nor_openmp() -> None:
     assert needed
     for library in needed:
         assert not re.match(r"lib(torch|c10|gomp|omp|iomp|python)", library), library
+
+
+def test_the_module_is_built_wherever_there_is_a_compiler() -> None:
+    """So that the tests of the native ops cannot be skipped by a build that failed quietly."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    importlib.import_module("tide_core.kernels._native")

@@ -134,14 +134,14 @@ def test_an_unknown_dtype_is_a_config_error(dtype: str, converted: ResolvedModel
         load_model(converted, dtype=dtype, device="cpu")
 
 
-@pytest.mark.parametrize("device", ["tpu", "cpu:1", "cuda:x", "cuda:-1", ""])
+@pytest.mark.parametrize("device", ["tpu", "cpu:1", "cuda:0", ""])
 def test_an_unknown_device_is_a_config_error(device: str, converted: ResolvedModel) -> None:
     with pytest.raises(ConfigError) as caught:
         load_model(converted, dtype="float32", device=device)
     assert caught.value.field == "device"
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+@pytest.mark.parametrize("device", ["cuda"])
 def test_cuda_without_cuda_is_a_config_error(
     device: str, converted: ResolvedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,14 +115,6 @@ def test_released_blocks_are_announced_exactly_when_their_content_dies() -> None
     assert released == [partial, whole]
 
 
-def test_dropping_the_cache_frees_its_blocks() -> None:
-    blocks = make_blocks(4)
-    blocks.free(fill(blocks, list(range(9))))
-    assert blocks.drop_cached() == 2
-    assert blocks.match_prefix(list(range(9)), SPACE).num_valid == 0
-    blocks.check_integrity([])
-
-
 def test_with_prefix_caching_off_nothing_is_kept() -> None:
     blocks = make_blocks(4, prefix_caching=False)
     blocks.free(fill(blocks, list(range(9))))

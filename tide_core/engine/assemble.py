@@ -41,9 +41,8 @@ class Parts:
 
 def assemble(config: EngineConfig) -> Parts:
     """Resolve and load the model the settings name, and build the engine around it."""
-    device = pick_device(config.device)
     resolved = resolve(config.model)
-    model = load_model(resolved, dtype=config.dtype, device=device)
+    model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
     return assemble_loaded(config, model, tokenizer, name=resolved.name, identity=fingerprint(resolved))
 
@@ -77,10 +76,6 @@ def assemble_loaded(config: EngineConfig, model: Any, tokenizer: Any, *, name: s
     return Parts(core, runner, text, kernels, name, max_model_len)
 
 
-def pick_device(device: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
 def build_pool(
     config: EngineConfig, adapter: ModelAdapter, *, num_segments: int, max_model_len: int
 ) -> tuple[PagedKV, BlockManager]:
@@ -92,7 +87,11 @@ def build_pool(
     if num_blocks < 1:
         expected = f"room for one block of {config.block_size} tokens, which takes {one_block} bytes"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
-    cache = PagedKV(layouts, num_blocks, config.block_size, adapter.dtype, adapter.device)
+    try:
+        cache = PagedKV(layouts, num_blocks, config.block_size, adapter.dtype, adapter.device)
+    except RuntimeError as error:  # both allocators raise it, or a kind of it
+        expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
+        raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error
     blocks = BlockManager(
         num_blocks, config.block_size, num_segments=num_segments, prefix_caching=config.prefix_caching
     )

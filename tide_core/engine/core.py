@@ -1,7 +1,8 @@
 """The engine without threads: requests in, `step()` until nothing is left, outputs out.
 
 A step is schedule, run, commit. Whatever goes wrong with one row ends that row alone; what goes wrong with a whole
-batch is tried again row by row, so that only the rows that cause it end with an error.
+batch is tried again row by row, so that only the rows that cause it end with an error. If all of them fail, one token
+of no request decides whose fault it is: if that fails too, the engine is broken and says so.
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.scheduler import Row, Scheduler
 from tide_core.engine.tokenizer import TextStream, Tokenizer
 from tide_core.errors import EngineError, RequestError
-from tide_core.request import FinishReason, Request, RequestOutput, TokenOutput, Usage
+from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 
 logger = logging.getLogger("tide")
-
-MAX_FAILED_STEPS = 3
-"""Steps in a row in which every row failed, after which the fault is taken to be the engine's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +40,6 @@ class Counters:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     max_blocks_owned: int = 0
-    num_failed_steps: int = 0
 
 
 class EngineCore:
@@ -85,6 +82,7 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """One step of all rows that fit in it."""
         rows, batch = self.scheduler.schedule()
+        self._note_start(rows)
         result = self._run_fenced(batch)
         outputs = [self._commit(row, step, got) for row, step, got in zip(rows, batch.rows, result.rows, strict=True)]
         return [output for output in outputs if output is not None]
@@ -95,23 +93,40 @@ class EngineCore:
         if not self.scheduler.has_work and self.scheduler.blocks.num_owned:
             raise EngineError(f"KV pool: {self.scheduler.blocks.num_owned} blocks are owned by no request")
 
+    def _note_start(self, rows: list[Row]) -> None:
+        now = self._clock()
+        for row in rows:
+            progress = self._open[row.request.request_id]
+            if progress.started_at is None:
+                progress.started_at = now
+        self.counters.num_steps += 1
+        self.counters.max_blocks_owned = max(self.counters.max_blocks_owned, self.scheduler.blocks.num_owned)
+
     def _run_fenced(self, batch: ScheduledBatch) -> StepResult:
         """Run the batch; if that raises, run its rows one by one and give those that raise again an error."""
-        counters = self.counters
-        counters.num_steps += 1
-        counters.max_blocks_owned = max(counters.max_blocks_owned, self.scheduler.blocks.num_owned)
         try:
-            result = self._run(batch)
-        except Exception as error:
+            return self._run(batch)
+        except Exception:
             logger.exception("step of %d rows failed; running them one by one", len(batch.rows))
-            result = StepResult(tuple(self._run_alone(row_batch) for row_batch in _split(batch)))
-            if all(row.error is not None for row in result.rows):
-                counters.num_failed_steps += 1
-                if counters.num_failed_steps >= MAX_FAILED_STEPS:
-                    raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
-                return result
-        counters.num_failed_steps = 0
+        result = StepResult(tuple(self._run_alone(ScheduledBatch((row,))) for row in batch.rows))
+        if all(row.error is not None for row in result.rows):
+            self._probe()
         return result
+
+    def _probe(self) -> None:
+        """Run one token that belongs to no request; raises if the engine cannot even do that."""
+        blocks = self.scheduler.blocks
+        table = blocks.new_table()
+        if not blocks.can_allocate(table, 1):
+            return
+        blocks.allocate(table, 1)
+        probe = RowStep(Request("probe", (0,), SamplingParams(max_tokens=1), seed=0), table, (0,), (), samples=True)
+        try:
+            self._run(ScheduledBatch((probe,)))
+        except Exception as error:
+            raise EngineError(f"the engine cannot run a single token: {type(error).__name__}: {error}") from error
+        finally:
+            blocks.free(table)
 
     def _run_alone(self, batch: ScheduledBatch) -> RowResult:
         try:
@@ -121,8 +136,6 @@ class EngineCore:
 
     def _commit(self, row: Row, step: RowStep, result: RowResult) -> RequestOutput | None:
         progress = self._open[row.request.request_id]
-        if progress.started_at is None:
-            progress.started_at = self._clock()
         if result.error is not None:
             return self._finish(progress, FinishReason.ERROR, error=EngineError(result.error))
         num_tokens = len(step.token_ids)
@@ -174,8 +187,8 @@ class EngineCore:
             output_tokens=len(row.output_ids),
             cached_tokens=row.cached_tokens,
             num_preemptions=row.num_preemptions,
-            queue_s=(progress.started_at or now) - progress.arrived_at,
-            first_token_s=(progress.first_token_at or now) - progress.arrived_at,
+            queue_s=(now if progress.started_at is None else progress.started_at) - progress.arrived_at,
+            first_token_s=(now if progress.first_token_at is None else progress.first_token_at) - progress.arrived_at,
             total_s=now - progress.arrived_at,
         )
         return RequestOutput(row.request.request_id, tokens, reason, usage, error)
@@ -184,7 +197,3 @@ class EngineCore:
         """KV is shared only between requests of one model, one policy and one salt."""
         parts = (self._namespace, request.params.mode, request.cache_salt)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-def _split(batch: ScheduledBatch) -> list[ScheduledBatch]:
-    return [ScheduledBatch((row,)) for row in batch.rows]

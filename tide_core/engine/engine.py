@@ -19,14 +19,14 @@ from typing import Any
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble
 from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
-from tide_core.errors import RequestError
+from tide_core.errors import EngineBusyError, RequestError
 from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 from tide_core.stats import EngineStats
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or a chat: messages with `role` and `content`."""
 
-MAX_REQUEST_ID_CHARS = 128
+MAX_NAME_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,12 @@ class Engine:
         try:
             while waiting or pieces:
                 while waiting and len(pieces) < self.config.max_queued:
-                    self._loop.submit(waiting[0], sink)
+                    try:
+                        self._loop.submit(waiting[0], sink)
+                    except EngineBusyError:
+                        if not pieces:
+                            raise
+                        break  # others fill the queue; go on when one of ours has ended
                     pieces[waiting.popleft().request_id] = []
                 output = sink.get()
                 pieces[output.request_id] += output.tokens
@@ -142,7 +147,7 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever phase it is; False if no such request is open."""
-        return self._loop.abort(request_id)
+        return self._loop.abort(_checked_name("request_id", request_id))
 
     def stats(self) -> EngineStats:
         core, blocks = self._parts.core, self._parts.core.scheduler.blocks
@@ -172,10 +177,11 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, cache_salt: str = ""
     ) -> Request:
         """Check a prompt and its parameters against this model and pool; raises RequestError by field."""
-        if request_id is None:
-            request_id = uuid.uuid4().hex
-        elif not request_id or len(request_id) > MAX_REQUEST_ID_CHARS or not request_id.isprintable():
-            raise RequestError("request_id", request_id, f"1..{MAX_REQUEST_ID_CHARS} printable characters")
+        if not isinstance(params, SamplingParams):
+            raise RequestError("params", type(params).__name__, "SamplingParams")
+        request_id = uuid.uuid4().hex if request_id is None else _checked_name("request_id", request_id)
+        if cache_salt != "":
+            _checked_name("cache_salt", cache_salt)
         vocab_size = self._parts.runner.adapter.vocab_size
         params.check_ids(vocab_size)
         prompt_ids = self._prompt_ids(prompt, vocab_size)
@@ -198,14 +204,18 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt, vocab_size: int) -> Sequence[int]:
         if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes) or not prompt:
             raise RequestError("prompt", prompt, "non-empty text, token ids, or chat messages")
+        ids: Sequence[object]
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        for index, token_id in enumerate(prompt):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt[0], Mapping):
+            ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = prompt
+        # Ids of the tokenizer are checked too: some have tokens that their model has no embedding for.
+        for index, token_id in enumerate(ids):
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt[{index}]", token_id, f"a token id in 0..{vocab_size - 1}")
-        return prompt  # type: ignore[return-value]
+        return ids  # type: ignore[return-value]
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt == 0:
@@ -226,9 +236,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or many: a string, a list of ids or a list of messages is one."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, Mapping)):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError("prompts", type(prompts).__name__, "text, token ids, messages, or a list of these")
+    if prompts and isinstance(prompts[0], (int, Mapping)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def _checked_name(field: str, value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME_CHARS or not value.isprintable():
+        raise RequestError(field, value, f"1..{MAX_NAME_CHARS} printable characters")
+    return value
 
 
 def _completion(output: RequestOutput, tokens: tuple[TokenOutput, ...]) -> Completion:

@@ -50,6 +50,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.num_preemptions = 0
+        self._refused: tuple[Row, int, int] | None = None
 
     def add(self, request: Request, namespace: bytes) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
@@ -100,10 +101,14 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_rows:
             row = self.waiting[0]
+            situation = (row, self.blocks.num_available, len(self.running))
+            if situation == self._refused:
+                return  # nothing has changed since it did not fit; looking up its prefix again would tell nothing new
             row.table = self.blocks.match_prefix(row.tokens(0, row.num_tokens), row.namespace)
             # One block is left for each row that runs: admitting this one must not preempt another at once.
             if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=len(self.running)):
                 self.blocks.free(row.table)
+                self._refused = situation
                 return
             self.blocks.allocate(row.table, row.num_tokens)
             if not row.num_preemptions:

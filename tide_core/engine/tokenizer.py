@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Mapping, Sequence
 
 import jinja2
@@ -26,8 +27,9 @@ class Tokenizer:
         valid and have no text."""
         self._hf = hf_tokenizer
         # Whether special tokens are read as text is a switch inside the tokenizer, and chat templates need the other
-        # position. A copy of its own keeps two threads from turning the switch under each other.
+        # position. A copy for plain text and a lock for chats keep two threads from turning it under each other.
         self._text_only = copy.deepcopy(hf_tokenizer)
+        self._chat_lock = threading.Lock()
         vocabulary: dict[str, int] = hf_tokenizer.get_vocab()
         added = hf_tokenizer.added_tokens_decoder
         ids = set(vocabulary.values())
@@ -61,12 +63,13 @@ class Tokenizer:
             self._refuse_control_tokens(messages)
         options = {"sanitize_control_tokens": True} if can_sanitize else {}
         try:
-            ids: list[int] = self._hf.apply_chat_template(
-                [{"role": message["role"], "content": message["content"]} for message in messages],
-                add_generation_prompt=True,
-                return_dict=False,
-                **options,
-            )
+            with self._chat_lock:
+                ids: list[int] = self._hf.apply_chat_template(
+                    [{"role": message["role"], "content": message["content"]} for message in messages],
+                    add_generation_prompt=True,
+                    return_dict=False,
+                    **options,
+                )
         except (jinja2.TemplateError, ValueError) as error:
             expected = f"messages that the model's chat template takes; it says: {error}"
             raise RequestError("messages", f"{len(messages)} messages", expected) from error

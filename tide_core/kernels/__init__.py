@@ -15,12 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import reference
 
-__all__ = ["KERNEL_CHOICES", "Kernels", "select_kernels", "set_num_threads"]
-
-KERNEL_CHOICES = ("auto", "native", "reference")
+__all__ = ["Kernels", "select_kernels", "set_num_threads"]
 
 _NATIVE_MODULE = "tide_core.kernels._native"
 _log = logging.getLogger("tide")
@@ -66,11 +65,12 @@ class Kernels:
 
 def select_kernels(choice: str, device: torch.device | str) -> Kernels:
     """The ops for `device`. "auto" takes native where it can and says in the log, once, what it took and why."""
-    if choice not in KERNEL_CHOICES:
-        raise ConfigError("kernels", choice, f"one of {', '.join(KERNEL_CHOICES)}")
+    if choice not in KERNELS:
+        raise ConfigError("kernels", choice, f"one of {', '.join(KERNELS)}")
     if choice == "reference":
         _log_once("kernels: reference, as configured")
         return _kernels("reference", reference)
+    cpu = torch.device(device).type == "cpu"
     obstacle = _native_obstacle(torch.device(device).type)
     if obstacle is None:
         native = importlib.import_module("tide_core.kernels.native")
@@ -79,7 +79,7 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
         return _kernels("native", native)
     if choice == "native":
         raise ConfigError("kernels", "native", f"auto or reference here: {obstacle}")
-    _log_once(f"kernels: reference, because {obstacle}")
+    _log_once(f"kernels: reference, because {obstacle}", logging.WARNING if cpu else logging.INFO)
     return _kernels("reference", reference)
 
 
@@ -111,5 +111,5 @@ def _import_error() -> str | None:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    _log.info(message)
+def _log_once(message: str, level: int = logging.INFO) -> None:
+    _log.log(level, message)

@@ -1,7 +1,7 @@
 """The four ops on the CPU, by the native module. For inference only: no gradient flows through them.
 
 `tide_core.kernels.reference` says what each op means. `linear` and `paged_attention` are batch-invariant: a row's
-result is bitwise the same alone and in any batch (of up to `MAX_LINEAR_ROWS` rows), and for any number of threads.
+result is bitwise the same alone and in any batch, and for any number of threads.
 
 The wrappers run some hundred times per token, so each tests all its tensors in one cheap expression (a shape is
 unpacked once: reading it builds a tuple) and asks `checks` for the culprit only when that fails.
@@ -9,19 +9,12 @@ unpacked once: reading it builds a tuple) and asks `checks` for the culprit only
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
 from tide_core.kernels import _native, checks
 
 _DTYPE_CODES = checks.DTYPE_CODES
-
-# Rows beyond which `linear` is Torch's. On arm64 native is never more than 10% behind (Neoverse-N1, 2 cores, up to 512
-# rows), and a step of any size stays batch-invariant. On x86-64 with AVX-512 Torch's packed product is 1.2 to 1.4
-# times faster at 64 rows of width 4096 and 1.5 to 1.9 times at 256: there, prompts are worth more than the last bit.
-MAX_LINEAR_ROWS = 48 if _native.instruction_set() in ("avx2", "avx512") else sys.maxsize
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -44,8 +37,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         raise checks.first_fault(checks.linear_faults(x, weight, bias))
     out_features, in_features = weight_shape
-    if x.numel() > MAX_LINEAR_ROWS * in_features:
-        return torch.nn.functional.linear(x, weight, bias)
     x = x.contiguous()
     # Sizes as separate arguments: Torch takes 1 us longer to read them from a tuple.
     if len(shape) == 2:

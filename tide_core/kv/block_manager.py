@@ -159,16 +159,6 @@ class BlockManager:
         self._release(released)
         table.block_ids, table.keys, table.lengths = [], [], [0] * self.num_segments
 
-    def drop_cached(self) -> int:
-        """Forget every cached block; returns how many there were."""
-        dropped = list(self._cached)
-        for block in dropped:
-            self._forget(block)
-            self._free.append(block)
-        self._cached.clear()
-        self._release(dropped)
-        return len(dropped)
-
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Recount the pool against the tables that own it; a mismatch is a bug of ours and ends the engine."""
         counted = [0] * self.num_blocks

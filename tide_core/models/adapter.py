@@ -82,10 +82,6 @@ class ModelAdapter:
         return int(self._head.weight.shape[0])
 
     @property
-    def width(self) -> int:
-        return int(self.config.hidden_size)
-
-    @property
     def dtype(self) -> torch.dtype:
         return cast(torch.dtype, self.model.dtype)
 
@@ -114,11 +110,12 @@ class ModelAdapter:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """End-of-text ids: those of the generation config, else of the config."""
+        """End-of-text ids: those of the generation config, else of the config. One the model cannot emit is none."""
         for source in (getattr(self.model, "generation_config", None), self.config):
             ids = getattr(source, "eos_token_id", None)
             if ids is not None:
-                return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+                several = ids if isinstance(ids, (list, tuple)) else (ids,)
+                return tuple(int(token_id) for token_id in several if 0 <= int(token_id) < self.vocab_size)
         return ()
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,14 @@ FAMILIES = {
 }
 
 
+UNPROVEN_SETTINGS = (
+    "use_bidirectional_attention",
+    "add_cross_attention",
+    "reorder_and_upcast_attn",
+    "quantization_config",
+)
+
+
 def find_family(model: Module) -> Family:
     """The family of a loaded model, or a refusal that names it and lists what is known."""
     architecture = type(model).__name__
@@ -108,7 +116,7 @@ def find_family(model: Module) -> Family:
 
 def _refuse_unproven_variants(architecture: str, config: Any) -> None:
     """Settings inside a known family that change the forward in ways no test here proves."""
-    for setting in ("use_bidirectional_attention", "add_cross_attention", "reorder_and_upcast_attn"):
+    for setting in UNPROVEN_SETTINGS:
         value = getattr(config, setting, False)
         if value:
             raise ModelError(f"{architecture} config.{setting}", value, "it unset")

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tide_core.config import DTYPES
+from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError, ModelError
 from tide_core.models import model_cache
 from tide_core.models.folder import weight_files
@@ -81,14 +81,10 @@ def fingerprint(resolved: ResolvedModel) -> str:
 def torch_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name, _, index = device.partition(":")
-    if name not in ("cpu", "cuda") or (index and not (name == "cuda" and index.isdecimal())):
-        raise ConfigError("device", device, "auto, cpu, cuda or cuda:N")
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device", device, "cpu or auto: torch sees no CUDA device here")
-        if index and int(index) >= torch.cuda.device_count():
-            raise ConfigError("device", device, f"a CUDA device below {torch.cuda.device_count()}")
+    if device not in DEVICES:
+        raise ConfigError("device", device, f"one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", device, "cpu or auto: torch sees no CUDA device here")
     return torch.device(device)
 
 
