@@ -44,6 +44,16 @@ void rms_norm(int dtype, Address x, Address weight, Address y, int64_t rows, int
     tide::rms_norm(static_cast<tide::DType>(dtype), in(x), in(weight), out(y), rows, width, static_cast<float>(eps));
 }
 
+void silu_mul(int dtype, Address gate, Address up, Address y, int64_t count) {
+    tide::silu_mul(static_cast<tide::DType>(dtype), in(gate), in(up), out(y), count);
+}
+
+void rotary(int dtype, Address x, Address cos, Address sin, Address y, int64_t num_tokens, int64_t num_heads,
+            int64_t dim, int64_t token_stride, int64_t head_stride) {
+    tide::rotary(static_cast<tide::DType>(dtype),
+                 {in(x), in(cos), in(sin), out(y), num_heads, dim, token_stride, head_stride}, num_tokens);
+}
+
 void write_kv(int dtype, Address k, Address v, Address k_pool, Address v_pool, Address slots, int64_t num_tokens,
               int64_t num_kv_heads, int64_t key_dim, int64_t value_dim, int64_t k_token_stride, int64_t k_head_stride,
               int64_t v_token_stride, int64_t v_head_stride, int64_t num_blocks, int64_t block_size) {
@@ -76,6 +86,8 @@ PYBIND11_MODULE(_native, m) {
     const auto no_gil = py::call_guard<ReleasedGil>();
     m.def("linear", &linear, no_gil, "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out]; bias 0 means none.");
     m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows of `width` elements.");
+    m.def("silu_mul", &silu_mul, no_gil, "y = silu(gate) * up over `count` elements.");
+    m.def("rotary", &rotary, no_gil, "Rotary positions in halves for T tokens of several heads.");
     m.def("write_kv", &write_kv, no_gil, "Copies keys and values of T tokens into their slots of the page pools.");
     m.def("paged_attention", &paged_attention, no_gil,
           "Causal attention of ragged queries over paged keys and values.");

@@ -17,6 +17,12 @@ template <typename T>
 void rms_norm(const RmsNormParams& params, int64_t first, int64_t last);
 
 template <typename T>
+void silu_mul(const SiluMulParams& params, int64_t first, int64_t last);
+
+template <typename T>
+void rotary(const RotaryParams& params, int64_t first, int64_t last);
+
+template <typename T>
 void paged_attention(const PagedAttentionParams& params, const AttentionTask& task, float* scratch);
 int64_t attention_scratch_floats(const PagedAttentionParams& params, int64_t max_queries);
 

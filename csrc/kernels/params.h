@@ -26,6 +26,25 @@ struct RmsNormParams {
     float eps;
 };
 
+// y[i] = silu(gate[i]) * up[i]
+struct SiluMulParams {
+    const void* gate;
+    const void* up;
+    void* y;
+};
+
+// Rotary positions of one tensor of heads.
+struct RotaryParams {
+    const void* x;    // [T, num_heads, dim], strides below, last dim contiguous
+    const void* cos;  // [T, dim]
+    const void* sin;  // [T, dim]
+    void* out;        // [T, num_heads, dim]
+    int64_t num_heads;
+    int64_t dim;
+    int64_t token_stride;
+    int64_t head_stride;
+};
+
 struct PagedAttentionParams {
     const void* q;                // [T, num_heads, key_dim], strides below, last dim contiguous
     const void* k_pool;           // [num_blocks, num_kv_heads, block_size, key_dim]

@@ -14,6 +14,8 @@ const KernelTable& kernel_table() {
         {linear<float>, linear<Half>, linear<BFloat16>},
         linear_scratch_floats,
         {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},
+        {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},
+        {rotary<float>, rotary<Half>, rotary<BFloat16>},
         {paged_attention<float>, paged_attention<Half>, paged_attention<BFloat16>},
         attention_scratch_floats,
     };

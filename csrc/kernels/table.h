@@ -16,6 +16,10 @@ struct KernelTable {
     int64_t (*linear_scratch_floats)(int64_t in_features);
     // Rows [first, last).
     void (*rms_norm[kNumDTypes])(const RmsNormParams&, int64_t first, int64_t last);
+    // Elements [first, last).
+    void (*silu_mul[kNumDTypes])(const SiluMulParams&, int64_t first, int64_t last);
+    // Tokens [first, last).
+    void (*rotary[kNumDTypes])(const RotaryParams&, int64_t first, int64_t last);
     // One task; `scratch` holds attention_scratch_floats(params, max queries of a task) floats.
     void (*paged_attention[kNumDTypes])(const PagedAttentionParams&, const AttentionTask&, float* scratch);
     int64_t (*attention_scratch_floats)(const PagedAttentionParams&, int64_t max_queries);

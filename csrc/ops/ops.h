@@ -15,6 +15,12 @@ void linear(DType dtype, const void* x, const void* weight, const void* bias, vo
 // x, y [rows, width], weight [width].
 void rms_norm(DType dtype, const void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps);
 
+// gate, up, y: `count` elements each.
+void silu_mul(DType dtype, const void* gate, const void* up, void* y, int64_t count);
+
+// Rotary positions in halves, as Hugging Face's Llama applies them.
+void rotary(DType dtype, const RotaryParams& params, int64_t num_tokens);
+
 struct WriteKvParams {
     const void* k;         // [T, num_kv_heads, key_dim], strides below, last dim contiguous
     const void* v;         // [T, num_kv_heads, value_dim]

@@ -33,6 +33,14 @@ class RmsNormOp(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
 
+class SiluMulOp(Protocol):
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+
+class RotaryOp(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+
 class WriteKvOp(Protocol):
     def __call__(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None: ...
 
@@ -59,6 +67,8 @@ class Kernels:
     name: str
     linear: LinearOp
     rms_norm: RmsNormOp
+    silu_mul: SiluMulOp
+    rotary: RotaryOp
     write_kv: WriteKvOp
     paged_attention: PagedAttentionOp
 
@@ -90,7 +100,7 @@ def set_num_threads(count: int) -> None:
 
 
 def _kernels(name: str, ops: ModuleType) -> Kernels:
-    return Kernels(name, ops.linear, ops.rms_norm, ops.write_kv, ops.paged_attention)
+    return Kernels(name, ops.linear, ops.rms_norm, ops.silu_mul, ops.rotary, ops.write_kv, ops.paged_attention)
 
 
 def _native_obstacle(device_type: str) -> str | None:

@@ -2,6 +2,20 @@ def linear(
     dtype: int, x: int, weight: int, bias: int, y: int, rows: int, in_features: int, out_features: int, /
 ) -> None: ...
 def rms_norm(dtype: int, x: int, weight: int, y: int, rows: int, width: int, eps: float, /) -> None: ...
+def silu_mul(dtype: int, gate: int, up: int, y: int, count: int, /) -> None: ...
+def rotary(
+    dtype: int,
+    x: int,
+    cos: int,
+    sin: int,
+    y: int,
+    num_tokens: int,
+    num_heads: int,
+    dim: int,
+    token_stride: int,
+    head_stride: int,
+    /,
+) -> None: ...
 def write_kv(
     dtype: int,
     k: int,

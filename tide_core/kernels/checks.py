@@ -48,6 +48,27 @@ def rms_norm_faults(x: Tensor, weight: Tensor) -> Faults:
     yield _unit_stride_fault("x", x)
 
 
+def silu_mul_faults(gate: Tensor, up: Tensor) -> Faults:
+    yield _float_fault("gate", gate)
+    yield _float_fault("up", up, gate.dtype)
+    yield _shape_fault("up", up, tuple(gate.shape), "as gate")
+    yield _contiguous_fault("gate", gate)
+    yield _contiguous_fault("up", up)
+
+
+def rotary_faults(x: Tensor, cos: Tensor, sin: Tensor) -> Faults:
+    yield _float_fault("x", x)
+    yield _dims_fault("x", x, 3)
+    yield _unit_stride_fault("x", x)
+    num_tokens, _, dim = x.shape
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        yield _float_fault(name, tensor, x.dtype)
+        yield _shape_fault(name, tensor, (num_tokens, dim), "[T, D]")
+        yield _contiguous_fault(name, tensor)
+    if dim % 2:
+        yield ValueError(f"x: got heads of {dim} elements, expected an even number")
+
+
 def write_kv_faults(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> Faults:
     yield _float_fault("k", k)
     yield _float_fault("v", v, k.dtype)

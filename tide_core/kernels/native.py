@@ -1,4 +1,4 @@
-"""The four ops on the CPU, by the native module. For inference only: no gradient flows through them.
+"""The ops on the CPU, by the native module. For inference only: no gradient flows through them.
 
 `tide_core.kernels.reference` says what each op means. `linear` and `paged_attention` are batch-invariant: a row's
 result is bitwise the same alone and in any batch, and for any number of threads.
@@ -75,6 +75,66 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = shape[-1]
     rows = x.numel() // width if width else 0
     _native.rms_norm(code, x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, width, eps)
+    return y
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu of `gate` times `up`, of one shape."""
+    dtype = gate.dtype
+    code = _DTYPE_CODES.get(dtype, -1)
+    if not (
+        code >= 0
+        and up.dtype is dtype
+        and gate.is_cpu
+        and up.is_cpu
+        and gate.shape == up.shape
+        and gate.is_contiguous()
+        and up.is_contiguous()
+    ):
+        raise checks.first_fault(checks.silu_mul_faults(gate, up))
+    y = torch.empty_like(gate)
+    _native.silu_mul(code, gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
+    return y
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions in halves of `x` [T, H, D] by `cos` and `sin` [T, D]."""
+    dtype = x.dtype
+    code = _DTYPE_CODES.get(dtype, -1)
+    try:
+        num_tokens, num_heads, dim = x.shape
+        token_stride, head_stride, stride = x.stride()
+    except ValueError:
+        raise checks.first_fault(checks.rotary_faults(x, cos, sin)) from None
+    expected = (num_tokens, dim)
+    if not (
+        code >= 0
+        and cos.dtype is dtype
+        and sin.dtype is dtype
+        and x.is_cpu
+        and cos.is_cpu
+        and sin.is_cpu
+        and cos.shape == expected
+        and sin.shape == expected
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+        and (stride == 1 or _has_unit_stride(x))
+        and dim % 2 == 0
+    ):
+        raise checks.first_fault(checks.rotary_faults(x, cos, sin))
+    y = x.new_empty(num_tokens, num_heads, dim)
+    _native.rotary(
+        code,
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        y.data_ptr(),
+        num_tokens,
+        num_heads,
+        dim,
+        token_stride,
+        head_stride,
+    )
     return y
 
 

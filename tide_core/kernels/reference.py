@@ -1,4 +1,4 @@
-"""The four ops in plain Torch, on any device: the definition of correct.
+"""The ops in plain Torch, on any device: the definition of correct.
 
 Letters: T tokens of all rows, R rows, Hq query heads, H kv heads, Dk and Dv head widths.
 """
@@ -20,6 +20,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * scaled.to(x.dtype)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of an MLP: silu of `gate` times `up`, of one shape."""
+    return F.silu(gate) * up
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions in halves, as Hugging Face's Llama applies them: `x` [T, H, D], `cos` and `sin` [T, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
 
 
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:

@@ -1,17 +1,24 @@
-"""Hands the library's own linear and norm modules to our kernels, in place and without copying a weight.
+"""Hands the library's own linear, norm, gated MLP and rotary code to our kernels, in place; no weight is copied.
 
-A module keeps its weights, its name and its place in the layer; only its `forward` becomes one kernel call. Modules
-whose arithmetic is not exactly that of the kernel (Gemma's norms, GPT-2's transposed Conv1D, Falcon's linear) stay.
+A module keeps its weights, its name and its place in the layer; only its `forward` becomes kernel calls. It is called
+directly, past the hooks of `nn.Module`, which nobody sets here and which cost as much as a small kernel. Modules whose
+arithmetic is not exactly that of the kernel (Gemma's norms, GPT-2's transposed Conv1D, Falcon's linear) stay.
+
+Attention modules keep their own forward. One name in it, the function that applies rotary positions, is bound to our
+kernel, in a copy of the forward that belongs to this model's modules alone: the library itself is not touched.
 """
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
 from torch import nn
 
-from tide_core.kernels import Kernels
+from tide_core.kernels import Kernels, reference
+
+ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
 
 def use_kernels(model: Any, kernels: Kernels) -> int:
@@ -23,6 +30,8 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return kernels.linear(input, self.weight, self.bias)
 
+        __call__ = forward
+
     class KernelRMSNorm(nn.Module):
         weight: torch.Tensor
         variance_epsilon: float
@@ -30,9 +39,29 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             return kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
+        __call__ = forward
+
+    class KernelGatedMLP(nn.Module):
+        gate_proj: nn.Module
+        up_proj: nn.Module
+        down_proj: nn.Module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gated: torch.Tensor = self.down_proj(kernels.silu_mul(self.gate_proj(x), self.up_proj(x)))
+            return gated
+
+        __call__ = forward
+
     count = 0
+    attentions: dict[type[nn.Module], type[nn.Module]] = {}
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if (bound := _with_rotary(type(module), kernels, attentions)) is not None:
+            module.__class__ = bound
+            count += 1
+            continue
+        if _is_gated_silu_mlp(module):
+            module.__class__ = KernelGatedMLP
+        elif type(module) is nn.Linear:
             module.__class__ = KernelLinear
         elif _is_plain_rms_norm(module):
             module.__class__ = KernelRMSNorm
@@ -42,6 +71,55 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
     return count
 
 
+def _with_rotary(
+    kind: type[nn.Module], kernels: Kernels, known: dict[type[nn.Module], type[nn.Module]]
+) -> type[nn.Module] | None:
+    """The attention class `kind` with its rotary function bound to the kernel; None if it has no such function."""
+    forward: Any = kind.forward
+    library = getattr(forward, "__globals__", {}).get(ROTARY_FUNCTION)
+    if library is None or ROTARY_FUNCTION not in forward.__code__.co_names or not _rotates_in_halves(library):
+        return None
+    if kind not in known:
+
+        def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+            if not q.shape[-1] == k.shape[-1] == cos.shape[-1]:
+                return library(q, k, cos, sin)  # only part of each head is rotated
+            cos, sin = cos[0], sin[0]
+            return tuple(kernels.rotary(x[0].transpose(0, 1), cos, sin).transpose(0, 1).unsqueeze(0) for x in (q, k))
+
+        names = {**forward.__globals__, ROTARY_FUNCTION: rotary}
+        copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        known[kind] = type(kind.__name__, (kind,), {"forward": copy})
+    return known[kind]
+
+
+def _rotates_in_halves(library: Any) -> bool:
+    """Whether the library's function is the Llama one, by what it computes; others interleave their halves."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (
+        torch.rand(*shape, generator=generator) for shape in ((1, 2, 3, 4), (1, 1, 3, 4), *[(1, 3, 4)] * 2)
+    )
+    try:
+        got = library(q, k, cos, sin)
+    except Exception:
+        return False
+    expected = [reference.rotary(x[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0) for x in (q, k)]
+    return all(torch.allclose(one, other) for one, other in zip(got, expected, strict=True))
+
+
 def _is_plain_rms_norm(module: nn.Module) -> bool:
     """The Llama norm, copied by name through many families: weight times the float32-normed state."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+def _is_gated_silu_mlp(module: nn.Module) -> bool:
+    """The Llama MLP, copied likewise: down(silu(gate(x)) * up(x)) over three linears and nothing else."""
+    children = dict(module.named_children())
+    linears = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    return (
+        type(module).__name__.endswith("MLP")
+        and len(children) == 4
+        and all(isinstance(linear, nn.Linear) for linear in linears)
+        and type(children.get("act_fn")).__name__ in ("SiLU", "SiLUActivation")
+    )
