@@ -33,8 +33,15 @@ def engine_with(wrap: Callable[[Run], Run], **settings: Any) -> Engine:
     return Engine.from_parts(make_config(**settings), parts)
 
 
-def has_poison(batch: ScheduledBatch) -> bool:
-    return any(POISON in row.request.prompt_ids for row in batch.rows)
+def breaking_on_poison(run: Run) -> Run:
+    """A runner that raises for any batch with a poisoned request in it."""
+
+    def broken(batch: ScheduledBatch) -> StepResult:
+        if any(POISON in row.request.prompt_ids for row in batch.rows):
+            raise RuntimeError("a bad row")
+        return run(batch)
+
+    return broken
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -245,18 +252,10 @@ def test_cancelling_a_streaming_task_aborts_the_request() -> None:
 
 
 def test_a_request_that_breaks_its_batch_fails_alone() -> None:
-    def wrap(run: Run) -> Run:
-        def broken(batch: ScheduledBatch) -> StepResult:
-            if has_poison(batch):
-                raise RuntimeError("a bad row")
-            return run(batch)
-
-        return broken
-
     good = random_prompts(3, 9)
     with make_engine() as plain:
         expected = plain.generate(good, PARAMS)
-    with engine_with(wrap) as engine:
+    with engine_with(breaking_on_poison) as engine:
         *answers, bad = engine.generate([*good, [POISON]], PARAMS)
         assert not engine.stats().dead
     assert [a.text for a in answers] == [e.text for e in expected]
@@ -344,15 +343,7 @@ def test_a_dead_engine_refuses_new_requests_and_says_why() -> None:
 
 
 def test_any_number_of_bad_requests_one_after_another_leaves_the_engine_alive() -> None:
-    def wrap(run: Run) -> Run:
-        def broken(batch: ScheduledBatch) -> StepResult:
-            if has_poison(batch):
-                raise RuntimeError("a bad row")
-            return run(batch)
-
-        return broken
-
-    with engine_with(wrap) as engine:
+    with engine_with(breaking_on_poison) as engine:
         for _ in range(6):
             assert engine.generate([[POISON]], PARAMS)[0].finish_reason is FinishReason.ERROR
         assert engine.generate(["the cat"], PARAMS)[0].finish_reason is FinishReason.LENGTH
