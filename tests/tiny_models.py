@@ -70,7 +70,17 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MixtralConfig",
         {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GQA, "head_dim": 16, "sliding_window": 6}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            **GQA,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 0.5,  # small enough to bend the scores of so small a model
+            "final_logit_softcapping": 1.0,
+        },
+    ),
     "gemma3": (
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
