@@ -79,6 +79,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "sliding_window": 6,
             "attn_logit_softcapping": 0.5,  # small enough to bend the scores of so small a model
             "final_logit_softcapping": 1.0,
+            "attn_implementation": "eager",  # transformers before 5.22 takes sdpa, which leaves the soft-cap out
         },
     ),
     "gemma3": (
