@@ -102,7 +102,7 @@ def _rotates_in_halves(library: Any) -> bool:
     )
     try:
         got = library(q, k, cos, sin)
-    except Exception:
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it takes other arguments or shapes
         return False
     expected = [reference.rotary(x[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0) for x in (q, k)]
     return all(torch.allclose(one, other) for one, other in zip(got, expected, strict=True))
