@@ -18,7 +18,9 @@ from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.engine.engine import Engine
 from tide_core.engine.scheduler import Scheduler
 from tide_core.kv.block_manager import BlockManager
-from tide_core.request import Request, SamplingParams
+from tide_core.models.identity import identify
+from tide_core.request import ExitPolicy, Request, SamplingParams
+from tide_core.routing.artefact import load_artefact
 
 VOCAB_SIZE = 384
 
@@ -49,10 +51,13 @@ def make_config(**settings: Any) -> EngineConfig:
 
 
 def make_parts(family: str = "llama", **settings: Any) -> Parts:
-    """A core over a tiny random model; equal weights every time."""
+    """A core over a tiny random model; equal weights every time. `artefact` may be a folder made for it."""
     config = make_config(**settings)
     model = copy.deepcopy(tiny_model(family)).to(config.device, getattr(torch, config.dtype))
-    return assemble_loaded(config, model, tiny_tokenizer(), name=family, identity=family)
+    artefact = None
+    if config.artefact not in ("auto", "none"):
+        artefact = load_artefact(config.artefact, identify(model, tiny_tokenizer(), None))
+    return assemble_loaded(config, model, tiny_tokenizer(), name=family, identity=family, artefact=artefact)
 
 
 def make_engine(family: str = "llama", **settings: Any) -> Engine:
@@ -61,9 +66,20 @@ def make_engine(family: str = "llama", **settings: Any) -> Engine:
 
 
 def make_request(
-    prompt_ids: Sequence[int] = (2, 3, 4), *, request_id: str = "r", seed: int = 0, **params: Any
+    prompt_ids: Sequence[int] = (2, 3, 4),
+    *,
+    request_id: str = "r",
+    seed: int = 0,
+    policy: ExitPolicy | None = None,
+    **params: Any,
 ) -> Request:
-    return Request(request_id, tuple(prompt_ids), SamplingParams(**{"max_tokens": 8, **params}), seed)
+    return Request(
+        request_id,
+        tuple(prompt_ids),
+        SamplingParams(**{"max_tokens": 8, **params}),
+        seed,
+        policy=policy or ExitPolicy(),
+    )
 
 
 def make_blocks(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> BlockManager:
@@ -71,9 +87,10 @@ def make_blocks(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> B
 
 
 def make_scheduler(
-    num_blocks: int = 16, *, max_rows: int = 8, max_batch_tokens: int = 32, **settings: Any
+    num_blocks: int = 16, *, max_rows: int = 8, max_batch_tokens: int = 32, drafts: int = 0, **settings: Any
 ) -> Scheduler:
-    return Scheduler(make_blocks(num_blocks, **settings), max_rows=max_rows, max_batch_tokens=max_batch_tokens)
+    blocks = make_blocks(num_blocks, **settings)
+    return Scheduler(blocks, max_rows=max_rows, max_batch_tokens=max_batch_tokens, plan_drafts=lambda *rows: drafts)
 
 
 def random_prompts(num: int, length: int, *, seed: int = 0) -> list[list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tide_core.request import Request
+from tide_core.request import NO_EXITS, Audit, ExitPolicy, Request
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,9 @@ class RowStep:
     output_ids: Sequence[int]
     """Tokens generated so far."""
     samples: bool
+    policy: ExitPolicy = NO_EXITS
+    num_drafts: int = 0
+    """Most tokens the row may draft before its deep pass; its table has blocks for them."""
 
     @property
     def start(self) -> int:
@@ -43,13 +46,38 @@ class ScheduledBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class RowResult:
-    """Runner to scheduler, for one row: a token if one was asked for, or the reason there is none."""
+class TokenResult:
+    """One token a row has gained."""
 
-    token_id: int | None = None
-    exit_layer: int = 0
+    token_id: int
+    exit_layer: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    score: float | None = None
+    audit: Audit = Audit.VERIFIED
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What drafting did for one row in one step."""
+
+    drafted: int = 0
+    accepted: int = 0
+    """How many of the drafts became output, from the first on."""
+    non_finite: int = 0
+    """Scores that were no number; no token left on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Runner to scheduler, for one row: the tokens it gained, or the reason there are none."""
+
+    tokens: tuple[TokenResult, ...] = ()
+    num_valid: int = 0
+    """Tokens by which its valid length has grown: those of the step and the accepted drafts."""
+    layers_run: int = 0
+    """Layers run for it, summed over its tokens of this step."""
+    counts: DraftCounts = DraftCounts()
     error: str | None = None
 
 
@@ -60,8 +88,15 @@ class StepResult:
     rows: tuple[RowResult, ...]
 
 
+class KVWritten(Exception):
+    """Raised by a view that is handed to a layer for the sake of its K and V alone, once they are written."""
+
+
 class KVView(Protocol):
     """The KV cache as one step's layers see it: it takes the place of the library's cache and attention mask."""
+
+    write_only: bool
+    """Whether layers are to be left once K and V are written."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any

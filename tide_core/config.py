@@ -36,7 +36,17 @@ class EngineConfig:
     max_batch_tokens: int = 512
     """Token budget of one step; longer prompts are run in chunks."""
     checkpoint_layers: tuple[int, ...] = ()
-    """Layers after which a segment ends, counted from 1; none makes the model one segment."""
+    """Layers after which a segment ends, counted from 1; none: those of the artefact, or one segment without one."""
+    artefact: str = "auto"
+    """Folder of the calibrated exits; auto: the one shipped for the demo model, none for others; none: full depth."""
+    drafts: int | None = None
+    """Drafts per cycle of a row that may exit; None: as many as pay, by the measured cost table."""
+    max_pending: int = 8
+    """Most drafts per cycle: no row waits longer for its catch-up."""
+    prompt_exits: bool = False
+    """Whether prompt tokens may leave early in mode fast."""
+    audit_share: float = 0.05
+    """Share of exits that mode fast runs to full depth to compare."""
     prefix_caching: bool = True
     """Share the KV of whole blocks between requests with one beginning and one salt."""
     kernels: str = "auto"
@@ -69,6 +79,16 @@ class EngineConfig:
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError("prefix_caching", self.prefix_caching, "true or false")
         _check_checkpoints(self.checkpoint_layers)
+        if not isinstance(self.artefact, str) or not self.artefact:
+            raise ConfigError("artefact", self.artefact, "a folder, auto or none")
+        _integer("max_pending", self.max_pending, 1, 64)
+        if self.drafts is not None:
+            _integer("drafts", self.drafts, 0, self.max_pending)
+        if not isinstance(self.prompt_exits, bool):
+            raise ConfigError("prompt_exits", self.prompt_exits, "true or false")
+        share = self.audit_share
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ConfigError("audit_share", share, "a number from 0 up to 1")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:

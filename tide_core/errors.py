@@ -47,6 +47,10 @@ class ModelError(FieldError):
     """A model that cannot be found, read or proven equal to its Hugging Face forward."""
 
 
+class ArtefactError(FieldError):
+    """An artefact that cannot be read or written, is not whole, or was made for another model."""
+
+
 class EngineError(TideError):
     """The engine failed a request that was valid (5xx)."""
 

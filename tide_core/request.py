@@ -8,7 +8,9 @@ from enum import StrEnum
 
 from tide_core.errors import RequestError
 
-MODES = ("full",)
+MODES = ("full", "verified", "bounded", "fast")
+DEFAULT_EPSILON = 0.02
+MAX_THRESHOLD = 2.0
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 64
 MAX_LOGPROBS = 20
@@ -40,7 +42,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to a number added to its logit."""
     seed: int | None = None
-    """Same seed, same tokens, whatever else is in the batch (float32, one machine). None draws one."""
+    """Same seed, same tokens, whatever else is in the batch (float32, one machine). None draws one.
+
+    In modes with exits and a temperature this holds for a fixed number of drafts: which tokens are drafted decides
+    which random numbers are used, and the number of drafts follows the load unless it is set."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     stop_ids: tuple[int, ...] = ()
@@ -49,8 +54,14 @@ class SamplingParams:
     """Go on past the model's end-of-text ids."""
     logprobs: int | None = None
     """None: no log-probabilities. k: that of the chosen token and of the k likeliest."""
-    mode: str = "full"
-    """The contract of the request; this engine runs: full."""
+    mode: str | None = None
+    """The contract: full, verified, bounded or fast. None: verified where the engine has an artefact, else full."""
+    epsilon: float | None = None
+    """For bounded: most disagreement with full depth, per token; 0.02 if not given. The artefact must have it."""
+    threshold: float | None = None
+    """Least router score of a draft (verified) or of an exit (fast); above 1 nothing leaves early. None: calibrated."""
+    min_layers: int = 0
+    """No exit before this many layers have run."""
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -68,8 +79,7 @@ class SamplingParams:
             raise RequestError("ignore_eos", self.ignore_eos, "true or false")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.mode not in MODES:
-            raise RequestError("mode", self.mode, f"one of {', '.join(MODES)}")
+        _check_exits(self.mode, self.epsilon, self.threshold, self.min_layers)
         _check_stop(self.stop)
         _check_stop_ids(self.stop_ids)
         _check_logit_bias(self.logit_bias)
@@ -86,6 +96,19 @@ class SamplingParams:
                     raise RequestError(name, token_id, f"token ids in 0..{vocab_size - 1}")
 
 
+class Audit(StrEnum):
+    """What full depth says about a token."""
+
+    VERIFIED = "verified"
+    """It is the full-depth token: it ran all layers, or a catch-up agreed before it was emitted."""
+    AGREED = "agreed"
+    """Emitted at its exit; the catch-up agreed afterwards."""
+    DISAGREED = "disagreed"
+    """Emitted at its exit; the catch-up would have chosen another token."""
+    UNAUDITED = "unaudited"
+    """Emitted at its exit; no deep layer ever saw it."""
+
+
 class FinishReason(StrEnum):
     """Why a request ended; every request gets exactly one."""
 
@@ -93,6 +116,30 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ExitPolicy:
+    """What the contract of a request means at each checkpoint layer, shallow to deep."""
+
+    mode: str = "full"
+    draft_thresholds: tuple[float, ...] = ()
+    """Least score at which a token is drafted from the checkpoint; infinite where the request may not leave."""
+    exit_thresholds: tuple[float, ...] = ()
+    """Least score at which a draft is emitted whatever full depth says; infinite in mode verified."""
+    epsilon: float | None = None
+
+    @property
+    def may_exit(self) -> bool:
+        return any(threshold <= 1.0 for threshold in self.draft_thresholds)
+
+    @property
+    def skips_layers(self) -> bool:
+        """Whether tokens that exit never run the deep layers."""
+        return self.mode == "fast"
+
+
+NO_EXITS = ExitPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +154,7 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of one salt."""
+    policy: ExitPolicy = NO_EXITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +165,15 @@ class TokenOutput:
     text: str
     """Text released with this token; the texts of all tokens join to the output."""
     exit_layer: int
-    """Layers that had run when the token was decided."""
+    """Layers that had run when the token was proposed: those of its checkpoint if it left there, else all."""
     logprob: float | None = None
+    """Of the full-depth distribution; of the exit's own for a token that is unaudited."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    score: float | None = None
+    """The router's, where one was asked."""
+    audit: Audit = Audit.VERIFIED
+    mode: str = "full"
+    """The contract in force when it was decided; a broken bound turns bounded into verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +185,31 @@ class Usage:
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
     num_preemptions: int = 0
+    layers_run: int = 0
+    """Layers run for output tokens and drafts, summed over tokens; exit heads are not counted."""
+    deep_passes: int = 0
+    """Passes through the deepest layers that output tokens came from."""
+    num_drafts: int = 0
+    num_accepted: int = 0
+    """Drafts that became output."""
+    exits: Mapping[int, int] = field(default_factory=dict)
+    """Output tokens by exit layer."""
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+
+    @property
+    def layers_per_token(self) -> float:
+        return self.layers_run / self.output_tokens if self.output_tokens else 0.0
+
+    @property
+    def tokens_per_deep_pass(self) -> float:
+        return self.output_tokens / self.deep_passes if self.deep_passes else 0.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafts that became output; None without drafts."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +238,21 @@ def _number(name: str, value: object, low: float, high: float, *, above: bool = 
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or not (low < value if above else low <= value) or value > high:  # type: ignore[operator]
         raise RequestError(name, value, f"a finite number {'above' if above else 'from'} {low} up to {high}")
+
+
+def _check_exits(mode: object, epsilon: object, threshold: object, min_layers: object) -> None:
+    if mode is not None and mode not in MODES:
+        raise RequestError("mode", mode, f"one of {', '.join(MODES)}")
+    if epsilon is not None:
+        _number("epsilon", epsilon, 0.0, 1.0, above=True)
+        if mode != "bounded":
+            raise RequestError("epsilon", epsilon, f"mode bounded beside it; the mode is {mode or 'not given'}")
+    if threshold is not None:
+        _number("threshold", threshold, 0.0, MAX_THRESHOLD)
+        if mode in ("full", "bounded"):
+            expected = "none: full depth has no exits" if mode == "full" else "epsilon instead, which sets the bound"
+            raise RequestError("threshold", threshold, expected)
+    _integer("min_layers", min_layers, 0, 2**16)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSnapshot:
+    """What full depth said about the tokens of one mode, with the interval of the rate."""
+
+    num_tokens: int
+    num_disagreements: int
+    rate: float
+    lower: float
+    upper: float
+    epsilon: float | None
+    delta: float
+    broken: bool
+    num_resets: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +43,19 @@ class EngineStats:
     dead: bool
     last_step_age_s: float
     """Seconds since the loop last finished a step or found nothing to do."""
+    artefact: str | None = None
+    """Digest of the artefact; None without exits."""
+    exits: Mapping[str, Any] = field(default_factory=dict)
+    """Where output tokens left and what ran for them: `ExitStats.summary()` over all requests."""
+    audits: Mapping[str, AuditSnapshot] = field(default_factory=dict)
+    """By mode and bound: what full depth said about exits."""
+    drafts_planned: int = 0
+    """Drafts per cycle of the last plan."""
+    predicted_gain: float = 1.0
+    """Of that plan, over full depth."""
+    num_plans: int = 0
+    num_full_plans: int = 0
+    """Plans that sent rows that may exit to full depth, because nothing else would pay."""
 
     @property
     def kv_usage(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts, tiny_tokenizer
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Completion, Engine
-from tide_core.request import FinishReason, Request, SamplingParams
+from tide_core.request import ExitPolicy, FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=7, ignore_eos=True)
@@ -113,9 +114,10 @@ def test_blocks_are_shared_only_within_one_model_and_policy(change: str) -> None
     parts = make_parts()
     core = parts.core
     params = SamplingParams(max_tokens=1, ignore_eos=True)
+    policy = ExitPolicy()
 
     def cached() -> int:
-        core.add(Request("r", tuple(prompt), params, seed=0))
+        core.add(Request("r", tuple(prompt), params, seed=0, policy=policy))
         [output] = core.step()
         assert output.usage is not None
         return output.usage.cached_tokens
@@ -124,7 +126,7 @@ def test_blocks_are_shared_only_within_one_model_and_policy(change: str) -> None
     if change == "model":
         core._namespace = "other weights"
     elif change == "policy":
-        object.__setattr__(params, "mode", "another")
+        policy = ExitPolicy("verified", draft_thresholds=(0.5,), exit_thresholds=(math.inf,))
     assert cached() == (32 if change == "nothing" else 0)
 
 

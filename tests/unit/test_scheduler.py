@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.factories import make_request, make_scheduler
 from tide_core.engine.scheduler import Row, Scheduler
+from tide_core.request import ExitPolicy
 
 SPACE = b"space"
+EXITS = ExitPolicy("verified", draft_thresholds=(0.5,), exit_thresholds=(math.inf,))
 
 
 def add(scheduler: Scheduler, name: str, prompt_len: int, first: int = 2, **params: Any) -> Row:
@@ -18,13 +21,17 @@ def add(scheduler: Scheduler, name: str, prompt_len: int, first: int = 2, **para
     return scheduler.add(make_request(prompt, request_id=name, **params), SPACE)
 
 
-def step(scheduler: Scheduler) -> dict[str, int]:
-    """Run one step as if every row sampled token 1; returns how many tokens each row ran."""
+def step(scheduler: Scheduler, accepted: int = 0) -> dict[str, int]:
+    """Run one step as if every row sampled token 1 and kept up to `accepted` drafts; how many tokens each row ran."""
     rows, batch = scheduler.schedule()
     for row, share in zip(rows, batch.rows, strict=True):
-        scheduler.advance(row, len(share.token_ids), 1 if share.samples else None)
+        kept = min(accepted, share.num_drafts)
+        scheduler.advance(row, len(share.token_ids) + kept, [1] * (kept + 1) if share.samples else [])
     scheduler.check_integrity()
-    return {row.request.request_id: len(share.token_ids) for row, share in zip(rows, batch.rows, strict=True)}
+    ran = {row.request.request_id: len(share.token_ids) for row, share in zip(rows, batch.rows, strict=True)}
+    num_drafts = sum(share.num_drafts for share in batch.rows)
+    assert sum(ran.values()) + num_drafts <= scheduler.max_batch_tokens
+    return ran
 
 
 def test_rows_run_in_arrival_order() -> None:
@@ -55,7 +62,7 @@ def test_only_the_last_token_of_a_row_samples() -> None:
     add(scheduler, "a", 6)
     _, batch = scheduler.schedule()
     assert not batch.rows[0].samples
-    scheduler.advance(scheduler.running[0], 4, None)
+    scheduler.advance(scheduler.running[0], 4, [])
     _, batch = scheduler.schedule()
     assert batch.rows[0].samples
     assert list(batch.rows[0].token_ids) == [6, 7]
@@ -133,26 +140,71 @@ def test_an_equal_prompt_runs_only_what_the_cache_does_not_hold() -> None:
     assert second.cached_tokens == 8
 
 
+def test_only_rows_that_may_exit_and_have_one_token_to_run_draft() -> None:
+    scheduler = make_scheduler(max_batch_tokens=32, drafts=3)
+    add(scheduler, "exits", 5, policy=EXITS)
+    add(scheduler, "full", 5, first=50)
+    _, prompts = scheduler.schedule()
+    assert [share.num_drafts for share in prompts.rows] == [0, 0]
+    step(scheduler)
+    _, batch = scheduler.schedule()
+    assert [share.num_drafts for share in batch.rows] == [3, 0]
+
+
+def test_no_row_drafts_past_its_last_token() -> None:
+    scheduler = make_scheduler(drafts=5)
+    add(scheduler, "r", 3, policy=EXITS, max_tokens=4)
+    step(scheduler)
+    _, batch = scheduler.schedule()
+    assert batch.rows[0].num_drafts == 2, "three tokens are left, and the deep pass gives one of them"
+
+
+def test_drafts_preempt_nobody_and_shrink_to_what_the_pool_has() -> None:
+    scheduler = make_scheduler(num_blocks=3, drafts=6, prefix_caching=False)
+    old = add(scheduler, "old", 4, policy=EXITS)
+    young = add(scheduler, "young", 3, policy=EXITS, first=100)
+    step(scheduler)
+    _, batch = scheduler.schedule()
+    assert [share.num_drafts for share in batch.rows] == [3, 0], "one block of four is left, and the old row has it"
+    assert old.num_preemptions == young.num_preemptions == 0
+
+
+def test_drafts_and_a_prompt_share_the_budget() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_batch_tokens=16, drafts=100)
+    add(scheduler, "talks", 3, policy=EXITS, max_tokens=100)
+    step(scheduler)
+    add(scheduler, "long", 40, first=100)
+    _, batch = scheduler.schedule()
+    assert batch.rows[0].num_drafts == 11
+    assert len(batch.rows[1].token_ids) == 4, "a quarter of the budget is the prompt's, whatever others would draft"
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make_scheduler(num_blocks=9, max_rows=4, max_batch_tokens=8)
+        self.scheduler = make_scheduler(num_blocks=9, max_rows=4, max_batch_tokens=8, drafts=3)
         self.rows: list[Row] = []
         self.count = 0
 
-    @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 14), first=st.sampled_from([2, 3, 100]))
-    def arrive(self, prompt_len: int, max_tokens: int, first: int) -> None:
+    @rule(
+        prompt_len=st.integers(1, 20),
+        max_tokens=st.integers(1, 14),
+        first=st.sampled_from([2, 3, 100]),
+        policy=st.sampled_from([None, EXITS]),
+    )
+    def arrive(self, prompt_len: int, max_tokens: int, first: int, policy: ExitPolicy | None) -> None:
         if prompt_len + max_tokens <= 36:
             self.count += 1
-            self.rows.append(add(self.scheduler, str(self.count), prompt_len, first=first, max_tokens=max_tokens))
+            params: dict[str, Any] = {"max_tokens": max_tokens, "policy": policy}
+            self.rows.append(add(self.scheduler, str(self.count), prompt_len, first=first, **params))
 
-    @rule()
-    def step(self) -> None:
-        shares = step(self.scheduler)
+    @rule(accepted=st.integers(0, 3))
+    def step(self, accepted: int = 0) -> None:
+        shares = step(self.scheduler, accepted)
         assert bool(shares) == bool(self.rows), "a step with rows must move one"
-        assert sum(shares.values()) <= self.scheduler.max_batch_tokens
+        assert sum(shares.values()) <= self.scheduler.max_batch_tokens, "drafts included"
         for row in [row for row in self.rows if len(row.output_ids) >= row.request.params.max_tokens]:
             self.scheduler.remove(row)
             self.rows.remove(row)

@@ -1,17 +1,23 @@
-"""From settings to a ready core: model, kernels, pool, scheduler, runner. Wiring only."""
+"""From settings to a ready core: model, exits, kernels, pool, planner, scheduler, runner. Wiring only."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tide_core import __version__
 from tide_core.config import EngineConfig
 from tide_core.engine.core import EngineCore
+from tide_core.engine.cost import Acceptance, DraftPlanner
+from tide_core.engine.cost_measure import cache_path, machine_facts, measure, read_table, write_table
 from tide_core.engine.depth_loop import plan_segments
+from tide_core.engine.exits import BoundCheckpoint, Exits
 from tide_core.engine.model_runner import ModelRunner
+from tide_core.engine.policy import CheckpointPolicy
 from tide_core.engine.scheduler import Scheduler
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import ConfigError
@@ -19,12 +25,18 @@ from tide_core.kernels import Kernels, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
 from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
 from tide_core.models.adapter import ModelAdapter
+from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.layout_probe import probe_layouts
 from tide_core.models.loader import fingerprint, load_model, load_tokenizer
+from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
+from tide_core.routing.artefact import Artefact, load_artefact
 
 logger = logging.getLogger("tide")
+
+DEMO_ARTEFACT = Path(__file__).resolve().parents[2] / "deploy" / "artefacts" / "demo"
+"""Shipped with the serving app, which is installed beside this package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +49,35 @@ class Parts:
     kernels: Kernels
     model_name: str
     max_model_len: int
+    checkpoints: tuple[CheckpointPolicy, ...] = ()
+    planner: DraftPlanner | None = None
+    artefact_digest: str | None = None
 
 
 def assemble(config: EngineConfig) -> Parts:
-    """Resolve and load the model the settings name, and build the engine around it."""
+    """Resolve and load the model the settings name and its artefact, and build the engine around them."""
     resolved = resolve(config.model)
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
-    return assemble_loaded(config, model, tokenizer, name=resolved.name, identity=fingerprint(resolved))
+    folder = artefact_folder(config, is_demo=resolved.source == "demo")
+    artefact = None if folder is None else load_artefact(folder, identify(model, tokenizer, resolved))
+    return assemble_loaded(
+        config, model, tokenizer, name=resolved.name, identity=fingerprint(resolved), artefact=artefact
+    )
 
 
-def assemble_loaded(config: EngineConfig, model: Any, tokenizer: Any, *, name: str, identity: str) -> Parts:
+def artefact_folder(config: EngineConfig, *, is_demo: bool) -> Path | None:
+    """The folder the settings mean; None for no exits."""
+    if config.artefact == "none":
+        return None
+    if config.artefact == "auto":
+        return DEMO_ARTEFACT if is_demo and DEMO_ARTEFACT.is_dir() else None
+    return Path(config.artefact).expanduser()
+
+
+def assemble_loaded(
+    config: EngineConfig, model: Any, tokenizer: Any, *, name: str, identity: str, artefact: Artefact | None = None
+) -> Parts:
     """Build the engine around a loaded model. `identity` tells its weights apart from any other's."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -55,15 +85,40 @@ def assemble_loaded(config: EngineConfig, model: Any, tokenizer: Any, *, name: s
     adapter = ModelAdapter(model)
     kernels = select_kernels(config.kernels, adapter.device)
     use_kernels(model, kernels)
-    segments = plan_segments(adapter.num_layers, config.checkpoint_layers)
+    segments = plan_segments(adapter.num_layers, _checkpoint_layers(config, artefact))
     max_model_len = _model_len(config, adapter)
-    cache, blocks = build_pool(config, adapter, num_segments=len(segments), max_model_len=max_model_len)
-    runner = ModelRunner(adapter, cache, kernels, segments)
-    scheduler = Scheduler(blocks, max_rows=config.max_rows, max_batch_tokens=config.max_batch_tokens)
+    cache, blocks = build_pool(
+        config, adapter, num_segments=len(segments), max_model_len=max_model_len, artefact=artefact
+    )
+    exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels)
+    runner = ModelRunner(
+        adapter,
+        cache,
+        kernels,
+        segments,
+        exits=exits,
+        audit_share=config.audit_share,
+        prompt_exits=config.prompt_exits,
+    )
+    planner = None if artefact is None else build_planner(config, artefact, runner, blocks, identity)
+    scheduler = Scheduler(
+        blocks,
+        max_rows=config.max_rows,
+        max_batch_tokens=config.max_batch_tokens,
+        plan_drafts=planner,
+    )
     text = Tokenizer(tokenizer, adapter.vocab_size)
-    core = EngineCore(scheduler, runner.run, text, namespace=f"{identity}:{adapter.dtype}")
+    digest = None if artefact is None else artefact.digest
+    core = EngineCore(
+        scheduler,
+        runner.run,
+        text,
+        namespace=f"{identity}:{adapter.dtype}:{digest}",
+        num_layers=adapter.num_layers,
+        on_result=None if planner is None else planner.observe,
+    )
     logger.info(
-        "model %s: %d layers in %d segments, %s on %s, %s kernels, KV pool of %d blocks of %d tokens",
+        "model %s: %d layers in %d segments, %s on %s, %s kernels, KV pool of %d blocks of %d tokens, artefact %s",
         name,
         adapter.num_layers,
         len(segments),
@@ -72,23 +127,97 @@ def assemble_loaded(config: EngineConfig, model: Any, tokenizer: Any, *, name: s
         kernels.name,
         blocks.num_blocks,
         blocks.block_size,
+        "none" if digest is None else digest[:16],
     )
-    return Parts(core, runner, text, kernels, name, max_model_len)
+    checkpoints = () if artefact is None else checkpoint_policies(artefact)
+    return Parts(core, runner, text, kernels, name, max_model_len, checkpoints, planner, digest)
+
+
+def bind_exits(artefact: Artefact, adapter: ModelAdapter, cache: PagedKV, kernels: Kernels) -> Exits:
+    """Heads and routers cast and placed like the model and run by the same kernels."""
+    checkpoints = []
+    kv_layer = adapter.num_layers
+    for checkpoint, head, router in zip(artefact.manifest.checkpoints, artefact.heads, artefact.routers, strict=True):
+        for module in (head, router):
+            module.to(adapter.device, adapter.dtype)
+            use_kernels(module, kernels)
+        head.kernels = kernels
+        checkpoints.append(BoundCheckpoint(checkpoint.layer, head, router, kv_layer if head.spec.attends else -1))
+        kv_layer += head.spec.attends
+    narrow_head = adapter.narrow_head(artefact.shortlist)
+    use_kernels(narrow_head, kernels)
+    return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head)
+
+
+def build_planner(
+    config: EngineConfig, artefact: Artefact, runner: ModelRunner, blocks: BlockManager, identity: str
+) -> DraftPlanner:
+    """The planner with its cost table: the one of an earlier start on this machine, or one measured now."""
+    most = min(config.max_pending, artefact.manifest.max_drafts)
+    acceptance = artefact.manifest.checkpoints[0].acceptance
+    if config.drafts is not None:
+        return DraftPlanner(config.drafts, Acceptance.prior(acceptance, max(config.drafts, 1)))
+    facts = cost_facts(config, runner, identity, artefact.digest, most)
+    path = cache_path(default_cache_dir(), facts)
+    table = read_table(path)
+    if table is None:
+        table = measure(runner, blocks, max_rows=config.max_rows, max_drafts=most)
+        write_table(path, table, facts)
+    return DraftPlanner(most, Acceptance.prior(acceptance, most), table)
+
+
+def cost_facts(
+    config: EngineConfig, runner: ModelRunner, identity: str, digest: str, max_drafts: int
+) -> dict[str, Any]:
+    """All that a cost table depends on."""
+    return {
+        **machine_facts(runner.cache.device),
+        "model": identity,
+        "artefact": digest,
+        "dtype": config.dtype,
+        "device": str(runner.cache.device),
+        "threads": torch.get_num_threads(),
+        "kernels": runner.kernels.name,
+        "max_rows": config.max_rows,
+        "max_drafts": max_drafts,
+        "version": __version__,
+    }
+
+
+def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
+    return tuple(
+        CheckpointPolicy(
+            layer=checkpoint.layer,
+            draft_threshold=checkpoint.draft_threshold,
+            exit_thresholds={point.epsilon: point.threshold for point in checkpoint.thresholds},
+            fast_threshold=None if checkpoint.fast is None else checkpoint.fast.threshold,
+            acceptance=checkpoint.acceptance,
+        )
+        for checkpoint in artefact.manifest.checkpoints
+    )
 
 
 def build_pool(
-    config: EngineConfig, adapter: ModelAdapter, *, num_segments: int, max_model_len: int
+    config: EngineConfig,
+    adapter: ModelAdapter,
+    *,
+    num_segments: int,
+    max_model_len: int,
+    artefact: Artefact | None = None,
 ) -> tuple[PagedKV, BlockManager]:
     """As many blocks as the memory budget holds, and no more than all rows at full length could use."""
     layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
-    one_block = block_bytes(layouts, config.block_size, adapter.dtype)
+    specs = [] if artefact is None else [head.spec for head in artefact.heads]
+    layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
+    state_width = max((spec.width for spec in specs if spec.deep), default=0)
+    one_block = block_bytes(layouts, config.block_size, adapter.dtype, state_width=state_width)
     most_useful = config.max_rows * -(-max_model_len // config.block_size)
     num_blocks = min(config.kv_memory_bytes // one_block, most_useful)
     if num_blocks < 1:
         expected = f"room for one block of {config.block_size} tokens, which takes {one_block} bytes"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
     try:
-        cache = PagedKV(layouts, num_blocks, config.block_size, adapter.dtype, adapter.device)
+        cache = PagedKV(layouts, num_blocks, config.block_size, adapter.dtype, adapter.device, state_width=state_width)
     except RuntimeError as error:  # both allocators raise it, or a kind of it
         expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error
@@ -96,6 +225,15 @@ def build_pool(
         num_blocks, config.block_size, num_segments=num_segments, prefix_caching=config.prefix_caching
     )
     return cache, blocks
+
+
+def _checkpoint_layers(config: EngineConfig, artefact: Artefact | None) -> tuple[int, ...]:
+    if artefact is None:
+        return config.checkpoint_layers
+    layers = tuple(checkpoint.layer for checkpoint in artefact.manifest.checkpoints)
+    if config.checkpoint_layers and config.checkpoint_layers != layers:
+        raise ConfigError("checkpoint_layers", config.checkpoint_layers, f"none, or the artefact's own {layers}")
+    return layers
 
 
 def _model_len(config: EngineConfig, adapter: ModelAdapter) -> int:

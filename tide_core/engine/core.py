@@ -3,6 +3,9 @@
 A step is schedule, run, commit. Whatever goes wrong with one row ends that row alone; what goes wrong with a whole
 batch is tried again row by row, so that only the rows that cause it end with an error. If all of them fail, one token
 of no request decides whose fault it is: if that fails too, the engine is broken and says so.
+
+Every token that left early and was compared with full depth goes into the audit book. When the bound of mode bounded
+breaks, its rows go on in mode verified.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
+from tide_core.engine.audit import AuditBook
+from tide_core.engine.exit_stats import ExitStats
+from tide_core.engine.policy import without_exits
 from tide_core.engine.scheduler import Row, Scheduler
 from tide_core.engine.tokenizer import TextStream, Tokenizer
 from tide_core.errors import EngineError, RequestError
-from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
+from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 
 logger = logging.getLogger("tide")
 
@@ -28,6 +34,7 @@ class Progress:
 
     row: Row
     text: TextStream
+    exits: ExitStats
     arrived_at: float
     started_at: float | None = None
     first_token_at: float | None = None
@@ -52,10 +59,16 @@ class EngineCore:
         tokenizer: Tokenizer,
         *,
         namespace: str,
+        num_layers: int,
+        on_result: Callable[[RowStep, RowResult], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.counters = Counters()
+        self.exits = ExitStats(num_layers)
+        self.audits = AuditBook()
+        self._num_layers = num_layers
+        self._on_result = on_result
         self._run = run
         self._tokenizer = tokenizer
         self._namespace = namespace
@@ -72,7 +85,10 @@ class EngineCore:
             raise RequestError("request_id", request.request_id, "an id that no open request has")
         text = self._tokenizer.stream(request.prompt_ids, request.params.stop)
         row = self.scheduler.add(request, self._cache_namespace(request))
-        self._open[request.request_id] = Progress(row, text, self._clock())
+        epsilon = request.policy.epsilon
+        if epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken:
+            row.policy = without_exits(row.policy)
+        self._open[request.request_id] = Progress(row, text, ExitStats(self._num_layers), self._clock())
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any phase; None if it is not open."""
@@ -138,35 +154,90 @@ class EngineCore:
         progress = self._open[row.request.request_id]
         if result.error is not None:
             return self._finish(progress, FinishReason.ERROR, error=EngineError(result.error))
-        num_tokens = len(step.token_ids)
-        self.scheduler.advance(row, num_tokens, result.token_id)
-        if result.token_id is None:
-            self.counters.num_prompt_tokens += num_tokens
+        self.counters.num_prompt_tokens += len(step.token_ids) - bool(row.output_ids)
+        if not result.tokens:
+            self.scheduler.advance(row, result.num_valid, ())
             return None
-        self.counters.num_prompt_tokens += num_tokens - 1 if len(row.output_ids) > 1 else num_tokens
-        self.counters.num_output_tokens += 1
         if progress.first_token_at is None:
             progress.first_token_at = self._clock()
         try:
-            return self._emit(progress, result)
+            return self._emit(progress, step, result)
         except Exception as error:
             logger.exception("text of one request failed")
             return self._finish(progress, FinishReason.ERROR, error=EngineError(f"{type(error).__name__}: {error}"))
 
-    def _emit(self, progress: Progress, result: RowResult) -> RequestOutput:
-        """The newest token as an output; the last one carries the reason and the counts."""
+    def _emit(self, progress: Progress, step: RowStep, result: RowResult) -> RequestOutput:
+        """The tokens the row has gained as an output; tokens past the end are dropped with the drafts they were."""
+        row = progress.row
+        outputs: list[TokenOutput] = []
+        reason: FinishReason | None = None
+        for token in result.tokens:
+            text, reason = self._text(progress, token.token_id, len(row.output_ids) + len(outputs) + 1)
+            outputs.append(
+                TokenOutput(
+                    token.token_id,
+                    text,
+                    token.exit_layer,
+                    token.logprob,
+                    token.top_logprobs,
+                    token.score,
+                    token.audit,
+                    step.policy.mode,
+                )
+            )
+            if reason is not None:
+                break
+        dropped = len(result.tokens) - len(outputs)
+        self._account(progress, step, result, outputs)
+        self.scheduler.advance(row, result.num_valid - dropped, [token.token_id for token in outputs])
+        if reason is None:
+            return RequestOutput(row.request.request_id, tuple(outputs))
+        return self._finish(progress, reason, tokens=tuple(outputs))
+
+    def _text(self, progress: Progress, token_id: int, num_output: int) -> tuple[str, FinishReason | None]:
+        """The text that output token number `num_output` releases, and the reason if it is the last."""
         request, params = progress.row.request, progress.row.request.params
-        token_id = progress.row.output_ids[-1]
         ends = token_id in params.stop_ids or (token_id in request.eos_ids and not params.ignore_eos)
         text = "" if ends else progress.text.push(token_id)
-        last = ends or len(progress.row.output_ids) >= params.max_tokens
+        last = ends or num_output >= params.max_tokens
         if last and not progress.text.stopped:
             text += progress.text.finish()  # what was held back; a stop string may be complete only now
-        reason = FinishReason.STOP if ends or progress.text.stopped else FinishReason.LENGTH if last else None
-        token = TokenOutput(token_id, text, result.exit_layer, result.logprob, result.top_logprobs)
-        if reason is None:
-            return RequestOutput(request.request_id, (token,))
-        return self._finish(progress, reason, tokens=(token,))
+        if ends or progress.text.stopped:
+            return text, FinishReason.STOP
+        return text, FinishReason.LENGTH if last else None
+
+    def _account(self, progress: Progress, step: RowStep, result: RowResult, outputs: list[TokenOutput]) -> None:
+        """Count what was emitted and what truly ran for it, and hear what full depth says about it."""
+        self.counters.num_output_tokens += len(outputs)
+        for stats in (progress.exits, self.exits):
+            stats.record(
+                [(token.exit_layer, token.audit) for token in outputs],
+                # A prompt's layers are not the output's; its last token ran all of them for the first output token.
+                layers_run=result.layers_run if len(step.token_ids) == 1 else self._num_layers,
+                deep_passes=1,
+                drafts=result.counts.drafted,
+                accepted=min(result.counts.accepted, len(outputs)),
+                non_finite_scores=result.counts.non_finite,
+            )
+        if self._on_result is not None:
+            self._on_result(step, result)
+        policy = step.policy
+        if policy.mode == "bounded" and policy.epsilon is not None:
+            ledger = self.audits.ledger(f"bounded:{policy.epsilon:g}", policy.epsilon)
+            was_broken = ledger.broken
+            ledger.observe(len(outputs), sum(token.audit is Audit.DISAGREED for token in outputs))
+            if ledger.broken and not was_broken:
+                logger.warning("bound %g is broken: bounded requests go on as verified", policy.epsilon)
+                self._fall_back(policy.epsilon)
+        elif policy.mode == "fast":
+            audited = [token.audit for token in outputs if token.audit in (Audit.AGREED, Audit.DISAGREED)]
+            if audited:
+                self.audits.ledger("fast").observe(len(audited), audited.count(Audit.DISAGREED))
+
+    def _fall_back(self, epsilon: float) -> None:
+        for row in (*self.scheduler.running, *self.scheduler.waiting):
+            if row.policy.epsilon == epsilon:
+                row.policy = without_exits(row.policy)
 
     def _finish(
         self,
@@ -187,6 +258,11 @@ class EngineCore:
             output_tokens=len(row.output_ids),
             cached_tokens=row.cached_tokens,
             num_preemptions=row.num_preemptions,
+            layers_run=progress.exits.layers_run,
+            deep_passes=progress.exits.deep_passes,
+            num_drafts=progress.exits.drafts,
+            num_accepted=progress.exits.accepted,
+            exits=dict(progress.exits.tokens_per_layer),
             queue_s=(now if progress.started_at is None else progress.started_at) - progress.arrived_at,
             first_token_s=(now if progress.first_token_at is None else progress.first_token_at) - progress.arrived_at,
             total_s=now - progress.arrived_at,
@@ -194,6 +270,11 @@ class EngineCore:
         return RequestOutput(row.request.request_id, tokens, reason, usage, error)
 
     def _cache_namespace(self, request: Request) -> bytes:
-        """KV is shared only between requests of one model, one policy and one salt."""
-        parts = (self._namespace, request.params.mode, request.cache_salt)
+        """KV is shared only between requests of one model, one kind of policy and one salt.
+
+        What exits leave beside the KV is there only for requests that may exit; KV of skipped layers is shared with
+        nobody, because it depends on where other tokens left."""
+        policy = request.policy
+        kind = "full" if not policy.may_exit else request.request_id if policy.skips_layers else "exits"
+        parts = (self._namespace, kind, policy.skips_layers, request.cache_salt)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

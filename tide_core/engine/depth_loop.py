@@ -1,18 +1,25 @@
-"""How deep tokens go. The file that is TIDE: segments are run here, one after another.
+"""How deep tokens go. The file that is TIDE: segments are run here, and layers are skipped here.
 
-The layers are cut at the checkpoint layers into segments. A token that goes to full depth passes all of them, in
-order, with the same KV view; states between two segments are what an exit would decide on.
+The layers are cut at the checkpoint layers into segments. Each pass takes the tokens of some rows that have not run
+through a segment yet, whatever rows they belong to and however many each has, and runs them as one flat batch. A token
+that left for good (mode fast) is not in it: it leaves its K and V in the layers it skips, projected from the state it
+left with, and costs nothing else there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
-from tide_core.batch import KVView
+from tide_core.engine.cycle import Range, RowCycle
 from tide_core.errors import ConfigError
-from tide_core.models.adapter import ModelAdapter
+from tide_core.kernels import Kernels
+from tide_core.kv.cache import GatheredView, PagedKV, PagedView, WriteOnlyView
+from tide_core.models.adapter import LayerInputs, ModelAdapter
+
+Part = tuple[RowCycle, Range]
 
 
 def plan_segments(num_layers: int, checkpoint_layers: tuple[int, ...]) -> tuple[range, ...]:
@@ -24,16 +31,80 @@ def plan_segments(num_layers: int, checkpoint_layers: tuple[int, ...]) -> tuple[
     return tuple(range(start, stop) for start, stop in pairwise(borders))
 
 
-def run_full_depth(
-    adapter: ModelAdapter,
-    segments: tuple[range, ...],
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    view: KVView,
-) -> torch.Tensor:
-    """All tokens of a step, [T], through all segments; returns their last states, [T, D], before the final norm."""
-    states = adapter.embed(token_ids, positions)
-    inputs = adapter.layer_inputs(positions, view)
-    for segment in segments:
-        states = adapter.run_layers(states, segment.start, segment.stop, inputs)
-    return states[0]
+class DepthLoop:
+    """Runs tokens through segments."""
+
+    def __init__(self, adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, segments: tuple[range, ...]) -> None:
+        self.adapter = adapter
+        self.cache = cache
+        self.segments = segments
+        self._kernels = kernels
+        self._view_kind = GatheredView if adapter.gathers_kv else PagedView
+
+    def view(self, parts: Sequence[Part]) -> PagedView:
+        """The pool as these tokens see it."""
+        return self._view_kind(self.cache, self._kernels, [row.span(tokens) for row, tokens in parts])
+
+    def run(self, rows: Sequence[RowCycle], first: int, stop: int) -> tuple[list[Part], PagedView | None, torch.Tensor]:
+        """All tokens of the rows that have not passed the segments `first` up to `stop`.
+
+        Returns the tokens that ran through the last of them, their view, and their states behind it, [T, D]."""
+        parts: list[Part] = []
+        view: PagedView | None = None
+        inputs: LayerInputs | None = None
+        states = torch.empty(0)
+        for segment in range(first, stop):
+            self._write_skipped(rows, segment)
+            before, parts = parts, [(row, tokens) for row in rows for tokens in row.running(segment)]
+            if not parts:
+                self._note(rows, segment)
+                continue
+            if view is None or parts != before:
+                view = self.view(parts)
+                inputs = self.adapter.layer_inputs(view.positions, view)
+                states = self._enter(parts, segment, view)
+            assert inputs is not None
+            layers = self.segments[segment]
+            states = self.adapter.run_layers(states, layers.start, layers.stop, inputs)
+            self._leave(parts, segment, states[0])
+            self._note(rows, segment)
+        return parts, view, states[0] if parts else states
+
+    def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
+        """The states that enter a segment, [1, T, D]."""
+        if segment == 0:
+            flat = [token for row, (first, stop) in parts for token in row.tokens[first:stop]]
+            token_ids = torch.tensor(flat, dtype=torch.long, device=self.cache.device)
+            return self.adapter.embed(token_ids, view.positions)
+        taken = [states for row, tokens in parts for states in row.take(segment - 1, tokens)]
+        return torch.cat(taken).unsqueeze(0)
+
+    def _leave(self, parts: Sequence[Part], segment: int, states: torch.Tensor) -> None:
+        """Keep what the tokens leave at the checkpoint, and count what they cost."""
+        end, num_layers = 0, len(self.segments[segment])
+        is_checkpoint = segment < len(self.segments) - 1
+        for row, (first, stop) in parts:
+            begin, end = end, end + stop - first
+            row.layers_run += (stop - first) * num_layers
+            if is_checkpoint:
+                row.pieces[segment].append((first, states[begin:end]))
+
+    def _note(self, rows: Sequence[RowCycle], segment: int) -> None:
+        for row in rows:
+            row.ran[segment] = len(row.tokens)
+
+    def _write_skipped(self, rows: Sequence[RowCycle], segment: int) -> None:
+        """K and V in a segment of the tokens that skip it, from the state each left with."""
+        parts = [(row, tokens) for row in rows for tokens in row.skipping(segment)]
+        if not parts:
+            return
+        taken = [
+            states
+            for row, (first, stop) in parts
+            for token in range(first, stop)
+            for states in row.take(row.left_at[token], (token, token + 1))
+        ]
+        view = WriteOnlyView(self.cache, self._kernels, [row.span(tokens) for row, tokens in parts])
+        inputs = self.adapter.layer_inputs(view.positions, view)
+        layers = self.segments[segment]
+        self.adapter.project_kv(torch.cat(taken).unsqueeze(0), layers.start, layers.stop, inputs)

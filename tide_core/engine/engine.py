@@ -18,7 +18,9 @@ from typing import Any
 
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble
+from tide_core.engine.cost import DraftPlanner
 from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
+from tide_core.engine.policy import resolve_policy
 from tide_core.errors import EngineBusyError, RequestError
 from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 from tide_core.stats import EngineStats
@@ -152,6 +154,7 @@ class Engine:
     def stats(self) -> EngineStats:
         core, blocks = self._parts.core, self._parts.core.scheduler.blocks
         num_running = len(core.scheduler.running)
+        planner = self._parts.planner
         return EngineStats(
             num_running=num_running,
             num_waiting=max(0, self._loop.num_open - num_running),
@@ -167,6 +170,10 @@ class Engine:
             kernels=self._parts.kernels.name,
             dead=self._loop.dead,
             last_step_age_s=time.monotonic() - self._loop.last_beat,
+            artefact=self._parts.artefact_digest,
+            exits=core.exits.summary(),
+            audits={str(key): snapshot for key, snapshot in core.audits.snapshots().items()},
+            **({} if planner is None else _plan_stats(planner)),
         )
 
     def close(self) -> None:
@@ -184,6 +191,7 @@ class Engine:
             _checked_name("cache_salt", cache_salt)
         vocab_size = self._parts.runner.adapter.vocab_size
         params.check_ids(vocab_size)
+        policy = resolve_policy(params, self._parts.checkpoints, self._parts.runner.adapter.num_layers)
         prompt_ids = self._prompt_ids(prompt, vocab_size)
         self._check_length(len(prompt_ids), params.max_tokens)
         return Request(
@@ -193,6 +201,7 @@ class Engine:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             eos_ids=self._parts.runner.adapter.eos_ids,
             cache_salt=cache_salt,
+            policy=policy,
         )
 
     def _named(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
@@ -241,6 +250,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], (int, Mapping)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def _plan_stats(planner: DraftPlanner) -> dict[str, Any]:
+    return {
+        "drafts_planned": planner.last.drafts,
+        "predicted_gain": planner.last.gain,
+        "num_plans": planner.num_plans,
+        "num_full_plans": planner.num_full,
+    }
 
 
 def _checked_name(field: str, value: object) -> str:

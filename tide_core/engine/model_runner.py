@@ -1,68 +1,128 @@
-"""A scheduled batch in, one result per row out. The only file of the engine that builds tensors."""
+"""A scheduled batch in, one result per row out: draft, run deep, remember, decide."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from tide_core.batch import RowResult, ScheduledBatch, StepResult
-from tide_core.engine.depth_loop import run_full_depth
+from tide_core.engine.cycle import RowCycle
+from tide_core.engine.depth_loop import DepthLoop, Part
+from tide_core.engine.drafting import Drafter
+from tide_core.engine.exits import Exits
+from tide_core.engine.prompt_exits import leave_prompt
+from tide_core.engine.verify import Verifier
 from tide_core.kernels import Kernels
-from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan
+from tide_core.kv.cache import PagedKV, PagedView
 from tide_core.models.adapter import ModelAdapter
-from tide_core.sampling.sampler import SamplingRow, sample
 
 
 class ModelRunner:
-    """Holds the model and its KV pool; keeps nothing of a step once it is run."""
+    """Holds the model, its KV pool and its exits; keeps nothing of a step once it is run."""
 
-    def __init__(self, adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, segments: tuple[range, ...]) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        cache: PagedKV,
+        kernels: Kernels,
+        segments: tuple[range, ...],
+        *,
+        exits: Exits | None = None,
+        audit_share: float = 0.0,
+        prompt_exits: bool = False,
+    ) -> None:
         self.adapter = adapter
         self.cache = cache
         self.kernels = kernels
         self.segments = segments
+        self.exits = exits
+        self._depth = DepthLoop(adapter, cache, kernels, segments)
+        self._prompt_exits = prompt_exits
+        layers = [segment.stop for segment in segments[:-1]]
+        self._verifier = Verifier(layers, adapter.num_layers)
+        self._drafter = (
+            None
+            if exits is None
+            else Drafter(self._depth, exits, vocab_size=adapter.vocab_size, audit_share=audit_share)
+        )
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
-        """Run every token of the batch at full depth and sample where a row asks for it."""
-        states = self._forward(batch)
-        sampling = [index for index, row in enumerate(batch.rows) if row.samples]
-        results = [RowResult() for _ in batch.rows]
-        if sampling:
-            logits = self.adapter.head(self.adapter.norm(states[self._last_tokens(batch, sampling)]))
-            rows = [_sampling_row(batch, index) for index in sampling]
-            for index, token in zip(sampling, sample(logits, rows), strict=True):
-                results[index] = RowResult(
-                    token_id=token.token_id,
-                    exit_layer=self.adapter.num_layers,
-                    logprob=token.logprob,
-                    top_logprobs=token.top_logprobs,
-                    error=token.error,
-                )
-        return StepResult(tuple(results))
+        """One cycle: what rows may draft, all that is pending through the deep layers, and what comes of it."""
+        rows = [RowCycle.begin(step, len(self.segments)) for step in batch.rows]
+        if self._drafter is not None:
+            self._drafter.draft([row for row in rows if row.step.num_drafts])
+            if self._prompt_exits:
+                leave_prompt(rows, self._depth, self._drafter)
+        parts, view, states = self._depth.run(rows, 0, len(self.segments))
+        if self.exits is not None and any(row.tracked for row in rows):
+            assert view is not None
+            normed = self.adapter.norm(states)
+            self._remember(rows, parts, view, normed)
+            return StepResult(tuple(self._decide(rows, parts, normed, normed=True)))
+        return StepResult(tuple(self._decide(rows, parts, states, normed=False)))
 
-    def _forward(self, batch: ScheduledBatch) -> torch.Tensor:
-        spans = [RowSpan(row.table.block_ids, row.start, len(row.token_ids)) for row in batch.rows]
-        kind = GatheredView if self.adapter.gathers_kv else PagedView
-        view = kind(self.cache, self.kernels, spans)
-        flat = [token for row in batch.rows for token in row.token_ids]
-        token_ids = torch.tensor(flat, dtype=torch.long, device=self.cache.device)
-        return run_full_depth(self.adapter, self.segments, token_ids, view.positions, view)
+    def _remember(self, rows: Sequence[RowCycle], parts: Sequence[Part], view: PagedView, normed: torch.Tensor) -> None:
+        """Deep states of this step's tokens, and the heads' K and V that follow from them."""
+        assert self.exits is not None
+        if self.cache.deep_states.shape[1]:
+            self.exits.remember(parts, view, normed)
+        for index, checkpoint in enumerate(self.exits.checkpoints):
+            if checkpoint.kv_layer < 0:
+                continue
+            mine = [
+                (row, (first, first + len(states)))
+                for row in rows
+                if row.tracked
+                for first, states in row.pieces[index]
+            ]
+            joined = _joined(mine)
+            taken = [states for row in rows if row.tracked for _, states in row.pieces[index]]
+            states = torch.cat(taken) if len(taken) > 1 else taken[0]
+            same = view if joined == list(parts) else self._depth.view(joined)
+            self.exits.refresh(index, joined, same, states)
 
-    def _last_tokens(self, batch: ScheduledBatch, sampling: list[int]) -> torch.Tensor:
-        """Where in the step the last token of each sampling row stands."""
-        ends, end = [], 0
-        for row in batch.rows:
-            end += len(row.token_ids)
-            ends.append(end - 1)
-        return torch.tensor([ends[index] for index in sampling], device=self.cache.device)
+    def _decide(
+        self, rows: Sequence[RowCycle], parts: Sequence[Part], states: torch.Tensor, *, normed: bool
+    ) -> list[RowResult]:
+        """Full-depth logits where a row wants them, and the tokens that follow."""
+        wanted = [_wanted(row, len(self.segments) - 1) for row in rows]
+        if not any(wanted):
+            empty = states.new_empty(0, self.adapter.vocab_size)
+            return self._verifier.settle(rows, wanted, empty)
+        flat = _flat_index(parts)
+        chosen = [flat[id(row), token] for row, tokens in zip(rows, wanted, strict=True) for token in tokens]
+        if len(chosen) != len(states):
+            states = states[torch.tensor(chosen, device=states.device)]
+        if not normed:
+            states = self.adapter.norm(states)
+        return self._verifier.settle(rows, wanted, self.adapter.head(states))
 
 
-def _sampling_row(batch: ScheduledBatch, index: int) -> SamplingRow:
-    row = batch.rows[index]
-    return SamplingRow(
-        params=row.request.params,
-        seed=row.request.seed,
-        prompt_ids=row.request.prompt_ids,
-        output_ids=row.output_ids,
-        eos_ids=row.request.eos_ids,
-    )
+def _wanted(row: RowCycle, last_segment: int) -> list[int]:
+    """The tokens of a row whose full-depth logits decide something: those drafts follow, and the last."""
+    drafted = [token for token in range(len(row.drafts)) if not row.skips(token, last_segment)]
+    return [*drafted, len(row.tokens) - 1] if row.step.samples else drafted
+
+
+def _flat_index(parts: Sequence[Part]) -> dict[tuple[int, int], int]:
+    """Where in the flat states each token of each row stands; only the tokens that can be asked for."""
+    index, end = {}, 0
+    for row, (first, stop) in parts:
+        oldest = max(first, stop - len(row.drafts) - 1)
+        for token in range(oldest, stop):
+            index[id(row), token] = end + token - first
+        end += stop - first
+    return index
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Parts of one row that follow one another as one part."""
+    joined: list[Part] = []
+    for row, (first, stop) in parts:
+        if joined and joined[-1][0] is row and joined[-1][1][1] == first:
+            joined[-1] = (row, (joined[-1][1][0], stop))
+        else:
+            joined.append((row, (first, stop)))
+    return joined

@@ -7,16 +7,23 @@ longer than the budget is run in chunks; a row that was preempted has lost its b
 Rows are served in arrival order. Within the token budget, rows that need one token come first, so that a long prompt
 never stalls those already talking; the rest goes to prompts, oldest first. When the pool is full the youngest row
 gives up its blocks, so the oldest always moves forward and every row ends.
+
+A row that may exit drafts some tokens before its step ends; how many is asked of the plan, once per step, and cut to
+what the row can use, the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt nobody.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tide_core.batch import RowStep, ScheduledBatch
 from tide_core.kv.block_manager import BlockManager, BlockTable
-from tide_core.request import Request
+from tide_core.request import ExitPolicy, Request
+
+PROMPT_SHARE = 0.25
+"""Of the token budget, kept from drafts as long as a prompt is there to run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +34,8 @@ class Row:
     namespace: bytes
     """First parent of its prefix keys: model, policy and salt."""
     table: BlockTable
+    policy: ExitPolicy
+    """In force now: that of the request, unless its bound has broken since."""
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     num_preemptions: int = 0
@@ -43,10 +52,19 @@ class Row:
 class Scheduler:
     """Two queues in arrival order, a token budget and the block pool."""
 
-    def __init__(self, blocks: BlockManager, *, max_rows: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_rows: int,
+        max_batch_tokens: int,
+        plan_drafts: Callable[[int, int], int] | None = None,
+    ) -> None:
+        """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows."""
         self.blocks = blocks
         self.max_rows = max_rows
         self.max_batch_tokens = max_batch_tokens
+        self.plan_drafts = plan_drafts
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.num_preemptions = 0
@@ -54,7 +72,7 @@ class Scheduler:
 
     def add(self, request: Request, namespace: bytes) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
-        row = Row(request, namespace, self.blocks.new_table())
+        row = Row(request, namespace, self.blocks.new_table(), request.policy)
         self.waiting.append(row)
         return row
 
@@ -73,7 +91,8 @@ class Scheduler:
     def schedule(self) -> tuple[list[Row], ScheduledBatch]:
         """Choose the next step: rows and their share of it, in arrival order. Empty only when there is no row."""
         self._admit()
-        budget = self.max_batch_tokens
+        planned, reserved = self._plan()
+        budget = self.max_batch_tokens - reserved
         shares: dict[int, int] = {}
         by_need = sorted(self.running, key=lambda row: self._missing(row) > 1)  # stable: arrival order within both
         for row in by_need:
@@ -84,15 +103,15 @@ class Scheduler:
                 shares[id(row)] = share
                 budget -= share
         rows = [row for row in self.running if id(row) in shares]
-        return rows, ScheduledBatch(tuple(self._step(row, shares[id(row)]) for row in rows))
+        drafts = self._allocate_drafts(rows, planned)
+        return rows, ScheduledBatch(tuple(self._step(row, shares[id(row)], drafts.get(id(row), 0)) for row in rows))
 
-    def advance(self, row: Row, num_tokens: int, token_id: int | None) -> None:
-        """Record that a row's tokens ran at full depth, and the token it sampled, if it did."""
+    def advance(self, row: Row, num_valid: int, token_ids: Sequence[int]) -> None:
+        """Record by how much a row's valid length has grown, and the tokens it has gained."""
+        row.output_ids += token_ids
         for segment in range(self.blocks.num_segments):
-            row.table.advance(segment, num_tokens)
+            row.table.advance(segment, num_valid)
         self.blocks.seal(row.table, row.tokens, row.namespace)
-        if token_id is not None:
-            row.output_ids.append(token_id)
 
     def check_integrity(self) -> None:
         """Recount the pool against all rows."""
@@ -125,6 +144,36 @@ class Scheduler:
         self.blocks.allocate(row.table, num_tokens)
         return True
 
+    def _drafts_of(self, row: Row, planned: int) -> int:
+        """How many of the planned drafts a row can use: the deep pass gives it one token more."""
+        if not row.policy.may_exit or self._missing(row) != 1:
+            return 0
+        return max(0, min(planned, row.request.params.max_tokens - len(row.output_ids) - 1))
+
+    def _plan(self) -> tuple[int, int]:
+        """Drafts of each row that may make some, and the part of the token budget they take."""
+        talking = [row for row in self.running if self._missing(row) == 1]
+        drafting = [row for row in talking if self._drafts_of(row, 1)]
+        if not drafting or self.plan_drafts is None:
+            return 0, 0
+        budget = self.max_batch_tokens - len(talking)
+        if len(talking) < len(self.running):
+            budget -= int(self.max_batch_tokens * PROMPT_SHARE)
+        planned = min(self.plan_drafts(len(drafting), len(talking)), max(0, budget) // len(drafting))
+        return planned, sum(self._drafts_of(row, planned) for row in drafting)
+
+    def _allocate_drafts(self, rows: list[Row], planned: int) -> dict[int, int]:
+        """Blocks for the drafts of each row, as far as the pool has them."""
+        drafts = {}
+        for row in rows:
+            useful = self._drafts_of(row, planned)
+            while useful > 0 and not self.blocks.can_allocate(row.table, row.num_tokens + useful):
+                useful -= 1
+            if useful > 0:
+                self.blocks.allocate(row.table, row.num_tokens + useful)
+                drafts[id(row)] = useful
+        return drafts
+
     def _preempt(self, row: Row) -> None:
         self.running.remove(row)
         self.blocks.free(row.table)
@@ -135,7 +184,7 @@ class Scheduler:
     def _missing(self, row: Row) -> int:
         return row.num_tokens - row.table.num_valid
 
-    def _step(self, row: Row, share: int) -> RowStep:
+    def _step(self, row: Row, share: int, num_drafts: int) -> RowStep:
         start = row.table.num_valid
         return RowStep(
             request=row.request,
@@ -143,4 +192,6 @@ class Scheduler:
             token_ids=row.tokens(start, start + share),
             output_ids=row.output_ids,
             samples=start + share == row.num_tokens,
+            policy=row.policy,
+            num_drafts=num_drafts,
         )

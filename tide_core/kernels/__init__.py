@@ -19,7 +19,7 @@ from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import reference
 
-__all__ = ["Kernels", "select_kernels", "set_num_threads"]
+__all__ = ["Kernels", "reference_kernels", "select_kernels", "set_num_threads"]
 
 _NATIVE_MODULE = "tide_core.kernels._native"
 _log = logging.getLogger("tide")
@@ -79,7 +79,7 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
         raise ConfigError("kernels", choice, f"one of {', '.join(KERNELS)}")
     if choice == "reference":
         _log_once("kernels: reference, as configured")
-        return _kernels("reference", reference)
+        return reference_kernels()
     cpu = torch.device(device).type == "cpu"
     obstacle = _native_obstacle(torch.device(device).type)
     if obstacle is None:
@@ -90,6 +90,11 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
     if choice == "native":
         raise ConfigError("kernels", "native", f"auto or reference here: {obstacle}")
     _log_once(f"kernels: reference, because {obstacle}", logging.WARNING if cpu else logging.INFO)
+    return reference_kernels()
+
+
+def reference_kernels() -> Kernels:
+    """The plain Torch ops: the ones gradients flow through."""
     return _kernels("reference", reference)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tide_core.batch import KVWritten
 from tide_core.kernels import Kernels
 
 
@@ -29,13 +30,16 @@ class KVLayout:
         return self.num_heads * (self.key_size + self.value_size)
 
 
-def block_bytes(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype, *, state_width: int = 0) -> int:
     """Memory of one block over all layers."""
-    return sum(layout.num_elements for layout in layouts) * block_size * dtype.itemsize
+    return (sum(layout.num_elements for layout in layouts) + state_width) * block_size * dtype.itemsize
 
 
 class PagedKV:
-    """The pools of all layers."""
+    """The pools of all layers; those of exit heads with attention come after the model's.
+
+    With a `state_width` every slot also holds the deep state of its token, [num_blocks * block_size, D], which exit
+    heads are fed with: it is paged, shared and freed with the K and V it belongs to."""
 
     def __init__(
         self,
@@ -44,10 +48,13 @@ class PagedKV:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        state_width: int = 0,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.device = device
+        self.deep_states = torch.empty(num_blocks * block_size, state_width, dtype=dtype, device=device)
         self.pools = [
             (
                 torch.empty(num_blocks, layout.num_heads, block_size, layout.key_size, dtype=dtype, device=device),
@@ -58,10 +65,18 @@ class PagedKV:
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN, so that a read past a valid length cannot go unseen."""
+        self._fill(blocks, float("nan"))
+
+    def blank(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, so that they can be read as if tokens had been there."""
+        self._fill(blocks, 0.0)
+
+    def _fill(self, blocks: Sequence[int], value: float) -> None:
         index = torch.tensor(blocks, device=self.device)
         for key_pool, value_pool in self.pools:
-            key_pool[index] = float("nan")
-            value_pool[index] = float("nan")
+            key_pool[index] = value
+            value_pool[index] = value
+        self.deep_states.view(self.num_blocks, -1)[index] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +94,14 @@ class PagedView:
     Writes only the slots of this step's tokens; reads only slots below each row's start plus its tokens now.
     """
 
+    write_only = False
+
     def __init__(self, cache: PagedKV, kernels: Kernels, spans: Sequence[RowSpan]) -> None:
         self._cache = cache
         self._kernels = kernels
         index = StepIndex.build(spans, cache.block_size)
         self.positions = torch.from_numpy(index.positions).to(cache.device)
-        self._slots = torch.from_numpy(index.slots).to(cache.device)
+        self.slots = torch.from_numpy(index.slots).to(cache.device)
         self._block_tables = torch.from_numpy(index.block_tables).to(cache.device)
         self._query_starts = torch.from_numpy(index.query_starts).to(cache.device)
         self._context_lens = torch.from_numpy(index.context_lens).to(cache.device)
@@ -93,9 +110,30 @@ class PagedView:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key_pool, value_pool = self._cache.pools[layer]
-        self._kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pool, value_pool, self._slots)
+        self.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         return key, value
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """K and V of this step's tokens, [T, H, D] each, into the pools of `layer`."""
+        key_pool, value_pool = self._cache.pools[layer]
+        self._kernels.write_kv(key, value, key_pool, value_pool, self.slots)
+
+    def attend_paged(
+        self, layer: int, query: torch.Tensor, scaling: float, window: int = 0, softcap: float = 0.0
+    ) -> torch.Tensor:
+        """Attention of this step's queries, [T, H, D], over each row's pages of `layer`; returns [T, H, Dv]."""
+        key_pool, value_pool = self._cache.pools[layer]
+        return self._kernels.paged_attention(
+            query,
+            key_pool,
+            value_pool,
+            self._block_tables,
+            self._query_starts,
+            self._context_lens,
+            scaling,
+            window,
+            softcap,
+        )
 
     def attend(
         self,
@@ -108,19 +146,7 @@ class PagedView:
         window: int,
         softcap: float,
     ) -> torch.Tensor:
-        key_pool, value_pool = self._cache.pools[layer]
-        out = self._kernels.paged_attention(
-            query[0].transpose(0, 1),
-            key_pool,
-            value_pool,
-            self._block_tables,
-            self._query_starts,
-            self._context_lens,
-            scaling,
-            window,
-            softcap,
-        )
-        return out.unsqueeze(0)
+        return self.attend_paged(layer, query[0].transpose(0, 1), scaling, window, softcap).unsqueeze(0)
 
 
 class GatheredView(PagedView):
@@ -168,6 +194,18 @@ class GatheredView(PagedView):
     def _gather(self, pool: torch.Tensor) -> torch.Tensor:
         block, offset = self._context_slots // self._cache.block_size, self._context_slots % self._cache.block_size
         return pool[block, :, offset].transpose(0, 1).unsqueeze(0)  # [1, H, contexts, D]
+
+
+class WriteOnlyView(PagedView):
+    """For tokens that skip a layer and leave only their K and V there: it ends as soon as they are written."""
+
+    write_only = True
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        super().update(key, value, layer)
+        raise KVWritten
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from tide_core.batch import KVView
+from tide_core.batch import KVView, KVWritten
 from tide_core.errors import ModelError
 from tide_core.models.families import Family, falcon_mask, find_family
 
@@ -60,7 +60,8 @@ class LayerInputs:
 class ModelAdapter:
     """A loaded causal LM, opened at its layers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, paged: bool = True) -> None:
+        """`paged` hands the model's attention to the KV view; without it the library's own forward stays usable."""
         self.family: Family = find_family(model)
         self.model = model
         self.config = model.config
@@ -71,7 +72,8 @@ class ModelAdapter:
         self._head = model.get_output_embeddings()
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._layer_types = self._rotary_layer_types()
-        self.config._attn_implementation = "sdpa" if self.family.attention == "inline" else ATTENTION
+        if paged:
+            self.config._attn_implementation = "sdpa" if self.family.attention == "inline" else ATTENTION
 
     @property
     def num_layers(self) -> int:
@@ -135,7 +137,8 @@ class ModelAdapter:
             "use_cache": True,
         }
         if self.family.attention == "inline":
-            common["attention_mask"], common["alibi"] = falcon_mask(self.backbone, view, self.dtype)
+            mask = (None, None) if view.write_only else falcon_mask(self.backbone, view, self.dtype)
+            common["attention_mask"], common["alibi"] = mask
         rotary: dict[str | None, Any] = {}
         if self._rotary is not None:
             like = torch.empty(1, 1, dtype=self.dtype, device=self.device)  # only its dtype and device are read
@@ -146,15 +149,28 @@ class ModelAdapter:
 
     def run_layers(self, states: torch.Tensor, start: int, stop: int, inputs: LayerInputs) -> torch.Tensor:
         """Layers `start` up to `stop`, states [1, T, D] in and out. Writes their KV through the view."""
-        per_type = None not in inputs.rotary
         for index in range(start, stop):
-            if inputs.rotary:
-                kind = self.config.layer_types[index] if per_type else None
-                out = self.layers[index](states, position_embeddings=inputs.rotary[kind], **inputs.common)
-            else:
-                out = self.layers[index](states, **inputs.common)
-            states = out[0] if isinstance(out, tuple) else out
+            states = self._run_layer(index, states, inputs)
         return states
+
+    def project_kv(self, states: torch.Tensor, start: int, stop: int, inputs: LayerInputs) -> None:
+        """Writes what layers `start` up to `stop` would cache for these states, [1, T, D], and runs no more of them.
+
+        `inputs` must be made with a view that ends the layer once K and V are written."""
+        for index in range(start, stop):
+            try:
+                self._run_layer(index, states, inputs)
+            except KVWritten:
+                continue
+            raise ModelError(f"layer {index}", type(self.layers[index]).__name__, "a layer that caches K and V")
+
+    def _run_layer(self, index: int, states: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        if inputs.rotary:
+            kind = None if None in inputs.rotary else self.config.layer_types[index]
+            out = self.layers[index](states, position_embeddings=inputs.rotary[kind], **inputs.common)
+        else:
+            out = self.layers[index](states, **inputs.common)
+        return out[0] if isinstance(out, tuple) else cast(torch.Tensor, out)
 
     def norm(self, states: torch.Tensor) -> torch.Tensor:
         """The final norm: [..., D] -> [..., D]. Some old OPT models have none."""
@@ -169,8 +185,37 @@ class ModelAdapter:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
+    def narrow_head(self, token_ids: torch.Tensor) -> NarrowHead:
+        """The head for these token ids alone, as a module of its own: [..., D] -> [..., number of ids]."""
+        return NarrowHead(self, token_ids)
+
     def _rotary_layer_types(self) -> tuple[str | None, ...]:
         """Gemma 3 keeps one rotary embedding per layer type; the others one for all."""
         if type(self.model).__name__ != "Gemma3ForCausalLM":
             return (None,)
         return tuple(dict.fromkeys(self.config.layer_types))
+
+
+class NarrowHead(nn.Module):
+    """Some rows of the model's output embedding, copied, with the model's own scaling around them."""
+
+    def __init__(self, adapter: ModelAdapter, token_ids: torch.Tensor) -> None:
+        super().__init__()
+        whole = adapter._head
+        token_ids = token_ids.to(whole.weight.device)
+        bias = getattr(whole, "bias", None)
+        self.linear = nn.Linear(whole.weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(whole.weight.detach()[token_ids].contiguous(), requires_grad=False)
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias.detach()[token_ids].contiguous(), requires_grad=False)
+        self._finish = adapter.family.finish
+        self._backbone = (adapter.backbone,)  # in a tuple, so that it does not count as a part of this module
+        self._softcap = adapter._softcap
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        if self._finish is not None:
+            normed = self._finish(self._backbone[0], normed)
+        logits: torch.Tensor = self.linear(normed)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    __call__ = forward

@@ -12,6 +12,8 @@ from tide_core.models.adapter import ModelAdapter
 class LayoutProbe:
     """Stands in for a KV view. Notes the shapes of K and V that come and attends over them as they are."""
 
+    write_only = False
+
     def __init__(self, device: torch.device) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
         self.positions = torch.zeros(1, dtype=torch.long, device=device)

@@ -10,14 +10,19 @@ from collections.abc import Sequence
 
 import torch
 
+DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, AUDIT_STREAM = 1, 2, 3, 4
+"""Numbers beside those of plain sampling, stream 0: to draw a draft, to accept it, to replace it, to audit it."""
+
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) with 53 random bits. Every seed in -2**63..2**64-1 has numbers of its own."""
+def uniform(seed: int, step: int, stream: int = 0) -> float:
+    """A number in [0, 1) with 53 random bits. Every seed in -2**63..2**64-1 has numbers of its own, in every stream."""
     key = _mix(seed & _MASK)
     key = _mix(key + (seed >> 64 & _MASK))  # tells -1 from 2**64 - 1
+    if stream:
+        key = _mix(key ^ stream * _GOLDEN & _MASK)
     return (_mix(key + step) >> 11) * 2.0**-53
 
 

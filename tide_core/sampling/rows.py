@@ -18,6 +18,8 @@ class SamplingRow:
     output_ids: Sequence[int]
     """Tokens generated so far; their number is the step index of the draw."""
     eos_ids: tuple[int, ...]
+    stream: int = 0
+    """Which of the seed's random numbers are used."""
 
 
 @dataclass(frozen=True, slots=True)

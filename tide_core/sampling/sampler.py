@@ -32,7 +32,7 @@ from tide_core.sampling.draw import draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
 from tide_core.sampling.weights import select_rows, token_weights
 
-__all__ = ["SampledToken", "SamplingRow", "sample", "token_probabilities"]
+__all__ = ["SampledToken", "SamplingRow", "probabilities_of", "sample", "token_probabilities", "with_logprobs"]
 
 NO_TOKEN = -1
 AFTER_ADJUSTING = " after bias, masks and penalties"
@@ -52,26 +52,35 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
             if position in failed:
                 errors[r] = failed[position]
     return [
-        SampledToken(NO_TOKEN, error=errors[r]) if r in errors else _finished(logits[r], row, token_ids[r])  # 12
+        SampledToken(NO_TOKEN, error=errors[r]) if r in errors else with_logprobs(logits[r], row, token_ids[r])  # 12
         for r, row in enumerate(rows)
     ]
 
 
 def token_probabilities(logits_row: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """The distribution that `sample` draws from: [V] logits to [V] float64, one-hot when greedy."""
-    logits = logits_row.unsqueeze(0)
-    token_ids, errors = _best(logits)
-    if not errors:
-        logits = adjusted(logits.float(), [row])
-        token_ids, errors = _best(logits, AFTER_ADJUSTING)
+    probabilities, errors = probabilities_of(logits_row.unsqueeze(0), [row])
     if errors:
         raise EngineError(errors[0])
-    if row.params.is_greedy:
-        probabilities = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
-        probabilities[token_ids[0]] = 1.0
-        return probabilities
-    weights = token_weights(logits, [row.params])[0]
-    return weights.double() / weights.sum()
+    return probabilities[0]
+
+
+def probabilities_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, dict[int, str]]:
+    """The distributions that `sample` draws from: [R, V] logits to [R, V] float64, and errors by row."""
+    _, errors = _best(logits)
+    logits = adjusted(logits.float(), rows)
+    best_ids, after = _best(logits, AFTER_ADJUSTING)
+    errors = {**after, **errors}
+    if errors:
+        logits = logits.clone()
+        logits[list(errors)] = 0.0  # so that the others can be worked on; nobody looks at these
+    weights = token_weights(logits, [row.params for row in rows])
+    probabilities = weights.double() / weights.sum(-1, keepdim=True)
+    for r, row in enumerate(rows):
+        if row.params.is_greedy:
+            probabilities[r] = 0.0
+            probabilities[r, best_ids[r]] = 1.0
+    return probabilities, errors
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, str]]:
@@ -81,7 +90,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int
     drawn = [r for r, row in enumerate(rows) if not row.params.is_greedy and r not in errors]
     if drawn:
         weights = token_weights(select_rows(logits, drawn), [rows[r].params for r in drawn])  # 7 to 10
-        numbers = [uniform(rows[r].seed, len(rows[r].output_ids)) for r in drawn]
+        numbers = [uniform(rows[r].seed, len(rows[r].output_ids), rows[r].stream) for r in drawn]
         for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 11
             token_ids[r] = token_id
     return token_ids, errors
@@ -104,7 +113,7 @@ def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, st
     return [int(i) for i in best_ids], errors
 
 
-def _finished(logits_row: torch.Tensor, row: SamplingRow, token_id: int) -> SampledToken:
+def with_logprobs(logits_row: torch.Tensor, row: SamplingRow, token_id: int) -> SampledToken:
     """The token with the log-probabilities its row asks for; the k likeliest are listed equals by lower id."""
     if row.params.logprobs is None:
         return SampledToken(token_id)

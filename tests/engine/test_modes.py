@@ -1,0 +1,390 @@
+"""The four contracts of a request, on one engine."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_layers, exit_parts, ids, poisoned
+from tests.factories import make_config, make_engine, random_prompts
+from tests.tiny_models import tiny_model
+from tide_core.engine.audit import AuditBook
+from tide_core.engine.engine import Completion, Engine
+from tide_core.errors import RequestError
+from tide_core.request import Audit, SamplingParams
+
+PROMPTS = random_prompts(6, 11)
+NUM_LAYERS = 4
+BLOCK_BYTES = NUM_LAYERS * 2 * (12 + 12) * 16 * 4
+OTHER_FAMILIES = (
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi",
+    "gpt_neox",
+    "opt_projected",
+    "falcon_multi_query",
+    "falcon_alibi",
+    "deepseek_v2",
+    "mixtral",
+)
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **changes})
+
+
+def unbreakable_audits() -> AuditBook:
+    """No number of disagreements makes it fall back, which would tie rows to one another."""
+    return AuditBook(delta=1e-300)
+
+
+def unbreakable(**settings: Any) -> Engine:
+    engine = exit_engine(**settings)
+    engine._parts.core.audits = unbreakable_audits()
+    return engine
+
+
+def answers(engine: Engine, **changes: Any) -> list[Completion]:
+    with engine:
+        return engine.generate(PROMPTS, params(**changes))
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 6])
+@pytest.mark.parametrize(
+    "artefact",
+    [
+        {},
+        {"kind": "affine"},
+        {"kind": "mlp", "deep": False},
+        {"kind": "block"},
+        {"kind": "block", "deep": False},
+        {"kind": "identity", "layers": (1, 3)},
+        {"kind": "block", "layers": (1, 2, 3)},
+    ],
+    ids=lambda a: "-".join(map(str, a.values())) or "identity",
+)
+def test_verified_greedy_output_equals_full_depth(artefact: dict[str, Any], drafts: int) -> None:
+    full = answers(exit_engine(), mode="full")
+    got = answers(exit_engine(artefact=artefact, drafts=drafts), mode="verified")
+    assert all_ids(got) == all_ids(full)
+    assert all(token.audit is Audit.VERIFIED for answer in got for token in answer.tokens)
+
+
+def test_verified_really_drafts_and_really_skips_deep_passes() -> None:
+    [answer, *_] = answers(exit_engine(), mode="verified")
+    usage = answer.usage
+    assert usage is not None
+    assert usage.acceptance is not None
+    assert usage.acceptance > 0.3
+    assert usage.tokens_per_deep_pass > 1.3
+    assert usage.deep_passes < len(answer.tokens)
+    assert set(exit_layers(answer)) == {1, NUM_LAYERS}
+    assert usage.exits == Counter(exit_layers(answer))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"logit_bias": {5: 4.0, 9: -100.0}},
+        {"min_tokens": 20, "ignore_eos": False},
+        {"logprobs": 3},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_verified_equals_full_depth_with_every_parameter(changes: dict[str, Any]) -> None:
+    full = answers(exit_engine(), mode="full", **changes)
+    got = answers(exit_engine(), mode="verified", **changes)
+    assert all_ids(got) == all_ids(full)
+    if "logprobs" in changes:
+        for one, other in zip(got, full, strict=True):
+            assert [t.logprob for t in one.tokens] == pytest.approx([t.logprob for t in other.tokens], abs=1e-4)
+            assert [[i for i, _ in t.top_logprobs] for t in one.tokens] == [
+                [i for i, _ in t.top_logprobs] for t in other.tokens
+            ]
+
+
+def test_stop_strings_and_stop_ids_inside_a_run_of_accepted_drafts_end_the_text_there() -> None:
+    [whole, *_] = answers(exit_engine(), mode="full")
+    stop_id = ids(whole)[5]
+    cut = ids(whole).index(stop_id) + 1
+    with exit_engine() as engine:
+        [got] = engine.generate([PROMPTS[0]], params(mode="verified", stop_ids=(stop_id,)))
+        assert ids(got) == ids(whole)[:cut]
+        assert got.usage is not None
+        assert got.usage.output_tokens == cut
+        assert engine.stats().blocks_owned == 0
+
+
+def test_a_request_gets_exactly_as_many_tokens_as_it_may() -> None:
+    for max_tokens in range(1, 12):
+        [got, *_] = answers(exit_engine(), mode="verified", max_tokens=max_tokens)
+        assert len(got.tokens) == max_tokens
+
+
+@pytest.mark.parametrize("mode", ["verified", "bounded"])
+def test_a_freed_page_is_never_read(mode: str) -> None:
+    expected = all_ids(answers(unbreakable(artefact={"kind": "block"}), mode=mode))
+    parts = exit_parts(artefact={"kind": "block"})
+    parts.core.audits = unbreakable_audits()
+    with poisoned(parts, drafts=4) as engine:
+        for _ in range(2):
+            assert all_ids(engine.generate(PROMPTS, params(mode=mode))) == expected
+
+
+def test_a_rejected_draft_leaves_no_trace_in_the_cache() -> None:
+    """Exits of a head that is always wrong: the text must be that of full depth, token after token."""
+    expected = all_ids(answers(make_engine()))
+    got = answers(exit_engine(easy=False, artefact={"kind": "block", "draft_threshold": 0.0}), mode="verified")
+    assert all_ids(got) == expected
+    assert all(answer.usage is not None and answer.usage.acceptance is not None for answer in got)
+
+
+@pytest.mark.parametrize("mode", ["verified", "bounded", "fast"])
+def test_tokens_and_exit_layers_do_not_depend_on_mates(mode: str) -> None:
+    needle = PROMPTS[0]
+    settings: dict[str, Any] = {"artefact": {"kind": "block"}, "max_rows": 16, "max_batch_tokens": 128}
+    with unbreakable(**settings) as engine:
+        [alone] = engine.generate([needle], params(mode=mode))
+    for num_mates in (1, 5, 15):
+        mates = random_prompts(num_mates, 7, seed=num_mates)
+        with unbreakable(**settings) as engine:
+            together = engine.generate([*mates[: num_mates // 2], needle, *mates[num_mates // 2 :]], params(mode=mode))
+        got = together[num_mates // 2]
+        assert ids(got) == ids(alone)
+        assert exit_layers(got) == exit_layers(alone)
+
+
+def test_modes_mix_in_one_batch_and_each_keeps_its_contract() -> None:
+    modes = ("full", "verified", "bounded", "fast", "verified", "full")
+    expected = {}
+    for mode in set(modes):
+        expected[mode] = all_ids(answers(unbreakable(), mode=mode))
+    with unbreakable() as engine:
+        import concurrent.futures
+
+        with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
+            futures = [
+                pool.submit(engine.generate, [prompt], params(mode=mode))
+                for prompt, mode in zip(PROMPTS, modes, strict=True)
+            ]
+            got = [future.result()[0] for future in futures]
+    for index, (mode, answer) in enumerate(zip(modes, got, strict=True)):
+        assert ids(answer) == expected[mode][index], mode
+        assert {token.mode for token in answer.tokens} == {mode}
+
+
+def test_preempted_rows_come_back_with_the_same_tokens() -> None:
+    expected = all_ids(answers(exit_engine(), mode="verified"))
+    with exit_engine(kv_memory_gib=10 * BLOCK_BYTES / 2**30, prefix_caching=False) as engine:
+        got = engine.generate(PROMPTS, params(mode="verified"))
+        assert engine.stats().num_preemptions > 0
+    assert all_ids(got) == expected
+
+
+def test_the_prefix_cache_changes_neither_tokens_nor_exit_layers() -> None:
+    [prompt] = random_prompts(1, 40)
+    with exit_engine(artefact={"kind": "block"}, prefix_caching=False) as engine:
+        [cold] = engine.generate([prompt], params(mode="verified"))
+    with exit_engine(artefact={"kind": "block"}) as engine:
+        engine.generate([prompt], params(mode="verified"))
+        [warm] = engine.generate([prompt], params(mode="verified"))
+    assert warm.usage is not None
+    assert warm.usage.cached_tokens == 32
+    assert ids(warm) == ids(cold)
+    assert exit_layers(warm) == exit_layers(cold)
+
+
+def test_a_cached_prefix_of_full_depth_requests_is_not_taken_for_one_with_head_memory() -> None:
+    [prompt] = random_prompts(1, 40)
+    with exit_engine(artefact={"kind": "block"}) as engine:
+        engine.generate([prompt], params(mode="full"))
+        [got] = engine.generate([prompt], params(mode="verified"))
+    assert got.usage is not None
+    assert got.usage.cached_tokens == 0
+
+
+def test_bounded_emits_exits_whatever_full_depth_says_and_audits_every_one() -> None:
+    parts = exit_parts(artefact={"thresholds": (), "draft_threshold": 0.0})
+    got = _bounded(parts, exit_threshold=0.0)
+    tokens = [token for answer in got for token in answer.tokens]
+    exits = [token for token in tokens if token.exit_layer == 1]
+    assert exits and {token.audit for token in exits} == {Audit.AGREED, Audit.DISAGREED}
+    assert all(token.audit is Audit.VERIFIED for token in tokens if token.exit_layer == NUM_LAYERS)
+    for prompt, answer in zip(PROMPTS, got, strict=True):
+        assert _true_audits(prompt, answer) == [token.audit is not Audit.DISAGREED for token in answer.tokens], (
+            "an audit says what full depth says, given the text as it was emitted"
+        )
+
+
+def test_bounded_with_an_unreachable_exit_threshold_is_verified() -> None:
+    expected = all_ids(answers(exit_engine(), mode="full"))
+    got = _bounded(exit_parts(artefact={"draft_threshold": 0.0}), exit_threshold=math.inf)
+    assert all_ids(got) == expected
+
+
+def test_a_broken_bound_falls_back_to_verified_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"artefact": {"draft_threshold": 0.0, "thresholds": _always(0.02)}, "easy": False}
+    with exit_engine(**settings) as engine:
+        for _ in range(8):
+            engine.generate(PROMPTS, params(mode="bounded", max_tokens=64))
+        late = engine.generate(PROMPTS, params(mode="bounded"))
+        stats = engine.stats()
+    assert "is broken" in caplog.text
+    assert stats.audits["bounded:0.02"].broken
+    assert {token.mode for answer in late for token in answer.tokens} == {"verified"}
+    full = answers(make_engine(), max_tokens=24)
+    assert all_ids(late) == all_ids(full)
+
+
+def test_an_epsilon_the_artefact_was_not_calibrated_for_is_refused_by_name() -> None:
+    with exit_engine() as engine:
+        with pytest.raises(RequestError, match="epsilon") as refusal:
+            engine.make_request(PROMPTS[0], params(mode="bounded", epsilon=0.001))
+        assert "0.01, 0.02, 0.05" in str(refusal.value)
+        assert engine.make_request(PROMPTS[0], params(mode="bounded", epsilon=0.03)).policy.exit_thresholds == (0.8,)
+
+
+def test_fast_skips_layers_and_says_which_tokens_nobody_checked() -> None:
+    got = answers(exit_engine(audit_share=0.0), mode="fast", threshold=0.0)
+    for answer in got:
+        usage = answer.usage
+        assert usage is not None
+        exits = [token for token in answer.tokens if token.exit_layer == 1]
+        assert usage.layers_per_token < 0.7 * NUM_LAYERS
+        assert usage.layers_run == NUM_LAYERS * usage.deep_passes + len(exits) + _dropped(answer)
+        assert {token.audit for token in exits} == {Audit.UNAUDITED}
+
+
+def _dropped(answer: Completion) -> int:
+    """Layers run for drafts behind the last token of the answer."""
+    assert answer.usage is not None
+    return answer.usage.num_drafts - sum(token.exit_layer == 1 for token in answer.tokens)
+
+
+def test_fast_audits_the_share_it_is_told_to() -> None:
+    with exit_engine(audit_share=1.0) as engine:
+        got = engine.generate(PROMPTS, params(mode="fast", threshold=0.0))
+        audit = engine.stats().audits["fast"]
+    exits = [token for answer in got for token in answer.tokens if token.exit_layer == 1]
+    assert all(token.audit in (Audit.AGREED, Audit.DISAGREED) for token in exits)
+    assert audit.num_tokens == len(exits)
+    with exit_engine(audit_share=0.3) as engine:
+        some = engine.generate(PROMPTS, params(mode="fast", threshold=0.0, max_tokens=64))
+    audits = Counter(token.audit for answer in some for token in answer.tokens if token.exit_layer == 1)
+    assert 0.1 < 1 - audits[Audit.UNAUDITED] / audits.total() < 0.5
+
+
+def test_prompt_exits_save_prompt_layers_and_leave_the_last_token_whole() -> None:
+    [prompt] = random_prompts(1, 60)
+    plain, saving = (exit_parts(prompt_exits=on, max_batch_tokens=128) for on in (False, True))
+    ran = []
+    for parts in (plain, saving):
+        policy_engine = Engine.from_parts(make_config(drafts=4), parts)
+        counted = 0
+        run = parts.core._run
+
+        def counting(batch: Any, run: Any = run) -> Any:
+            nonlocal counted
+            result = run(batch)
+            counted += sum(row.layers_run for row in result.rows)
+            return result
+
+        parts.core._run = counting
+        with policy_engine as engine:
+            [answer] = engine.generate([prompt], params(mode="fast", threshold=0.0, max_tokens=1))
+        assert len(answer.tokens) == 1 and answer.tokens[0].exit_layer == NUM_LAYERS
+        ran.append(counted)
+    assert ran == [60 * NUM_LAYERS, 59 + NUM_LAYERS]
+
+
+def test_a_threshold_above_one_lets_nothing_leave() -> None:
+    for mode in ("verified", "fast"):
+        got = answers(exit_engine(), mode=mode, threshold=1.5)
+        assert {layer for answer in got for layer in exit_layers(answer)} == {NUM_LAYERS}
+        assert all(answer.usage is not None and answer.usage.num_drafts == 0 for answer in got)
+
+
+def test_min_layers_closes_the_checkpoints_before_it() -> None:
+    artefact = {"kind": "identity", "layers": (1, 3), "draft_threshold": 0.0}
+    got = answers(exit_engine(artefact=artefact), mode="verified", min_layers=2)
+    assert {layer for answer in got for layer in exit_layers(answer)} == {3, NUM_LAYERS}
+    with exit_engine() as engine, pytest.raises(RequestError, match="min_layers"):
+        engine.make_request(PROMPTS[0], params(min_layers=NUM_LAYERS + 1))
+
+
+def test_the_default_mode_is_verified_with_an_artefact_and_full_without() -> None:
+    assert {t.mode for a in answers(exit_engine()) for t in a.tokens} == {"verified"}
+    assert {t.mode for a in answers(make_engine()) for t in a.tokens} == {"full"}
+    with make_engine() as engine, pytest.raises(RequestError, match="no artefact"):
+        engine.make_request(PROMPTS[0], params(mode="verified"))
+
+
+@pytest.mark.parametrize("bad", ["score", "state"])
+def test_a_score_that_is_no_number_never_lets_a_token_leave_and_is_counted(bad: str) -> None:
+    parts = exit_parts(artefact={"kind": "affine", "draft_threshold": 0.0})
+    assert parts.runner.exits is not None
+    checkpoint = parts.runner.exits.checkpoints[0]
+    broken = checkpoint.router.out.bias if bad == "score" else checkpoint.head.mix.bias
+    broken.data.fill_(math.nan)
+    expected = all_ids(answers(exit_engine(), mode="full"))
+    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+        got = engine.generate(PROMPTS, params(mode="verified"))
+        stats = engine.stats()
+    assert all_ids(got) == expected
+    assert stats.exits["non_finite_scores"] > 0
+    assert {layer for answer in got for layer in exit_layers(answer)} == {NUM_LAYERS}
+
+
+@pytest.mark.parametrize("family", ["gpt2"])
+def test_verified_equals_full_depth_for_families_of_other_shapes(family: str) -> None:
+    expected = all_ids(answers(exit_engine(family), mode="full"))
+    got = answers(exit_engine(family), mode="verified")
+    assert all_ids(got) == expected
+    assert max(answer.usage.tokens_per_deep_pass for answer in got if answer.usage) > 1.2
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("mode", ["verified", "fast"])
+def test_every_family_runs_with_a_block_head(family: str, mode: str) -> None:
+    artefact = {"kind": "block", "draft_threshold": 0.0, "shortlist_size": 200}
+    got = answers(exit_engine(family, easy=False, artefact=artefact), mode=mode)
+    assert all(answer.error is None and len(answer.tokens) == 24 for answer in got)
+    if mode == "verified":
+        assert all_ids(got) == all_ids(answers(make_engine(family)))
+
+
+def _always(epsilon: float) -> tuple[Any, ...]:
+    from tide_core.routing.artefact import RiskThreshold
+
+    return (RiskThreshold(epsilon, 0.05, 0.0, 200, epsilon / 2, 1.0),)
+
+
+def _bounded(parts: Any, *, exit_threshold: float) -> list[Completion]:
+    """Mode bounded with an exit threshold of our own and no fall-back."""
+    from dataclasses import replace
+
+    checkpoints = tuple(replace(c, exit_thresholds={0.02: exit_threshold}) for c in parts.checkpoints)
+    parts = replace(parts, checkpoints=checkpoints)
+    parts.core.audits = unbreakable_audits()
+    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+        return engine.generate(PROMPTS, params(mode="bounded"))
+
+
+def _true_audits(prompt: list[int], answer: Completion) -> list[bool]:
+    """Whether each token of an answer is what the library's forward chooses after the text before it."""
+    tokens = [*prompt, *ids(answer)]
+    with torch.inference_mode():
+        model = easy_model()
+        choices = model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
+    return [choices[len(prompt) + i - 1] == token for i, token in enumerate(ids(answer))]
+
+
+def test_the_easy_model_is_not_the_tiny_one() -> None:
+    assert easy_model() is not tiny_model("llama")

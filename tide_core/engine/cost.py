@@ -1,0 +1,161 @@
+"""How many drafts pay, by measured time. No torch here.
+
+The cost table holds the seconds of a cycle for some numbers of rows and drafts, and of a step without exits, all
+measured on this machine. With r rows, reach_j = the chance that a row drafts at least j tokens and keep_j = the chance
+that at least j of them become output, both counted while the engine runs,
+
+    tokens of a cycle of at most k drafts    1 + keep_1 + ... + keep_k         per row
+    seconds of it                            cycle(r, 0) + slope_1 p_1 + ... + slope_k p_k
+
+where slope_j = cycle(r, j) - cycle(r, j - 1) and p_j is the chance that any of the rows gets to its j-th draft pass.
+The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tide_core.batch import RowResult, RowStep
+
+LEAST_GAIN = 1.02
+"""A plan must promise at least this much over full depth: the table is only a measurement."""
+PRIOR_CYCLES = 30.0
+"""Weight of the acceptance found by calibration, in cycles."""
+MEMORY_CYCLES = 2000.0
+"""Older cycles fade: what counts is the text served now."""
+PRIOR_REACH = 0.85
+"""Chance that a draft follows a draft, before anything was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostPoint:
+    """Seconds at one number of rows."""
+
+    rows: int
+    full_s: float
+    """Of a step at full depth, of requests that may not exit."""
+    cycle_s: tuple[tuple[int, float], ...]
+    """(drafts, seconds) of a cycle in which every row drafts that many; ascending, from 0 drafts."""
+
+    def cycle(self, drafts: int) -> float:
+        known = [drafts for drafts, _ in self.cycle_s]
+        return _interpolate(known, [seconds for _, seconds in self.cycle_s], drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Points by rising number of rows. Beyond the last one nothing is known, and nothing is drafted."""
+
+    points: tuple[CostPoint, ...]
+
+    @property
+    def max_rows(self) -> int:
+        return self.points[-1].rows if self.points else 0
+
+    def full(self, rows: int) -> float:
+        return _interpolate([p.rows for p in self.points], [p.full_s for p in self.points], rows)
+
+    def cycle(self, rows: int, drafts: int) -> float:
+        return _interpolate([p.rows for p in self.points], [p.cycle(drafts) for p in self.points], rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A number of drafts and what it promises."""
+
+    drafts: int
+    gain: float
+    """Tokens per second over those of full depth; 1 for 0 drafts."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How far rows draft and how much of it they keep; entry j - 1 is about the j-th draft."""
+
+    cycles: list[float]
+    reached: list[float]
+    kept: list[float]
+
+    @classmethod
+    def prior(cls, acceptance: Sequence[float], max_drafts: int) -> Acceptance:
+        """From the chance, by distance, that a draft is right given that those before it were."""
+        reached, kept, reach, keep = [], [], 1.0, 1.0
+        for distance in range(max_drafts):
+            right = acceptance[min(distance, len(acceptance) - 1)] if acceptance else 0.0
+            reach *= PRIOR_REACH
+            keep *= right
+            reached.append(PRIOR_CYCLES * max(reach, keep))
+            kept.append(PRIOR_CYCLES * keep)
+        return cls([PRIOR_CYCLES] * max_drafts, reached, kept)
+
+    def observe(self, allowed: int, drafted: int, accepted: int) -> None:
+        """One cycle of one row that was allowed so many drafts."""
+        for index in range(min(allowed, len(self.cycles))):
+            fade = 1.0 - 1.0 / MEMORY_CYCLES if self.cycles[index] > MEMORY_CYCLES else 1.0
+            self.cycles[index] = self.cycles[index] * fade + 1.0
+            self.reached[index] = self.reached[index] * fade + (drafted > index)
+            self.kept[index] = self.kept[index] * fade + (accepted > index)
+
+    def reach(self, draft: int) -> float:
+        """Chance that a row makes its `draft`-th draft; 1 for the 0th."""
+        return self.reached[draft - 1] / self.cycles[draft - 1] if draft else 1.0
+
+    def keep(self, draft: int) -> float:
+        return self.kept[draft - 1] / self.cycles[draft - 1]
+
+
+@dataclass(slots=True)
+class DraftPlanner:
+    """Answers, once per step, how many drafts each row shall make."""
+
+    max_drafts: int
+    acceptance: Acceptance
+    table: CostTable | None = None
+    """None: always `max_drafts`."""
+    num_plans: int = 0
+    num_full: int = 0
+    """Plans that sent rows that may exit to full depth."""
+    last: Plan = field(default=Plan(0, 1.0))
+
+    def __call__(self, num_drafting: int, num_rows: int) -> int:
+        plan = self.plan(num_drafting, num_rows)
+        self.num_plans += 1
+        self.num_full += plan.drafts == 0
+        self.last = plan
+        return plan.drafts
+
+    def plan(self, num_drafting: int, num_rows: int) -> Plan:
+        """The best number of drafts for a step of `num_rows` rows of which `num_drafting` may draft."""
+        if self.table is None:
+            return Plan(self.max_drafts, 1.0)
+        if num_rows > self.table.max_rows:
+            return Plan(0, 1.0)
+        full_rate = num_rows / self.table.full(num_rows)
+        best = Plan(0, 1.0)
+        seconds = self.table.cycle(num_rows, 0)
+        tokens = float(num_rows)
+        for drafts in range(1, self.max_drafts + 1):
+            slope = max(0.0, self.table.cycle(num_drafting, drafts) - self.table.cycle(num_drafting, drafts - 1))
+            seconds += slope * (1.0 - (1.0 - self.acceptance.reach(drafts - 1)) ** num_drafting)
+            tokens += num_drafting * self.acceptance.keep(drafts)
+            gain = tokens / seconds / full_rate
+            if gain > max(best.gain, LEAST_GAIN):
+                best = Plan(drafts, gain)
+        return best
+
+    def observe(self, step: RowStep, result: RowResult) -> None:
+        """Hear what became of a row's drafts. Mode fast emits all of them, which says nothing about any other mode."""
+        if step.num_drafts and not step.policy.skips_layers:
+            self.acceptance.observe(step.num_drafts, result.counts.drafted, result.counts.accepted)
+
+
+def _interpolate(places: Sequence[int], values: Sequence[float], at: int) -> float:
+    """On the straight line between the two nearest places; before the first and after the last, the line goes on."""
+    if len(places) == 1:
+        return values[0]
+    right = min(max(bisect_left(places, at), 1), len(places) - 1)
+    low, high = places[right - 1], places[right]
+    share = (at - low) / (high - low)
+    return values[right - 1] + share * (values[right] - values[right - 1])

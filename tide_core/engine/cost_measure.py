@@ -1,0 +1,166 @@
+"""The cost table, measured: real cycles of the real runner over blank rows, the quickest of a few tries each.
+
+A table is kept in the cache folder under a name made of everything it depends on: host, device, model, artefact, dtype,
+threads, kernels. The quickest try is taken because noise only ever adds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tide_core.batch import RowStep, ScheduledBatch
+from tide_core.engine.cost import CostPoint, CostTable
+from tide_core.engine.model_runner import ModelRunner
+from tide_core.kv.block_manager import BlockManager, BlockTable
+from tide_core.request import ExitPolicy, Request, SamplingParams
+
+logger = logging.getLogger("tide")
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = 128
+MAX_TRIES = 5
+START_UP_S = 10.0
+"""A measurement at start-up goes no further up in rows once it has taken this long."""
+FORMAT = 1
+
+
+def measure(
+    runner: ModelRunner,
+    blocks: BlockManager,
+    *,
+    max_rows: int,
+    max_drafts: int,
+    context: int = CONTEXT,
+    limit_s: float = START_UP_S,
+) -> CostTable:
+    """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards."""
+    points: list[CostPoint] = []
+    started = time.perf_counter()
+    for rows in (rows for rows in ROWS if rows <= max_rows):
+        spent = time.perf_counter() - started
+        if points and spent > limit_s:
+            break
+        tables = _blank_tables(runner, blocks, rows, context, max_drafts)
+        if tables is None:
+            break
+        try:
+            points.append(_point(runner, tables, max_drafts, tries=MAX_TRIES if spent < limit_s / 4 else 2))
+        finally:
+            for table in tables:
+                blocks.free(table)
+    return CostTable(tuple(points))
+
+
+def _point(runner: ModelRunner, tables: Sequence[BlockTable], max_drafts: int, *, tries: int) -> CostPoint:
+    some = sorted({0, 1, -(-max_drafts // 2), max_drafts})
+    seconds = dict.fromkeys([-1, *some], float("inf"))
+    for attempt in range(tries + 1):
+        for drafts in seconds:
+            before = time.perf_counter()
+            runner.run(_batch(runner, tables, drafts))
+            _wait(runner.cache.device)
+            if attempt:  # the first round warms up
+                seconds[drafts] = min(seconds[drafts], time.perf_counter() - before)
+    return CostPoint(len(tables), seconds.pop(-1), tuple(seconds.items()))
+
+
+def _batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int) -> ScheduledBatch:
+    """A decode step of all rows: at full depth (-1), or a cycle in which each drafts that many."""
+    count = len(runner.segments) - 1
+    policy = ExitPolicy()
+    if drafts >= 0:  # every score passes at the first checkpoint; the others are not asked
+        never = (float("inf"),) * count
+        policy = ExitPolicy("verified", (0.0, *never[1:]), never)
+    # Nothing ends the text, so that every row makes all its drafts.
+    params = SamplingParams(max_tokens=2 * max(drafts, 1), ignore_eos=True)
+    request = Request("cost", (0,), params, seed=0)
+    return ScheduledBatch(tuple(RowStep(request, table, (0,), (), True, policy, max(drafts, 0)) for table in tables))
+
+
+def _blank_tables(
+    runner: ModelRunner, blocks: BlockManager, rows: int, context: int, max_drafts: int
+) -> list[BlockTable] | None:
+    """Rows of a given context whose pages hold zeros; None if the pool has no room for them."""
+    tables: list[BlockTable] = []
+    for _ in range(rows):
+        table = blocks.new_table()
+        if not blocks.can_allocate(table, context + max_drafts + 1):
+            for other in tables:
+                blocks.free(other)
+            return None
+        blocks.allocate(table, context + max_drafts + 1)
+        table.lengths = [context] * len(table.lengths)
+        tables.append(table)
+    runner.cache.blank([block for table in tables for block in table.block_ids])
+    return tables
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """What a timing depends on beside the model."""
+    facts: dict[str, Any] = {
+        "host": platform.node(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def cache_path(folder: Path, facts: dict[str, Any]) -> Path:
+    text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
+    return folder / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_table(path: Path) -> CostTable | None:
+    """A table written by `write_table`; None where there is none or it cannot be read, which is no loss."""
+    try:
+        raw = json.loads(path.read_text())
+        points = tuple(
+            CostPoint(int(p["rows"]), float(p["full_s"]), tuple((int(k), float(s)) for k, s in p["cycle_s"]))
+            for p in raw["points"]
+        )
+        seconds = [s for point in points for s in (point.full_s, *(s for _, s in point.cycle_s))]
+        if not points or not all(0.0 < s < 3600.0 for s in seconds):
+            raise ValueError("no points, or times that cannot be")
+        places = [[point.rows for point in points], *([drafts for drafts, _ in point.cycle_s] for point in points)]
+        if not all(counts and counts == sorted(set(counts)) for counts in places):
+            raise ValueError("rows or drafts that do not rise")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("cost table %s cannot be read (%s) and is measured again", path, error)
+        return None
+    return CostTable(points)
+
+
+def write_table(path: Path, table: CostTable, facts: dict[str, Any]) -> None:
+    """Keep a table for the next start; a folder that cannot be written costs only the time to measure again."""
+    points = [{"rows": p.rows, "full_s": p.full_s, "cycle_s": [list(pair) for pair in p.cycle_s]} for p in table.points]
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"points": points, "facts": facts}, indent=1, default=str))
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        logger.warning("cost table cannot be kept in %s: %s", path.parent, error.strerror or error)

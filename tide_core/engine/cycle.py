@@ -1,0 +1,146 @@
+"""One row in one cycle: its tokens, how deep each has run, and the states they left at the checkpoints.
+
+A cycle is one engine step: tokens are drafted in the shallow segment, then one deep pass catches up with all that is
+pending. Between cycles nothing is pending, so all of this lives for one step only. Tokens are counted from the first
+one of the step; token t stands at position `start + t` of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tide_core.batch import RowStep
+from tide_core.kv.cache import RowSpan
+from tide_core.sampling.rows import SamplingRow
+
+Range = tuple[int, int]
+"""Tokens of a row from the first up to, not including, the second."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """A token proposed at a checkpoint, and what its exit means."""
+
+    token_id: int
+    checkpoint: int
+    score: float
+    leaves: bool
+    """Emitted whatever full depth says."""
+    probabilities: torch.Tensor | None = None
+    """What it was drawn from, [V] float64; None when greedy."""
+    logits: torch.Tensor | None = None
+    """Of the exit, [V]; kept for log-probabilities of tokens no deep layer sees."""
+
+
+@dataclass(slots=True, eq=False)
+class RowCycle:
+    """What happens to one row between schedule and commit."""
+
+    step: RowStep
+    tokens: list[int]
+    ran: list[int]
+    """Tokens that are done with each segment: run through it, or skipped with their K and V written."""
+    pieces: list[list[tuple[int, torch.Tensor]]]
+    """States behind each segment: (first token, [n, D]), ascending."""
+    drafts: list[Draft] = field(default_factory=list)
+    last_score: float | None = None
+    """Of the token that no draft follows, where a router was asked."""
+    left_at: dict[int, int] = field(default_factory=dict)
+    """Tokens that skip all segments behind a checkpoint, by its index."""
+    audited: set[int] = field(default_factory=set)
+    """Tokens that left and run deep nevertheless, to be compared."""
+    headed: list[int] = field(default_factory=list)
+    """Tokens that the head of each checkpoint has seen."""
+    layers_run: int = 0
+    non_finite: int = 0
+    stopped: bool = False
+    """No more drafts in this cycle."""
+
+    @classmethod
+    def begin(cls, step: RowStep, num_segments: int) -> RowCycle:
+        zeros = [0] * num_segments
+        return cls(step, list(step.token_ids), list(zeros), [[] for _ in zeros], headed=list(zeros))
+
+    @property
+    def tracked(self) -> bool:
+        """Whether deep states and head K and V are kept for it."""
+        return self.step.policy.may_exit
+
+    def missing(self, segment: int) -> Range:
+        return self.ran[segment], len(self.tokens)
+
+    def running(self, segment: int) -> list[Range]:
+        """The tokens that still have to run through a segment, in unbroken ranges."""
+        first, stop = self.missing(segment)
+        if not self.left_at:
+            return [(first, stop)] if first < stop else []
+        return list(_ranges(t for t in range(first, stop) if not self.skips(t, segment)))
+
+    def skipping(self, segment: int) -> list[Range]:
+        """The tokens that still owe a segment their K and V and nothing else."""
+        first, stop = self.missing(segment)
+        return list(_ranges(t for t in range(first, stop) if self.skips(t, segment))) if self.left_at else []
+
+    def skips(self, token: int, segment: int) -> bool:
+        return token in self.left_at and segment > self.left_at[token] and token not in self.audited
+
+    def span(self, tokens: Range) -> RowSpan:
+        first, stop = tokens
+        return RowSpan(self.step.table.block_ids, self.step.start + first, stop - first)
+
+    def take(self, segment: int, tokens: Range) -> list[torch.Tensor]:
+        """The states behind a segment of these tokens, in order, as views."""
+        first, stop = tokens
+        taken = []
+        for begin, states in self.pieces[segment]:
+            low, high = max(first, begin), min(stop, begin + len(states))
+            if low < high:
+                taken.append(states[low - begin : high - begin])
+        return taken
+
+    def sampling_row(self, token: int, *, stream: int = 0) -> SamplingRow:
+        """What the sampler must know to choose what follows token t of the step."""
+        step = self.step
+        output_ids: Sequence[int] = step.output_ids
+        if self.drafts and token > 0:
+            output_ids = [*step.output_ids, *(draft.token_id for draft in self.drafts[:token])]
+        request = step.request
+        return SamplingRow(request.params, request.seed, request.prompt_ids, output_ids, request.eos_ids, stream)
+
+    def deep_sources(self, tokens: Range, last_segment: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each token the position of the last one before it that ran deep, and how far back that is (0: none)."""
+        positions = np.arange(self.step.start + tokens[0], self.step.start + tokens[1])
+        if not self.left_at:
+            sources = positions - 1
+        else:
+            deep = self.step.start - 1
+            sources = np.empty_like(positions)
+            for token in range(tokens[1]):
+                if token >= tokens[0]:
+                    sources[token - tokens[0]] = deep
+                if not self.skips(token, last_segment):
+                    deep = self.step.start + token
+        return np.maximum(sources, 0), np.where(sources >= 0, positions - sources, 0)
+
+    def slots(self, positions: np.ndarray, block_size: int) -> np.ndarray:
+        """Where positions of the row lie in the pool."""
+        blocks = np.asarray(self.step.table.block_ids, dtype=np.int64)
+        slots: np.ndarray = blocks[positions // block_size] * block_size + positions % block_size
+        return slots
+
+
+def _ranges(tokens: Iterator[int]) -> Iterator[Range]:
+    """Ascending numbers as unbroken ranges."""
+    first = stop = -1
+    for token in tokens:
+        if token != stop:
+            if first >= 0:
+                yield first, stop
+            first = token
+        stop = token + 1
+    if first >= 0:
+        yield first, stop

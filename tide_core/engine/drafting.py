@@ -1,0 +1,140 @@
+"""The draft loop: tokens proposed by the checkpoints, one shallow pass after another.
+
+In each round the newest token of every row that still drafts runs up to the first checkpoint. If the router's score
+reaches the row's threshold there, the exit's token becomes the row's next one. If not, the token goes on to the next
+checkpoint, if the artefact has one, and takes all that is pending with it. A row whose token leaves nowhere waits for
+the deep pass. No decision looks at another row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from tide_core.engine.cycle import Draft, RowCycle
+from tide_core.engine.depth_loop import DepthLoop
+from tide_core.engine.exits import Exits, Proposal
+from tide_core.sampling.adjust import needs_adjusting
+from tide_core.sampling.draw import AUDIT_STREAM, DRAFT_STREAM, uniform
+from tide_core.sampling.sampler import probabilities_of, sample
+
+
+@dataclass(slots=True)
+class Choice:
+    """A token chosen at an exit."""
+
+    token_id: int
+    probabilities: torch.Tensor | None = None
+    """What it was drawn from, [V] float64; None when greedy."""
+    logits: torch.Tensor | None = None
+    """[V]; only where log-probabilities will be asked of them."""
+
+
+class Drafter:
+    """Drafts for all rows that may."""
+
+    def __init__(self, depth: DepthLoop, exits: Exits, *, vocab_size: int, audit_share: float) -> None:
+        self._depth = depth
+        self._exits = exits
+        self._vocab_size = vocab_size
+        self._audit_share = audit_share
+
+    def draft(self, rows: Sequence[RowCycle]) -> None:
+        """Let the rows draft until each has stopped or has as many drafts as its step allows."""
+        while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
+            for checkpoint in range(len(self._exits.checkpoints)):
+                self._depth.run(active, checkpoint, checkpoint + 1)
+                active = self._leave_at(checkpoint, active)
+                if not active:
+                    break
+            for row in active:
+                row.stopped = True
+
+    def score_all(self, rows: Sequence[RowCycle]) -> list[list[float]]:
+        """Scores of all tokens of the rows at the first checkpoint, which they have run up to."""
+        parts = [(row, (0, len(row.tokens))) for row in rows]
+        states = torch.cat([states for row, tokens in parts for states in row.take(0, tokens)])
+        every = self._exits.propose(0, parts, self._depth.view(parts), states, each=True).scores.tolist()
+        ends = list(accumulate(len(row.tokens) for row in rows))
+        return [every[end - len(row.tokens) : end] for row, end in zip(rows, ends, strict=True)]
+
+    def _leave_at(self, checkpoint: int, rows: list[RowCycle]) -> list[RowCycle]:
+        """Draft from this checkpoint where the score allows it; returns the rows whose token goes deeper."""
+        asked = [row for row in rows if row.step.policy.draft_thresholds[checkpoint] <= 1.0]
+        if not asked:
+            return rows
+        parts = [(row, (row.headed[checkpoint], len(row.tokens))) for row in asked]
+        taken = [states for row, tokens in parts for states in row.take(checkpoint, tokens)]
+        states = torch.cat(taken) if len(taken) > 1 else taken[0]
+        proposal = self._exits.propose(checkpoint, parts, self._depth.view(parts), states)
+        scores, best_ids = self._to_host(proposal)
+        leaving: list[int] = []
+        for index, row in enumerate(asked):
+            row.headed[checkpoint] = len(row.tokens)
+            row.last_score = scores[index]
+            if not math.isfinite(scores[index]):
+                row.non_finite += 1
+            elif scores[index] >= row.step.policy.draft_thresholds[checkpoint]:
+                leaving.append(index)
+        choices = self._choose([asked[i] for i in leaving], [best_ids[i] for i in leaving], proposal.logits, leaving)
+        gone = set()
+        for index, choice in zip(leaving, choices, strict=True):
+            if choice is not None:
+                self._take(asked[index], checkpoint, scores[index], choice)
+                gone.add(id(asked[index]))
+        return [row for row in rows if id(row) not in gone]
+
+    def _to_host(self, proposal: Proposal) -> tuple[list[float], list[int]]:
+        """Scores and best tokens, in one transfer; ids are exact in float64."""
+        best = self._exits.shortlist[proposal.logits.argmax(-1)]
+        scores, ids = torch.stack((proposal.scores.double(), best.double())).tolist()
+        return scores, [int(i) for i in ids]
+
+    def _choose(
+        self, rows: Sequence[RowCycle], best_ids: Sequence[int], logits: torch.Tensor, where: Sequence[int]
+    ) -> list[Choice | None]:
+        """The exits' tokens as the rows' parameters ask for them; None where these leave nothing to choose.
+
+        `where` says which rows of the logits [T, S] are theirs."""
+        sampling = [row.sampling_row(len(row.tokens) - 1, stream=DRAFT_STREAM) for row in rows]
+        choices: list[Choice | None] = [Choice(best_id) for best_id in best_ids]
+        worked = [n for n, row in enumerate(sampling) if not row.params.is_greedy or needs_adjusting(row)]
+        wide = self._widened(logits[[where[n] for n in worked]]) if worked else None
+        if wide is not None:
+            after = [sampling[n] for n in worked]
+            drawn = [n for n, row in enumerate(after) if not row.params.is_greedy]
+            chances = probabilities_of(wide[drawn], [after[n] for n in drawn])[0] if drawn else None
+            for n, (place, token) in enumerate(zip(worked, sample(wide, after), strict=True)):
+                chance = chances[drawn.index(n)] if chances is not None and n in drawn else None
+                choices[place] = None if token.error is not None else Choice(token.token_id, chance)
+        for n, (row, choice) in enumerate(zip(rows, choices, strict=True)):
+            wants_logits = row.step.request.params.logprobs is not None and row.step.policy.skips_layers
+            if choice is not None and wants_logits:
+                choice.logits = self._widened(logits[[where[n]]])[0]
+        return choices
+
+    def _take(self, row: RowCycle, checkpoint: int, score: float, choice: Choice) -> None:
+        newest = len(row.tokens) - 1
+        leaves = score >= row.step.policy.exit_thresholds[checkpoint]
+        draft = Draft(choice.token_id, checkpoint, score, leaves, choice.probabilities, choice.logits)
+        if row.step.policy.skips_layers:
+            row.left_at[newest] = checkpoint
+            # By token and position, not by seed: an audit changes the K and V behind it, and greedy text has no seed.
+            if uniform(draft.token_id, row.step.start + newest, AUDIT_STREAM) < self._audit_share:
+                row.audited.add(newest)
+        row.drafts.append(draft)
+        row.tokens.append(draft.token_id)
+        row.last_score = None
+        request = row.step.request
+        ends = draft.token_id in request.params.stop_ids
+        row.stopped = ends or (draft.token_id in request.eos_ids and not request.params.ignore_eos)
+
+    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the shortlist, [T, S], as logits over the vocabulary, [T, V] float32: the rest cannot come."""
+        wide = torch.full((len(logits), self._vocab_size), -torch.inf, dtype=torch.float32, device=logits.device)
+        wide[:, self._exits.shortlist] = logits.float()
+        return wide

@@ -1,0 +1,156 @@
+"""The exit histogram and what stands behind it, counted from what ran. No torch here.
+
+The exit layer of a token says where its value was decided; it does not say what was saved. A draft that is verified has
+an early exit layer, and its deep layers ran all the same, in one pass with others. So layers run and deep passes are
+counted apart, and `layers_per_token` is of layers that truly ran, drafts that were dropped included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tide_core.errors import ConfigError
+from tide_core.request import Audit
+
+_COUNTS = ("layers_run", "deep_passes", "drafts", "accepted", "non_finite_scores")
+
+
+class ExitStats:
+    """Counts since the beginning or the last merge; not locked: one thread writes."""
+
+    def __init__(self, num_layers: int) -> None:
+        if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+            raise ConfigError("num_layers", num_layers, "an integer of at least 1")
+        self.num_layers = num_layers
+        self.tokens_per_layer: Counter[int] = Counter()
+        """Output tokens by exit layer; those that ran all layers are at `num_layers`."""
+        self.audits: Counter[Audit] = Counter()
+        """Output tokens by what full depth says about them."""
+        self.layers_run = 0
+        self.deep_passes = 0
+        """Passes through the last layer that gave a row its tokens, counted for each row."""
+        self.drafts = 0
+        self.accepted = 0
+        """Drafts that became output."""
+        self.non_finite_scores = 0
+
+    def record(
+        self,
+        exits: Iterable[tuple[int, Audit]],
+        *,
+        layers_run: int,
+        deep_passes: int = 0,
+        drafts: int = 0,
+        accepted: int = 0,
+        non_finite_scores: int = 0,
+    ) -> None:
+        """Add what one row did in one step: exit layer and audit of each token it gained, and what ran for it."""
+        for layer, audit in exits:
+            if not 1 <= layer <= self.num_layers:
+                raise ConfigError("exit_layer", layer, f"a layer in 1..{self.num_layers}")
+            self.tokens_per_layer[layer] += 1
+            self.audits[audit] += 1
+        self.layers_run += layers_run
+        self.deep_passes += deep_passes
+        self.drafts += drafts
+        self.accepted += accepted
+        self.non_finite_scores += non_finite_scores
+
+    def merge(self, other: ExitStats) -> None:
+        """Add the counts of another engine of the same model."""
+        if other.num_layers != self.num_layers:
+            raise ConfigError("num_layers", other.num_layers, f"{self.num_layers}: stats of one model")
+        self.tokens_per_layer.update(other.tokens_per_layer)
+        self.audits.update(other.audits)
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens_per_layer.total()
+
+    @property
+    def exits_per_layer(self) -> dict[int, int]:
+        """Tokens that left early, by the layer after which they did."""
+        return {
+            layer: self.tokens_per_layer[layer] for layer in sorted(self.tokens_per_layer) if layer < self.num_layers
+        }
+
+    @property
+    def total_exited(self) -> int:
+        return sum(self.exits_per_layer.values())
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens decided after all layers."""
+        return self.tokens_per_layer[self.num_layers]
+
+    @property
+    def exit_rate(self) -> float:
+        return _ratio(self.total_exited, self.total_tokens)
+
+    @property
+    def layers_per_token(self) -> float:
+        return _ratio(self.layers_run, self.total_tokens)
+
+    @property
+    def tokens_per_deep_pass(self) -> float:
+        return _ratio(self.total_tokens, self.deep_passes)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafts that became output; None without drafts."""
+        return self.accepted / self.drafts if self.drafts else None
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as JSON values; layers are strings, as JSON would have them."""
+        return {
+            "total_tokens": self.total_tokens,
+            "total_exited": self.total_exited,
+            "exit_rate": self.exit_rate,
+            "exits_per_layer": {str(layer): count for layer, count in self.exits_per_layer.items()},
+            "remaining_tokens": self.remaining_tokens,
+            "num_layers": self.num_layers,
+            "layers_run": self.layers_run,
+            "layers_per_token": self.layers_per_token,
+            "deep_passes": self.deep_passes,
+            "tokens_per_deep_pass": self.tokens_per_deep_pass,
+            "drafts": self.drafts,
+            "accepted": self.accepted,
+            "acceptance": self.acceptance,
+            "audits": {audit.value: self.audits[audit] for audit in Audit},
+            "non_finite_scores": self.non_finite_scores,
+        }
+
+    @classmethod
+    def from_summary(cls, values: Mapping[str, Any]) -> ExitStats:
+        """The stats a summary was made of, such as one of another process."""
+        try:
+            stats = cls(values["num_layers"])
+            stats.tokens_per_layer.update({int(layer): count for layer, count in values["exits_per_layer"].items()})
+            stats.tokens_per_layer[stats.num_layers] += values["remaining_tokens"]
+            stats.audits.update({Audit(audit): count for audit, count in values["audits"].items()})
+            for name in _COUNTS:
+                setattr(stats, name, int(values[name]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError("exit stats", f"{type(error).__name__}: {error}", "a whole summary") from error
+        return stats
+
+    def __str__(self) -> str:
+        """The histogram for people."""
+        lines = [f"Total tokens: {self.total_tokens}, Exited: {self.total_exited} ({self.exit_rate:.1%})"]
+        for layer, count in self.exits_per_layer.items():
+            lines.append(f"  Layer {layer}: {count} exits ({count / self.total_tokens:.1%})")
+        lines.append(f"  Decided after all {self.num_layers} layers: {self.remaining_tokens}")
+        ran = f"  Layers run per token: {self.layers_per_token:.1f}"
+        if self.deep_passes:
+            ran += f", tokens per deep pass: {self.tokens_per_deep_pass:.2f}"
+        if self.acceptance is not None:
+            ran += f", drafts accepted: {self.acceptance:.1%}"
+        return "\n".join([*lines, ran])
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

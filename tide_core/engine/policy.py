@@ -1,0 +1,72 @@
+"""From the contract a request names to thresholds at the checkpoint layers of the artefact. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tide_core.errors import RequestError
+from tide_core.request import DEFAULT_EPSILON, NO_EXITS, ExitPolicy, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """What calibration found for one checkpoint layer."""
+
+    layer: int
+    draft_threshold: float
+    exit_thresholds: dict[float, float]
+    """Epsilon to the least score that keeps it."""
+    fast_threshold: float | None
+    acceptance: tuple[float, ...] = ()
+    """Chance that a draft is right, by distance from the last deep state, given that those before it were."""
+
+
+def resolve_policy(params: SamplingParams, checkpoints: Sequence[CheckpointPolicy], num_layers: int) -> ExitPolicy:
+    """The policy of one request; refused by name if this engine cannot keep it."""
+    if params.min_layers > num_layers:
+        raise RequestError("min_layers", params.min_layers, f"at most the model's {num_layers} layers")
+    mode = params.mode or ("verified" if checkpoints else "full")
+    if mode == "full":
+        return NO_EXITS
+    if not checkpoints:
+        raise RequestError("mode", mode, "full: the engine has no artefact with exits")
+    epsilon = (params.epsilon or DEFAULT_EPSILON) if mode == "bounded" else None
+    drafts, exits = [], []
+    for checkpoint in checkpoints:
+        draft, leave = _thresholds(mode, epsilon, params.threshold, checkpoint)
+        if checkpoint.layer < params.min_layers or draft > 1.0:
+            draft = leave = math.inf
+        drafts.append(draft)
+        exits.append(leave)
+    return ExitPolicy(mode, tuple(drafts), tuple(exits), epsilon)
+
+
+def without_exits(policy: ExitPolicy) -> ExitPolicy:
+    """The policy a broken bound falls back to: drafts as before, each verified before it is emitted."""
+    return replace(policy, mode="verified", exit_thresholds=(math.inf,) * len(policy.exit_thresholds), epsilon=None)
+
+
+def _thresholds(
+    mode: str, epsilon: float | None, asked: float | None, checkpoint: CheckpointPolicy
+) -> tuple[float, float]:
+    """Least scores to draft and to leave at one checkpoint."""
+    if mode == "fast":
+        leave = checkpoint.fast_threshold if asked is None else asked
+        if leave is None:
+            expected = f"a threshold beside it: the artefact has none for fast at layer {checkpoint.layer}"
+            raise RequestError("mode", mode, expected)
+        return leave, leave
+    draft = checkpoint.draft_threshold if asked is None else asked
+    return draft, math.inf if epsilon is None else _certified(epsilon, checkpoint)
+
+
+def _certified(epsilon: float, checkpoint: CheckpointPolicy) -> float:
+    """The threshold of the largest calibrated epsilon that is at most the asked one."""
+    kept = [known for known in checkpoint.exit_thresholds if known <= epsilon + 1e-12]
+    if not kept:
+        known = ", ".join(f"{value:g}" for value in sorted(checkpoint.exit_thresholds)) or "none"
+        expected = f"at least one the artefact is calibrated for at layer {checkpoint.layer}: {known}"
+        raise RequestError("epsilon", epsilon, expected)
+    return checkpoint.exit_thresholds[max(kept)]

@@ -1,0 +1,149 @@
+"""What tells a loaded model from another: its `ModelIdentity`, equal on every machine and library version.
+
+Configuration and tokenizer are hashed by what they mean, not by their files, whose bytes depend on the version of
+transformers that wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+import torch
+
+from tide_core.errors import ModelError
+from tide_core.identity import ModelIdentity
+from tide_core.models import model_cache
+from tide_core.models.adapter import ModelAdapter
+from tide_core.models.folder import weight_files
+from tide_core.models.resolver import ResolvedModel
+
+NUM_SAMPLED_WEIGHTS = 32
+NUM_SAMPLED_VALUES = 8
+
+# What the forward of the known families depends on. A list of what to leave out instead would break with every key a
+# library version adds; a key of a future family that is missing here leaves the weights to tell models apart.
+CONFIG_KEYS = (
+    # sizes
+    *("model_type", "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "ffn_dim"),
+    *("ffn_hidden_size", "num_hidden_layers", "n_layer", "word_embed_proj_dim", "max_position_embeddings"),
+    *("n_positions", "tie_word_embeddings"),
+    # attention
+    *("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "head_dim", "multi_query"),
+    *("new_decoder_architecture", "alibi", "attention_bias", "bias", "qk_layernorm", "query_pre_attn_scalar"),
+    *("attn_logit_softcapping", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "layer_types"),
+    *("sliding_window", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    # positions
+    *("rope_parameters", "rope_interleave", "original_max_position_embeddings"),
+    # norms, activations, order
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layer_norm_elementwise_affine"),
+    *("do_layer_norm_before", "_remove_final_layer_norm", "num_ln_in_parallel_attn", "parallel_attn"),
+    *("use_parallel_residual", "hidden_act", "hidden_activation", "activation", "activation_function", "mlp_bias"),
+    *("enable_bias", "final_logit_softcapping"),
+    # experts
+    *("num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+    *("first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor"),
+)
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def identify(model: Any, tokenizer: Any, resolved: ResolvedModel | None) -> ModelIdentity:
+    """The identity of a loaded model. `resolved` says where it came from; None if it was never on disk."""
+    adapter = ModelAdapter(model, paged=False)
+    return ModelIdentity(
+        name=resolved.name if resolved is not None else type(model).__name__,
+        architecture=type(model).__name__,
+        num_layers=adapter.num_layers,
+        width=int(model.config.hidden_size),
+        vocab_size=adapter.vocab_size,
+        config_sha256=config_digest(model.config),
+        tokenizer_sha256=tokenizer_digest(tokenizer),
+        revision=_revision(resolved),
+        weights_sha256=weights_digest(resolved) if resolved is not None else None,
+        weights_sample=weights_sample(model),
+        dtype=str(adapter.dtype).removeprefix("torch."),
+    )
+
+
+def config_digest(config: Any) -> str:
+    """Over the settings the forward depends on. What is unset or false counts as not there, so that a switch which a
+    library version adds in its off position changes nothing."""
+    values = {key: value for key, value in config.to_dict().items() if value is not None and value is not False}
+    return _digest({key: values[key] for key in CONFIG_KEYS if key in values})
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Over which token has which id, how tokens are merged, and the tokens that begin and end a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    inner = json.loads(backend.to_str())["model"] if backend is not None else {}
+    vocabulary = inner.get("vocab")
+    return _digest(
+        {
+            "ids": sorted(tokenizer.get_vocab().items()),
+            "kind": inner.get("type"),
+            "merges": [m.split(" ") if isinstance(m, str) else m for m in inner.get("merges") or ()],
+            "scores": vocabulary if isinstance(vocabulary, list) else None,  # of unigram models
+            "ends": [_text(tokenizer.bos_token), _text(tokenizer.eos_token)],
+        }
+    )
+
+
+def weights_digest(resolved: ResolvedModel) -> str:
+    """Over the digests of the weight files, by name: those `resolve` has just checked, else from reading the files."""
+    manifest = model_cache.read_manifest(resolved.path) if resolved.source in ("demo", "gguf") else None
+    listed = manifest["files"] if manifest is not None else {}
+    whole = hashlib.sha256()
+    try:
+        for path in weight_files(resolved.path):
+            digest = listed[path.name]["sha256"] if path.name in listed else model_cache.sha256(path)
+            whole.update(f"{path.name} {digest}\n".encode())
+    except OSError as error:
+        raise ModelError("model folder", resolved.path, f"readable files: {error.strerror or error}") from error
+    return whole.hexdigest()
+
+
+def weights_sample(model: Any) -> dict[str, tuple[float, ...]]:
+    """A few values of a few weights, evenly spaced. Weights that are tied count once."""
+    weights = sorted(model.named_parameters(), key=lambda named: named[0])
+    sample = {}
+    for which in _spread(len(weights), NUM_SAMPLED_WEIGHTS):
+        name, weight = weights[which]
+        places = torch.tensor(_spread(weight.numel(), NUM_SAMPLED_VALUES), device=weight.device)
+        values = weight.detach()[torch.unravel_index(places, weight.shape)]
+        sample[name] = tuple(values.double().tolist())
+    return sample
+
+
+def _spread(length: int, most: int) -> list[int]:
+    """Up to `most` indices below `length`, evenly spaced from the first to the last."""
+    if length <= most:
+        return list(range(length))
+    return [index * (length - 1) // (most - 1) for index in range(most)]
+
+
+def _revision(resolved: ResolvedModel | None) -> str | None:
+    """A snapshot in the hub cache is a folder named after its commit."""
+    if resolved is None or resolved.source != "hub" or not _COMMIT.fullmatch(resolved.path.name):
+        return None
+    return resolved.path.name
+
+
+def _text(token: Any) -> str | None:
+    return None if token is None else str(token)
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _canonical(value: object) -> object:
+    """10000 and 10000.0 are one number, and keys are text."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {str(key): _canonical(entry) for key, entry in value.items()}
+    return [_canonical(entry) for entry in value] if isinstance(value, (list, tuple)) else value

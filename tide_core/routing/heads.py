@@ -1,0 +1,227 @@
+"""Exit heads: small learned modules that turn the state at a checkpoint layer into features of the full-depth state.
+
+One interface for all kinds. A head sees tokens flat, [T, D], whatever rows they belong to. It yields features [T, D]
+that take the place of the last layer's output: the model's own final norm and (a shortlist of) its own output
+embedding turn them into logits, and a router scores them.
+
+    identity   z = h
+    affine     z = M·y
+    mlp        z = M·y + SwiGLU(y)
+    block      the same, with or without the SwiGLU, then one decoder block with attention of its own
+
+with y = norm(h), or y = [norm(h); norm(g)] + e_j when the head is fed with g, the final-norm state of the last position
+of the row that has run deep, j positions back (e_0: there is none). M starts as "take norm(h)". Everything else that
+is learned starts at zero output, so an untrained head of any kind is a plain guess and never a wild one.
+
+The attention of a block is not in here: the caller hands it over as a function. In the engine it writes and reads the
+paged pool, in training it is dense. The block has rotary positions of its own, whatever the model uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tide_core.errors import ConfigError
+from tide_core.kernels import Kernels, reference_kernels
+
+HEAD_KINDS = ("identity", "affine", "mlp", "block")
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [T, Hq, S], keys and values [T, Hk, S], all with positions applied, to [T, Hq, S]."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Shape of a head; everything its tensors' sizes follow from."""
+
+    kind: str
+    width: int
+    """Of the model's states."""
+    deep: bool = False
+    """Whether the head is fed with the last deep state."""
+    max_distance: int = 0
+    """Farthest deep state the head knows, in positions; what lies farther back counts as this far."""
+    hidden: int = 0
+    """Width of the SwiGLU; 0 for none."""
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_size: int = 0
+    ffn: int = 0
+    """Width of the block's own SwiGLU."""
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.kind not in HEAD_KINDS:
+            raise ConfigError("head.kind", self.kind, f"one of {', '.join(HEAD_KINDS)}")
+        sizes = ("width", "max_distance", "hidden", "num_heads", "num_kv_heads", "head_size", "ffn")
+        for name in sizes:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**20:
+                raise ConfigError(f"head.{name}", value, "an integer in 0..1048576")
+        if not self.width:
+            raise ConfigError("head.width", self.width, "at least 1")
+        if self.deep != bool(self.max_distance) or (self.deep and self.kind == "identity"):
+            expected = "above 0 exactly for heads fed with the deep state, which identity heads never are"
+            raise ConfigError("head.max_distance", self.max_distance, expected)
+        if bool(self.hidden) != (self.kind == "mlp") and self.kind != "block":
+            raise ConfigError("head.hidden", self.hidden, "above 0 for mlp heads, 0 for identity and affine ones")
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.ffn)
+        if self.kind != "block":
+            if any(shape):
+                raise ConfigError("head.num_heads, num_kv_heads, head_size, ffn", shape, f"0 for {self.kind} heads")
+        elif not all(shape) or self.num_heads % self.num_kv_heads or self.head_size % 2:
+            expected = "above 0, whole groups of query heads per KV head, an even head size"
+            raise ConfigError("head.num_heads, num_kv_heads, head_size, ffn", shape, expected)
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
+                raise ConfigError(f"head.{name}", value, "a number above 0")
+
+    @property
+    def input_width(self) -> int:
+        return self.width * (2 if self.deep else 1)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the head keeps K and V of its own."""
+        return self.kind == "block"
+
+
+class ExitHead(nn.Module):
+    """A head of any kind. `embed` first, then `refine`; `keys_values` alone where only the KV is wanted."""
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kernels: Kernels = reference_kernels()
+        if spec.kind == "identity":
+            return
+        self.state_norm = HeadRMSNorm(spec.width, spec.norm_eps)
+        self.mix = nn.Linear(spec.input_width, spec.width)
+        if spec.deep:
+            self.deep_norm = HeadRMSNorm(spec.width, spec.norm_eps)
+            self.distance = nn.Embedding(spec.max_distance + 1, spec.input_width)
+        if spec.hidden:
+            self.mlp = HeadMLP(spec.input_width, spec.hidden, spec.width)
+        if spec.attends:
+            self.block = HeadBlock(spec)
+        self._reset()
+
+    def _reset(self) -> None:
+        nn.init.eye_(self.mix.weight)  # rows of [norm(h); ...]: the first D columns are the identity
+        nn.init.zeros_(self.mix.bias)
+        if self.spec.deep:
+            nn.init.zeros_(self.distance.weight)
+        if self.spec.hidden:
+            nn.init.zeros_(self.mlp.down_proj.weight)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def embed(self, states: Tensor, deep: Tensor | None = None, distances: Tensor | None = None) -> Tensor:
+        """States at the checkpoint [T, D], deep states [T, D] and their distances [T] to what enters the block [T, D].
+
+        A distance of 0 says that there is no deep state; the row of `deep` is then ignored."""
+        if self.spec.kind == "identity":
+            return states
+        inputs = self.state_norm(states)
+        if self.spec.deep:
+            assert deep is not None, "this head is fed with the last deep state"
+            assert distances is not None, "and with how far back that is"
+            known = (distances > 0).unsqueeze(-1)
+            deep = self.deep_norm(deep.masked_fill(~known, 0.0))  # before the norm: gradients must not see it either
+            inputs = torch.cat((inputs, deep), -1) + self.distance(distances.clamp(max=self.spec.max_distance))
+        mixed: Tensor = self.mix(inputs)
+        return mixed + self.mlp(inputs) if self.spec.hidden else mixed
+
+    def refine(self, embedded: Tensor, positions: Tensor, attend: Attend | None = None) -> Tensor:
+        """What `embed` gave, [T, D], and positions [T], to the features [T, D]."""
+        if not self.spec.attends:
+            return embedded
+        assert attend is not None, "a block head needs its attention"
+        refined: Tensor = self.block(embedded, *self._rotations(positions, embedded.dtype), attend, self.kernels)
+        return refined
+
+    def keys_values(self, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [T, Hk, S] of the block for what `embed` gave, and nothing else of it."""
+        _, key, value = self.block.project(
+            self.block.attention_norm(embedded), *self._rotations(positions, embedded.dtype), self.kernels, query=False
+        )
+        return key, value
+
+    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position, [T, S] each, for halves that are rotated together."""
+        steps = torch.arange(0, self.spec.head_size, 2, device=positions.device, dtype=torch.float32)
+        frequencies = self.spec.rope_theta ** (-steps / self.spec.head_size)
+        angles = positions.float().unsqueeze(-1) * frequencies
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class HeadBlock(nn.Module):
+    """One decoder block: attention and SwiGLU, each on the normed state and added to it. Starts as the identity."""
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        width, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        self.attention_norm = HeadRMSNorm(spec.width, spec.norm_eps)
+        self.q_proj = nn.Linear(spec.width, width, bias=False)
+        self.k_proj = nn.Linear(spec.width, keys, bias=False)
+        self.v_proj = nn.Linear(spec.width, keys, bias=False)
+        self.o_proj = nn.Linear(width, spec.width, bias=False)
+        self.mlp_norm = HeadRMSNorm(spec.width, spec.norm_eps)
+        self.mlp = HeadMLP(spec.width, spec.ffn, spec.width)
+        nn.init.zeros_(self.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
+        query, key, value = self.project(self.attention_norm(states), cos, sin, kernels)
+        assert query is not None
+        states = states + self.o_proj(attend(query, key, value).flatten(-2))
+        refined: Tensor = states + self.mlp(self.mlp_norm(states))
+        return refined
+
+    def project(
+        self, normed: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels, *, query: bool = True
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Queries (if asked for), keys and values of normed states [T, D], positions applied."""
+        size = self.spec.head_size
+        queries = kernels.rotary(self.q_proj(normed).unflatten(-1, (-1, size)), cos, sin) if query else None
+        keys = kernels.rotary(self.k_proj(normed).unflatten(-1, (-1, size)), cos, sin)
+        return queries, keys, self.v_proj(normed).unflatten(-1, (-1, size))
+
+
+class HeadRMSNorm(nn.Module):
+    """As Llama's; the attribute names are those that kernels are matched by."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * scaled.to(states.dtype)
+
+
+class HeadMLP(nn.Module):
+    """SwiGLU without biases; the attribute names are those that kernels are matched by."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(inputs, hidden, bias=False)
+        self.up_proj = nn.Linear(inputs, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, outputs, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, states: Tensor) -> Tensor:
+        gated: Tensor = self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+        return gated
