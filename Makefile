@@ -78,8 +78,9 @@ protos: ## Generate the gRPC stubs from protos/
 	@if [ -z "$$(find protos -name '*.proto')" ]; then echo "protos: no schema in protos/ yet, nothing to generate"; \
 	else echo "protos: there are schemas and no generator yet"; exit 1; fi
 
-bench: setup ## Measure the engine on the demo model and check it against its bars
+bench: setup ## Measure the engine and its modes on the demo model and check them against their bars
 	@echo "bench: benchmarks/engine.py"; $(BIN)/python benchmarks/engine.py
+	@echo "bench: benchmarks/modes.py (about 25 minutes on 2 cores)"; $(BIN)/python benchmarks/modes.py
 
 wheel: setup ## Build a wheel with the native module into dist/
 	@echo "wheel: building"; $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w dist .

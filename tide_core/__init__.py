@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tide_core.config import EngineConfig
     from tide_core.engine.engine import Completion, Engine
+    from tide_core.engine.exit_stats import ExitStats
     from tide_core.errors import (
+        ArtefactError,
         ConfigError,
         EngineBusyError,
         EngineDeadError,
@@ -20,12 +22,18 @@ if TYPE_CHECKING:
         RequestError,
         TideError,
     )
-    from tide_core.request import FinishReason, RequestOutput, SamplingParams, TokenOutput, Usage
+    from tide_core.request import Audit, FinishReason, RequestOutput, SamplingParams, TokenOutput, Usage
     from tide_core.stats import EngineStats
+    from tide_core.tide.calibrate import calibrate
+    from tide_core.tide.config import TIDEConfig
+    from tide_core.tide.runtime import TIDE
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "TIDE",
+    "ArtefactError",
+    "Audit",
     "Completion",
     "ConfigError",
     "Engine",
@@ -34,21 +42,28 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "EngineStats",
+    "ExitStats",
     "FinishReason",
     "ModelError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "TIDEConfig",
     "TideError",
     "TokenOutput",
     "Usage",
+    "calibrate",
 ]
 
 _HOMES = {
     "tide_core.config": ("EngineConfig",),
     "tide_core.engine.engine": ("Completion", "Engine"),
-    "tide_core.request": ("FinishReason", "RequestOutput", "SamplingParams", "TokenOutput", "Usage"),
+    "tide_core.engine.exit_stats": ("ExitStats",),
+    "tide_core.request": ("Audit", "FinishReason", "RequestOutput", "SamplingParams", "TokenOutput", "Usage"),
     "tide_core.stats": ("EngineStats",),
+    "tide_core.tide.calibrate": ("calibrate",),
+    "tide_core.tide.config": ("TIDEConfig",),
+    "tide_core.tide.runtime": ("TIDE",),
 }
 
 

@@ -10,7 +10,19 @@ from tide_core.config import EngineConfig
 from tide_core.errors import RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams, TokenOutput, Usage
 
-USAGE = Usage(prompt_tokens=3, output_tokens=2, cached_tokens=1, queue_s=0.1, first_token_s=0.2, total_s=0.5)
+USAGE = Usage(
+    prompt_tokens=3,
+    output_tokens=2,
+    cached_tokens=1,
+    layers_run=7,
+    deep_passes=1,
+    num_drafts=3,
+    num_accepted=1,
+    exits={4: 1, 1: 1},
+    queue_s=0.1,
+    first_token_s=0.2,
+    total_s=0.5,
+)
 
 
 def outputs(texts: Sequence[str], reason: FinishReason = FinishReason.LENGTH) -> list[RequestOutput]:
@@ -33,6 +45,7 @@ class FakeEngine:
         self.params: list[SamplingParams] = []
         self.refused: dict[Any, RequestError] = {}
         self.num_aborted = 0
+        self.artefact: str | None = None
         self.closed = False
 
     def __enter__(self) -> FakeEngine:
@@ -42,11 +55,12 @@ class FakeEngine:
         self.closed = True
 
     def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(kernels="none")
+        return SimpleNamespace(kernels="none", artefact=self.artefact, exits={"num_layers": 4})
 
-    def make_request(self, prompt: Any, params: SamplingParams) -> None:
+    def make_request(self, prompt: Any, params: SamplingParams) -> SimpleNamespace:
         if (error := self.refused.get(str(prompt))) is not None:
             raise error
+        return SimpleNamespace(prompt_ids=(1, 2, 3))
 
     def stream_blocking(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         self.make_request(prompt, params)

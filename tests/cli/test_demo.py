@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 from collections.abc import Callable
 
 import pytest
+
+from tide_core.engine.assemble import DEMO_ARTEFACT
 
 pytestmark = pytest.mark.demo
 COMMAND = [sys.executable, "-m", "tide_core.cli", "generate", "--model", "demo"]
@@ -23,12 +26,22 @@ def test_the_capital_of_france_is_paris_as_text_and_as_json_lines() -> None:
     assert (text.returncode, text.stderr) == (0, "")
     assert "Paris" in text.stdout
 
-    lines = subprocess.run([*COMMAND, PROMPT, "--max-tokens", "8", "--json"], capture_output=True, text=True)
+    full = [*COMMAND, PROMPT, "--max-tokens", "8", "--mode", "full", "--json"]
+    lines = subprocess.run(full, capture_output=True, text=True)
     assert (lines.returncode, lines.stderr) == (0, "")
     *tokens, final = (json.loads(line) for line in lines.stdout.splitlines())
     assert "".join(token["text"] for token in tokens) == final["text"] == text.stdout
     assert {token["exit_layer"] for token in tokens} == {30}
     assert final["usage"]["output_tokens"] == len(tokens) == 8
+
+
+@pytest.mark.skipif(not DEMO_ARTEFACT.is_dir(), reason="no artefact for the demo model")
+def test_exits_are_shown_and_the_text_is_that_of_full_depth() -> None:
+    done = subprocess.run([*COMMAND, PROMPT, "--max-tokens", "32", "--show-exits"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Paris" in done.stdout
+    assert len(set(re.findall(r"\[(\d+)\]", done.stdout))) > 1
+    assert re.search(r"verified [\d.]+ tok/s, full depth [\d.]+ tok/s: [\d.]+x, output identical", done.stderr)
 
 
 def test_ctrl_c_midway_is_130_without_a_traceback(start: Start) -> None:

@@ -46,7 +46,8 @@ def test_every_option_reaches_the_engine(tide: Tide, use_engine: UseEngine) -> N
     engine = use_engine()
     options = (
         "--model some/where --max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --stop a "
-        "--stop b --mode full --logprobs 2 --ignore-eos --json --dtype bfloat16 --device cpu --threads 2 --max-rows 700"
+        "--stop b --mode full --logprobs 2 --ignore-eos --json --dtype bfloat16 --device cpu --threads 2 "
+        "--max-rows 700 --min-layers 3 --artefact some/exits --drafts 5"
     )
     assert tide("generate", "Say", *options.split())[0] == 0
     params, settings = engine.params[0], engine.settings
@@ -64,7 +65,26 @@ def test_every_option_reaches_the_engine(tide: Tide, use_engine: UseEngine) -> N
         "cpu",
         2,
     )
-    assert settings.max_rows == 700
+    assert (settings.max_rows, settings.artefact, settings.drafts) == (700, "some/exits", 5)
+    assert params.min_layers == 3
+    assert tide("generate", "Say", "--mode", "bounded", "--epsilon", "0.05")[0] == 0
+    assert tide("generate", "Say", "--mode", "fast", "--threshold", "0.7")[0] == 0
+    assert [(p.mode, p.epsilon, p.threshold) for p in engine.params[1:]] == [
+        ("bounded", 0.05, None),
+        ("fast", None, 0.7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "artefact"),
+    [("", "auto"), ("--mode verified", "auto"), ("--mode full", "none"), ("--mode full --artefact x", "x")],
+)
+def test_mode_full_loads_no_exits_unless_they_are_named(
+    tide: Tide, use_engine: UseEngine, options: str, artefact: str
+) -> None:
+    engine = use_engine()
+    assert tide("generate", "Say", *options.split())[0] == 0
+    assert engine.settings.artefact == artefact
 
 
 def test_json_lines_hold_each_token_and_a_final_object(tide: Tide, use_engine: UseEngine) -> None:
@@ -72,9 +92,10 @@ def test_json_lines_hold_each_token_and_a_final_object(tide: Tide, use_engine: U
     code, out, err = tide("generate", "Say", "--json")
     *tokens, final = lines_of(out)
     assert (code, err) == (0, "")
+    about = {"exit_layer": 4, "score": None, "audit": "verified", "mode": "full"}
     assert tokens == [
-        {"type": "token", "request": 0, "index": 0, "id": 100, "text": "Hel", "exit_layer": 4},
-        {"type": "token", "request": 0, "index": 1, "id": 101, "text": "lo", "exit_layer": 4},
+        {"type": "token", "request": 0, "index": 0, "id": 100, "text": "Hel", **about},
+        {"type": "token", "request": 0, "index": 1, "id": 101, "text": "lo", **about},
     ]
     assert final == {
         "type": "final",
@@ -82,6 +103,16 @@ def test_json_lines_hold_each_token_and_a_final_object(tide: Tide, use_engine: U
         "text": "Hello",
         "finish_reason": "length",
         "usage": {"prompt_tokens": 3, "output_tokens": 2, "cached_tokens": 1},
+        "exits": {
+            "by_layer": {"1": 1, "4": 1},
+            "layers_run": 7,
+            "layers_per_token": 3.5,
+            "deep_passes": 1,
+            "tokens_per_deep_pass": 2.0,
+            "drafts": 3,
+            "accepted": 1,
+            "acceptance": 0.3333,
+        },
         "timings": {"queue_s": 0.1, "first_token_s": 0.2, "total_s": 0.5, "tokens_per_s": 4.0},
         "model": "fake",
         "mode": "full",
@@ -131,7 +162,16 @@ def test_none_or_two_prompt_sources_are_refused(tide: Tide, use_engine: UseEngin
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--temperature", "nan"), ("--max-tokens", "0"), ("--top-p", "0"), ("--mode", "quick"), ("--logprobs", "1")],
+    [
+        ("--temperature", "nan"),
+        ("--max-tokens", "0"),
+        ("--top-p", "0"),
+        ("--mode", "quick"),
+        ("--logprobs", "1"),
+        ("--epsilon", "0.1"),
+        ("--threshold", "3"),
+        ("--drafts", "99"),
+    ],
 )
 def test_a_bad_value_is_one_line_and_code_2_before_the_model_is_loaded(
     tide: Tide, use_engine: UseEngine, option: str, value: str

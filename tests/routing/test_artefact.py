@@ -36,7 +36,7 @@ from tide_core.identity import ModelIdentity
 from tide_core.models.identity import identify
 from tide_core.routing import folder as files
 from tide_core.routing.artefact import Checkpoint, FastPoint, FileEntry, RiskThreshold, load_artefact, save_artefact
-from tide_core.routing.strict_json import read
+from tide_core.routing.strict_json import plain, read
 
 Values = dict[str, Any]
 HEADS, MANIFEST = "heads.safetensors", "manifest.json"
@@ -190,8 +190,11 @@ def test_sampled_weights_decide_where_a_digest_is_not_known(original: Path) -> N
     assert load_artefact(original, sampled(1.0, "float32"))
     for scale, dtype in ((1.003, "bfloat16"), (1.0004, "float16")):
         assert load_artefact(original, sampled(scale, dtype))
-    for scale, dtype in ((1.00001, "float32"), (1.03, "bfloat16"), (1.005, "float16"), (float("nan"), "bfloat16")):
-        refused(original, f"weights_sample[{name!r}]", f"{values[-1] * scale:.6g}", model=sampled(scale, dtype))
+    for scale, dtype in ((1.0000001, "float32"), (1.03, "bfloat16"), (1.005, "float16"), (float("nan"), "bfloat16")):
+        sides = repr(values[-1]), repr(values[-1] * scale)
+        refused(original, f"weights_sample[{name!r}][7]", *sides, model=sampled(scale, dtype))
+    fewer = {**known.weights_sample, name: values[:-1]}
+    refused(original, "8", "7", model=replace(known, weights_sample=fewer))
     refused(original, "weights_sample", "one side", model=replace(known, weights_sample={"other": (1.0,)}))
     refused(original, "weights_sample", model=replace(known, weights_sample={}))
 
@@ -451,6 +454,14 @@ def test_a_value_that_cannot_be_is_refused_by_its_place(path: tuple[Any, ...], v
     assert error.field.startswith(("manifest.", "file ", "tensor "))
 
 
+@pytest.mark.parametrize(("index", "layer"), [(0, 0), (0, 3), (1, 1), (1, 4)])
+def test_a_layer_that_is_none_the_last_twice_or_out_of_order_is_refused_as_such(
+    index: int, layer: int, artefact: Path
+) -> None:
+    edit_manifest(artefact, lambda values: values["checkpoints"][index].update(layer=layer))
+    assert ".layer" in refused(artefact, "manifest.checkpoints[").field
+
+
 def test_infinite_numbers_are_refused_by_their_place(artefact: Path) -> None:
     text = (artefact / MANIFEST).read_text()
     (artefact / MANIFEST).write_text(text.replace('"draft_threshold": 0.0', '"draft_threshold": 1e999', 1))
@@ -701,3 +712,6 @@ def test_a_record_names_the_place_of_what_it_refuses() -> None:
     with pytest.raises(ArtefactError) as caught:
         read(FileEntry, {"sha256": "0" * 64, "size": "1"}, "manifest.files['x']")
     assert str(caught.value) == "manifest.files['x'].size: got '1', expected an integer"
+    sample = plain(identity()) | {"weights_sample": {"w": [1, 10**400]}}
+    with pytest.raises(ArtefactError, match="a finite number"):
+        read(ModelIdentity, sample, "model")

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
+from tide_core.cli.calibrate import calibrate
+from tide_core.cli.eval import evaluate
 from tide_core.cli.generate import generate
+from tide_core.cli.inspect import inspect
+from tide_core.cli.verdict import verdict
 
 app = typer.Typer(
     name="tide",
@@ -18,6 +22,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("generate")(generate)
+app.command("calibrate")(calibrate)
+app.command("inspect")(inspect)
+app.command("eval")(evaluate)
+app.command("verdict")(verdict)
 
 
 def _print_version(asked: bool) -> None:

@@ -20,14 +20,14 @@ from typing import ParamSpec
 
 import typer
 
-from tide_core.errors import ConfigError, ModelError, RequestError, TideError
+from tide_core.errors import ArtefactError, ConfigError, ModelError, RequestError, TideError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
 
-CLIENT_ERRORS = (RequestError, ConfigError, ModelError)
+CLIENT_ERRORS = (RequestError, ConfigError, ModelError, ArtefactError)
 
 logger = logging.getLogger("tide.cli")
 P = ParamSpec("P")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tide_core.cli import chats, console, prompts, runs
+from tide_core.cli import chats, console, exit_report, prompts, runs
 from tide_core.cli.exits import with_exit_code
-from tide_core.cli.output import JsonWriter, OrderedTextWriter, TextWriter, Writer
+from tide_core.cli.output import JsonWriter, OrderedTextWriter, TextWriter, Writer, write_json
+from tide_core.cli.paint import exit_paint, plain
 from tide_core.cli.prompts import PromptItem
 from tide_core.cli.tally import Tally
 from tide_core.config import DEVICES, DTYPES, EngineConfig
 from tide_core.errors import RequestError
 from tide_core.request import MODES, SamplingParams
-
-if TYPE_CHECKING:
-    from tide_core.engine.engine import Engine
 
 PARAMS = SamplingParams()
 SETTINGS = EngineConfig()
@@ -48,7 +46,41 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given again.")
     ] = None,
-    mode: Annotated[str, typer.Option(help=f"The contract: {', '.join(MODES)}.")] = PARAMS.mode,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The contract: {', '.join(MODES)}. If not given: verified with an artefact, full without one."
+        ),
+    ] = PARAMS.mode,
+    epsilon: Annotated[
+        float | None, typer.Option(help="With mode bounded: most disagreement with full depth, per token.")
+    ] = PARAMS.epsilon,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Least router score to draft (verified) or to leave (fast); calibrated if not given."),
+    ] = PARAMS.threshold,
+    min_layers: Annotated[int, typer.Option(help="No exit before this many layers.")] = PARAMS.min_layers,
+    artefact: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The calibrated exits; auto: those shipped for the demo model; none: full depth. If not given: auto, "
+            "but none for mode full.",
+        ),
+    ] = None,
+    drafts: Annotated[
+        int | None, typer.Option(help="Drafts per cycle; as many as pay on this machine if not given.")
+    ] = SETTINGS.drafts,
+    show_exits: Annotated[
+        bool,
+        typer.Option(
+            "--show-exits",
+            help="Show after how many layers each piece of text was decided: by colour on a terminal, inverse where "
+            "full depth disagreed; elsewhere by [LAYER] before it and [LAYER!] where it disagreed. Then run the same "
+            "prompts at full depth too, and print both speeds on standard error (with --json: as a last object). A "
+            "chat on a terminal gets colours only.",
+        ),
+    ] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of the chosen and of this many likeliest tokens.")
     ] = PARAMS.logprobs,
@@ -77,6 +109,9 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
         mode=mode,
+        epsilon=epsilon,
+        threshold=threshold,
+        min_layers=min_layers,
         logprobs=logprobs,
         ignore_eos=ignore_eos,
     )
@@ -84,6 +119,8 @@ def generate(
         model=model,
         dtype=dtype,
         device=device,
+        artefact=artefact or ("none" if mode == "full" and not show_exits else SETTINGS.artefact),
+        drafts=drafts,
         num_threads=threads,
         max_rows=max_rows,
         max_batch_tokens=max(SETTINGS.max_batch_tokens, max_rows),
@@ -94,18 +131,42 @@ def generate(
         engine = runs.open_engine(settings)
     with engine:
         runs.check_all(engine, items, params)
-        writer = _writer(engine, params, json_lines=json_lines, many=file is not None)
+        about = engine.stats()
+        contract = params.mode or ("full" if about.artefact is None else "verified")
+        paint = exit_paint(about.exits["num_layers"])
+        shown = paint if show_exits else plain
+        writer: Writer = OrderedTextWriter(shown) if file is not None else TextWriter(shown)
+        if json_lines:
+            writer = JsonWriter(model=engine.model_name, mode=contract, kernels=about.kernels)
         if not items:
             chats.talk(engine, params, writer.put)
             return
-        tally = Tally(writer.put)
-        if file is None:
-            runs.answer(engine, items[0].prompt, params, tally.put)
-        else:
+
+        def run(params: SamplingParams, put: runs.Put) -> None:
+            if file is None:
+                runs.answer(engine, items[0].prompt, params, put)
+                return
             with console.progress(len(items), quiet=quiet) as bar:
-                runs.answer_many(engine, items, params, tally.put, on_end=bar.update)
-        console.note(f"{tally.summary()}, {engine.model_name}, {engine.stats().kernels} kernels", quiet=quiet)
-    tally.raise_failures()
+                runs.answer_many(engine, items, params, put, on_end=bar.update)
+
+        reports = show_exits and not quiet
+        compares = reports and contract != "full"
+        if compares:
+            with console.status("warming up", quiet=quiet):
+                exit_report.warm_up(engine, items[0].prompt, params)
+        tally = Tally(writer.put)
+        run(params, tally.put)
+        console.note(f"{tally.summary()}, {engine.model_name}, {about.kernels} kernels", quiet=quiet)
+        tally.raise_failures()
+        if reports and not json_lines:
+            exit_report.tell(*exit_report.lines(exit_report.stats_of(tally, about.exits["num_layers"]), paint))
+        if compares:
+            with console.status("timing full depth", quiet=quiet):
+                comparison = exit_report.compare(run, params, contract, tally)
+            if json_lines:
+                write_json({"type": "comparison", **comparison.fields()})
+            else:
+                exit_report.tell(str(comparison))
 
 
 def _items(prompt: str | None, file: Path | None, *, chat: bool) -> list[PromptItem]:
@@ -122,9 +183,3 @@ def _items(prompt: str | None, file: Path | None, *, chat: bool) -> list[PromptI
         return []
     text = prompts.text_of(prompts.STDIN if prompt is None else prompt)
     return [PromptItem(prompts.user_message(text) if chat else text)]
-
-
-def _writer(engine: Engine, params: SamplingParams, *, json_lines: bool, many: bool) -> Writer:
-    if json_lines:
-        return JsonWriter(model=engine.model_name, mode=params.mode, kernels=engine.stats().kernels)
-    return OrderedTextWriter() if many else TextWriter()

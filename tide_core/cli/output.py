@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from typing import Any, Protocol
 
+from tide_core.cli.paint import Paint, plain
 from tide_core.request import RequestOutput, TokenOutput, Usage
 
 
@@ -20,10 +21,13 @@ class Writer(Protocol):
 
 
 class TextWriter:
-    """The text of one request after another, piece by piece, and nothing else."""
+    """The text of one request after another, piece by piece, and nothing else but what `paint` puts round it."""
+
+    def __init__(self, paint: Paint = plain) -> None:
+        self._paint = paint
 
     def put(self, request: int, output: RequestOutput) -> None:
-        text = "".join(token.text for token in output.tokens)
+        text = "".join(self._paint(request, token) for token in output.tokens)
         if text:
             write(text)
         if output.finished and sys.stdout.isatty():
@@ -33,13 +37,14 @@ class TextWriter:
 class OrderedTextWriter:
     """Answers of many requests in their order; each is printed when it and all before it are done."""
 
-    def __init__(self) -> None:
+    def __init__(self, paint: Paint = plain) -> None:
+        self._paint = paint
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
         self._done: set[int] = set()
         self._next = 0
 
     def put(self, request: int, output: RequestOutput) -> None:
-        self._texts[request] += [token.text for token in output.tokens]
+        self._texts[request] += [self._paint(request, token) for token in output.tokens]
         if output.finished:
             self._done.add(request)
         while self._next in self._done:
@@ -65,7 +70,12 @@ class JsonWriter:
         if output.finish_reason is not None:
             lines.append({"type": "final", "request": request, **_final(output, "".join(texts)), **self._about})
             del self._texts[request]
-        write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+        write_json(*lines)
+
+
+def write_json(*values: dict[str, Any]) -> None:
+    """One line each."""
+    write("".join(json.dumps(value, allow_nan=False) + "\n" for value in values))
 
 
 def write(text: str) -> None:
@@ -81,7 +91,14 @@ def tokens_per_s(num_tokens: int, seconds: float) -> float:
 
 
 def _token(token: TokenOutput) -> dict[str, Any]:
-    fields: dict[str, Any] = {"id": token.token_id, "text": token.text, "exit_layer": token.exit_layer}
+    fields: dict[str, Any] = {
+        "id": token.token_id,
+        "text": token.text,
+        "exit_layer": token.exit_layer,
+        "score": None if token.score is None else _number(token.score),
+        "audit": token.audit.value,
+        "mode": token.mode,
+    }
     if token.logprob is not None:
         fields["logprob"] = _number(token.logprob)
     if token.top_logprobs:
@@ -96,6 +113,7 @@ def _final(output: RequestOutput, text: str) -> dict[str, Any]:
         fields["error"] = str(output.error)
     usage = output.usage
     fields["usage"] = None if usage is None else _counts(usage)
+    fields["exits"] = None if usage is None else _exits(usage)
     fields["timings"] = None if usage is None else _timings(usage)
     return fields
 
@@ -105,6 +123,20 @@ def _counts(usage: Usage) -> dict[str, int]:
         "prompt_tokens": usage.prompt_tokens,
         "output_tokens": usage.output_tokens,
         "cached_tokens": usage.cached_tokens,
+    }
+
+
+def _exits(usage: Usage) -> dict[str, Any]:
+    """Where tokens left and what ran for them."""
+    return {
+        "by_layer": {str(layer): usage.exits[layer] for layer in sorted(usage.exits)},
+        "layers_run": usage.layers_run,
+        "layers_per_token": round(usage.layers_per_token, 4),
+        "deep_passes": usage.deep_passes,
+        "tokens_per_deep_pass": round(usage.tokens_per_deep_pass, 4),
+        "drafts": usage.num_drafts,
+        "accepted": usage.num_accepted,
+        "acceptance": None if usage.acceptance is None else round(usage.acceptance, 4),
     }
 
 

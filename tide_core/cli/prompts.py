@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ def read_stdin() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def read_file(path: Path) -> list[PromptItem]:
-    """One prompt per line; lines of a .jsonl file are objects. Blank lines are skipped."""
+def read_file(path: Path, *, labels: Sequence[str] = ()) -> list[PromptItem]:
+    """One prompt per line; lines of a .jsonl file are objects, which may have `labels`. Blank lines are skipped."""
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
@@ -54,17 +55,17 @@ def read_file(path: Path) -> list[PromptItem]:
         where = f"{path} line {number}"
         text = _decode(line, where)
         if text.strip():
-            items.append(PromptItem(parse(text.removesuffix("\r"), where), where))
+            items.append(PromptItem(parse(text.removesuffix("\r"), where, labels), where))
     if not items:
         raise RequestError("--file", path, "at least one line that is not blank")
     return items
 
 
-def _parse_text(line: str, where: str) -> str:
+def _parse_text(line: str, where: str, labels: Sequence[str]) -> str:
     return line
 
 
-def _parse_json(line: str, where: str) -> str | list[dict[str, str]]:
+def _parse_json(line: str, where: str, labels: Sequence[str]) -> str | list[dict[str, str]]:
     # What a line says is the user's own: errors name its place and what is wrong, not its text.
     try:
         value = json.loads(line)
@@ -72,7 +73,8 @@ def _parse_json(line: str, where: str) -> str | list[dict[str, str]]:
         raise RequestError(where, "a line that is not JSON", LINE_EXPECTED) from error
     if not isinstance(value, dict):
         raise RequestError(where, _json_type(value), LINE_EXPECTED)
-    if len(value) != 1 or next(iter(value)) not in ("prompt", "messages"):
+    keys = value.keys() - set(labels)
+    if len(keys) != 1 or not keys <= {"prompt", "messages"}:
         raise RequestError(where, f"keys {', '.join(map(str, value)) or '(none)'}", LINE_EXPECTED)
     if "prompt" in value:
         return _check_text(value["prompt"], where)

@@ -9,6 +9,7 @@ left with, and costs nothing else there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -31,6 +32,16 @@ def plan_segments(num_layers: int, checkpoint_layers: tuple[int, ...]) -> tuple[
     return tuple(range(start, stop) for start, stop in pairwise(borders))
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The tokens that ran through the last segment of a pass."""
+
+    parts: list[Part]
+    view: PagedView | None
+    states: torch.Tensor
+    """Behind it, [T, D]."""
+
+
 class DepthLoop:
     """Runs tokens through segments."""
 
@@ -45,10 +56,8 @@ class DepthLoop:
         """The pool as these tokens see it."""
         return self._view_kind(self.cache, self._kernels, [row.span(tokens) for row, tokens in parts])
 
-    def run(self, rows: Sequence[RowCycle], first: int, stop: int) -> tuple[list[Part], PagedView | None, torch.Tensor]:
-        """All tokens of the rows that have not passed the segments `first` up to `stop`.
-
-        Returns the tokens that ran through the last of them, their view, and their states behind it, [T, D]."""
+    def run(self, rows: Sequence[RowCycle], first: int, stop: int) -> Ran:
+        """All tokens of the rows that have not passed the segments `first` up to `stop`."""
         parts: list[Part] = []
         view: PagedView | None = None
         inputs: LayerInputs | None = None
@@ -68,7 +77,7 @@ class DepthLoop:
             states = self.adapter.run_layers(states, layers.start, layers.stop, inputs)
             self._leave(parts, segment, states[0])
             self._note(rows, segment)
-        return parts, view, states[0] if parts else states
+        return Ran(parts, view, states[0] if parts else states)
 
     def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
         """The states that enter a segment, [1, T, D]."""

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 
 from tide_core.engine.cycle import Draft, RowCycle
-from tide_core.engine.depth_loop import DepthLoop
+from tide_core.engine.depth_loop import DepthLoop, Ran
 from tide_core.engine.exits import Exits, Proposal
 from tide_core.sampling.adjust import needs_adjusting
 from tide_core.sampling.draw import AUDIT_STREAM, DRAFT_STREAM, uniform
@@ -47,8 +47,8 @@ class Drafter:
         """Let the rows draft until each has stopped or has as many drafts as its step allows."""
         while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
             for checkpoint in range(len(self._exits.checkpoints)):
-                self._depth.run(active, checkpoint, checkpoint + 1)
-                active = self._leave_at(checkpoint, active)
+                ran = self._depth.run(active, checkpoint, checkpoint + 1)
+                active = self._leave_at(checkpoint, active, ran)
                 if not active:
                     break
             for row in active:
@@ -62,15 +62,18 @@ class Drafter:
         ends = list(accumulate(len(row.tokens) for row in rows))
         return [every[end - len(row.tokens) : end] for row, end in zip(rows, ends, strict=True)]
 
-    def _leave_at(self, checkpoint: int, rows: list[RowCycle]) -> list[RowCycle]:
+    def _leave_at(self, checkpoint: int, rows: list[RowCycle], ran: Ran) -> list[RowCycle]:
         """Draft from this checkpoint where the score allows it; returns the rows whose token goes deeper."""
         asked = [row for row in rows if row.step.policy.draft_thresholds[checkpoint] <= 1.0]
         if not asked:
             return rows
         parts = [(row, (row.headed[checkpoint], len(row.tokens))) for row in asked]
-        taken = [states for row, tokens in parts for states in row.take(checkpoint, tokens)]
-        states = torch.cat(taken) if len(taken) > 1 else taken[0]
-        proposal = self._exits.propose(checkpoint, parts, self._depth.view(parts), states)
+        if parts == ran.parts and ran.view is not None:
+            view, states = ran.view, ran.states
+        else:  # the head has tokens to see that have run up to here before
+            view = self._depth.view(parts)
+            states = torch.cat([states for row, tokens in parts for states in row.take(checkpoint, tokens)])
+        proposal = self._exits.propose(checkpoint, parts, view, states)
         scores, best_ids = self._to_host(proposal)
         leaving: list[int] = []
         for index, row in enumerate(asked):

@@ -55,13 +55,13 @@ class ModelRunner:
             self._drafter.draft([row for row in rows if row.step.num_drafts])
             if self._prompt_exits:
                 leave_prompt(rows, self._depth, self._drafter)
-        parts, view, states = self._depth.run(rows, 0, len(self.segments))
+        deep = self._depth.run(rows, 0, len(self.segments))
         if self.exits is not None and any(row.tracked for row in rows):
-            assert view is not None
-            normed = self.adapter.norm(states)
-            self._remember(rows, parts, view, normed)
-            return StepResult(tuple(self._decide(rows, parts, normed, normed=True)))
-        return StepResult(tuple(self._decide(rows, parts, states, normed=False)))
+            assert deep.view is not None
+            normed = self.adapter.norm(deep.states)
+            self._remember(rows, deep.parts, deep.view, normed)
+            return StepResult(tuple(self._decide(rows, deep.parts, normed, normed=True)))
+        return StepResult(tuple(self._decide(rows, deep.parts, deep.states, normed=False)))
 
     def _remember(self, rows: Sequence[RowCycle], parts: Sequence[Part], view: PagedView, normed: torch.Tensor) -> None:
         """Deep states of this step's tokens, and the heads' K and V that follow from them."""

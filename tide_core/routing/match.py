@@ -37,12 +37,10 @@ def _check_sample(artefact: ModelIdentity, model: ModelIdentity) -> None:
         raise _difference("weights_sample", shown, f"{len(theirs)} weights", model.name)
     relative, absolute = _tolerance(artefact.dtype, model.dtype)
     for name, made_for in ours.items():
-        loaded = theirs[name]
-        same = len(made_for) == len(loaded) and all(
-            abs(a - b) <= relative * max(abs(a), abs(b)) + absolute for a, b in zip(made_for, loaded, strict=True)
-        )
-        if not same:
-            raise _difference(f"weights_sample[{name!r}]", _brief(made_for), _brief(loaded), model.name)
+        _check(f"number of weights_sample[{name!r}]", len(made_for), len(theirs[name]), model.name)
+        for index, (a, b) in enumerate(zip(made_for, theirs[name], strict=True)):
+            if not abs(a - b) <= relative * max(abs(a), abs(b)) + absolute:  # not: NaN is equal to nothing
+                raise _difference(f"weights_sample[{name!r}][{index}]", a, b, model.name)
 
 
 def _tolerance(made_for: str, loaded: str) -> tuple[float, float]:
@@ -54,7 +52,3 @@ def _tolerance(made_for: str, loaded: str) -> tuple[float, float]:
 
 def _difference(name: str, made_for: object, loaded: object, model: str) -> ArtefactError:
     return ArtefactError(f"artefact's model.{name}", made_for, f"{loaded!r}, as the model {model} has it")
-
-
-def _brief(values: tuple[float, ...]) -> str:
-    return " ".join(f"{value:.6g}" for value in values)

@@ -39,5 +39,6 @@ class Router(nn.Module):
 def confidence_of(logits: Tensor) -> Tensor:
     """Log-probability of the best token and its lead over the second, [T, 2] float32, from logits [T, S], S >= 2."""
     wide = logits.float()
-    best = wide.topk(2, -1).values
-    return torch.stack((best[:, 0] - wide.logsumexp(-1), best[:, 0] - best[:, 1]), -1)
+    best, at = wide.max(-1, keepdim=True)
+    second = wide.scatter(-1, at, -torch.inf).amax(-1, keepdim=True)  # quicker than a top-k of two
+    return torch.cat((best - wide.logsumexp(-1, keepdim=True), best - second), -1)

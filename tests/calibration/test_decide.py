@@ -1,0 +1,60 @@
+"""The part that chooses is not the part that certifies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.calibration.tiny_runs import tiny_calibration
+from tide_core.calibration.costs import parameter_costs
+from tide_core.calibration.decide import Decision, decide
+from tide_core.calibration.traces import CandidateTraces, SequenceTrace
+
+LAYERS = 30
+
+
+def traces(name: str, layer: int, right: float, *, num: int = 400, seed: int = 0) -> CandidateTraces:
+    """Sequences of 20 tokens in which so many drafts are right, all of the same high score."""
+    random = np.random.default_rng(seed)
+    sequences = [SequenceTrace(random.random((3, 20)) < right, np.full((3, 20), 0.9, np.float32)) for _ in range(num)]
+    return CandidateTraces(name, layer, "block", sequences)
+
+
+def decided(test: list[CandidateTraces], calibration: list[CandidateTraces]) -> Decision:
+    sizes = {"layer_parameters": 1000, "num_layers": LAYERS, "head_parameters": 1000}
+    costs = {
+        each.name: parameter_costs(
+            checkpoint_layer=each.layer, shortlist_parameters=500, vocabulary_parameters=4000, **sizes
+        )
+        for each in test
+    }
+    config = tiny_calibration(max_drafts=3, epsilons=(0.05,))
+    return decide(config, {"test": test, "calibration": calibration}, costs, LAYERS)
+
+
+def test_the_test_part_chooses_whatever_the_calibration_part_would_rather_have() -> None:
+    good, poor = traces("2", 2, 0.9), traces("5", 5, 0.5)
+
+    decision = decided([good, poor], [traces("2", 2, 0.3, seed=1), traces("5", 5, 0.99, seed=1)])
+
+    assert decision.best.name == "2"
+    assert [plan.name for plan in decision.plans] == ["2", "5"]
+
+
+def test_what_is_stated_is_measured_on_the_calibration_part() -> None:
+    decision = decided([traces("2", 2, 0.99)], [traces("2", 2, 0.6, seed=1)])
+
+    assert decision.acceptance[0] == pytest.approx(0.6, abs=0.03)
+    assert decision.plans[0].counts != decision.best.counts
+    assert decision.speedups[1] < decision.plans[0].speedup
+    assert decision.fast is not None
+    assert decision.fast.disagreement > 0.2  # chosen for at most .05 where drafts are right
+
+
+@pytest.mark.parametrize(("right", "certified"), [(0.99, True), (0.6, False)])
+def test_a_bound_is_certified_by_the_calibration_part_alone(right: float, certified: bool) -> None:
+    decision = decided([traces("2", 2, 0.99)], [traces("2", 2, right, seed=1)])
+
+    [choice] = decision.choices
+    assert choice.num_sequences == 400
+    assert (choice.threshold is not None and choice.coverage > 0.1) == certified

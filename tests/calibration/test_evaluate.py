@@ -1,0 +1,102 @@
+"""Traces say what the candidate and the model say, at the positions of the continuations and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.calibration.heads import SHORTLIST, tiny_adapter, write_sequences
+from tide_core.calibration.candidates import Candidate, CandidateSpec, make_candidate
+from tide_core.calibration.chain import features_by_distance
+from tide_core.calibration.evaluate import evaluate, trace
+from tide_core.calibration.shards import TokenShards
+from tide_core.models.adapter import ModelAdapter
+from tide_core.routing.router import confidence_of
+
+DRAFTS = 3
+
+
+def make(adapter: ModelAdapter, name: str) -> Candidate:
+    """Untrained, but with nothing idle in it."""
+    spec = CandidateSpec.parse(name)
+    candidate = make_candidate(adapter, spec, max_distance=DRAFTS, bottleneck=8, seed=0)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in (*candidate.head.parameters(), *candidate.router.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return candidate
+
+
+def one_by_one(
+    adapter: ModelAdapter, candidate: Candidate, shards: TokenShards, index: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same from the library's own outputs, for one sequence that nothing stands beside."""
+    sequence = shards.sequence(index)
+    tokens = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
+    out = adapter.model(tokens, output_hidden_states=True, use_cache=False)
+    states, deep = out.hidden_states[candidate.layer], out.hidden_states[-1]
+    agrees, scores = [], []
+    for features in features_by_distance(candidate.head, states, deep, range(1, DRAFTS + 1)).values():
+        logits = adapter.head(adapter.norm(features))[:, SHORTLIST]
+        window = slice(sequence.prompt_len - 1, len(sequence.tokens) - 1)
+        agrees.append((SHORTLIST[logits.argmax(-1)] == out.logits[0].argmax(-1))[window])
+        scores.append(candidate.router.score(features, confidence_of(logits))[window])
+    return torch.stack(agrees).numpy(), torch.stack(scores).detach().numpy()
+
+
+@pytest.mark.parametrize("name", ["2:block:deep", "1:block:hidden=0", "3:identity", "1:affine", "2:mlp:deep"])
+def test_traces_are_those_of_each_sequence_alone(tmp_path: Path, name: str) -> None:
+    adapter = tiny_adapter()
+    shards = write_sequences(tmp_path, "test", 7)
+    candidate = make(adapter, name)
+    [traces] = trace(adapter, [candidate], shards, SHORTLIST, DRAFTS, batch_tokens=64)
+    assert (traces.name, traces.layer, traces.kind) == (candidate.name, candidate.layer, candidate.kind)
+    assert len(traces.sequences) == shards.num_sequences
+    for index, got in enumerate(traces.sequences):
+        agree, score = one_by_one(adapter, candidate, shards, index)
+        assert got.agree.shape == (DRAFTS, len(shards.sequence(index).tokens) - shards.sequence(index).prompt_len)
+        assert np.array_equal(got.agree, agree)
+        np.testing.assert_allclose(got.score, score, atol=1e-5)
+
+
+def test_a_head_that_is_the_rest_of_the_model_agrees_wherever_the_shortlist_allows(tmp_path: Path) -> None:
+    """The last layer's output, were it a checkpoint, is what the identity head turns into full-depth tokens."""
+    adapter = tiny_adapter()
+    shards = write_sequences(tmp_path, "test", 9)
+    perfect = make(adapter, "3:identity")
+    perfect = Candidate(adapter.num_layers, "identity", perfect.head, perfect.router, "all layers")
+    found = evaluate(adapter, [perfect], shards, SHORTLIST, 2)
+    agrees = np.concatenate([sequence.agree[0] for sequence in found.traces[0].sequences])
+    assert found.num_tokens == len(agrees)
+    assert 0.1 < agrees.mean() < 0.9
+    assert found.coverage == pytest.approx(agrees.mean())
+    assert found.containment == [pytest.approx((found.coverage,) * 4)]
+
+
+def test_containment_grows_with_the_number_of_tokens_and_starts_at_the_agreement(tmp_path: Path) -> None:
+    adapter = tiny_adapter()
+    shards = write_sequences(tmp_path, "test", 9)
+    found = evaluate(adapter, [make(adapter, "3:affine")], shards, SHORTLIST, 1)
+    [containment] = found.containment
+    agrees = np.concatenate([sequence.agree[0] for sequence in found.traces[0].sequences])
+    assert list(containment) == sorted(containment)
+    assert containment[0] == pytest.approx(agrees.mean())
+    assert containment[3] > containment[0]
+
+
+def test_a_part_without_sequences_has_empty_traces(tmp_path: Path) -> None:
+    adapter = tiny_adapter()
+    found = evaluate(adapter, [make(adapter, "1:affine")], TokenShards(tmp_path, "test"), SHORTLIST, 2)
+    assert found.num_tokens == 0
+    assert found.traces[0].sequences == []
+
+
+@pytest.mark.parametrize("name", ["2:block:deep", "2:identity", "2:affine"])
+def test_a_model_in_bfloat16_is_traced_with_logits_in_float32(tmp_path: Path, name: str) -> None:
+    adapter = tiny_adapter(dtype=torch.bfloat16)
+    [traces] = trace(adapter, [make(adapter, name)], write_sequences(tmp_path, "test", 3), SHORTLIST, DRAFTS)
+    scores = np.concatenate([sequence.score for sequence in traces.sequences], axis=1)
+    assert np.isfinite(scores).all()

@@ -1,0 +1,165 @@
+"""Cost table and draft planner: how many drafts pay, by numbers alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.factories import make_blocks, make_request
+from tide_core.batch import DraftCounts, RowResult, RowStep
+from tide_core.engine.cost import LEAST_GAIN, Acceptance, CostPoint, CostTable, DraftPlanner, Plan
+from tide_core.request import ExitPolicy
+
+MAX_DRAFTS = 6
+VERIFIED = ExitPolicy("verified")
+
+
+def point(rows: int, full: float = 10.0, first: float = 10.0, draft: float = 1.0) -> CostPoint:
+    """A cycle costs `first` and `draft` more for every draft."""
+    return CostPoint(rows, full, tuple((k, first + draft * k) for k in (0, 1, 3, MAX_DRAFTS)))
+
+
+def planner(acceptance: float, *points: CostPoint, max_drafts: int = MAX_DRAFTS) -> DraftPlanner:
+    prior = Acceptance.prior([acceptance] * max_drafts, max_drafts)
+    return DraftPlanner(max_drafts, prior, CostTable(points or (point(1), point(8), point(32))))
+
+
+def test_a_table_is_exact_at_its_points_and_straight_between_them() -> None:
+    table = CostTable((point(1, full=10.0), point(3, full=20.0), point(8, full=70.0, draft=3.0)))
+    assert [table.full(rows) for rows in (1, 2, 3, 4, 8)] == [10.0, 15.0, 20.0, 30.0, 70.0]
+    assert [table.cycle(1, drafts) for drafts in range(7)] == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0]
+    assert table.cycle(8, 2) == 16.0
+    assert table.cycle(4, 2) == pytest.approx(12.0 + (16.0 - 12.0) / 5)
+    assert table.max_rows == 8
+
+
+def test_a_table_of_one_point_says_the_same_for_every_number_of_rows() -> None:
+    table = CostTable((point(4),))
+    assert table.full(1) == table.full(4) == 10.0
+
+
+def test_a_table_without_points_knows_no_rows() -> None:
+    assert CostTable(()).max_rows == 0
+
+
+def test_prior_acceptance_falls_with_distance_and_never_keeps_what_was_not_reached() -> None:
+    prior = Acceptance.prior([0.9, 0.8], 4)
+    assert [prior.keep(k) for k in (1, 2, 3, 4)] == pytest.approx([0.9, 0.72, 0.576, 0.4608])
+    assert prior.reach(0) == 1.0
+    assert all(prior.keep(k) <= prior.reach(k) <= prior.reach(k - 1) for k in (1, 2, 3, 4))
+    assert Acceptance.prior([], 2).keep(1) == 0.0
+
+
+def test_the_higher_the_acceptance_the_more_drafts_are_planned() -> None:
+    plans = [planner(share).plan(1, 1) for share in (0.05, 0.3, 0.6, 0.8, 0.95)]
+    drafts = [plan.drafts for plan in plans]
+    assert drafts == sorted(drafts)
+    assert (drafts[0], drafts[-1]) == (0, MAX_DRAFTS)
+    assert len(set(drafts)) >= 3
+    gains = [plan.gain for plan in plans]
+    assert gains == sorted(gains)
+
+
+def test_the_plan_is_the_best_of_all_numbers_of_drafts() -> None:
+    for share, cost in itertools.product((0.5, 0.7, 0.9), (0.5, 2.0, 4.0)):
+        best = planner(share, point(1, draft=cost)).plan(1, 1)
+        others = [planner(share, point(1, draft=cost), max_drafts=k).plan(1, 1) for k in range(1, MAX_DRAFTS + 1)]
+        assert best.gain == pytest.approx(max(plan.gain for plan in others))
+
+
+def test_nothing_is_drafted_where_nothing_pays() -> None:
+    assert planner(0.8, point(1, draft=20.0)).plan(1, 1) == Plan(0, 1.0)
+    assert planner(0.0).plan(1, 1) == Plan(0, 1.0)
+    assert planner(0.9, point(1, first=100.0)).plan(1, 1) == Plan(0, 1.0), "a cycle dearer than what it saves"
+
+
+def test_a_gain_too_small_to_be_sure_of_is_not_taken() -> None:
+    barely = planner(0.11, point(1, draft=1.0), max_drafts=1)
+    assert 1.0 < (1 + 0.11) / 1.1 < LEAST_GAIN
+    assert barely.plan(1, 1).drafts == 0
+
+
+def test_the_gain_is_tokens_per_second_over_those_of_full_depth() -> None:
+    [gain] = [planner(0.8, point(1, full=10.0, first=11.0, draft=2.0), max_drafts=1).plan(1, 1).gain]
+    assert gain == pytest.approx((1 + 0.8) / (11.0 + 2.0) * 10.0)
+
+
+def test_rows_that_may_not_exit_share_the_step_and_lower_the_gain() -> None:
+    alone, mixed = planner(0.8).plan(8, 8), planner(0.8).plan(2, 8)
+    assert alone.gain > mixed.gain >= 1.0
+
+
+def test_nothing_is_drafted_beyond_the_rows_of_the_table() -> None:
+    wide = planner(0.9, point(1), point(8))
+    assert wide.plan(8, 8).drafts > 0
+    assert wide.plan(9, 9) == Plan(0, 1.0)
+    assert DraftPlanner(4, Acceptance.prior([0.9], 4), CostTable(())).plan(1, 1) == Plan(0, 1.0)
+
+
+def test_a_fixed_plan_is_always_the_same_whatever_the_load_and_the_acceptance() -> None:
+    fixed = DraftPlanner(3, Acceptance.prior([0.0], 3))
+    assert [fixed(rows, rows) for rows in (1, 50, 5000)] == [3, 3, 3]
+    for _ in range(100):
+        observe(fixed, allowed=3, drafted=3, accepted=0)
+    assert fixed(1, 1) == 3
+    assert DraftPlanner(0, Acceptance.prior([0.9], 1))(1, 1) == 0
+
+
+def observe(planner: DraftPlanner, *, allowed: int, drafted: int, accepted: int, policy: ExitPolicy = VERIFIED) -> None:
+    table = make_blocks().new_table()
+    step = RowStep(make_request(), table, (1,), (), samples=True, policy=policy, num_drafts=allowed)
+    planner.observe(step, RowResult(counts=DraftCounts(drafted, accepted)))
+
+
+def test_drafts_that_are_refused_make_the_planner_give_up_and_accepted_ones_bring_it_back() -> None:
+    adaptive = planner(0.9)
+    assert adaptive.plan(1, 1).drafts == MAX_DRAFTS
+    for _ in range(2000):
+        observe(adaptive, allowed=MAX_DRAFTS, drafted=MAX_DRAFTS, accepted=0)
+    assert adaptive.plan(1, 1).drafts == 0
+    for _ in range(6000):
+        observe(adaptive, allowed=MAX_DRAFTS, drafted=MAX_DRAFTS, accepted=MAX_DRAFTS)
+    assert adaptive.plan(1, 1).drafts == MAX_DRAFTS
+
+
+def test_a_row_that_stops_drafting_early_costs_little_so_more_drafts_are_allowed() -> None:
+    """With one row, the j-th pass is paid for only when the row gets that far."""
+    eager, careful = (planner(0.7, point(1, draft=2.5)) for _ in range(2))
+    for _ in range(3000):
+        observe(eager, allowed=MAX_DRAFTS, drafted=MAX_DRAFTS, accepted=2)
+        observe(careful, allowed=MAX_DRAFTS, drafted=2, accepted=2)
+    assert careful.plan(1, 1).gain >= eager.plan(1, 1).gain
+
+
+def test_a_cycle_says_nothing_about_drafts_it_was_not_allowed() -> None:
+    short = planner(0.9)
+    before = short.acceptance.keep(4)
+    for _ in range(500):
+        observe(short, allowed=2, drafted=2, accepted=0)
+    assert short.acceptance.keep(4) == before
+    assert short.acceptance.keep(1) < 0.1
+
+
+def test_a_step_without_drafts_is_not_an_observation() -> None:
+    idle: Any = planner(0.9)
+    before = idle.acceptance.keep(1)
+    observe(idle, allowed=0, drafted=0, accepted=0)
+    assert idle.acceptance.keep(1) == before
+
+
+def test_exits_that_are_never_compared_do_not_count_as_accepted_drafts() -> None:
+    mixed = planner(0.1)
+    assert mixed.plan(1, 1).drafts == 0
+    for _ in range(2000):
+        observe(mixed, allowed=MAX_DRAFTS, drafted=MAX_DRAFTS, accepted=MAX_DRAFTS, policy=ExitPolicy("fast"))
+    assert mixed.plan(1, 1).drafts == 0
+
+
+def test_plans_are_counted_and_the_last_one_is_kept() -> None:
+    counted = planner(0.9, point(1))
+    counted(1, 1)
+    counted(2, 2)
+    assert (counted.num_plans, counted.num_full) == (2, 1)
+    assert counted.last == Plan(0, 1.0)

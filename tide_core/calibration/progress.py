@@ -1,0 +1,119 @@
+"""What a calibration says while it runs: a bar on a terminal, a line every few seconds elsewhere, nothing in tests.
+
+with progress.stage("train", total=1800, unit="step") as stage:
+    stage.update(1, loss=2.1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, TextIO
+
+LINE_EVERY_S = 5.0
+
+
+class Stage(Protocol):
+    """One piece of work on its way."""
+
+    def update(self, n: int = 1, **info: object) -> None:
+        """`n` more units are done; `info` is shown beside the count until the next one comes."""
+
+
+class Progress(Protocol):
+    def stage(self, name: str, total: int | None, unit: str) -> AbstractContextManager[Stage]:
+        """A stage of `total` units (None: unknown), shown from entry to exit."""
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
+        yield _SilentStage()
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class LineProgress:
+    """Plain lines: the first and the last state of a stage, and one every few seconds between."""
+
+    def __init__(self, stream: TextIO | None = None, *, every_s: float = LINE_EVERY_S) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._every_s = every_s
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
+        stage = _LineStage(self.note, name, total, unit, self._every_s)
+        yield stage
+        stage.show()
+
+    def note(self, text: str) -> None:
+        print(f"tide: {text}", file=self._stream, flush=True)
+
+
+class BarProgress:
+    """tqdm bars; a finished one stays as a line."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=f"tide: {name}", unit=f" {unit}", file=sys.stderr, dynamic_ncols=True) as bar:
+
+            class BarStage:
+                def update(self, n: int = 1, **info: object) -> None:
+                    if info:
+                        bar.set_postfix({key: _shown(value) for key, value in info.items()}, refresh=False)
+                    bar.update(n)
+
+            yield BarStage()
+
+    def note(self, text: str) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(f"tide: {text}", file=sys.stderr)
+
+
+def default_progress(*, quiet: bool = False) -> Progress:
+    """What suits standard error."""
+    if quiet or sys.stderr is None:
+        return SilentProgress()
+    return BarProgress() if sys.stderr.isatty() else LineProgress()
+
+
+class _SilentStage:
+    def update(self, n: int = 1, **info: object) -> None:
+        pass
+
+
+class _LineStage:
+    def __init__(self, write: Callable[[str], None], name: str, total: int | None, unit: str, every_s: float) -> None:
+        self._write, self._name, self._total, self._unit, self._every_s = write, name, total, unit, every_s
+        self._done = 0
+        self._info: dict[str, object] = {}
+        self._started_at = self._shown_at = time.monotonic()
+
+    def update(self, n: int = 1, **info: object) -> None:
+        self._done += n
+        self._info.update(info)
+        if time.monotonic() - self._shown_at >= self._every_s:
+            self.show()
+
+    def show(self) -> None:
+        self._shown_at = time.monotonic()
+        of = "" if self._total is None else f"/{self._total}"
+        seconds = f"{self._shown_at - self._started_at:.0f} s"
+        said = "".join(f", {key} {_shown(value)}" for key, value in self._info.items())
+        self._write(f"{self._name}: {self._done}{of} {self._unit}, {seconds}{said}")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,94 @@
+"""Prompts that the model makes up: it is shown a chat up to the user's turn and writes what a user might.
+
+Left alone, a model asks for advice most of the time. So half of the prompts are begun for it, with the first few tokens
+of a shipped one: it then goes on with sums, code and other languages as well. A model without a chat template begins
+texts of its own instead, from its beginning-of-text token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.dataset import RecordPool, hash_of
+from tide_core.calibration.encode import chat_opening
+from tide_core.calibration.generation import Generator
+from tide_core.calibration.progress import Progress
+from tide_core.calibration.records import Record, as_record
+from tide_core.calibration.sampling import Sampling
+
+SAMPLING = Sampling(temperature=1.0, top_p=0.95)
+BEGUN_SHARE = 0.5
+MAX_BEGUN_TOKENS = 4
+MAX_ROUNDS = 3
+SPARE = 1.25
+"""Prompts asked for over those that are wanted: some come twice, and whole ones are preferred."""
+
+
+def add_self_prompts(
+    pool: RecordPool,
+    config: CalibrationConfig,
+    tokenizer: Any,
+    generator: Generator,
+    eos_ids: tuple[int, ...],
+    progress: Progress,
+) -> None:
+    """Fill the pool up to the number of samples with prompts that the model samples, as far as they are distinct."""
+    opening, stop_ids = _opening(tokenizer, eos_ids)
+    if not opening or len(pool) >= config.num_samples:
+        return
+    shipped = [str(Record.of_line(line).content) for line in pool.lines()]
+    begun = [tokenizer.encode(text, add_special_tokens=False) for text in shipped]
+    with progress.stage("self-prompts", math.ceil((config.num_samples - len(pool)) * SPARE), "prompt") as stage:
+        for round_ in range(MAX_ROUNDS):
+            wanted = config.num_samples - len(pool)
+            if wanted <= 0:
+                return
+            random = np.random.default_rng((config.seed, round_))
+            starts = [_start(begun, random) for _ in range(math.ceil(wanted * SPARE))]
+            whole: list[str] = []
+            cut: list[str] = []
+            for first in range(0, len(starts), generator.batch):
+                some = starts[first : first + generator.batch]
+                seed = hash_of(config.seed, "self-prompt", f"{round_}:{first}") >> 1
+                prompts = [opening + start for start in some]
+                most = config.self_prompt_tokens
+                answers = generator.run(prompts, SAMPLING, max_new=most, stop_ids=stop_ids, seed=seed)
+                for start, new in zip(some, answers, strict=True):
+                    ended = int(new[-1]) in stop_ids
+                    ids = [*start, *(new[:-1] if ended else new).tolist()]
+                    (whole if ended else cut).append(tokenizer.decode(ids, skip_special_tokens=True))
+                stage.update(len(some))
+            if _fill(pool, [*whole, *cut], wanted) < wanted / 20:
+                return
+
+
+def _start(begun: list[list[int]], random: np.random.Generator) -> list[int]:
+    """The first few ids of some prompt, or none."""
+    if not begun or random.random() >= BEGUN_SHARE:
+        return []
+    return begun[random.integers(len(begun))][: random.integers(1, MAX_BEGUN_TOKENS + 1)]
+
+
+def _fill(pool: RecordPool, texts: list[str], wanted: int) -> int:
+    """Add up to so many of the texts, the first ones first; returns how many were new."""
+    added = 0
+    for text in texts:
+        record = as_record({"prompt": text.replace("\ufffd", "").strip()})  # halves of characters
+        if added < wanted and record is not None and pool.add_line(record.line):
+            added += 1
+    return added
+
+
+def _opening(tokenizer: Any, eos_ids: tuple[int, ...]) -> tuple[list[int], tuple[int, ...]]:
+    """The ids to start from and those that end a prompt; none to start from where the model has no such thing."""
+    if tokenizer.chat_template:
+        before, after = chat_opening(tokenizer)
+        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        ends = tuple(token_id for token_id in after[:1] if token_id in special)
+        return before, tuple(dict.fromkeys((*eos_ids, *ends)))
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    return ([] if start is None else [int(start)]), eos_ids

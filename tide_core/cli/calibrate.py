@@ -1,0 +1,116 @@
+"""`tide calibrate`: from a model to an artefact with its exit heads, routers and thresholds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tide_core.calibration.config import HEADS, CalibrationConfig
+from tide_core.cli import console
+from tide_core.cli.exits import with_exit_code
+from tide_core.cli.output import write
+from tide_core.config import DEVICES, DTYPES
+from tide_core.errors import ConfigError
+
+SETTINGS = CalibrationConfig()
+
+
+@with_exit_code
+def calibrate(
+    output: Annotated[Path, typer.Option(help="Folder of the artefact to write.")],
+    model: Annotated[str, typer.Option(help="demo, a folder, a .gguf file or a Hugging Face id.")] = "demo",
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run keeps its state; beside the output if not given.")
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="self (the model's own text), a .txt, .jsonl or .parquet file or a folder of them, or a datasets "
+            "name/config:split:column."
+        ),
+    ] = SETTINGS.data,
+    samples: Annotated[int, typer.Option(help="Most prompts or documents.")] = SETTINGS.num_samples,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = SETTINGS.max_new_tokens,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="LAYERS", help="Checkpoint layers to try, as in 2,5; chosen if not given.")
+    ] = None,
+    heads: Annotated[str, typer.Option(metavar="KINDS", help=f"Of {', '.join(HEADS)}.")] = ",".join(SETTINGS.heads),
+    steps: Annotated[int, typer.Option(help="Training steps.")] = SETTINGS.steps,
+    max_drafts: Annotated[int, typer.Option(help="Longest draft.")] = SETTINGS.max_drafts,
+    epsilon: Annotated[
+        list[float] | None, typer.Option(help="A bound on disagreement to certify; may be given again.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Bounds hold with confidence 1 - delta.")] = SETTINGS.delta,
+    seed: Annotated[int, typer.Option(help="Same seed, same run.")] = SETTINGS.seed,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as JSON; wins over an option.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Replace an artefact that is at the output.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more on standard error.")] = False,
+) -> None:
+    """Train exit heads for a model, certify their thresholds, and write both as an artefact.
+
+    Prints whether exits will pay and what can be promised. A run that was interrupted goes on with the same command.
+    """
+    console.prepare(verbose=verbose)
+    values: dict[str, Any] = {
+        "data": data,
+        "num_samples": samples,
+        "max_new_tokens": max_new_tokens,
+        "checkpoints": _layers(checkpoints),
+        "heads": [kind.strip() for kind in heads.split(",")],
+        "steps": steps,
+        "max_drafts": max_drafts,
+        "epsilons": list(epsilon or SETTINGS.epsilons),
+        "delta": delta,
+        "seed": seed,
+    }
+    config = CalibrationConfig.from_mapping(values | _extra(settings or []))
+
+    from tide_core.calibration.progress import default_progress
+    from tide_core.calibration.run import calibrate_model, default_run_dir
+
+    run_dir = run_dir or default_run_dir(output)
+    try:
+        result = calibrate_model(
+            model,
+            config,
+            publish_to=output,
+            run_dir=run_dir,
+            dtype=dtype,
+            device=device,
+            progress=default_progress(quiet=quiet),
+            force=force,
+        )
+    except KeyboardInterrupt:
+        print(f"tide: interrupted; the same command goes on with the run in {run_dir}", file=sys.stderr, flush=True)
+        raise
+    write("".join(f"{line}\n" for line in result.verdict))
+    write(f"artefact: {result.artefact} ({result.digest[:16]})\nreport: {result.report}\n")
+
+
+def _layers(text: str | None) -> list[int]:
+    try:
+        return [int(layer) for layer in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError("--checkpoints", text, "layer counts with commas between them, as in 2,5") from None
+
+
+def _extra(settings: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, given, value = setting.partition("=")
+        if not given or key in values:
+            raise ConfigError("--set", setting, "KEY=VALUE, each key once")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            raise ConfigError(f"--set {key}", value, "a JSON value") from None
+    return values

@@ -1,0 +1,100 @@
+"""`calibrate`: from a loaded model, or a name, to an artefact on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.pipeline import CalibrationResult
+from tide_core.calibration.pipeline import calibrate as calibrate_loaded
+from tide_core.calibration.progress import Progress, default_progress
+from tide_core.calibration.run import calibrate_model, default_run_dir
+from tide_core.errors import ConfigError
+from tide_core.models.adapter import ModelAdapter
+from tide_core.models.identity import identify
+from tide_core.models.resolver import resolve
+from tide_core.tide.config import TIDEConfig, checked
+from tide_core.tide.loan import Loan, check_usable
+
+AUTO = "auto"
+
+
+def calibrate(
+    model: Any,
+    tokenizer: Any = None,
+    save_path: str | Path = "artefact",
+    config: TIDEConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    dtype: str = AUTO,
+    device: str = AUTO,
+    force: bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> Path:
+    """Train exits for a model, certify their thresholds, and write both to the folder `save_path`, which is returned.
+
+    `model`: one loaded by transformers, with its tokenizer; or a name, then `dtype` and `device` say how to load it.
+    `options` are fields of `CalibrationConfig`. State is kept in `run_dir` (beside `save_path` by default): a run that
+    was interrupted goes on with the same call. `force` replaces an artefact that is there."""
+    config, target = checked(config), Path(save_path)
+    run = default_run_dir(target) if run_dir is None else Path(run_dir)
+    progress = default_progress(quiet=quiet)
+    if isinstance(model, str):
+        if tokenizer is not None:
+            raise ConfigError("tokenizer", type(tokenizer).__name__, "none beside a name, which brings its own")
+        result = calibrate_model(
+            model,
+            _settings(config, model, options),
+            publish_to=target,
+            run_dir=run,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+            force=force,
+        )
+        return _told(result, progress)
+    check_usable(model)
+    if tokenizer is None:
+        raise ConfigError("tokenizer", None, f"the tokenizer of the loaded {type(model).__name__}")
+    for name, value in (("dtype", dtype), ("device", device)):
+        if value != AUTO:
+            raise ConfigError(name, value, "nothing beside a loaded model, which has its own")
+    settings = _settings(config, model, options)
+    loan = Loan(model)  # in eval mode until the end
+    try:
+        identity = identify(model, tokenizer, None)
+        result = calibrate_loaded(
+            settings, model, tokenizer, identity, run_dir=run, publish_to=target, progress=progress, force=force
+        )
+    finally:
+        loan.give_back()
+    return _told(result, progress)
+
+
+def _told(result: CalibrationResult, progress: Progress) -> Path:
+    """Say what to expect of the exits."""
+    for line in (*result.verdict, f"artefact: {result.artefact}, report: {result.report}"):
+        progress.note(line)
+    return result.artefact
+
+
+def _settings(config: TIDEConfig, model: Any, options: dict[str, Any]) -> CalibrationConfig:
+    """What both say; the same thing said twice is refused."""
+    num_layers = 0 if config.checkpoint_interval is None else _num_layers(model)
+    values = config.calibration_settings(num_layers)
+    if config.epsilon is not None:
+        values["epsilons"] = tuple(sorted({*CalibrationConfig().epsilons, config.epsilon}))
+    for name in options:
+        if name in values:
+            raise ConfigError(f"calibrate({name}=...)", options[name], "either this or its setting in TIDEConfig")
+    return CalibrationConfig.from_mapping({**values, **options})
+
+
+def _num_layers(model: Any) -> int:
+    if not isinstance(model, str):
+        return ModelAdapter(model, paged=False).num_layers
+    return int(AutoConfig.from_pretrained(resolve(model).path, local_files_only=True).num_hidden_layers)

@@ -1,0 +1,247 @@
+"""Exits for a Hugging Face model in three lines: calibrate once, wrap, generate.
+
+    path = tide_core.calibrate(model, tokenizer, save_path="exits")
+    with tide_core.TIDE(model, path, tokenizer=tokenizer) as tide:
+        output = tide.generate(tokenizer("Hello", return_tensors="pt").input_ids, max_new_tokens=128)
+
+Token ids in, token ids out, as with `model.generate`. Underneath is the engine: the rows of a batch run together, each
+keeps the contract of its mode (in the default one greedy output equals full depth), and none depends on its mates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tide_core.config import EngineConfig
+from tide_core.engine.assemble import Parts, artefact_folder, assemble_loaded
+from tide_core.engine.engine import Completion, Engine
+from tide_core.engine.exit_stats import ExitStats
+from tide_core.engine.policy import resolve_policy
+from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from tide_core.models.identity import identify
+from tide_core.models.loader import fingerprint, load_model, load_tokenizer
+from tide_core.models.resolver import ResolvedModel, resolve
+from tide_core.request import FinishReason, SamplingParams
+from tide_core.routing.artefact import Artefact, load_artefact
+from tide_core.routing.match import check_identity
+from tide_core.tide.config import TIDEConfig, checked
+from tide_core.tide.loan import Loan, check_usable
+from tide_core.tide.rows import IdsOnly, joined, rows_of
+
+logger = logging.getLogger("tide")
+
+OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "max_tokens")
+INSTEAD = {
+    "do_sample": "temperature: 0 is greedy, above it tokens are drawn",
+    "eos_token_id": "stop_ids, beside the model's own end-of-text ids; ignore_eos goes past those",
+    "generation_config": "its values as arguments",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "min_new_tokens": "min_tokens",
+    "exit_threshold": "threshold",
+}
+"""Names that callers may know from elsewhere."""
+
+
+class TIDE:
+    """A model with exits. Close it, or use it in a `with`, to get a loaded model back as it was."""
+
+    def __init__(
+        self,
+        model: Any,
+        artefact: str | Path = "auto",
+        config: TIDEConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        **settings: Any,
+    ) -> None:
+        """`model`: one loaded by transformers, or a name as the engine takes it. `artefact`: a folder that `calibrate`
+        wrote; `auto` for the demo model's own; `none` for full depth.
+
+        A loaded model needs its tokenizer only for stop strings; with it, the artefact's is compared too. It is used in
+        place (see `close`). `settings` are fields of `EngineConfig`, such as `kv_memory_gib` or `drafts`."""
+        self.config = checked(config)
+        self.last_stats: ExitStats | None = None
+        """Exits of the last `generate`."""
+        asked = {**settings, "artefact": str(artefact)}
+        resolved = None
+        if isinstance(model, str):
+            engine_config = EngineConfig.from_mapping({**asked, "model": model})
+            resolved = resolve(model)
+            model = load_model(resolved, dtype=engine_config.dtype, device=engine_config.device)
+            tokenizer = load_tokenizer(resolved) if tokenizer is None else tokenizer
+        else:
+            check_usable(model)
+            engine_config = EngineConfig.from_mapping(_settings_of(model, asked))
+        self.tokenizer = tokenizer
+        self._text = IdsOnly() if tokenizer is None else tokenizer
+        self._loan = Loan(model)
+        try:
+            parts = self._assemble(model, resolved, engine_config)
+            self._pad_id = _pad_id(model, tokenizer, parts)
+            self._check_policy(parts)
+            self.engine = Engine.from_parts(engine_config, parts)
+        except BaseException:
+            self._loan.give_back()
+            raise
+
+    def _assemble(self, model: Any, resolved: ResolvedModel | None, config: EngineConfig) -> Parts:
+        exits, identity = self._load_exits(model, resolved, config)
+        name = type(model).__name__ if resolved is None else resolved.name
+        return assemble_loaded(config, model, self._text, name=name, identity=identity, artefact=exits)
+
+    def _load_exits(
+        self, model: Any, resolved: ResolvedModel | None, config: EngineConfig
+    ) -> tuple[Artefact | None, str]:
+        """The artefact, found to be this model's, and what tells this model from others."""
+        identity = identify(model, self._text, resolved)
+        key = fingerprint(resolved) if resolved is not None else hashlib.sha256(repr(identity).encode()).hexdigest()
+        folder = artefact_folder(config, is_demo=resolved is not None and resolved.source == "demo")
+        if folder is None:
+            return None, key
+        artefact = load_artefact(folder, None)
+        made_for = artefact.manifest.model
+        if self.tokenizer is None:  # then ids are all there is, and nothing to compare
+            identity = replace(identity, tokenizer_sha256=made_for.tokenizer_sha256)
+        check_identity(made_for, identity)
+        _check_made_with(self.config, artefact)
+        return artefact, key
+
+    def _check_policy(self, parts: Parts) -> None:
+        """Refuse settings that this artefact cannot keep before the first request does."""
+        params = SamplingParams(**self.config.request_settings())
+        policy = resolve_policy(params, parts.checkpoints, parts.runner.adapter.num_layers)
+        layers = [checkpoint.layer for checkpoint in parts.checkpoints]
+        if policy.mode != "full" and params.min_layers > max(layers):
+            shown = ", ".join(map(str, layers))
+            logger.warning("min_layers %d: the exits are after layer %s, so none is used", params.min_layers, shown)
+
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        pad_token_id: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Continue every row: [B, S] ids to [B, S + N] ids, N the most tokens any row got; shorter ones are padded.
+
+        Where `attention_mask` is 0 there is padding; without a mask every id counts. Row i draws with `seed` + i.
+        `options` are the other fields of `SamplingParams`. Mode, threshold and epsilon are those of the config, unless
+        the call names a `mode`, which sets all three, or a `threshold` or `epsilon` of its own."""
+        rows = rows_of(input_ids, attention_mask)
+        for name in options:
+            if name not in OPTIONS:
+                expected = INSTEAD.get(name, f"one of {', '.join(OPTIONS)}")
+                raise RequestError(f"generate({name}=...)", options[name], expected)
+        if options.get("stop") and self.tokenizer is None:
+            raise RequestError("stop", options["stop"], "a tokenizer to find text with; or use stop_ids")
+        policy = self.config.request_settings()
+        if "mode" in options:
+            policy = {"min_layers": policy["min_layers"]}
+        for name in ("stop", "stop_ids"):
+            if isinstance(options.get(name), (str, list)):
+                options[name] = (options[name],) if isinstance(options[name], str) else tuple(options[name])
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            **{**policy, **options},
+        )
+        before = self.engine.stats().exits
+        answers = self._answers(rows, params)
+        self.last_stats = _stats(answers, before, self.engine.stats().exits)
+        new = [[token.token_id for token in answer.tokens] for answer in answers]
+        return joined(input_ids, rows, new, self._pad_id if pad_token_id is None else pad_token_id)
+
+    def _answers(self, rows: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
+        if params.is_greedy or params.seed is None or len(rows) == 1:
+            answers = self.engine.generate(rows, params)
+        else:  # equal prompts must not get equal tokens
+            requests = [(row, replace(params, seed=params.seed + index)) for index, row in enumerate(rows)]
+            for row, own in requests:
+                self.engine.make_request(row, own)  # refused before any is run
+            with ThreadPoolExecutor(min(len(rows), self.engine.config.max_rows)) as pool:
+                answers = list(pool.map(lambda request: self.engine.generate([request[0]], request[1])[0], requests))
+        for index, answer in enumerate(answers):
+            if answer.finish_reason is FinishReason.ABORT:
+                raise EngineDeadError("the engine was closed")
+            if answer.error is not None:
+                raise EngineError(f"row {index}: {answer.error}") from answer.error
+        return answers
+
+    def close(self) -> None:
+        """Stop, and give the model back: its own forward and generate work again as before."""
+        self.engine.close()
+        self._loan.give_back()
+
+    def __enter__(self) -> TIDE:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _settings_of(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """A loaded model has its name, dtype and place."""
+    for name in ("model", "dtype", "device"):
+        if name in settings:
+            raise ConfigError(name, settings[name], "nothing beside a loaded model, which has its own")
+    if settings["artefact"] == "auto":
+        raise ConfigError("artefact", "auto", "a folder, or none: auto is for models that are named")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"model": type(model).__name__, "dtype": dtype, "device": model.device.type, **settings}
+
+
+def _check_made_with(config: TIDEConfig, artefact: Artefact) -> None:
+    """Settings of a calibration that are given again must be those the artefact was made with."""
+    for checkpoint in artefact.manifest.checkpoints:
+        width, kind, interval = config.router_bottleneck_dim, config.exit_strategy, config.checkpoint_interval
+        if width not in (None, checkpoint.router_bottleneck):
+            expected = f"{checkpoint.router_bottleneck}, as the artefact was calibrated, or none"
+            raise ConfigError("router_bottleneck_dim", width, expected)
+        if kind not in (None, checkpoint.head.kind):
+            raise ConfigError("exit_strategy", kind, f"{checkpoint.head.kind}, as the artefact was calibrated, or none")
+        if interval is not None and checkpoint.layer % interval:
+            expected = f"none, or one that the artefact's checkpoint after layer {checkpoint.layer} is a multiple of"
+            raise ConfigError("checkpoint_interval", interval, expected)
+
+
+def _pad_id(model: Any, tokenizer: Any, parts: Parts) -> int | None:
+    """What `transformers` would pad with."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        pad_id = getattr(source, "pad_token_id", None)
+        if isinstance(pad_id, int) and pad_id >= 0:
+            return pad_id
+    return next(iter(parts.runner.adapter.eos_ids), None)
+
+
+def _stats(answers: Sequence[Completion], before: Mapping[str, Any], after: Mapping[str, Any]) -> ExitStats:
+    stats = ExitStats(after["num_layers"])
+    for answer in answers:
+        assert answer.usage is not None
+        stats.record(
+            [(token.exit_layer, token.audit) for token in answer.tokens],
+            layers_run=answer.usage.layers_run,
+            deep_passes=answer.usage.deep_passes,
+            drafts=answer.usage.num_drafts,
+            accepted=answer.usage.num_accepted,
+        )
+    # The one count that no answer carries.
+    stats.non_finite_scores = after["non_finite_scores"] - before["non_finite_scores"]
+    return stats
