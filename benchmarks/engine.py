@@ -122,7 +122,7 @@ def engine_side() -> dict[str, Any]:
     """This engine; prefix caching off, so that every round does all its work."""
     from tide_core import Engine, SamplingParams
 
-    engine = Engine("demo", device="cpu", dtype="float32", prefix_caching=False)
+    engine = Engine("demo", device="cpu", dtype="float32", prefix_caching=False, artefact="none")
     # The end-of-text id is barred on both sides, so that both generate exactly as many tokens.
     params = SamplingParams(max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
 

@@ -35,9 +35,10 @@ void* out(Address address) {
     return reinterpret_cast<void*>(address);
 }
 
-void linear(int dtype, Address x, Address weight, Address bias, Address y, int64_t rows, int64_t in_features,
-            int64_t out_features) {
-    tide::linear(static_cast<tide::DType>(dtype), in(x), in(weight), in(bias), out(y), rows, in_features, out_features);
+void linear(int dtype, int weight_dtype, Address x, Address weight, Address bias, Address y, int64_t rows,
+            int64_t in_features, int64_t out_features) {
+    tide::linear(static_cast<tide::DType>(dtype), static_cast<tide::DType>(weight_dtype), in(x), in(weight), in(bias),
+                 out(y), rows, in_features, out_features);
 }
 
 void rms_norm(int dtype, Address x, Address weight, Address y, int64_t rows, int64_t width, double eps) {

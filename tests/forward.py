@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from tests.factories import make_parts
+from tests.factories import make_parts, make_request
 from tests.tiny_models import tiny_model
-from tide_core.engine.depth_loop import plan_segments, run_full_depth
+from tide_core.batch import RowStep
+from tide_core.engine.cycle import RowCycle
+from tide_core.engine.depth_loop import DepthLoop, plan_segments
 from tide_core.engine.model_runner import ModelRunner
-from tide_core.kv.cache import GatheredView, PagedView, RowSpan
+from tide_core.kv.block_manager import BlockTable
 
 
 class Forward:
@@ -30,18 +32,17 @@ class Forward:
         for start in range(0, max(map(len, rows)), chunk):
             active = [r for r, row in enumerate(rows) if start < len(row)]
             pieces = [rows[r][start : start + chunk] for r in active]
-            out = self._step([RowSpan(tables[r], start, len(p)) for r, p in zip(active, pieces, strict=True)], pieces)
+            out = self._step([BlockTable([start], tables[r]) for r in active], pieces)
             for r, piece in zip(active, out.split([len(p) for p in pieces]), strict=True):
                 logits[r].append(piece)
         return [torch.cat(pieces) for pieces in logits]
 
-    def _step(self, spans: list[RowSpan], pieces: list[list[int]]) -> torch.Tensor:
+    def _step(self, tables: list[BlockTable], pieces: list[list[int]]) -> torch.Tensor:
+        steps = [RowStep(make_request(), table, piece, (), False) for table, piece in zip(tables, pieces, strict=True)]
         adapter = self.runner.adapter
-        kind = GatheredView if adapter.gathers_kv else PagedView
-        view = kind(self.runner.cache, self.runner.kernels, spans)
-        ids = torch.tensor([token for piece in pieces for token in piece], device=adapter.device)
-        states = run_full_depth(adapter, self.segments, ids, view.positions, view)
-        return adapter.head(adapter.norm(states))
+        loop = DepthLoop(adapter, self.runner.cache, self.runner.kernels, self.segments)
+        ran = loop.run([RowCycle.begin(step, len(self.segments)) for step in steps], 0, len(self.segments))
+        return adapter.head(adapter.norm(ran.states))
 
 
 def library_logits(family: str, row: list[int], device: str = "cpu", dtype: str = "float32") -> torch.Tensor:

@@ -9,7 +9,8 @@ namespace tide::TIDE_ISA {
 template <typename T>
 void to_float(const void* from, float* to, int64_t count);
 
-template <typename T>
+// T: of bias and y; W: of the weight.
+template <typename T, typename W>
 void linear(const LinearParams& params, int64_t first, int64_t last, float* scratch);
 int64_t linear_scratch_floats(int64_t in_features);
 

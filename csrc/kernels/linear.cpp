@@ -72,10 +72,10 @@ void write_strip(const LinearParams& params, const W* strip, int64_t col) {
     }
 }
 
-template <int kCols, typename T>
+template <int kCols, typename T, typename W>
 void read_and_write_strip(const LinearParams& params, int64_t col, float* scratch) {
-    const T* strip = static_cast<const T*>(params.weight) + col * params.in_features;
-    if constexpr (sizeof(T) < sizeof(float)) {
+    const W* strip = static_cast<const W*>(params.weight) + col * params.in_features;
+    if constexpr (sizeof(W) < sizeof(float)) {
         if (params.rows > kMaxRowsConvertedInFlight) {
             convert_to_float(strip, scratch, kCols * params.in_features);
             return write_strip<kCols, T>(params, scratch, col);
@@ -90,14 +90,15 @@ int64_t linear_scratch_floats(int64_t in_features) {
     return kStrip * in_features;
 }
 
-template <typename T>
+template <typename T, typename W>
 void linear(const LinearParams& params, int64_t first, int64_t last, float* scratch) {
     int64_t col = first;
-    for (; col + kStrip <= last; col += kStrip) read_and_write_strip<kStrip, T>(params, col, scratch);
-    for (; col < last; ++col) read_and_write_strip<1, T>(params, col, scratch);
+    for (; col + kStrip <= last; col += kStrip) read_and_write_strip<kStrip, T, W>(params, col, scratch);
+    for (; col < last; ++col) read_and_write_strip<1, T, W>(params, col, scratch);
 }
 
-#define TIDE_INSTANTIATE(T) template void linear<T>(const LinearParams&, int64_t, int64_t, float*);
+#define TIDE_INSTANTIATE(T) template void linear<T, T>(const LinearParams&, int64_t, int64_t, float*);
 TIDE_FOR_EACH_DTYPE(TIDE_INSTANTIATE)
+template void linear<float, BFloat16>(const LinearParams&, int64_t, int64_t, float*);
 
 }  // namespace tide::TIDE_ISA

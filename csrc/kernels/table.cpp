@@ -11,7 +11,8 @@ const KernelTable& kernel_table() {
     static const KernelTable table = {
         TIDE_NAME_OF(TIDE_ISA),
         {to_float<float>, to_float<Half>, to_float<BFloat16>},
-        {linear<float>, linear<Half>, linear<BFloat16>},
+        {linear<float, float>, linear<Half, Half>, linear<BFloat16, BFloat16>},
+        linear<float, BFloat16>,
         linear_scratch_floats,
         {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},
         {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},

@@ -13,6 +13,8 @@ struct KernelTable {
     void (*to_float[kNumDTypes])(const void* from, float* to, int64_t count);
     // Output columns [first, last); `scratch` holds linear_scratch_floats(in_features) floats.
     void (*linear[kNumDTypes])(const LinearParams&, int64_t first, int64_t last, float* scratch);
+    // The same for float32 x, bias and y with a bfloat16 weight.
+    void (*linear_narrow_weight)(const LinearParams&, int64_t first, int64_t last, float* scratch);
     int64_t (*linear_scratch_floats)(int64_t in_features);
     // Rows [first, last).
     void (*rms_norm[kNumDTypes])(const RmsNormParams&, int64_t first, int64_t last);

@@ -37,12 +37,16 @@ const float* rows_as_float(DType dtype, const void* rows, int64_t count) {
 
 }  // namespace
 
-void linear(DType dtype, const void* x, const void* weight, const void* bias, void* y, int64_t rows,
+void linear(DType dtype, DType weight_dtype, const void* x, const void* weight, const void* bias, void* y, int64_t rows,
             int64_t in_features, int64_t out_features) {
     const int index = dtype_index(dtype);
+    const bool narrow_weight = dtype == DType::kFloat32 && weight_dtype == DType::kBFloat16;
+    require(narrow_weight || weight_dtype == dtype,
+            "linear: weight must be of the dtype of x, or bfloat16 beside float32");
     require(rows >= 0 && in_features >= 0 && out_features >= 0, "linear: sizes must not be negative");
     if (rows == 0 || out_features == 0) return;
     const KernelTable& table = kernels();
+    const auto kernel = narrow_weight ? table.linear_narrow_weight : table.linear[index];
     const int64_t panel = panel_rows(in_features);
     const int64_t bytes = element_size(dtype);
     const int64_t scratch_floats = table.linear_scratch_floats(in_features);
@@ -57,9 +61,8 @@ void linear(DType dtype, const void* x, const void* weight, const void* bias, vo
                                      panel_size,
                                      in_features,
                                      out_features};
-        parallel_for(out_features, columns_per_piece(params), [&](int64_t first, int64_t last) {
-            table.linear[index](params, first, last, thread_scratch(scratch_floats));
-        });
+        parallel_for(out_features, columns_per_piece(params),
+                     [&](int64_t first, int64_t last) { kernel(params, first, last, thread_scratch(scratch_floats)); });
     }
 }
 

@@ -8,8 +8,9 @@
 namespace tide {
 
 // x [rows, in_features], weight [out_features, in_features], bias [out_features] or null, y [rows, out_features].
-// Batch-invariant: a row's result does not depend on the other rows nor on the number of threads.
-void linear(DType dtype, const void* x, const void* weight, const void* bias, void* y, int64_t rows,
+// The weight is of the same dtype as the others, or bfloat16 where they are float32. Batch-invariant: a row's result
+// does not depend on the other rows nor on the number of threads.
+void linear(DType dtype, DType weight_dtype, const void* x, const void* weight, const void* bias, void* y, int64_t rows,
             int64_t in_features, int64_t out_features);
 
 // x, y [rows, width], weight [width].

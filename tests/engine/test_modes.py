@@ -14,7 +14,7 @@ from tests.factories import make_config, make_engine, random_prompts
 from tests.tiny_models import tiny_model
 from tide_core.engine.audit import AuditBook
 from tide_core.engine.engine import Completion, Engine
-from tide_core.errors import RequestError
+from tide_core.errors import ConfigError, RequestError
 from tide_core.request import Audit, SamplingParams
 
 PROMPTS = random_prompts(6, 11)
@@ -215,7 +215,7 @@ def test_bounded_emits_exits_whatever_full_depth_says_and_audits_every_one() -> 
     got = _bounded(parts, exit_threshold=0.0)
     tokens = [token for answer in got for token in answer.tokens]
     exits = [token for token in tokens if token.exit_layer == 1]
-    assert exits and {token.audit for token in exits} == {Audit.AGREED, Audit.DISAGREED}
+    assert {token.audit for token in exits} == {Audit.AGREED, Audit.DISAGREED}
     assert all(token.audit is Audit.VERIFIED for token in tokens if token.exit_layer == NUM_LAYERS)
     for prompt, answer in zip(PROMPTS, got, strict=True):
         assert _true_audits(prompt, answer) == [token.audit is not Audit.DISAGREED for token in answer.tokens], (
@@ -299,7 +299,7 @@ def test_prompt_exits_save_prompt_layers_and_leave_the_last_token_whole() -> Non
         parts.core._run = counting
         with policy_engine as engine:
             [answer] = engine.generate([prompt], params(mode="fast", threshold=0.0, max_tokens=1))
-        assert len(answer.tokens) == 1 and answer.tokens[0].exit_layer == NUM_LAYERS
+        assert exit_layers(answer) == [NUM_LAYERS]
         ran.append(counted)
     assert ran == [60 * NUM_LAYERS, 59 + NUM_LAYERS]
 
@@ -388,3 +388,61 @@ def _true_audits(prompt: list[int], answer: Completion) -> list[bool]:
 
 def test_the_easy_model_is_not_the_tiny_one() -> None:
     assert easy_model() is not tiny_model("llama")
+
+
+def test_an_epsilon_between_calibrated_ones_gets_the_ledger_of_the_one_below() -> None:
+    with exit_engine() as engine:
+        for epsilon in (0.02, 0.02000001, 0.03):
+            engine.generate(PROMPTS, params(mode="bounded", epsilon=epsilon))
+        assert list(engine.stats().audits) == ["bounded:0.02"]
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.8}, {"repetition_penalty": 1.2}, {"logit_bias": {383: 50.0}}])
+def test_bounded_requests_that_do_not_choose_the_largest_logit_are_verified(changes: dict[str, Any]) -> None:
+    with exit_engine(artefact={"draft_threshold": 0.0, "thresholds": _always(0.02)}) as engine:
+        got = engine.generate(PROMPTS, params(mode="bounded", **changes))
+        assert {token.mode for answer in got for token in answer.tokens} == {"verified"}
+        assert not engine.stats().audits
+
+
+def test_fast_leaves_at_one_checkpoint_only() -> None:
+    artefact = {"kind": "block", "layers": (1, 2), "draft_threshold": 0.0}
+    got = answers(exit_engine(artefact=artefact, audit_share=0.0), mode="fast", threshold=0.6)
+    assert all(answer.error is None for answer in got)
+    assert {layer for answer in got for layer in exit_layers(answer)} == {1, NUM_LAYERS}
+    deeper = answers(exit_engine(artefact=artefact), mode="fast", threshold=0.0, min_layers=2)
+    assert {layer for answer in deeper for layer in exit_layers(answer)} == {2, NUM_LAYERS}
+
+
+def test_preempted_rows_of_mode_fast_read_nothing_unwritten() -> None:
+    settings: dict[str, Any] = {"artefact": {"kind": "block"}, "block_size": 4, "kv_memory_gib": 0.00012}
+    engine = poisoned(exit_parts(**settings), drafts=4)
+    with engine:
+        got = engine.generate(PROMPTS, params(mode="fast", threshold=0.3))
+        stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.exits["non_finite_scores"] == 0
+    assert all(answer.error is None for answer in got)
+
+
+def test_more_drafts_than_the_artefact_was_certified_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match="drafts"):
+        exit_parts(artefact={"max_drafts": 2}, drafts=3)
+
+
+def test_a_failure_behind_the_end_of_the_text_does_not_spoil_it() -> None:
+    """Logits that are no numbers after an accepted draft fail the next step, not the tokens before it."""
+    parts = exit_parts()
+    head = parts.runner.adapter.head
+
+    def failing(normed: torch.Tensor) -> torch.Tensor:
+        logits = head(normed)
+        if len(logits) > 2:
+            logits[2:] = math.nan
+        return logits
+
+    parts.runner.adapter.head = failing  # type: ignore[method-assign]
+    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+        [got] = engine.generate([PROMPTS[0]], params(mode="verified", max_tokens=12))
+    [full] = answers(exit_engine(), mode="full", max_tokens=12)[:1]
+    assert ids(got) == ids(full)

@@ -94,3 +94,16 @@ def test_every_number_of_a_narrow_type_is_read_and_written_as_torch_does(dtype: 
     products = native.linear(factors, numbers.view(-1, 1))
     expected = (factors.float() * numbers.float()).to(dtype)
     torch.testing.assert_close(products, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 9, 40])
+@pytest.mark.parametrize(("out_features", "in_features"), [(7, 5), (64, 48), (33, 130)])
+def test_a_bfloat16_weight_beside_float32_states_is_the_widened_weight(
+    rows: int, out_features: int, in_features: int
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, in_features, generator=generator)
+    weight = torch.randn(out_features, in_features, generator=generator).bfloat16()
+    bias = torch.randn(out_features, generator=generator)
+    assert torch.equal(native.linear(x, weight, bias), native.linear(x, weight.float(), bias))
+    torch.testing.assert_close(native.linear(x, weight, bias), reference.linear(x, weight, bias))

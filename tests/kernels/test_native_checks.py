@@ -120,6 +120,6 @@ def test_paged_attention_names_the_argument_it_refuses(
 
 def test_the_native_module_itself_refuses_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="dtype: got code 7"):
-        _native.linear(7, 0, 0, 0, 0, 1, 1, 1)
+        _native.linear(7, 7, 0, 0, 0, 0, 1, 1, 1)
     with pytest.raises(ValueError, match="sizes must not be negative"):
-        _native.linear(0, 0, 0, 0, 0, -1, 1, 1)
+        _native.linear(0, 0, 0, 0, 0, 0, -1, 1, 1)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 
 from tests.factories import make_blocks, make_request
 from tide_core.batch import DraftCounts, RowResult, RowStep
-from tide_core.engine.cost import LEAST_GAIN, Acceptance, CostPoint, CostTable, DraftPlanner, Plan
+from tide_core.engine.cost import (
+    LEAST_GAIN,
+    PRIOR_REACH,
+    PROBE_EVERY,
+    Acceptance,
+    CostPoint,
+    CostTable,
+    DraftPlanner,
+    Plan,
+)
 from tide_core.request import ExitPolicy
 
 MAX_DRAFTS = 6
@@ -46,7 +56,9 @@ def test_a_table_without_points_knows_no_rows() -> None:
 
 def test_prior_acceptance_falls_with_distance_and_never_keeps_what_was_not_reached() -> None:
     prior = Acceptance.prior([0.9, 0.8], 4)
-    assert [prior.keep(k) for k in (1, 2, 3, 4)] == pytest.approx([0.9, 0.72, 0.576, 0.4608])
+    rights = [0.9, 0.8, 0.8, 0.8]
+    expected = [math.prod(PRIOR_REACH * right for right in rights[:k]) for k in (1, 2, 3, 4)]
+    assert [prior.keep(k) for k in (1, 2, 3, 4)] == pytest.approx(expected)
     assert prior.reach(0) == 1.0
     assert all(prior.keep(k) <= prior.reach(k) <= prior.reach(k - 1) for k in (1, 2, 3, 4))
     assert Acceptance.prior([], 2).keep(1) == 0.0
@@ -83,7 +95,7 @@ def test_a_gain_too_small_to_be_sure_of_is_not_taken() -> None:
 
 def test_the_gain_is_tokens_per_second_over_those_of_full_depth() -> None:
     [gain] = [planner(0.8, point(1, full=10.0, first=11.0, draft=2.0), max_drafts=1).plan(1, 1).gain]
-    assert gain == pytest.approx((1 + 0.8) / (11.0 + 2.0) * 10.0)
+    assert gain == pytest.approx((1 + 0.8 * PRIOR_REACH) / (11.0 + 2.0) * 10.0)
 
 
 def test_rows_that_may_not_exit_share_the_step_and_lower_the_gain() -> None:
@@ -91,10 +103,10 @@ def test_rows_that_may_not_exit_share_the_step_and_lower_the_gain() -> None:
     assert alone.gain > mixed.gain >= 1.0
 
 
-def test_nothing_is_drafted_beyond_the_rows_of_the_table() -> None:
-    wide = planner(0.9, point(1), point(8))
-    assert wide.plan(8, 8).drafts > 0
-    assert wide.plan(9, 9) == Plan(0, 1.0)
+def test_beyond_the_rows_of_the_table_its_line_goes_on_and_without_points_nothing_is_drafted() -> None:
+    growing = planner(0.9, point(1, full=10.0, first=10.0, draft=1.0), point(8, full=10.0, first=10.0, draft=3.0))
+    assert growing.plan(8, 8).drafts > 0
+    assert growing.plan(64, 64) == Plan(0, 1.0), "a draft of 64 rows costs more than a step"
     assert DraftPlanner(4, Acceptance.prior([0.9], 4), CostTable(())).plan(1, 1) == Plan(0, 1.0)
 
 
@@ -135,11 +147,26 @@ def test_a_row_that_stops_drafting_early_costs_little_so_more_drafts_are_allowed
 
 def test_a_cycle_says_nothing_about_drafts_it_was_not_allowed() -> None:
     short = planner(0.9)
-    before = short.acceptance.keep(4)
+    before = [chance.value for chance in short.acceptance.kept]
     for _ in range(500):
         observe(short, allowed=2, drafted=2, accepted=0)
-    assert short.acceptance.keep(4) == before
-    assert short.acceptance.keep(1) < 0.1
+    after = [chance.value for chance in short.acceptance.kept]
+    assert after[0] < 0.1
+    assert after[1:] == before[1:], "nothing was kept that a second draft could follow"
+
+
+def test_a_planner_that_gave_up_tries_again_where_calibration_says_it_pays() -> None:
+    beaten = planner(0.9)
+    for _ in range(500):
+        observe(beaten, allowed=2, drafted=1, accepted=0)
+    plans = [beaten(1, 1) for _ in range(4 * PROBE_EVERY)]
+    assert plans.count(1) == 4
+    assert plans.count(0) == len(plans) - 4
+    for _ in range(500):
+        observe(beaten, allowed=1, drafted=1, accepted=1)
+    assert beaten(1, 1) > 0
+    hopeless = planner(0.01)
+    assert {hopeless(1, 1) for _ in range(2 * PROBE_EVERY)} == {0}
 
 
 def test_a_step_without_drafts_is_not_an_observation() -> None:
@@ -158,8 +185,8 @@ def test_exits_that_are_never_compared_do_not_count_as_accepted_drafts() -> None
 
 
 def test_plans_are_counted_and_the_last_one_is_kept() -> None:
-    counted = planner(0.9, point(1))
-    counted(1, 1)
-    counted(2, 2)
+    counted = planner(0.9, point(1, full=10.0, first=10.0, draft=1.0), point(8, full=10.0, first=10.0, draft=99.0))
+    assert counted(1, 1) > 0
+    counted(8, 8)
     assert (counted.num_plans, counted.num_full) == (2, 1)
     assert counted.last == Plan(0, 1.0)

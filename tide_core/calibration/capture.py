@@ -1,7 +1,7 @@
 """Training steps as CUDA graphs, one for each shape of a batch.
 
-A step launches thousands of small kernels, and on a data-centre GPU the launches take several times as long as the work.
-The first batch of a shape runs as it is, the second is captured, all others are replays.
+A step launches thousands of small kernels, and on a data-centre GPU the launches take longer than the work. The
+first batch of a shape runs as it is, the second is captured, all others are replays.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from tide_core.batch import KVView
 from tide_core.models.adapter import ModelAdapter
 
 PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -99,7 +100,7 @@ class Teacher:
         adapter, (num_rows, length) = self._adapter, tokens.shape
         positions = torch.arange(length, device=tokens.device)
         states = adapter.embed(tokens.flatten(), positions.repeat(num_rows)).view(num_rows, length, -1)
-        inputs = adapter.layer_inputs(positions, NoCache())
+        inputs = adapter.layer_inputs(positions, cast(KVView, NoCache()))
         no_cache = {adapter.family.cache_argument: None, "attention_mask": None, "use_cache": False}
         inputs.common.update(no_cache)
         seen: dict[int, Tensor] = {}

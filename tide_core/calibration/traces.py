@@ -71,7 +71,7 @@ def acceptance(sequences: Sequence[SequenceTrace]) -> list[float]:
 
 def write_traces(path: Path, traces: Sequence[CandidateTraces]) -> None:
     """Write as msgpack, whole or not at all."""
-    import msgpack  # type: ignore[import-untyped]
+    import msgpack
 
     document = {"format_version": FORMAT_VERSION, "candidates": [_packed(candidate) for candidate in traces]}
     write_whole(path, msgpack.packb(document))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tide_core import __version__
 from tide_core.config import EngineConfig
@@ -21,7 +22,7 @@ from tide_core.engine.policy import CheckpointPolicy
 from tide_core.engine.scheduler import Scheduler
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import ConfigError
-from tide_core.kernels import Kernels, select_kernels, set_num_threads
+from tide_core.kernels import Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
 from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
 from tide_core.models.adapter import ModelAdapter
@@ -87,10 +88,11 @@ def assemble_loaded(
     use_kernels(model, kernels)
     segments = plan_segments(adapter.num_layers, _checkpoint_layers(config, artefact))
     max_model_len = _model_len(config, adapter)
+    adapter.keep_rotations(max_model_len)
     cache, blocks = build_pool(
         config, adapter, num_segments=len(segments), max_model_len=max_model_len, artefact=artefact
     )
-    exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels)
+    exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
     runner = ModelRunner(
         adapter,
         cache,
@@ -100,12 +102,13 @@ def assemble_loaded(
         audit_share=config.audit_share,
         prompt_exits=config.prompt_exits,
     )
-    planner = None if artefact is None else build_planner(config, artefact, runner, blocks, identity)
+    planner = None if artefact is None else build_planner(config, artefact, runner, blocks, identity, max_model_len)
     scheduler = Scheduler(
         blocks,
         max_rows=config.max_rows,
         max_batch_tokens=config.max_batch_tokens,
         plan_drafts=planner,
+        max_drafts=0 if planner is None else planner.max_drafts,
     )
     text = Tokenizer(tokenizer, adapter.vocab_size)
     digest = None if artefact is None else artefact.digest
@@ -133,36 +136,60 @@ def assemble_loaded(
     return Parts(core, runner, text, kernels, name, max_model_len, checkpoints, planner, digest)
 
 
-def bind_exits(artefact: Artefact, adapter: ModelAdapter, cache: PagedKV, kernels: Kernels) -> Exits:
+def bind_exits(
+    artefact: Artefact, adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, max_model_len: int
+) -> Exits:
     """Heads and routers cast and placed like the model and run by the same kernels."""
     checkpoints = []
     kv_layer = adapter.num_layers
     for checkpoint, head, router in zip(artefact.manifest.checkpoints, artefact.heads, artefact.routers, strict=True):
-        for module in (head, router):
-            module.to(adapter.device, adapter.dtype)
-            use_kernels(module, kernels)
+        _place(head, adapter, kernels)
+        router.to(adapter.device, adapter.dtype)
+        use_kernels(router, kernels)
         head.kernels = kernels
+        head.prepare(max_model_len)
         checkpoints.append(BoundCheckpoint(checkpoint.layer, head, router, kv_layer if head.spec.attends else -1))
         kv_layer += head.spec.attends
     narrow_head = adapter.narrow_head(artefact.shortlist)
-    use_kernels(narrow_head, kernels)
+    _place(narrow_head, adapter, kernels)
     return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head)
 
 
+def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:
+    """Like the model; but where the kernels take bfloat16 weights beside float32 states, matrices are that narrow.
+
+    Drafting then reads half the bytes. Heads are trained with products in bfloat16, so it costs them nothing."""
+    module.to(adapter.device, adapter.dtype)
+    if kernels.name == "native" and adapter.dtype is torch.float32:
+        for linear in module.modules():
+            if isinstance(linear, nn.Linear):
+                linear.weight = nn.Parameter(linear.weight.bfloat16(), requires_grad=False)
+    use_kernels(module, kernels)
+
+
 def build_planner(
-    config: EngineConfig, artefact: Artefact, runner: ModelRunner, blocks: BlockManager, identity: str
+    config: EngineConfig,
+    artefact: Artefact,
+    runner: ModelRunner,
+    blocks: BlockManager,
+    identity: str,
+    max_model_len: int,
 ) -> DraftPlanner:
     """The planner with its cost table: the one of an earlier start on this machine, or one measured now."""
     most = min(config.max_pending, artefact.manifest.max_drafts)
     acceptance = artefact.manifest.checkpoints[0].acceptance
+    if config.drafts is not None and config.drafts > artefact.manifest.max_drafts:
+        expected = f"at most the artefact's {artefact.manifest.max_drafts}: nothing longer was trained or certified"
+        raise ConfigError("drafts", config.drafts, expected)
     if config.drafts is not None:
         return DraftPlanner(config.drafts, Acceptance.prior(acceptance, max(config.drafts, 1)))
     facts = cost_facts(config, runner, identity, artefact.digest, most)
     path = cache_path(default_cache_dir(), facts)
     table = read_table(path)
     if table is None:
-        table = measure(runner, blocks, max_rows=config.max_rows, max_drafts=most)
-        write_table(path, table, facts)
+        table = measure(runner, blocks, max_rows=config.max_rows, max_drafts=most, max_positions=max_model_len)
+        if table.points:
+            write_table(path, table, facts)
     return DraftPlanner(most, Acceptance.prior(acceptance, most), table)
 
 
@@ -177,7 +204,7 @@ def cost_facts(
         "dtype": config.dtype,
         "device": str(runner.cache.device),
         "threads": torch.get_num_threads(),
-        "kernels": runner.kernels.name,
+        "kernels": (runner.kernels.name, native_digest()),
         "max_rows": config.max_rows,
         "max_drafts": max_drafts,
         "version": __version__,

@@ -84,9 +84,10 @@ class EngineCore:
         if request.request_id in self._open:
             raise RequestError("request_id", request.request_id, "an id that no open request has")
         text = self._tokenizer.stream(request.prompt_ids, request.params.stop)
-        row = self.scheduler.add(request, self._cache_namespace(request))
         epsilon = request.policy.epsilon
-        if epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken:
+        is_broken = epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken
+        row = self.scheduler.add(request, self._cache_namespace(request))
+        if is_broken:
             row.policy = without_exits(row.policy)
         self._open[request.request_id] = Progress(row, text, ExitStats(self._num_layers), self._clock())
 
@@ -269,12 +270,13 @@ class EngineCore:
         )
         return RequestOutput(row.request.request_id, tokens, reason, usage, error)
 
-    def _cache_namespace(self, request: Request) -> bytes:
+    def _cache_namespace(self, request: Request) -> bytes | None:
         """KV is shared only between requests of one model, one kind of policy and one salt.
 
-        What exits leave beside the KV is there only for requests that may exit; KV of skipped layers is shared with
-        nobody, because it depends on where other tokens left."""
+        What exits leave beside the KV is there only for requests that may exit. KV of skipped layers is shared with
+        nobody, not even with the row itself after a preemption: it depends on where other tokens left."""
         policy = request.policy
-        kind = "full" if not policy.may_exit else request.request_id if policy.skips_layers else "exits"
-        parts = (self._namespace, kind, policy.skips_layers, request.cache_salt)
+        if policy.skips_layers:
+            return None
+        parts = (self._namespace, "exits" if policy.may_exit else "full", request.cache_salt)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -8,11 +8,17 @@ that at least j of them become output, both counted while the engine runs,
     seconds of it                            cycle(r, 0) + slope_1 p_1 + ... + slope_k p_k
 
 where slope_j = cycle(r, j) - cycle(r, j - 1) and p_j is the chance that any of the rows gets to its j-th draft pass.
-The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0.
+The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0; now and then one draft is
+tried all the same where calibration says it should pay, or a text that was hard once would end drafting for good.
+
+Chances are counted step by step: that a j-th draft is made where one more was allowed and the (j-1)-th was made, and
+that it is kept where the (j-1)-th was. What has not been tried lately keeps the value it had.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,12 +27,14 @@ from tide_core.batch import RowResult, RowStep
 
 LEAST_GAIN = 1.02
 """A plan must promise at least this much over full depth: the table is only a measurement."""
-PRIOR_CYCLES = 30.0
-"""Weight of the acceptance found by calibration, in cycles."""
-MEMORY_CYCLES = 2000.0
-"""Older cycles fade: what counts is the text served now."""
+PRIOR_WEIGHT = 30.0
+"""Of what calibration found, in cycles."""
+MEMORY = 500.0
+"""Cycles after which older ones fade: what counts is the text served now."""
 PRIOR_REACH = 0.85
 """Chance that a draft follows a draft, before anything was seen."""
+PROBE_EVERY = 64
+"""Plans of no drafts between two that try one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class CostPoint:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Points by rising number of rows. Beyond the last one nothing is known, and nothing is drafted."""
+    """Points by rising number of rows; beyond the last one the line through the last two goes on."""
 
     points: tuple[CostPoint, ...]
 
@@ -71,39 +79,52 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Acceptance:
-    """How far rows draft and how much of it they keep; entry j - 1 is about the j-th draft."""
+class Chance:
+    """A share that is counted, starts somewhere, and forgets."""
 
-    cycles: list[float]
-    reached: list[float]
-    kept: list[float]
+    hits: float
+    tries: float
+
+    def observe(self, hit: bool) -> None:
+        fade = 1.0 - 1.0 / MEMORY if self.tries > MEMORY else 1.0
+        self.hits = self.hits * fade + hit
+        self.tries = self.tries * fade + 1.0
+
+    @property
+    def value(self) -> float:
+        return self.hits / self.tries
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How far rows draft and how much of it they keep; entry j - 1 is about the j-th draft, given the one before."""
+
+    reached: list[Chance]
+    kept: list[Chance]
 
     @classmethod
     def prior(cls, acceptance: Sequence[float], max_drafts: int) -> Acceptance:
         """From the chance, by distance, that a draft is right given that those before it were."""
-        reached, kept, reach, keep = [], [], 1.0, 1.0
-        for distance in range(max_drafts):
-            right = acceptance[min(distance, len(acceptance) - 1)] if acceptance else 0.0
-            reach *= PRIOR_REACH
-            keep *= right
-            reached.append(PRIOR_CYCLES * max(reach, keep))
-            kept.append(PRIOR_CYCLES * keep)
-        return cls([PRIOR_CYCLES] * max_drafts, reached, kept)
+        rights = [acceptance[min(j, len(acceptance) - 1)] if acceptance else 0.0 for j in range(max_drafts)]
+        return cls(
+            [Chance(PRIOR_WEIGHT * PRIOR_REACH, PRIOR_WEIGHT) for _ in rights],
+            [Chance(PRIOR_WEIGHT * PRIOR_REACH * right, PRIOR_WEIGHT) for right in rights],
+        )
 
     def observe(self, allowed: int, drafted: int, accepted: int) -> None:
         """One cycle of one row that was allowed so many drafts."""
-        for index in range(min(allowed, len(self.cycles))):
-            fade = 1.0 - 1.0 / MEMORY_CYCLES if self.cycles[index] > MEMORY_CYCLES else 1.0
-            self.cycles[index] = self.cycles[index] * fade + 1.0
-            self.reached[index] = self.reached[index] * fade + (drafted > index)
-            self.kept[index] = self.kept[index] * fade + (accepted > index)
+        for index in range(min(allowed, len(self.kept))):
+            if drafted >= index:
+                self.reached[index].observe(drafted > index)
+            if accepted >= index:
+                self.kept[index].observe(accepted > index)
 
     def reach(self, draft: int) -> float:
         """Chance that a row makes its `draft`-th draft; 1 for the 0th."""
-        return self.reached[draft - 1] / self.cycles[draft - 1] if draft else 1.0
+        return _product(self.reached[:draft])
 
     def keep(self, draft: int) -> float:
-        return self.kept[draft - 1] / self.cycles[draft - 1]
+        return _product(self.kept[:draft])
 
 
 @dataclass(slots=True)
@@ -114,23 +135,33 @@ class DraftPlanner:
     acceptance: Acceptance
     table: CostTable | None = None
     """None: always `max_drafts`."""
+    calibrated: Acceptance | None = None
+    """What calibration found, for good; None: that of the start."""
     num_plans: int = 0
     num_full: int = 0
     """Plans that sent rows that may exit to full depth."""
     last: Plan = field(default=Plan(0, 1.0))
 
+    def __post_init__(self) -> None:
+        if self.calibrated is None:
+            self.calibrated = copy.deepcopy(self.acceptance)
+
     def __call__(self, num_drafting: int, num_rows: int) -> int:
         plan = self.plan(num_drafting, num_rows)
+        if plan.drafts == 0 and self.max_drafts and self.num_full % PROBE_EVERY == PROBE_EVERY - 1:
+            plan = Plan(min(1, self.plan(num_drafting, num_rows, self.calibrated).drafts), plan.gain)
+            self.num_full += plan.drafts > 0  # or the next plan would probe again
         self.num_plans += 1
         self.num_full += plan.drafts == 0
         self.last = plan
         return plan.drafts
 
-    def plan(self, num_drafting: int, num_rows: int) -> Plan:
+    def plan(self, num_drafting: int, num_rows: int, acceptance: Acceptance | None = None) -> Plan:
         """The best number of drafts for a step of `num_rows` rows of which `num_drafting` may draft."""
+        acceptance = acceptance or self.acceptance
         if self.table is None:
             return Plan(self.max_drafts, 1.0)
-        if num_rows > self.table.max_rows:
+        if not self.table.points:
             return Plan(0, 1.0)
         full_rate = num_rows / self.table.full(num_rows)
         best = Plan(0, 1.0)
@@ -138,17 +169,23 @@ class DraftPlanner:
         tokens = float(num_rows)
         for drafts in range(1, self.max_drafts + 1):
             slope = max(0.0, self.table.cycle(num_drafting, drafts) - self.table.cycle(num_drafting, drafts - 1))
-            seconds += slope * (1.0 - (1.0 - self.acceptance.reach(drafts - 1)) ** num_drafting)
-            tokens += num_drafting * self.acceptance.keep(drafts)
+            seconds += slope * (1.0 - (1.0 - acceptance.reach(drafts - 1)) ** num_drafting)
+            tokens += num_drafting * acceptance.keep(drafts)
             gain = tokens / seconds / full_rate
             if gain > max(best.gain, LEAST_GAIN):
                 best = Plan(drafts, gain)
         return best
 
     def observe(self, step: RowStep, result: RowResult) -> None:
-        """Hear what became of a row's drafts. Mode fast emits all of them, which says nothing about any other mode."""
-        if step.num_drafts and not step.policy.skips_layers:
+        """Learn from a row's cycle, if its drafting is like that of any other: by calibrated thresholds, verified."""
+        params = step.request.params
+        plain = not step.policy.skips_layers and params.threshold is None and not params.logit_bias
+        if step.num_drafts and plain:
             self.acceptance.observe(step.num_drafts, result.counts.drafted, result.counts.accepted)
+
+
+def _product(chances: Sequence[Chance]) -> float:
+    return math.prod(chance.value for chance in chances)
 
 
 def _interpolate(places: Sequence[int], values: Sequence[float], at: int) -> float:

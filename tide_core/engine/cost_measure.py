@@ -43,12 +43,16 @@ def measure(
     max_rows: int,
     max_drafts: int,
     context: int = CONTEXT,
+    max_positions: int | None = None,
     limit_s: float = START_UP_S,
 ) -> CostTable:
     """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards."""
     points: list[CostPoint] = []
     started = time.perf_counter()
-    for rows in (rows for rows in ROWS if rows <= max_rows):
+    pool = blocks.num_available * blocks.block_size
+    longest = min(pool, max_positions or runner.adapter.max_positions)
+    context = max(0, min(context, longest - max_drafts - 1))
+    for rows in sorted({*(rows for rows in ROWS if rows < max_rows), max_rows}):
         spent = time.perf_counter() - started
         if points and spent > limit_s:
             break

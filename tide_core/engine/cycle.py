@@ -111,6 +111,11 @@ class RowCycle:
         request = step.request
         return SamplingRow(request.params, request.seed, request.prompt_ids, output_ids, request.eos_ids, stream)
 
+    def deep_slot(self, block_size: int) -> int:
+        """Where in the pool the last token before this step lies; 0 if there is none."""
+        last = max(self.step.start - 1, 0)
+        return self.step.table.block_ids[last // block_size] * block_size + last % block_size
+
     def deep_sources(self, tokens: Range, last_segment: int) -> tuple[np.ndarray, np.ndarray]:
         """For each token the position of the last one before it that ran deep, and how far back that is (0: none)."""
         positions = np.arange(self.step.start + tokens[0], self.step.start + tokens[1])

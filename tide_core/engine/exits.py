@@ -60,6 +60,7 @@ class Exits:
         self._adapter = adapter
         self._cache = cache
         self._narrow_head = narrow_head
+        self._fed = any(checkpoint.head.spec.deep for checkpoint in self.checkpoints)
 
     def propose(
         self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor, *, each: bool = False
@@ -93,17 +94,18 @@ class Exits:
 
     def _deep_states(self, parts: Sequence[Part], *, drafting: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """For every token of the parts the last deep state before it, [T, D], and how far back it is, [T]."""
-        if not any(checkpoint.head.spec.deep for checkpoint in self.checkpoints):
+        if not self._fed:
             return None, None
-        slots, distances = [], []
+        slots: list[int] = []
+        distances: list[int] = []
         for row, (first, stop) in parts:
             if drafting:  # nothing of this cycle has run deep yet
                 known = row.step.start > 0 and len(row.step.token_ids) == 1
-                sources = np.full(stop - first, max(row.step.start - 1, 0))
-                away = np.arange(first, stop) + 1 if known else np.zeros(stop - first, dtype=np.int64)
+                slots += [row.deep_slot(self._cache.block_size)] * (stop - first)
+                distances += range(first + 1, stop + 1) if known else [0] * (stop - first)
             else:
                 sources, away = row.deep_sources((first, stop), self.last_segment)
-            slots.append(row.slots(sources, self._cache.block_size))
-            distances.append(away)
-        where = torch.from_numpy(np.concatenate(slots)).to(self._cache.device)
-        return self._cache.deep_states[where], torch.from_numpy(np.concatenate(distances)).to(self._cache.device)
+                slots += row.slots(sources, self._cache.block_size).tolist()
+                distances += away.tolist()
+        both = torch.tensor((slots, distances), device=self._cache.device)
+        return self._cache.deep_states.index_select(0, both[0]), both[1]

@@ -1,4 +1,9 @@
-"""From the contract a request names to thresholds at the checkpoint layers of the artefact. No torch here."""
+"""From the contract a request names to thresholds at the checkpoint layers of the artefact. No torch here.
+
+A request in mode fast leaves at one checkpoint only, the first it may: tokens that skip layers from different ones
+would leave holes in the memory of the deeper heads. A request in mode bounded whose parameters change what full depth
+would choose (a temperature, penalties, a bias) is served in mode verified: no bound was certified for it.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +37,31 @@ def resolve_policy(params: SamplingParams, checkpoints: Sequence[CheckpointPolic
         return NO_EXITS
     if not checkpoints:
         raise RequestError("mode", mode, "full: the engine has no artefact with exits")
-    epsilon = (params.epsilon or DEFAULT_EPSILON) if mode == "bounded" else None
-    drafts, exits = [], []
+    asked = (params.epsilon or DEFAULT_EPSILON) if mode == "bounded" else None
+    epsilon = None if asked is None else _certified(asked, checkpoints)
+    drafts: list[float] = []
+    exits: list[float] = []
     for checkpoint in checkpoints:
         draft, leave = _thresholds(mode, epsilon, params.threshold, checkpoint)
-        if checkpoint.layer < params.min_layers or draft > 1.0:
+        used_up = mode == "fast" and any(threshold <= 1.0 for threshold in drafts)
+        if checkpoint.layer < params.min_layers or draft > 1.0 or used_up:
             draft = leave = math.inf
         drafts.append(draft)
         exits.append(leave)
-    return ExitPolicy(mode, tuple(drafts), tuple(exits), epsilon)
+    policy = ExitPolicy(mode, tuple(drafts), tuple(exits), epsilon)
+    return without_exits(policy) if mode == "bounded" and changes_the_choice(params) else policy
+
+
+def changes_the_choice(params: SamplingParams) -> bool:
+    """Whether full depth would choose by anything but its largest logit: a bound says nothing about such requests."""
+    return bool(
+        not params.is_greedy
+        or params.logit_bias
+        or params.min_tokens
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
 
 
 def without_exits(policy: ExitPolicy) -> ExitPolicy:
@@ -59,14 +80,14 @@ def _thresholds(
             raise RequestError("mode", mode, expected)
         return leave, leave
     draft = checkpoint.draft_threshold if asked is None else asked
-    return draft, math.inf if epsilon is None else _certified(epsilon, checkpoint)
+    return draft, math.inf if epsilon is None else checkpoint.exit_thresholds[epsilon]
 
 
-def _certified(epsilon: float, checkpoint: CheckpointPolicy) -> float:
-    """The threshold of the largest calibrated epsilon that is at most the asked one."""
-    kept = [known for known in checkpoint.exit_thresholds if known <= epsilon + 1e-12]
+def _certified(epsilon: float, checkpoints: Sequence[CheckpointPolicy]) -> float:
+    """The largest epsilon every checkpoint is calibrated for that is at most the asked one."""
+    known = set.intersection(*(set(checkpoint.exit_thresholds) for checkpoint in checkpoints))
+    kept = [value for value in known if value <= epsilon + 1e-12]
     if not kept:
-        known = ", ".join(f"{value:g}" for value in sorted(checkpoint.exit_thresholds)) or "none"
-        expected = f"at least one the artefact is calibrated for at layer {checkpoint.layer}: {known}"
-        raise RequestError("epsilon", epsilon, expected)
-    return checkpoint.exit_thresholds[max(kept)]
+        listed = ", ".join(f"{value:g}" for value in sorted(known)) or "none"
+        raise RequestError("epsilon", epsilon, f"at least one the artefact is calibrated for: {listed}")
+    return max(kept)

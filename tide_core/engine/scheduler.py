@@ -31,8 +31,8 @@ class Row:
     """One request on its way: what it has generated and which blocks it owns."""
 
     request: Request
-    namespace: bytes
-    """First parent of its prefix keys: model, policy and salt."""
+    namespace: bytes | None
+    """First parent of its prefix keys: model, policy and salt. None: it shares no blocks."""
     table: BlockTable
     policy: ExitPolicy
     """In force now: that of the request, unless its bound has broken since."""
@@ -59,18 +59,22 @@ class Scheduler:
         max_rows: int,
         max_batch_tokens: int,
         plan_drafts: Callable[[int, int], int] | None = None,
+        max_drafts: int = 0,
     ) -> None:
-        """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows."""
+        """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows.
+
+        Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`."""
         self.blocks = blocks
         self.max_rows = max_rows
         self.max_batch_tokens = max_batch_tokens
         self.plan_drafts = plan_drafts
+        self.max_drafts = max_drafts
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.num_preemptions = 0
         self._refused: tuple[Row, int, int] | None = None
 
-    def add(self, request: Request, namespace: bytes) -> Row:
+    def add(self, request: Request, namespace: bytes | None) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
         row = Row(request, namespace, self.blocks.new_table(), request.policy)
         self.waiting.append(row)
@@ -111,7 +115,8 @@ class Scheduler:
         row.output_ids += token_ids
         for segment in range(self.blocks.num_segments):
             row.table.advance(segment, num_valid)
-        self.blocks.seal(row.table, row.tokens, row.namespace)
+        if row.namespace is not None:
+            self.blocks.seal(row.table, row.tokens, row.namespace)
 
     def check_integrity(self) -> None:
         """Recount the pool against all rows."""
@@ -123,7 +128,8 @@ class Scheduler:
             situation = (row, self.blocks.num_available, len(self.running))
             if situation == self._refused:
                 return  # nothing has changed since it did not fit; looking up its prefix again would tell nothing new
-            row.table = self.blocks.match_prefix(row.tokens(0, row.num_tokens), row.namespace)
+            if row.namespace is not None:
+                row.table = self.blocks.match_prefix(row.tokens(0, row.num_tokens), row.namespace)
             # One block is left for each row that runs: admitting this one must not preempt another at once.
             if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=len(self.running)):
                 self.blocks.free(row.table)
@@ -136,6 +142,9 @@ class Scheduler:
 
     def _make_room(self, row: Row, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens of the row, at the expense of younger rows; False if it gave way itself."""
+        if not self.blocks.can_allocate(row.table, num_tokens):
+            for other in self.running:  # what drafts were given and did not need
+                self.blocks.trim(other.table, other.num_tokens)
         while not self.blocks.can_allocate(row.table, num_tokens):
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -148,10 +157,12 @@ class Scheduler:
         """How many of the planned drafts a row can use: the deep pass gives it one token more."""
         if not row.policy.may_exit or self._missing(row) != 1:
             return 0
+        if row.policy.skips_layers:
+            planned = self.max_drafts
         return max(0, min(planned, row.request.params.max_tokens - len(row.output_ids) - 1))
 
     def _plan(self) -> tuple[int, int]:
-        """Drafts of each row that may make some, and the part of the token budget they take."""
+        """Drafts of each row that may make some, -1 for none at all, and the part of the token budget they take."""
         talking = [row for row in self.running if self._missing(row) == 1]
         drafting = [row for row in talking if self._drafts_of(row, 1)]
         if not drafting or self.plan_drafts is None:
@@ -159,13 +170,16 @@ class Scheduler:
         budget = self.max_batch_tokens - len(talking)
         if len(talking) < len(self.running):
             budget -= int(self.max_batch_tokens * PROMPT_SHARE)
-        planned = min(self.plan_drafts(len(drafting), len(talking)), max(0, budget) // len(drafting))
-        return planned, sum(self._drafts_of(row, planned) for row in drafting)
+        planned = self.plan_drafts(len(drafting), len(talking))
+        while planned > 0 and sum(self._drafts_of(row, planned) for row in drafting) > budget:
+            planned -= 1
+        reserved = sum(self._drafts_of(row, planned) for row in drafting)
+        return (planned, reserved) if reserved <= budget else (-1, 0)
 
     def _allocate_drafts(self, rows: list[Row], planned: int) -> dict[int, int]:
         """Blocks for the drafts of each row, as far as the pool has them."""
         drafts = {}
-        for row in rows:
+        for row in rows if planned >= 0 else ():
             useful = self._drafts_of(row, planned)
             while useful > 0 and not self.blocks.can_allocate(row.table, row.num_tokens + useful):
                 useful -= 1

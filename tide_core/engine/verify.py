@@ -96,7 +96,7 @@ class Verifier:
                 continue
             judged = _judge(draft, deep[position])
             if judged.instead.error is not None:
-                return self._result(row, tokens, error=judged.instead.error)
+                return self._failed(row, tokens, judged.instead.error)
             if not judged.agrees and not draft.leaves:
                 tokens.append(self._full_depth(judged.instead, draft.score))
                 return self._result(row, tokens, accepted=position)
@@ -106,9 +106,15 @@ class Verifier:
             sampled = deep[last].chosen
             assert sampled is not None
             if sampled.error is not None:
-                return self._result(row, tokens, error=sampled.error)
+                return self._failed(row, tokens, sampled.error)
             tokens.append(self._full_depth(sampled, row.last_score))
         return self._result(row, tokens, accepted=len(row.drafts))
+
+    def _failed(self, row: RowCycle, tokens: Sequence[TokenResult], error: str) -> RowResult:
+        """Tokens decided before the failure are kept: the text may end with them. If not, the next step fails too."""
+        if not tokens:
+            return self._result(row, (), error=error)
+        return self._result(row, tokens, accepted=len(tokens), still_to_run=1)
 
     def _accepted(
         self, row: RowCycle, position: int, draft: Draft, logits: torch.Tensor, *, agrees: bool
@@ -131,11 +137,17 @@ class Verifier:
         return TokenResult(token.token_id, self._num_layers, token.logprob, token.top_logprobs, score)
 
     def _result(
-        self, row: RowCycle, tokens: Sequence[TokenResult], *, accepted: int = 0, error: str | None = None
+        self,
+        row: RowCycle,
+        tokens: Sequence[TokenResult],
+        *,
+        accepted: int = 0,
+        still_to_run: int = 0,
+        error: str | None = None,
     ) -> RowResult:
         return RowResult(
             tokens=tuple(tokens),
-            num_valid=len(row.step.token_ids) + accepted,
+            num_valid=len(row.step.token_ids) + accepted - still_to_run,
             layers_run=row.layers_run,
             counts=DraftCounts(len(row.drafts), accepted, row.non_finite),
             error=error,

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
@@ -19,7 +21,7 @@ from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import reference
 
-__all__ = ["Kernels", "reference_kernels", "select_kernels", "set_num_threads"]
+__all__ = ["Kernels", "native_digest", "reference_kernels", "select_kernels", "set_num_threads"]
 
 _NATIVE_MODULE = "tide_core.kernels._native"
 _log = logging.getLogger("tide")
@@ -96,6 +98,15 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
 def reference_kernels() -> Kernels:
     """The plain Torch ops: the ones gradients flow through."""
     return _kernels("reference", reference)
+
+
+@functools.cache
+def native_digest() -> str:
+    """Of the file of the native module, so that timings of another build are told apart; empty without one."""
+    if _import_error() is not None:
+        return ""
+    path = importlib.import_module(_NATIVE_MODULE).__file__ or ""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def set_num_threads(count: int) -> None:

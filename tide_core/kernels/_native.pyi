@@ -1,5 +1,14 @@
 def linear(
-    dtype: int, x: int, weight: int, bias: int, y: int, rows: int, in_features: int, out_features: int, /
+    dtype: int,
+    weight_dtype: int,
+    x: int,
+    weight: int,
+    bias: int,
+    y: int,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    /,
 ) -> None: ...
 def rms_norm(dtype: int, x: int, weight: int, y: int, rows: int, width: int, eps: float, /) -> None: ...
 def silu_mul(dtype: int, gate: int, up: int, y: int, count: int, /) -> None: ...

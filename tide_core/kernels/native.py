@@ -18,14 +18,17 @@ _DTYPE_CODES = checks.DTYPE_CODES
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]."""
+    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]. A bfloat16 weight may meet a float32 `x`."""
     dtype = x.dtype
-    code = _DTYPE_CODES.get(dtype, -1)
+    code = weight_code = _DTYPE_CODES.get(dtype, -1)
     shape = x.shape
     weight_shape = weight.shape
+    if weight.dtype is torch.bfloat16 and dtype is torch.float32:
+        weight_code = _DTYPE_CODES[torch.bfloat16]
+    elif weight.dtype is not dtype:
+        code = -1
     if not (
         code >= 0
-        and weight.dtype is dtype
         and x.is_cpu
         and weight.is_cpu
         and len(weight_shape) == 2
@@ -47,6 +50,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = x.new_empty((*shape[:-1], out_features))
     _native.linear(
         code,
+        weight_code,
         x.data_ptr(),
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),

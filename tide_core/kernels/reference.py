@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]."""
-    return F.linear(x, weight, bias)
+    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]. A bfloat16 weight may meet a float32 `x`."""
+    return F.linear(x, weight.to(x.dtype), bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

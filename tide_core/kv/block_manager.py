@@ -103,6 +103,17 @@ class BlockManager:
             self._owners[block] = 1
             table.block_ids.append(block)
 
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Take back the blocks behind those that `num_tokens` tokens need; nothing in them is valid."""
+        spare = table.block_ids[self.blocks_for(num_tokens) :]
+        assert max(table.lengths) <= num_tokens, "a valid token would lose its block"
+        del table.block_ids[self.blocks_for(num_tokens) :]
+        for block in spare:
+            self._owners[block] -= 1
+            assert self._owners[block] == 0, "a spare block belongs to one row alone"
+            self._free.append(block)
+        self._release(spare)
+
     def new_table(self) -> BlockTable:
         return BlockTable(lengths=[0] * self.num_segments)
 

@@ -220,6 +220,8 @@ class StepIndex:
 
     @classmethod
     def build(cls, spans: Sequence[RowSpan], block_size: int) -> StepIndex:
+        if all(span.num_tokens == 1 for span in spans):
+            return cls._of_single_tokens(spans, block_size)
         num_rows = len(spans)
         context_lens = np.array([span.start + span.num_tokens for span in spans], dtype=np.int32)
         query_starts = np.zeros(num_rows + 1, dtype=np.int32)
@@ -235,6 +237,25 @@ class StepIndex:
             blocks = block_tables[row, positions[here] // block_size].astype(np.int64)
             slots[here] = blocks * block_size + positions[here] % block_size
         return cls(positions, slots, block_tables, query_starts, context_lens)
+
+    @classmethod
+    def _of_single_tokens(cls, spans: Sequence[RowSpan], block_size: int) -> StepIndex:
+        """The same for one token a row, in a few calls: drafting builds one for every token."""
+        starts = [span.start for span in spans]
+        used = [start // block_size + 1 for start in starts]
+        widest = max(used, default=0)
+        tables = [[*span.block_ids[:count], *([0] * (widest - count))] for span, count in zip(spans, used, strict=True)]
+        slots = [
+            span.block_ids[start // block_size] * block_size + start % block_size
+            for span, start in zip(spans, starts, strict=True)
+        ]
+        return cls(
+            positions=np.array(starts, dtype=np.int64),
+            slots=np.array(slots, dtype=np.int64),
+            block_tables=np.array(tables, dtype=np.int32).reshape(len(spans), widest),
+            query_starts=np.arange(len(spans) + 1, dtype=np.int32),
+            context_lens=np.array(starts, dtype=np.int32) + 1,
+        )
 
     def query_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The row of every query."""

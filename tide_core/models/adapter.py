@@ -20,6 +20,9 @@ from tide_core.errors import ModelError
 from tide_core.models.families import Family, falcon_mask, find_family
 
 ATTENTION = "tide"
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose rotation depends on the position alone."""
+MOST_KEPT_POSITIONS = 2**16
 
 
 def attention(
@@ -68,7 +71,8 @@ class ModelAdapter:
         self.backbone = reduce(getattr, self.family.backbone.split("."), model)
         self.layers: list[nn.Module] = list(getattr(self.backbone, self.family.layers))
         self._norm = getattr(self.backbone, self.family.norm)
-        self._rotary = getattr(self.backbone, "rotary_emb", None)
+        self._rotary: Any = getattr(self.backbone, "rotary_emb", None)
+        self._rotary_tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._head = model.get_output_embeddings()
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._layer_types = self._rotary_layer_types()
@@ -139,13 +143,32 @@ class ModelAdapter:
         if self.family.attention == "inline":
             mask = (None, None) if view.write_only else falcon_mask(self.backbone, view, self.dtype)
             common["attention_mask"], common["alibi"] = mask
-        rotary: dict[str | None, Any] = {}
-        if self._rotary is not None:
-            like = torch.empty(1, 1, dtype=self.dtype, device=self.device)  # only its dtype and device are read
-            for kind in self._layer_types:
-                arguments = (like, position_ids) if kind is None else (like, position_ids, kind)
-                rotary[kind] = self._rotary(*arguments)
+        if self._rotary is None:
+            return LayerInputs(common, {})
+        if self._rotary_tables is None:
+            return LayerInputs(common, self._rotations(position_ids))
+        rotary = {kind: (cos[position_ids], sin[position_ids]) for kind, (cos, sin) in self._rotary_tables.items()}
         return LayerInputs(common, rotary)
+
+    def keep_rotations(self, max_positions: int) -> None:
+        """Compute the rotations of all positions up to there once, where they depend on nothing else.
+
+        The library computes them anew for every step, which takes as long as a quarter of a layer."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [rope] if "rope_type" in rope or not rope else list(rope.values())
+        fixed = all(kind.get("rope_type", "default") in FIXED_ROPE for kind in kinds)
+        if self._rotary is not None and fixed and max_positions <= MOST_KEPT_POSITIONS:
+            every = self._rotations(torch.arange(max_positions, device=self.device).unsqueeze(0))
+            if all(isinstance(pair, tuple) and len(pair) == 2 for pair in every.values()):  # DeepSeek V2 has one tensor
+                self._rotary_tables = {kind: (cos[0].clone(), sin[0].clone()) for kind, (cos, sin) in every.items()}
+
+    def _rotations(self, position_ids: torch.Tensor) -> dict[str | None, Any]:
+        """cos and sin for each layer type, by the library."""
+        like = torch.empty(1, 1, dtype=self.dtype, device=self.device)  # only its dtype and device are read
+        return {
+            kind: self._rotary(*((like, position_ids) if kind is None else (like, position_ids, kind)))
+            for kind in self._layer_types
+        }
 
     def run_layers(self, states: torch.Tensor, start: int, stop: int, inputs: LayerInputs) -> torch.Tensor:
         """Layers `start` up to `stop`, states [1, T, D] in and out. Writes their KV through the view."""

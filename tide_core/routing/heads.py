@@ -99,6 +99,7 @@ class ExitHead(nn.Module):
         super().__init__()
         self.spec = spec
         self.kernels: Kernels = reference_kernels()
+        self._rotary_table: tuple[Tensor, Tensor] | None = None
         if spec.kind == "identity":
             return
         self.state_norm = HeadRMSNorm(spec.width, spec.norm_eps)
@@ -155,8 +156,20 @@ class ExitHead(nn.Module):
         )
         return key, value
 
+    def prepare(self, max_positions: int) -> None:
+        """Keep the rotations of all positions up to there; call it once the head is cast and placed."""
+        if self.spec.attends:
+            weight = self.block.attention_norm.weight
+            self._rotary_table = self._rotate(torch.arange(max_positions, device=weight.device), weight.dtype)
+
     def _rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every position, [T, S] each, for halves that are rotated together."""
+        if self._rotary_table is None:
+            return self._rotate(positions, dtype)
+        cos, sin = self._rotary_table
+        return cos[positions], sin[positions]
+
+    def _rotate(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         steps = torch.arange(0, self.spec.head_size, 2, device=positions.device, dtype=torch.float32)
         frequencies = self.spec.rope_theta ** (-steps / self.spec.head_size)
         angles = positions.float().unsqueeze(-1) * frequencies

@@ -44,7 +44,7 @@ class TIDEConfig:
     """`exact` (all modes but fast) or `propagate` (mode fast): K and V of skipped layers. It goes with the mode."""
 
     checkpoint_interval: int | None = None
-    """Calibration: try a checkpoint after every so many layers, the last one excepted. None: two shallow ones."""
+    """Calibration: try a checkpoint after every so many layers, the last one excepted. None: one shallow one."""
     calibration_samples: int | None = None
     """Calibration: most prompts or documents."""
     calibration_dataset: str | None = None

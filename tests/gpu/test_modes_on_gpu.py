@@ -1,0 +1,43 @@
+"""Exits on a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.exit_engines import all_ids, exit_engine, exit_layers
+from tests.factories import random_prompts
+from tide_core.request import SamplingParams
+
+pytestmark = pytest.mark.gpu
+PROMPTS = random_prompts(4, 11)
+
+
+def answers(mode: str, **settings: Any) -> list[Any]:
+    params = SamplingParams(max_tokens=24, ignore_eos=True, mode=mode)
+    with exit_engine(device="cuda", **settings) as engine:
+        return engine.generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize("artefact", [{}, {"kind": "block"}, {"kind": "block", "layers": (1, 2)}], ids=str)
+def test_verified_equals_full_depth(artefact: dict[str, Any]) -> None:
+    got = answers("verified", artefact=artefact)
+    assert all_ids(got) == all_ids(answers("full"))
+
+
+def test_drafts_are_accepted() -> None:
+    got = answers("verified")
+    assert max(answer.usage.tokens_per_deep_pass for answer in got) > 1.3
+
+
+@pytest.mark.parametrize("mode", ["bounded", "fast"])
+def test_tokens_leave_early_and_every_request_ends(mode: str) -> None:
+    got = answers(mode, artefact={"draft_threshold": 0.0})
+    assert all(len(answer.tokens) == 24 and answer.error is None for answer in got)
+    assert 1 in {layer for answer in got for layer in exit_layers(answer)}
+
+
+def test_a_cost_table_is_measured_and_planned_by() -> None:
+    got = answers("verified", drafts=None)
+    assert all_ids(got) == all_ids(answers("full"))
