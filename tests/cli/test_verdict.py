@@ -77,7 +77,7 @@ def test_each_number_of_rows_gets_a_line_with_its_verdict(command: Tide, fixed_t
     lines = out.splitlines()
     assert "context 128" in lines[0]
     assert [line.split()[0] for line in lines[2:5]] == ["1", "8", "100"]
-    assert lines[2].split()[1:4] == ["10.00", "5", "2.38"]
+    assert lines[2].split()[1:4] == ["10.00", "4", "1.91"]
     assert lines[2].endswith("exits pay")
     assert lines[4].endswith("not measured: served in `full`")
     assert lines[5] == "exits pay with 1, 8 rows on this machine"
@@ -100,7 +100,7 @@ def test_json_is_one_object_with_table_and_verdicts(command: Tide, fixed_table: 
     assert values["rows"][0] | {"speedup": 0} == {
         "rows": 1,
         "full_ms": 10.0,
-        "drafts": 5,
+        "drafts": 4,
         "speedup": 0,
         "pays": True,
         "verdict": "exits pay",

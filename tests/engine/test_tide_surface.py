@@ -322,7 +322,7 @@ def test_calibrate_writes_what_tide_takes(tmp_path: Path) -> None:
     assert path == tmp_path / "exits"
     assert model.training
     expected = library(copy.deepcopy(model).eval(), IDS)
-    with tide_of(model, path, config, tokenizer=tiny_tokenizer()) as tide:
+    with tide_of(model, path, config, tokenizer=tiny_tokenizer(), drafts=2) as tide:
         assert torch.equal(tide.generate(IDS, max_new_tokens=16), expected)
 
 

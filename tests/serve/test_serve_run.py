@@ -135,7 +135,9 @@ def test_a_completion_answers_with_real_text(server: Server) -> None:
     assert status == 200
     assert "Paris" in answer["choices"][0]["text"]
     assert answer["usage"]["completion_tokens"] == 12
-    assert answer["tide"]["exit_layers"] == [30] * 12
+    layers = answer["tide"]["exit_layers"]
+    assert len(layers) == 12
+    assert set(layers) <= {2, 30}, "the demo artefact's exit, or all layers"
 
 
 def test_the_openai_client_gets_one_text_streamed_and_whole(server: Server) -> None:

@@ -103,10 +103,10 @@ def test_rows_that_may_not_exit_share_the_step_and_lower_the_gain() -> None:
     assert alone.gain > mixed.gain >= 1.0
 
 
-def test_beyond_the_rows_of_the_table_its_line_goes_on_and_without_points_nothing_is_drafted() -> None:
-    growing = planner(0.9, point(1, full=10.0, first=10.0, draft=1.0), point(8, full=10.0, first=10.0, draft=3.0))
-    assert growing.plan(8, 8).drafts > 0
-    assert growing.plan(64, 64) == Plan(0, 1.0), "a draft of 64 rows costs more than a step"
+def test_nothing_is_drafted_beyond_the_rows_of_the_table() -> None:
+    wide = planner(0.9, point(1), point(8))
+    assert wide.plan(8, 8).drafts > 0
+    assert wide.plan(9, 9) == Plan(0, 1.0)
     assert DraftPlanner(4, Acceptance.prior([0.9], 4), CostTable(())).plan(1, 1) == Plan(0, 1.0)
 
 

@@ -54,7 +54,7 @@ class CostPoint:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Points by rising number of rows; beyond the last one the line through the last two goes on."""
+    """Points by rising number of rows. Beyond the last one nothing is known, and nothing is drafted."""
 
     points: tuple[CostPoint, ...]
 
@@ -161,7 +161,7 @@ class DraftPlanner:
         acceptance = acceptance or self.acceptance
         if self.table is None:
             return Plan(self.max_drafts, 1.0)
-        if not self.table.points:
+        if num_rows > self.table.max_rows:
             return Plan(0, 1.0)
         full_rate = num_rows / self.table.full(num_rows)
         best = Plan(0, 1.0)

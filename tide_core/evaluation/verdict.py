@@ -82,17 +82,18 @@ def decide(config: EngineConfig, rows: Sequence[int], *, context: int | None = N
     if not 1 <= context <= limit:
         expected = f"an integer in 1..{limit}: the model's {parts.max_model_len} tokens less a cycle of {most} drafts"
         raise ConfigError("context", context, expected)
+    pool = parts.core.scheduler.blocks
+    if context + most + 1 > pool.num_blocks * pool.block_size:
+        raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"room for one row of {context + most + 1} tokens")
     usual = context == CONTEXT
     table = measure(
         parts.runner,
-        parts.core.scheduler.blocks,
+        pool,
         max_rows=config.max_rows if usual else max(rows),
         max_drafts=most,
         context=context,
         limit_s=LIMIT_S,
     )
-    if not table.points:
-        raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"room for one row of {context + most + 1} tokens")
     acceptance = artefact.manifest.checkpoints[0].acceptance
     planner = DraftPlanner(most, Acceptance.prior(acceptance, most), table)
     return Verdict(
