@@ -81,9 +81,10 @@ class Exits:
         logits = self._narrow_head(self._adapter.norm(features))
         return Proposal(logits, checkpoint.router.score(features, confidence_of(logits)))
 
-    def remember(self, parts: Sequence[Part], view: PagedView, normed: torch.Tensor) -> None:
-        """Keep the deep states, [T, D], of tokens that ran all layers."""
-        self._cache.deep_states[view.slots] = normed
+    def remember(self, view: PagedView, normed: torch.Tensor) -> None:
+        """Keep the deep states, [T, D], of the view's tokens, which ran all layers."""
+        if self._fed:
+            self._cache.deep_states[view.slots] = normed
 
     def refresh(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
         """Write the head's K and V again, now that the deep states of the tokens before are known."""

@@ -66,8 +66,7 @@ class ModelRunner:
     def _remember(self, rows: Sequence[RowCycle], parts: Sequence[Part], view: PagedView, normed: torch.Tensor) -> None:
         """Deep states of this step's tokens, and the heads' K and V that follow from them."""
         assert self.exits is not None
-        if self.cache.deep_states.shape[1]:
-            self.exits.remember(parts, view, normed)
+        self.exits.remember(view, normed)
         for index, checkpoint in enumerate(self.exits.checkpoints):
             if checkpoint.kv_layer < 0:
                 continue
