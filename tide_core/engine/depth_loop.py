@@ -17,7 +17,8 @@ import torch
 from tide_core.engine.cycle import Range, RowCycle
 from tide_core.errors import ConfigError
 from tide_core.kernels import Kernels
-from tide_core.kv.cache import GatheredView, PagedKV, PagedView, WriteOnlyView
+from tide_core.kv.cache import PagedKV, PagedView, WriteOnlyView
+from tide_core.kv.device_view import view_kind
 from tide_core.models.adapter import LayerInputs, ModelAdapter
 
 Part = tuple[RowCycle, Range]
@@ -50,7 +51,7 @@ class DepthLoop:
         self.cache = cache
         self.segments = segments
         self._kernels = kernels
-        self._view_kind = GatheredView if adapter.gathers_kv else PagedView
+        self._view_kind = view_kind(cache, gathers_kv=adapter.gathers_kv)
 
     def view(self, parts: Sequence[Part]) -> PagedView:
         """The pool as these tokens see it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,10 +103,19 @@ class PagedView:
         index = StepIndex.build(spans, cache.block_size)
         self.positions = torch.from_numpy(index.positions).to(cache.device)
         self.slots = torch.from_numpy(index.slots).to(cache.device)
-        self._block_tables = torch.from_numpy(index.block_tables).to(cache.device)
-        self._query_starts = torch.from_numpy(index.query_starts).to(cache.device)
-        self._context_lens = torch.from_numpy(index.context_lens).to(cache.device)
         self._index = index
+
+    @cached_property
+    def _block_tables(self) -> torch.Tensor:
+        return torch.from_numpy(self._index.block_tables).to(self._cache.device)
+
+    @cached_property
+    def _query_starts(self) -> torch.Tensor:
+        return torch.from_numpy(self._index.query_starts).to(self._cache.device)
+
+    @cached_property
+    def _context_lens(self) -> torch.Tensor:
+        return torch.from_numpy(self._index.context_lens).to(self._cache.device)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any

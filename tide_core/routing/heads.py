@@ -220,9 +220,8 @@ class HeadRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        wide = states.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * scaled.to(states.dtype)
+        wide = states.to(self.weight.dtype)  # in training they differ, and Torch's quick kernel wants one dtype
+        return nn.functional.rms_norm(wide, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class HeadMLP(nn.Module):

@@ -1,0 +1,100 @@
+"""The view of the pool for a GPU, where every launch and every transfer costs more than what it does.
+
+All that a step's layers need to know of its indices travels in one transfer, nothing in a layer waits for the device,
+and in half precision the attention of all rows, whatever their lengths, is one launch of Torch's own flash attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from tide_core.kernels import Kernels
+from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_SIZES = range(8, 257, 8)
+
+
+def view_kind(cache: PagedKV, *, gathers_kv: bool) -> type[PagedView]:
+    """The view that suits where the pool is; `gathers_kv`: layers must be handed whole contexts."""
+    if gathers_kv:
+        return GatheredView
+    return DeviceView if cache.device.type == "cuda" else PagedView
+
+
+class DeviceView(PagedView):
+    """Same promises as `PagedView`."""
+
+    def __init__(self, cache: PagedKV, kernels: Kernels, spans: Sequence[RowSpan]) -> None:
+        self._cache = cache
+        self._kernels = kernels
+        self._index = index = StepIndex.build(spans, cache.block_size)
+        context_slots = index.context_slots(cache.block_size)[0]
+        self._max_queries = int(np.diff(index.query_starts).max(initial=0))
+        self._max_context = int(index.context_lens.max(initial=0))
+        arrays = [
+            index.positions,
+            index.slots,
+            *np.divmod(index.slots, cache.block_size),
+            *np.divmod(context_slots, cache.block_size),
+            index.query_starts.astype(np.int64),
+            np.concatenate(([0], np.cumsum(index.context_lens, dtype=np.int64))),
+        ]
+        sent = torch.from_numpy(np.concatenate(arrays)).to(cache.device)
+        parts = torch.split(sent, [len(array) for array in arrays])
+        self.positions, self.slots, self._blocks, self._offsets = parts[:4]
+        self._context_blocks, self._context_offsets = parts[4:6]
+        self._starts = parts[6:]
+
+    @cached_property
+    def _cumulative(self) -> tuple[torch.Tensor, ...]:
+        """Where each row's queries and its context begin, and where the last ones end, [R + 1] int32 each."""
+        return tuple(starts.int() for starts in self._starts)
+
+    @cached_property
+    def _query_starts(self) -> torch.Tensor:  # on the host, where the plain attention reads them without waiting
+        return torch.from_numpy(self._index.query_starts)
+
+    @cached_property
+    def _context_lens(self) -> torch.Tensor:
+        return torch.from_numpy(self._index.context_lens)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        key_pool, value_pool = self._cache.pools[layer]
+        key_pool[self._blocks, :, self._offsets] = key
+        value_pool[self._blocks, :, self._offsets] = value
+
+    def attend_paged(
+        self, layer: int, query: torch.Tensor, scaling: float, window: int = 0, softcap: float = 0.0
+    ) -> torch.Tensor:
+        key_pool, value_pool = self._cache.pools[layer]
+        if softcap > 0 or not flash_takes(key_pool, value_pool):
+            return super().attend_paged(layer, query, scaling, window, softcap)
+        query_starts, context_starts = self._cumulative
+        attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            query,
+            key_pool[self._context_blocks, :, self._context_offsets],
+            value_pool[self._context_blocks, :, self._context_offsets],
+            query_starts,
+            context_starts,
+            self._max_queries,
+            self._max_context,
+            0.0,  # no dropout
+            True,  # causal: the last query sees the last key
+            False,
+            scale=scaling,
+            window_size_left=window - 1 if window > 0 else None,
+            window_size_right=0 if window > 0 else None,
+        )[0]
+        return attended
+
+
+def flash_takes(key_pool: torch.Tensor, value_pool: torch.Tensor) -> bool:
+    """Whether Torch's flash attention knows such keys and values."""
+    size = key_pool.shape[-1]
+    fits = value_pool.shape[-1] == size and size in FLASH_SIZES
+    return fits and key_pool.is_cuda and key_pool.dtype in FLASH_DTYPES
