@@ -5,8 +5,11 @@
 #include "ops/isa.h"
 #include "ops/ops.h"
 #include "ops/thread_pool.h"
+#include "released_gil.h"
 
 namespace py = pybind11;
+
+void bind_program(py::module_& m);  // program_bindings.cpp
 
 namespace {
 
@@ -16,20 +19,6 @@ template <typename T = void>
 const T* in(Address address) {
     return reinterpret_cast<const T*>(address);
 }
-
-// Lets other Python threads run during a call. Unlike pybind11's own guard its destructor may throw: before
-// Python 3.14 a daemon thread that asks for the lock at interpreter exit is unwound right here, and a
-// destructor that may not throw would turn that into an abort of the process.
-class ReleasedGil {
-  public:
-    ReleasedGil() : state_(PyEval_SaveThread()) {}
-    ~ReleasedGil() noexcept(false) { PyEval_RestoreThread(state_); }
-    ReleasedGil(const ReleasedGil&) = delete;
-    ReleasedGil& operator=(const ReleasedGil&) = delete;
-
-  private:
-    PyThreadState* state_;
-};
 
 void* out(Address address) {
     return reinterpret_cast<void*>(address);
@@ -80,6 +69,10 @@ void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Addre
                           num_rows, num_tokens, num_blocks);
 }
 
+void best(Address x, int64_t rows, int64_t width, Address maxima, Address indices) {
+    tide::best(in<float>(x), rows, width, static_cast<float*>(out(maxima)), static_cast<int64_t*>(out(indices)));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -92,6 +85,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("write_kv", &write_kv, no_gil, "Copies keys and values of T tokens into their slots of the page pools.");
     m.def("paged_attention", &paged_attention, no_gil,
           "Causal attention of ragged queries over paged keys and values.");
+    m.def("best", &best, no_gil, "Largest number of each float32 row and the lowest index it stands at.");
+    bind_program(m);
     m.def("set_num_threads", &tide::set_num_threads, "Threads that share one call, the caller included.");
     m.def("num_threads", &tide::num_threads, "Threads that share one call, the caller included.");
     m.def("instruction_set", [] { return tide::kernels().name; }, "Which build of the kernels this machine runs.");

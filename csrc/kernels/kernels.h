@@ -27,6 +27,10 @@ template <typename T>
 void paged_attention(const PagedAttentionParams& params, const AttentionTask& task, float* scratch);
 int64_t attention_scratch_floats(const PagedAttentionParams& params, int64_t max_queries);
 
+// float32 alone: what they read is the end of a computation.
+float maximum(const float* x, int64_t count);
+Peak peak(const float* x, int64_t count);
+
 }  // namespace tide::TIDE_ISA
 
 // Closes a kernel file: the kernel for each storage type.

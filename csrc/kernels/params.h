@@ -73,4 +73,11 @@ struct AttentionTask {
     int64_t first_position;  // of first_query; the others follow it one by one
 };
 
+// The largest of some numbers (NaN if any is), the largest of the others, and the sum of exp(x - best).
+struct Peak {
+    float best;
+    float second;
+    float sum;
+};
+
 }  // namespace tide

@@ -19,6 +19,8 @@ const KernelTable& kernel_table() {
         {rotary<float>, rotary<Half>, rotary<BFloat16>},
         {paged_attention<float>, paged_attention<Half>, paged_attention<BFloat16>},
         attention_scratch_floats,
+        maximum,
+        peak,
     };
     return table;
 }

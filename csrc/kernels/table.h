@@ -25,6 +25,9 @@ struct KernelTable {
     // One task; `scratch` holds attention_scratch_floats(params, max queries of a task) floats.
     void (*paged_attention[kNumDTypes])(const PagedAttentionParams&, const AttentionTask&, float* scratch);
     int64_t (*attention_scratch_floats)(const PagedAttentionParams&, int64_t max_queries);
+    // The largest of `count` numbers: NaN if any is, -inf of none.
+    float (*maximum)(const float* x, int64_t count);
+    Peak (*peak)(const float* x, int64_t count);
 };
 
 namespace baseline {

@@ -9,6 +9,15 @@ TIDE_INLINE Vec vector_max(Vec a, Vec b) {
     return select(a > b, a, b);
 }  // b where a is NaN
 
+// The larger one; NaN where either is.
+TIDE_INLINE Vec max_or_nan(Vec a, Vec b) {
+#if defined(__aarch64__)
+    return bit_cast<Vec>(vmaxq_f32(bit_cast<float32x4_t>(a), bit_cast<float32x4_t>(b)));
+#else
+    return select((a > b) | (a != a), a, b);
+#endif
+}
+
 // exp(x) = 2^n * exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2; exp(r) by its Taylor polynomial.
 TIDE_INLINE Vec vector_exp(Vec x) {
     constexpr float kRound = 0x1.8p23f;  // adding it leaves the nearest integer in the low mantissa bits

@@ -45,4 +45,13 @@ void write_kv(DType dtype, const WriteKvParams& params);
 void paged_attention(DType dtype, const PagedAttentionParams& params, const int32_t* query_starts,
                      const int32_t* context_lens, int64_t num_rows, int64_t num_tokens, int64_t num_blocks);
 
+// x [rows, width] float32: the largest number of each row and the lowest index it stands at, as Torch's max has it: NaN
+// if the row holds one, at the first of them.
+void best(const float* x, int64_t rows, int64_t width, float* maxima, int64_t* indices);
+
+// logits [rows, width] float32: the log-probability of each row's best one and its lead over the second, to
+// out[row * out_stride] and the number behind it; its index, the lowest among equals, to indices. What is not a number
+// makes the log-probability none. Batch-invariant.
+void confidence(const float* logits, int64_t rows, int64_t width, float* out, int64_t out_stride, int64_t* indices);
+
 }  // namespace tide

@@ -306,6 +306,25 @@ def test_a_name_brings_its_own_model_and_tokenizer(tmp_path: Path, artefact: Pat
         assert torch.equal(tide.generate(IDS, max_new_tokens=16), expected)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_calibrate_times_its_exits_on_a_loaded_model_and_gives_it_back_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
+    model = fresh().train(training)
+    expected, classes = library(model, IDS), [type(module) for module in model.modules()]
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    small = tiny_calibration(data=str(write_prompts(tmp_path)), measure_batches=(1,)).to_mapping()
+
+    path = calibrate(model, tiny_tokenizer(), tmp_path / "exits", quiet=True, **small)
+
+    assert "measured here: x" in (path / "report.md").read_text()
+    assert model.training == training
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(library(model, IDS), expected)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+
+
 def test_calibrate_writes_what_tide_takes(tmp_path: Path) -> None:
     model = fresh().train()
     small = tiny_calibration(data=str(write_prompts(tmp_path))).to_mapping()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.gguf_factory import make_gguf, reference_model
 from tide_core.errors import ConfigError, ModelError
+from tide_core.models.identity import weights_digest
 from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.resolver import ResolvedModel, resolve
 
@@ -162,6 +163,15 @@ def test_the_fingerprint_of_a_folder_does_not_trust_a_manifest_beside_the_weight
     before = fingerprint(folder)
     change_weights(folder, lambda weights: weights["model.norm.weight"].mul_(1.5))
     assert fingerprint(folder) != before
+
+
+def test_a_digest_of_the_weights_that_is_known_gives_the_same_fingerprint_without_reading_them(
+    folder: ResolvedModel,
+) -> None:
+    digest, expected = weights_digest(folder), fingerprint(folder)
+    (folder.path / "model.safetensors").unlink()
+    assert fingerprint(folder, digest) == expected
+    assert fingerprint(folder, "0" * 64) != expected
 
 
 def test_the_fingerprint_changes_with_the_config(folder: ResolvedModel) -> None:

@@ -20,7 +20,7 @@ THRESHOLDS = {0.01: 0.9, 0.02: 0.8, 0.05: 0.6}
 MAX_DISTANCE = 6
 
 
-def make_spec(kind: str = "block", width: int = 48, *, deep: bool = True, **sizes: int) -> HeadSpec:
+def make_spec(kind: str = "block", width: int = 48, *, deep: bool = True, **sizes: Any) -> HeadSpec:
     """Small sizes of whatever the kind has; an identity head is never fed with the deep state."""
     deep = deep and kind != "identity"
     values = {"max_distance": MAX_DISTANCE if deep else 0, "hidden": 32 if kind in ("mlp", "block") else 0}
@@ -74,6 +74,7 @@ def make_artefact(
     *,
     layers: Sequence[int] = (),
     deep: bool = True,
+    taps: tuple[int, ...] = (),
     seed: int = 0,
     reports: Mapping[str, bytes] | None = None,
     heads: Sequence[ExitHead] | None = None,
@@ -85,7 +86,7 @@ def make_artefact(
     model = tiny_model(model) if isinstance(model, str) else model
     identity = identify(model, tiny_tokenizer(), None)
     where = tuple(layers) or (layer,)
-    heads = heads or [make_head(make_spec(kind, identity.width, deep=deep), seed=seed + at) for at in where]
+    heads = heads or [make_head(make_spec(kind, identity.width, deep=deep, taps=taps), seed=seed + at) for at in where]
     routers = [make_router(identity.width, settings.get("router_bottleneck", 16), seed=seed + at) for at in where]
     manifest = make_manifest(identity, dict(zip(where, (head.spec for head in heads), strict=True)), **settings)
     shortlist = make_shortlist(manifest.shortlist_size, identity.vocab_size)
@@ -101,6 +102,6 @@ def _shake(module: torch.nn.Module, seed: int, scale: float) -> None:
             start = torch.zeros_like(parameter)
             if "norm" in name:
                 start += 1.0
-            elif name == "mix.weight":
+            elif name in ("mix.weight", "fuse.weight"):
                 torch.nn.init.eye_(start)
             parameter.copy_(start + scale * torch.randn(parameter.shape, generator=generator))

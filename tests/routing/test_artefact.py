@@ -35,7 +35,15 @@ from tide_core.errors import ArtefactError
 from tide_core.identity import ModelIdentity
 from tide_core.models.identity import identify
 from tide_core.routing import folder as files
-from tide_core.routing.artefact import Checkpoint, FastPoint, FileEntry, RiskThreshold, load_artefact, save_artefact
+from tide_core.routing.artefact import (
+    Checkpoint,
+    FastPoint,
+    FileEntry,
+    RiskThreshold,
+    load_artefact,
+    replace_reports,
+    save_artefact,
+)
 from tide_core.routing.strict_json import plain, read
 
 Values = dict[str, Any]
@@ -100,7 +108,7 @@ def test_heads_routers_shortlist_and_manifest_come_back_as_they_were_stored(
     manifest = make_manifest(identity(), {1: spec, 2: spec})
     digest = save_artefact(tmp_path / "a", manifest, heads, routers, make_shortlist(), {"curve.png": b"\x89PNG"})
     loaded = load_artefact(tmp_path / "a", identity())
-    assert loaded.digest == digest == hashlib.sha256((tmp_path / "a" / MANIFEST).read_bytes()).hexdigest()
+    assert loaded.digest == digest
     assert replace(loaded.manifest, files={}) == manifest
     assert set(loaded.manifest.files) == {HEADS, "curve.png"}
     assert torch.equal(loaded.shortlist, make_shortlist())
@@ -396,6 +404,9 @@ BAD_VALUES: list[tuple[tuple[Any, ...], object]] = [
     (("checkpoints", 0, "head", "kind"), "linear"),
     (("checkpoints", 0, "head", "deep"), 1),
     (("checkpoints", 0, "head", "norm_eps"), "1e-5"),
+    (("checkpoints", 0, "head", "taps"), [2]),  # not behind the last checkpoint
+    (("checkpoints", 0, "head", "taps"), [4]),  # the last layer
+    (("checkpoints", 0, "head", "taps"), "3"),
     (("checkpoints", 0, "head"), None),
     (("checkpoints", 0, "router_bottleneck"), 0),
     (("checkpoints", 0, "router_bottleneck"), 8),
@@ -556,11 +567,45 @@ def test_records_are_checked_at_birth(make: Callable[[], object]) -> None:
 
 
 def test_a_new_artefact_takes_the_place_of_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
-    first = save(tmp_path / "deep" / "er" / "a", reports={"old.md": b"old"})
+    other = [make_head(make_spec("affine"), seed=9)]
+    first = save(tmp_path / "deep" / "er" / "a", reports={"old.md": b"old"}, heads=other)
     second = save(tmp_path / "deep" / "er" / "a", reports={"new.md": b"new"})
     assert load_artefact(tmp_path / "deep" / "er" / "a", None).digest == second != first
     assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["a"]
     assert not (tmp_path / "deep" / "er" / "a" / "old.md").exists()
+
+
+def test_other_reports_leave_the_digest_and_what_is_served_and_are_checked_like_the_first(artefact: Path) -> None:
+    before = load_artefact(artefact, None)
+
+    assert replace_reports(artefact, {"report.md": b"# Timed\n", "new.png": b"\x89PNG"}) == before.digest
+
+    after = load_artefact(artefact, None)
+    assert (after.digest, replace(after.manifest, files={})) == (before.digest, replace(before.manifest, files={}))
+    assert after.manifest.files[HEADS] == before.manifest.files[HEADS]
+    assert {path.name for path in artefact.iterdir()} == {HEADS, MANIFEST, "report.md", "new.png"}
+    assert (artefact / "report.md").read_bytes() == b"# Timed\n"
+    (artefact / "report.md").write_bytes(b"# Faked\n")
+    refused(artefact, "report.md")
+
+
+def test_reports_of_a_broken_artefact_are_not_replaced(artefact: Path) -> None:
+    (artefact / HEADS).write_bytes(b"broken")
+    with pytest.raises(ArtefactError, match=HEADS):
+        replace_reports(artefact, {"report.md": b"# Timed\n"})
+    assert (artefact / "report.md").read_bytes() == b"# Report\n"
+
+
+def test_reports_that_cannot_be_written_leave_those_that_were_there(
+    artefact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_swap", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(ArtefactError, match="No space left"):
+        replace_reports(artefact, {"report.md": b"# Timed\n"})
+    monkeypatch.undo()
+    assert (artefact / "report.md").read_bytes() == b"# Report\n"
+    assert load_artefact(artefact, None)
+    assert list(artefact.parent.iterdir()) == [artefact]
 
 
 def test_a_file_system_that_cannot_exchange_names_is_served_too(
@@ -605,7 +650,7 @@ def test_an_empty_folder_and_a_broken_artefact_are_replaced(tmp_path: Path) -> N
 def test_a_save_that_stops_anywhere_leaves_the_old_artefact_or_the_new_one(
     place: str, call: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = save(tmp_path / "a", reports={"old.md": b"old"})
+    old = save(tmp_path / "a", reports={"old.md": b"old"}, heads=[make_head(make_spec("affine"), seed=9)])
     new = save(tmp_path / "b")
     calls = 0
 

@@ -175,3 +175,36 @@ def test_a_head_that_cannot_be_is_refused_by_name(settings: dict[str, Any], name
     with pytest.raises(ConfigError) as caught:
         HeadSpec(**{"kind": "affine", "width": 48, **settings})
     assert named in caught.value.field
+
+
+def test_an_untrained_head_takes_the_last_state_for_the_deep_state() -> None:
+    head = ExitHead(make_spec(taps=(2, 3)))
+    last, *tapped = torch.randn(3, NUM_TOKENS, WIDTH)
+    torch.testing.assert_close(head.deep_state(last, tapped), last)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_every_tap_and_the_last_state_matter_to_the_deep_state(which: int) -> None:
+    head = make_head(make_spec(taps=(2, 3)))
+    states = list(torch.randn(3, NUM_TOKENS, WIDTH))
+    before = head.deep_state(states[0], states[1:])
+    states[which] = states[which] + torch.randn(NUM_TOKENS, WIDTH)
+    assert (head.deep_state(states[0], states[1:]) - before).abs().max() > 1e-3
+
+
+def test_what_only_positions_that_run_deep_need_is_no_cost_of_a_draft() -> None:
+    plain, tapped = ExitHead(make_spec()), ExitHead(make_spec(taps=(2, 3)))
+    assert plain.num_draft_parameters == plain.num_parameters
+    assert tapped.num_draft_parameters == plain.num_parameters + 2 * WIDTH  # the norms of the taps
+    assert tapped.num_parameters - tapped.num_draft_parameters == 3 * WIDTH * WIDTH + WIDTH
+
+
+@pytest.mark.parametrize("taps", [(0,), (3, 2), (2, 2), (2.0,), [2], (True,), tuple(range(1, 30))], ids=str)
+def test_taps_that_cannot_be_are_refused(taps: Any) -> None:
+    with pytest.raises(ConfigError, match="taps"):
+        make_spec(taps=taps)
+
+
+def test_a_head_without_the_deep_state_has_no_taps() -> None:
+    with pytest.raises(ConfigError, match="taps"):
+        make_spec(deep=False, taps=(2,))

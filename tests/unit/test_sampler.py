@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import (
 
 from tide_core.errors import EngineError
 from tide_core.request import SamplingParams
-from tide_core.sampling import SampledToken, SamplingRow, sample, token_probabilities
+from tide_core.sampling import SampledToken, SamplingRow, sample, sample_with_chances, token_probabilities
 from tide_core.sampling.adjust import adjusted
 from tide_core.sampling.draw import draw, uniform
 from tide_core.sampling.weights import HEAD_TOKENS
@@ -325,6 +326,33 @@ def test_a_row_in_a_batch_equals_the_row_alone_to_the_last_bit(vocab_size: int, 
     assert together == backwards[::-1]
 
 
+@pytest.mark.parametrize("vocab_size", [37, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_with_its_chances_is_the_token_that_is_sampled_and_they_are_what_it_is_drawn_from(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
+    rows = every_kind_of_row(vocab_size, 29)
+    logits = random_logits(len(rows), vocab_size).to(dtype)
+    logits[4, 3] = NAN
+    together = sample_with_chances(logits, rows)
+
+    assert [token.token_id for token, _ in together] == [token.token_id for token in sample(logits, rows)]
+    for r, (row, (token, chances)) in enumerate(zip(rows, together, strict=True)):
+        assert (token.error is not None) == (r == 4)
+        if row.params.is_greedy or r == 4:
+            assert chances is None
+        else:
+            assert chances is not None
+            assert torch.equal(chances, token_probabilities(logits[r], row))
+
+
+def test_a_seed_and_a_stream_draw_the_same_token_with_and_without_chances() -> None:
+    logits = random_logits(1, 50).expand(200, -1)
+    rows = [replace(make_row(seed=n, temperature=1.5, output=[1] * (n % 5)), stream=n % 4) for n in range(200)]
+
+    assert [token for token, _ in sample_with_chances(logits, rows)] == sample(logits, rows)
+
+
 @pytest.mark.parametrize(
     "bad", [[NAN, 1.0, 2.0, 3.0], [INF, 1.0, 2.0, 3.0], [-INF] * 4, [NAN] * 4, [1.0, NAN, INF, 2.0]]
 )
@@ -353,6 +381,7 @@ def test_a_token_ruled_out_by_the_model_is_no_error_and_never_drawn() -> None:
 
 def test_no_rows_give_no_tokens() -> None:
     assert sample(torch.empty(0, 5), []) == []
+    assert sample_with_chances(torch.empty(0, 5), []) == []
 
 
 # Log-probabilities.

@@ -61,10 +61,12 @@ def assemble(config: EngineConfig) -> Parts:
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
     folder = artefact_folder(config, is_demo=resolved.source == "demo")
-    artefact = None if folder is None else load_artefact(folder, identify(model, tokenizer, resolved))
-    return assemble_loaded(
-        config, model, tokenizer, name=resolved.name, identity=fingerprint(resolved), artefact=artefact
-    )
+    artefact, weights = None, None
+    if folder is not None:
+        identity = identify(model, tokenizer, resolved)
+        artefact, weights = load_artefact(folder, identity), identity.weights_sha256
+    key = fingerprint(resolved, weights)
+    return assemble_loaded(config, model, tokenizer, name=resolved.name, identity=key, artefact=artefact)
 
 
 def artefact_folder(config: EngineConfig, *, is_demo: bool) -> Path | None:
@@ -137,9 +139,15 @@ def assemble_loaded(
 
 
 def bind_exits(
-    artefact: Artefact, adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, max_model_len: int
+    artefact: Artefact,
+    adapter: ModelAdapter,
+    cache: PagedKV,
+    kernels: Kernels,
+    max_model_len: int,
+    *,
+    programs: bool = True,
 ) -> Exits:
-    """Heads and routers cast and placed like the model and run by the same kernels."""
+    """Heads and routers cast and placed like the model and run by the same kernels, as programs where they can be."""
     checkpoints = []
     kv_layer = adapter.num_layers
     for checkpoint, head, router in zip(artefact.manifest.checkpoints, artefact.heads, artefact.routers, strict=True):
@@ -152,7 +160,7 @@ def bind_exits(
         kv_layer += head.spec.attends
     narrow_head = adapter.narrow_head(artefact.shortlist)
     _place(narrow_head, adapter, kernels)
-    return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head)
+    return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head, kernels if programs else None)
 
 
 def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:
@@ -236,15 +244,15 @@ def build_pool(
     layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
     specs = [] if artefact is None else [head.spec for head in artefact.heads]
     layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
-    state_width = max((spec.width for spec in specs if spec.deep), default=0)
-    one_block = block_bytes(layouts, config.block_size, adapter.dtype, state_width=state_width)
+    widths = [spec.width if spec.deep else 0 for spec in specs]
+    one_block = block_bytes(layouts, config.block_size, adapter.dtype, state_widths=widths)
     most_useful = config.max_rows * -(-max_model_len // config.block_size)
     num_blocks = min(config.kv_memory_bytes // one_block, most_useful)
     if num_blocks < 1:
         expected = f"room for one block of {config.block_size} tokens, which takes {one_block} bytes"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
     try:
-        cache = PagedKV(layouts, num_blocks, config.block_size, adapter.dtype, adapter.device, state_width=state_width)
+        cache = PagedKV(layouts, num_blocks, config.block_size, adapter.dtype, adapter.device, state_widths=widths)
     except RuntimeError as error:  # both allocators raise it, or a kind of it
         expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error

@@ -41,13 +41,24 @@ class Ran:
     view: PagedView | None
     states: torch.Tensor
     """Behind it, [T, D]."""
+    tapped: dict[int, torch.Tensor]
+    """States on the way, [T, D], by the layers that had run, where the last segment was run."""
 
 
 class DepthLoop:
     """Runs tokens through segments."""
 
-    def __init__(self, adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, segments: tuple[range, ...]) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        cache: PagedKV,
+        kernels: Kernels,
+        segments: tuple[range, ...],
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """`taps`: layers of the last segment behind which states are kept."""
         self.adapter = adapter
+        self._taps = taps
         self.cache = cache
         self.segments = segments
         self._kernels = kernels
@@ -63,6 +74,7 @@ class DepthLoop:
         view: PagedView | None = None
         inputs: LayerInputs | None = None
         states = torch.empty(0)
+        tapped: dict[int, torch.Tensor] = {}
         for segment in range(first, stop):
             self._write_skipped(rows, segment)
             before, parts = parts, [(row, tokens) for row in rows for tokens in row.running(segment)]
@@ -75,10 +87,12 @@ class DepthLoop:
                 states = self._enter(parts, segment, view)
             assert inputs is not None
             layers = self.segments[segment]
-            states = self.adapter.run_layers(states, layers.start, layers.stop, inputs)
+            if segment == len(self.segments) - 1:
+                tapped = dict.fromkeys(self._taps, states[0])
+            states = self.adapter.run_layers(states, layers.start, layers.stop, inputs, tapped=tapped)
             self._leave(parts, segment, states[0])
             self._note(rows, segment)
-        return Ran(parts, view, states[0] if parts else states)
+        return Ran(parts, view, states[0] if parts else states, tapped)
 
     def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
         """The states that enter a segment, [1, T, D]."""

@@ -17,10 +17,10 @@ import torch
 
 from tide_core.engine.cycle import Draft, RowCycle
 from tide_core.engine.depth_loop import DepthLoop, Ran
-from tide_core.engine.exits import Exits, Proposal
+from tide_core.engine.exits import Exits
 from tide_core.sampling.adjust import needs_adjusting
 from tide_core.sampling.draw import AUDIT_STREAM, DRAFT_STREAM, uniform
-from tide_core.sampling.sampler import probabilities_of, sample
+from tide_core.sampling.sampler import sample_with_chances
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Drafter:
         """Scores of all tokens of the rows at the first checkpoint, which they have run up to."""
         parts = [(row, (0, len(row.tokens))) for row in rows]
         states = torch.cat([states for row, tokens in parts for states in row.take(0, tokens)])
-        every = self._exits.propose(0, parts, self._depth.view(parts), states, each=True).scores.tolist()
+        every = self._exits.propose(0, parts, self._depth.view(parts), states, each=True).scores
         ends = list(accumulate(len(row.tokens) for row in rows))
         return [every[end - len(row.tokens) : end] for row, end in zip(rows, ends, strict=True)]
 
@@ -74,7 +74,7 @@ class Drafter:
             view = self._depth.view(parts)
             states = torch.cat([states for row, tokens in parts for states in row.take(checkpoint, tokens)])
         proposal = self._exits.propose(checkpoint, parts, view, states)
-        scores, best_ids = self._to_host(proposal)
+        scores, best_ids = proposal.scores, proposal.best_ids
         leaving: list[int] = []
         for index, row in enumerate(asked):
             row.headed[checkpoint] = len(row.tokens)
@@ -91,12 +91,6 @@ class Drafter:
                 gone.add(id(asked[index]))
         return [row for row in rows if id(row) not in gone]
 
-    def _to_host(self, proposal: Proposal) -> tuple[list[float], list[int]]:
-        """Scores and best tokens, in one transfer; ids are exact in float64."""
-        best = self._exits.shortlist[proposal.logits.argmax(-1)]
-        scores, ids = torch.stack((proposal.scores.double(), best.double())).tolist()
-        return scores, [int(i) for i in ids]
-
     def _choose(
         self, rows: Sequence[RowCycle], best_ids: Sequence[int], logits: torch.Tensor, where: Sequence[int]
     ) -> list[Choice | None]:
@@ -106,14 +100,11 @@ class Drafter:
         sampling = [row.sampling_row(len(row.tokens) - 1, stream=DRAFT_STREAM) for row in rows]
         choices: list[Choice | None] = [Choice(best_id) for best_id in best_ids]
         worked = [n for n, row in enumerate(sampling) if not row.params.is_greedy or needs_adjusting(row)]
-        wide = self._widened(logits[[where[n] for n in worked]]) if worked else None
-        if wide is not None:
-            after = [sampling[n] for n in worked]
-            drawn = [n for n, row in enumerate(after) if not row.params.is_greedy]
-            chances = probabilities_of(wide[drawn], [after[n] for n in drawn])[0] if drawn else None
-            for n, (place, token) in enumerate(zip(worked, sample(wide, after), strict=True)):
-                chance = chances[drawn.index(n)] if chances is not None and n in drawn else None
-                choices[place] = None if token.error is not None else Choice(token.token_id, chance)
+        if worked:
+            wide = self._widened(logits[[where[n] for n in worked]])
+            tokens = sample_with_chances(wide, [sampling[n] for n in worked])
+            for n, (token, chances) in zip(worked, tokens, strict=True):
+                choices[n] = None if token.error is not None else Choice(token.token_id, chances)
         for n, (row, choice) in enumerate(zip(rows, choices, strict=True)):
             wants_logits = row.step.request.params.logprobs is not None and row.step.policy.skips_layers
             if choice is not None and wants_logits:

@@ -7,17 +7,22 @@ is known at the time, some positions back; the catch-up then writes them again w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tide_core.engine.cycle import Range, RowCycle
+from tide_core.engine.head_program import HeadProgram, Origins, obstacle
+from tide_core.kernels import Kernels
 from tide_core.kv.cache import PagedKV, PagedView
 from tide_core.models.adapter import ModelAdapter, NarrowHead
 from tide_core.routing.heads import ExitHead
 from tide_core.routing.router import Router, confidence_of
+
+logger = logging.getLogger("tide")
 
 Part = tuple[RowCycle, Range]
 
@@ -39,12 +44,16 @@ class Proposal:
 
     logits: torch.Tensor
     """[T, S], over the shortlist."""
-    scores: torch.Tensor
-    """[T]"""
+    scores: list[float]
+    """[T]; what is not finite must not be acted on."""
+    best_ids: list[int]
+    """[T], the token with the largest logit."""
 
 
 class Exits:
-    """All checkpoints of an artefact, bound to the model and its pool."""
+    """All checkpoints of an artefact, bound to the model and its pool.
+
+    Where `kernels` are given and can, a checkpoint's work is one native call; else its modules run op by op."""
 
     def __init__(
         self,
@@ -53,6 +62,7 @@ class Exits:
         checkpoints: Sequence[BoundCheckpoint],
         shortlist: torch.Tensor,
         narrow_head: NarrowHead,
+        kernels: Kernels | None = None,
     ) -> None:
         self.checkpoints = tuple(checkpoints)
         self.shortlist = shortlist.to(cache.device)
@@ -61,14 +71,27 @@ class Exits:
         self._cache = cache
         self._narrow_head = narrow_head
         self._fed = any(checkpoint.head.spec.deep for checkpoint in self.checkpoints)
+        self._ids: list[int] = shortlist.tolist()
+        self._programs: list[HeadProgram] = []
+        why_not = "as asked" if kernels is None else obstacle(adapter, cache, kernels, narrow_head)
+        if why_not is None:
+            self._programs = [
+                HeadProgram(point.head, point.router, adapter, cache, narrow_head, point.kv_layer, index)
+                for index, point in enumerate(self.checkpoints)
+            ]
+        else:
+            logger.debug("exit heads run op by op: %s", why_not)
 
     def propose(
         self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor, *, each: bool = False
     ) -> Proposal:
-        """Logits and scores for what follows the last token (or each) of each part, from states [T, D] of all."""
+        """What follows the last token (or each) of each part, from states [T, D] of all."""
+        origins = self._origins(parts, drafting=True)
+        if self._programs:
+            logits, scores, best = self._programs[index].propose(view, states, origins, each=each)
+            return Proposal(logits, scores, [self._ids[i] for i in best])
         checkpoint = self.checkpoints[index]
-        deep, distances = self._deep_states(parts, drafting=True)
-        embedded = checkpoint.head.embed(states, deep, distances)
+        embedded = checkpoint.head.embed(states, *self._deep_states(index, origins))
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             view.write(checkpoint.kv_layer, key, value)
@@ -79,34 +102,59 @@ class Exits:
             ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
             features = features[torch.from_numpy(ends).to(features.device)]
         logits = self._narrow_head(self._adapter.norm(features))
-        return Proposal(logits, checkpoint.router.score(features, confidence_of(logits)))
+        score = checkpoint.router.score(features, confidence_of(logits))
+        best_id = self.shortlist[logits.argmax(-1)]
+        scores, best_ids = torch.stack((score.double(), best_id.double())).tolist()  # one transfer; ids stay exact
+        return Proposal(logits, scores, [int(i) for i in best_ids])
 
-    def remember(self, view: PagedView, normed: torch.Tensor) -> None:
-        """Keep the deep states, [T, D], of the view's tokens, which ran all layers."""
-        if self._fed:
-            self._cache.deep_states[view.slots] = normed
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose states `remember` wants."""
+        return tuple(sorted({tap for checkpoint in self.checkpoints for tap in checkpoint.head.spec.taps}))
+
+    def remember(self, view: PagedView, normed: torch.Tensor, tapped: Mapping[int, torch.Tensor]) -> None:
+        """Keep the deep states of the view's tokens, which ran all layers: final-norm states and those at the taps."""
+        for checkpoint, states in zip(self.checkpoints, self._cache.deep_states, strict=True):
+            head = checkpoint.head
+            if head.spec.deep:
+                states[view.slots] = head.deep_state(normed, [tapped[tap] for tap in head.spec.taps])
 
     def refresh(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
         """Write the head's K and V again, now that the deep states of the tokens before are known."""
+        origins = self._origins(parts, drafting=False)
+        if self._programs:
+            self._programs[index].refresh(view, states, origins)
+            return
         checkpoint = self.checkpoints[index]
-        deep, distances = self._deep_states(parts, drafting=False)
-        embedded = checkpoint.head.embed(states, deep, distances)
+        embedded = checkpoint.head.embed(states, *self._deep_states(index, origins))
         view.write(checkpoint.kv_layer, *checkpoint.head.keys_values(embedded, view.positions))
 
-    def _deep_states(self, parts: Sequence[Part], *, drafting: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """For every token of the parts the last deep state before it, [T, D], and how far back it is, [T]."""
-        if not self._fed:
+    def _deep_states(self, index: int, origins: Origins | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The last deep state before every token, [T, D], and how far back it is, [T]."""
+        if origins is None or not self.checkpoints[index].head.spec.deep:
             return None, None
+        slots, distances = torch.from_numpy(origins).to(self._cache.device)
+        return self._cache.deep_states[index].index_select(0, slots), distances
+
+    def _origins(self, parts: Sequence[Part], *, drafting: bool) -> Origins | None:
+        """Where the last deep state before every token of the parts is."""
+        if not self._fed:
+            return None
         slots: list[int] = []
         distances: list[int] = []
+        size = self._cache.block_size
         for row, (first, stop) in parts:
+            blocks = row.step.table.block_ids
             if drafting:  # nothing of this cycle has run deep yet
                 known = row.step.start > 0 and len(row.step.token_ids) == 1
-                slots += [row.deep_slot(self._cache.block_size)] * (stop - first)
+                slots += [row.deep_slot(size)] * (stop - first)
                 distances += range(first + 1, stop + 1) if known else [0] * (stop - first)
+            elif not row.left_at:  # each token follows one that ran deep, but for the first of all
+                before = range(row.step.start + first - 1, row.step.start + stop - 1)
+                slots += [blocks[max(p, 0) // size] * size + max(p, 0) % size for p in before]
+                distances += [int(p >= 0) for p in before]
             else:
                 sources, away = row.deep_sources((first, stop), self.last_segment)
-                slots += row.slots(sources, self._cache.block_size).tolist()
+                slots += row.slots(sources, size).tolist()
                 distances += away.tolist()
-        both = torch.tensor((slots, distances), device=self._cache.device)
-        return self._cache.deep_states.index_select(0, both[0]), both[1]
+        return np.array((slots, distances), dtype=np.int64)

@@ -8,13 +8,13 @@ import torch
 
 from tide_core.batch import RowResult, ScheduledBatch, StepResult
 from tide_core.engine.cycle import RowCycle
-from tide_core.engine.depth_loop import DepthLoop, Part
+from tide_core.engine.depth_loop import DepthLoop, Part, Ran
 from tide_core.engine.drafting import Drafter
 from tide_core.engine.exits import Exits
 from tide_core.engine.prompt_exits import leave_prompt
 from tide_core.engine.verify import Verifier
 from tide_core.kernels import Kernels
-from tide_core.kv.cache import PagedKV, PagedView
+from tide_core.kv.cache import PagedKV
 from tide_core.models.adapter import ModelAdapter
 
 
@@ -37,7 +37,7 @@ class ModelRunner:
         self.kernels = kernels
         self.segments = segments
         self.exits = exits
-        self._depth = DepthLoop(adapter, cache, kernels, segments)
+        self._depth = DepthLoop(adapter, cache, kernels, segments, () if exits is None else exits.taps)
         self._prompt_exits = prompt_exits
         layers = [segment.stop for segment in segments[:-1]]
         self._verifier = Verifier(layers, adapter.num_layers)
@@ -57,16 +57,16 @@ class ModelRunner:
                 leave_prompt(rows, self._depth, self._drafter)
         deep = self._depth.run(rows, 0, len(self.segments))
         if self.exits is not None and any(row.tracked for row in rows):
-            assert deep.view is not None
             normed = self.adapter.norm(deep.states)
-            self._remember(rows, deep.parts, deep.view, normed)
+            self._remember(rows, deep, normed)
             return StepResult(tuple(self._decide(rows, deep.parts, normed, normed=True)))
         return StepResult(tuple(self._decide(rows, deep.parts, deep.states, normed=False)))
 
-    def _remember(self, rows: Sequence[RowCycle], parts: Sequence[Part], view: PagedView, normed: torch.Tensor) -> None:
+    def _remember(self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor) -> None:
         """Deep states of this step's tokens, and the heads' K and V that follow from them."""
         assert self.exits is not None
-        self.exits.remember(view, normed)
+        assert deep.view is not None
+        self.exits.remember(deep.view, normed, deep.tapped)
         for index, checkpoint in enumerate(self.exits.checkpoints):
             if checkpoint.kv_layer < 0:
                 continue
@@ -79,7 +79,7 @@ class ModelRunner:
             joined = _joined(mine)
             taken = [states for row in rows if row.tracked for _, states in row.pieces[index]]
             states = torch.cat(taken) if len(taken) > 1 else taken[0]
-            same = view if joined == list(parts) else self._depth.view(joined)
+            same = deep.view if joined == list(deep.parts) else self._depth.view(joined)
             self.exits.refresh(index, joined, same, states)
 
     def _decide(

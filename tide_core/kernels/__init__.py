@@ -21,7 +21,7 @@ from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import reference
 
-__all__ = ["Kernels", "native_digest", "reference_kernels", "select_kernels", "set_num_threads"]
+__all__ = ["Kernels", "native_digest", "native_obstacle", "reference_kernels", "select_kernels", "set_num_threads"]
 
 _NATIVE_MODULE = "tide_core.kernels._native"
 _log = logging.getLogger("tide")
@@ -83,7 +83,7 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
         _log_once("kernels: reference, as configured")
         return reference_kernels()
     cpu = torch.device(device).type == "cpu"
-    obstacle = _native_obstacle(torch.device(device).type)
+    obstacle = native_obstacle(torch.device(device).type)
     if obstacle is None:
         native = importlib.import_module("tide_core.kernels.native")
         instruction_set = importlib.import_module(_NATIVE_MODULE).instruction_set()
@@ -119,7 +119,7 @@ def _kernels(name: str, ops: ModuleType) -> Kernels:
     return Kernels(name, ops.linear, ops.rms_norm, ops.silu_mul, ops.rotary, ops.write_kv, ops.paged_attention)
 
 
-def _native_obstacle(device_type: str) -> str | None:
+def native_obstacle(device_type: str) -> str | None:
     """Why native cannot run, or None."""
     if device_type != "cpu":
         return f"the native kernels run on the cpu, not on {device_type}"

@@ -103,6 +103,20 @@ def paged_attention_faults(
     yield from _integer_faults("block_tables", block_tables, torch.int32, shape, "[R, max_blocks]")
 
 
+def held_faults(name: str, tensor: Tensor, shape: tuple[int, ...], *, narrow: bool = False) -> Faults:
+    """Of what a program keeps the address of: float32, or bfloat16 where it may be `narrow`."""
+    if not (narrow and tensor.dtype is torch.bfloat16):
+        expected = "torch.float32 or torch.bfloat16" if narrow else "torch.float32"
+        yield None if tensor.dtype is torch.float32 else TypeError(f"{name}: got {tensor.dtype}, expected {expected}")
+    yield _device_fault(name, tensor)
+    yield None if tensor.shape == shape else _shape_error(name, tensor, str(list(shape)))
+    yield _contiguous_fault(name, tensor)
+
+
+def program_pool_faults(k_pool: Tensor, v_pool: Tensor) -> Faults:
+    yield from _pool_faults(k_pool, v_pool, torch.float32)
+
+
 def _pool_faults(k_pool: Tensor, v_pool: Tensor, dtype: torch.dtype) -> Faults:
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         yield _float_fault(name, pool, dtype)

@@ -31,16 +31,19 @@ class KVLayout:
         return self.num_heads * (self.key_size + self.value_size)
 
 
-def block_bytes(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype, *, state_width: int = 0) -> int:
+def block_bytes(
+    layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype, *, state_widths: Sequence[int] = ()
+) -> int:
     """Memory of one block over all layers."""
-    return (sum(layout.num_elements for layout in layouts) + state_width) * block_size * dtype.itemsize
+    return (sum(layout.num_elements for layout in layouts) + sum(state_widths)) * block_size * dtype.itemsize
 
 
 class PagedKV:
     """The pools of all layers; those of exit heads with attention come after the model's.
 
-    With a `state_width` every slot also holds the deep state of its token, [num_blocks * block_size, D], which exit
-    heads are fed with: it is paged, shared and freed with the K and V it belongs to."""
+    For every checkpoint a slot also holds the deep state of its token that the exit head there is fed with,
+    [num_blocks * block_size, D] in `deep_states`, D being 0 for a head that is not: it is paged, shared and freed with
+    the K and V it belongs to."""
 
     def __init__(
         self,
@@ -50,12 +53,14 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        state_width: int = 0,
+        state_widths: Sequence[int] = (),
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.device = device
-        self.deep_states = torch.empty(num_blocks * block_size, state_width, dtype=dtype, device=device)
+        self.deep_states = [
+            torch.empty(num_blocks * block_size, width, dtype=dtype, device=device) for width in state_widths
+        ]
         self.pools = [
             (
                 torch.empty(num_blocks, layout.num_heads, block_size, layout.key_size, dtype=dtype, device=device),
@@ -77,7 +82,8 @@ class PagedKV:
         for key_pool, value_pool in self.pools:
             key_pool[index] = value
             value_pool[index] = value
-        self.deep_states.view(self.num_blocks, -1)[index] = value
+        for states in self.deep_states:
+            states.view(self.num_blocks, -1)[index] = value
 
 
 @dataclass(frozen=True, slots=True)

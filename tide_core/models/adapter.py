@@ -170,10 +170,22 @@ class ModelAdapter:
             for kind in self._layer_types
         }
 
-    def run_layers(self, states: torch.Tensor, start: int, stop: int, inputs: LayerInputs) -> torch.Tensor:
-        """Layers `start` up to `stop`, states [1, T, D] in and out. Writes their KV through the view."""
+    def run_layers(
+        self,
+        states: torch.Tensor,
+        start: int,
+        stop: int,
+        inputs: LayerInputs,
+        *,
+        tapped: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Layers `start` up to `stop`, states [1, T, D] in and out. Writes their KV through the view.
+
+        The keys of `tapped` are layer counts: where so many have run, the states [T, D] are left under it."""
         for index in range(start, stop):
             states = self._run_layer(index, states, inputs)
+            if tapped is not None and index + 1 in tapped:
+                tapped[index + 1] = states[0]
         return states
 
     def project_kv(self, states: torch.Tensor, start: int, stop: int, inputs: LayerInputs) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError, ModelError
 from tide_core.models import model_cache
-from tide_core.models.folder import weight_files
+from tide_core.models.identity import weights_digest
 from tide_core.models.one_line import one_line
 from tide_core.models.resolver import ResolvedModel
 
@@ -58,24 +58,15 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
         raise ModelError(f"tokenizer of {resolved.name}", one_line(error), "one transformers can load") from error
 
 
-def fingerprint(resolved: ResolvedModel) -> str:
-    """SHA-256 over the digests of config.json and of the weight files, by name.
+def fingerprint(resolved: ResolvedModel, weights_sha256: str | None = None) -> str:
+    """SHA-256 over the digests of config.json and of all weights. Equal files give an equal one wherever they lie.
 
-    Digests come from the manifest of a converted model, which `resolve` has just checked, else from reading the
-    files: about 0.7 s per GB. Equal files give an equal fingerprint wherever they lie.
-    """
-    folder = resolved.path
-    paths = [folder / "config.json", *weight_files(folder)]
-    manifest = model_cache.read_manifest(folder) if resolved.source in ("demo", "gguf") else None
-    listed = manifest["files"] if manifest is not None else {}
-    whole = hashlib.sha256()
+    Reading the weights takes about 0.7 s per GB; where `identify` has done so, its `weights_sha256` saves that."""
     try:
-        for path in paths:
-            digest = listed[path.name]["sha256"] if path.name in listed else model_cache.sha256(path)
-            whole.update(f"{path.name} {digest}\n".encode())
+        config = model_cache.sha256(resolved.path / "config.json")
     except OSError as error:
-        raise ModelError("model folder", folder, f"readable files: {error.strerror or error}") from error
-    return whole.hexdigest()
+        raise ModelError("model folder", resolved.path, f"readable files: {error.strerror or error}") from error
+    return hashlib.sha256(f"{config} {weights_sha256 or weights_digest(resolved)}".encode()).hexdigest()
 
 
 def torch_device(device: str) -> torch.device:

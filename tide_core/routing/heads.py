@@ -9,9 +9,12 @@ embedding turn them into logits, and a router scores them.
     mlp        z = M·y + SwiGLU(y)
     block      the same, with or without the SwiGLU, then one decoder block with attention of its own
 
-with y = norm(h), or y = [norm(h); norm(g)] + e_j when the head is fed with g, the final-norm state of the last position
-of the row that has run deep, j positions back (e_0: there is none). M starts as "take norm(h)". Everything else that
-is learned starts at zero output, so an untrained head of any kind is a plain guess and never a wild one.
+with y = norm(h), or y = [norm(h); norm(g)] + e_j when the head is fed with g, the deep state of the last position of
+the row that has run deep, j positions back (e_0: there is none). The deep state is the final-norm state d, or with taps
+g = F·[d; norm(t_1); norm(t_2); ...], t_i being the states of that position after some layers on the way: what the model
+settles there says more of the tokens to come than the last state, which is all about the next one. F is applied once
+to a position, when it has run deep. M starts as "take norm(h)" and F as "take d". Everything else that is learned
+starts at zero output, so an untrained head of any kind is a plain guess and never a wild one.
 
 The attention of a block is not in here: the caller hands it over as a function. In the engine it writes and reads the
 paged pool, in training it is dense. The block has rotary positions of its own, whatever the model uses.
@@ -19,7 +22,7 @@ paged pool, in training it is dense. The block has rotary positions of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +32,7 @@ from tide_core.errors import ConfigError
 from tide_core.kernels import Kernels, reference_kernels
 
 HEAD_KINDS = ("identity", "affine", "mlp", "block")
+MAX_TAPS = 16
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [T, Hq, S], keys and values [T, Hk, S], all with positions applied, to [T, Hq, S]."""
@@ -54,6 +58,8 @@ class HeadSpec:
     """Width of the block's own SwiGLU."""
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    taps: tuple[int, ...] = ()
+    """Layers, counted as layers that have run, whose states go into the deep state beside the last one."""
 
     def __post_init__(self) -> None:
         if self.kind not in HEAD_KINDS:
@@ -68,6 +74,7 @@ class HeadSpec:
         if self.deep != bool(self.max_distance) or (self.deep and self.kind == "identity"):
             expected = "above 0 exactly for heads fed with the deep state, which identity heads never are"
             raise ConfigError("head.max_distance", self.max_distance, expected)
+        self._check_taps()
         if bool(self.hidden) != (self.kind == "mlp") and self.kind != "block":
             raise ConfigError("head.hidden", self.hidden, "above 0 for mlp heads, 0 for identity and affine ones")
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.ffn)
@@ -81,6 +88,14 @@ class HeadSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
                 raise ConfigError(f"head.{name}", value, "a number above 0")
+
+    def _check_taps(self) -> None:
+        taps = self.taps
+        whole = isinstance(taps, tuple) and all(isinstance(t, int) and not isinstance(t, bool) for t in taps)
+        if not whole or any(t < 1 for t in taps) or list(taps) != sorted(set(taps)) or len(taps) > MAX_TAPS:
+            raise ConfigError("head.taps", taps, f"at most {MAX_TAPS} rising layer counts of at least 1")
+        if taps and not self.deep:
+            raise ConfigError("head.taps", taps, "none for a head that is not fed with the deep state")
 
     @property
     def input_width(self) -> int:
@@ -107,6 +122,9 @@ class ExitHead(nn.Module):
         if spec.deep:
             self.deep_norm = HeadRMSNorm(spec.width, spec.norm_eps)
             self.distance = nn.Embedding(spec.max_distance + 1, spec.input_width)
+        if spec.taps:
+            self.tap_norms = nn.ModuleList(HeadRMSNorm(spec.width, spec.norm_eps) for _ in spec.taps)
+            self.fuse = nn.Linear((1 + len(spec.taps)) * spec.width, spec.width)
         if spec.hidden:
             self.mlp = HeadMLP(spec.input_width, spec.hidden, spec.width)
         if spec.attends:
@@ -118,12 +136,29 @@ class ExitHead(nn.Module):
         nn.init.zeros_(self.mix.bias)
         if self.spec.deep:
             nn.init.zeros_(self.distance.weight)
+        if self.spec.taps:
+            nn.init.eye_(self.fuse.weight)
+            nn.init.zeros_(self.fuse.bias)
         if self.spec.hidden:
             nn.init.zeros_(self.mlp.down_proj.weight)
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def num_draft_parameters(self) -> int:
+        """Those that a draft reads; the others are for positions that run deep."""
+        return self.num_parameters - (sum(p.numel() for p in self.fuse.parameters()) if self.spec.taps else 0)
+
+    def deep_state(self, last: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """What the head is fed with, [..., D], from the final-norm state and the states at the taps, [..., D] each."""
+        if not self.spec.taps:
+            return last
+        assert len(tapped) == len(self.spec.taps), "one state for each tap"
+        normed = [norm(state) for norm, state in zip(self.tap_norms, tapped, strict=True)]
+        fused: Tensor = self.fuse(torch.cat((last.to(normed[0].dtype), *normed), -1))
+        return fused
 
     def embed(self, states: Tensor, deep: Tensor | None = None, distances: Tensor | None = None) -> Tensor:
         """States at the checkpoint [T, D], deep states [T, D] and their distances [T] to what enters the block [T, D].

@@ -178,6 +178,11 @@ class Manifest:
                 expected = f"at least {self.max_drafts} numbers, one for each of max_drafts"
                 raise ArtefactError(f"{where}.acceptance", checkpoint.acceptance, expected)
             before = layer
+        for index, checkpoint in enumerate(self.checkpoints):
+            taps = checkpoint.head.taps
+            if any(not before < tap < self.model.num_layers for tap in taps):
+                expected = f"above the last checkpoint layer, {before}, and below the model's {self.model.num_layers}"
+                raise ArtefactError(f"checkpoints[{index}].head.taps", taps, expected)
 
 
 def _check_model(model: ModelIdentity) -> None:

@@ -27,12 +27,21 @@ from collections.abc import Sequence
 import torch
 
 from tide_core.errors import EngineError
+from tide_core.kernels.best import best
 from tide_core.sampling.adjust import adjusted, needs_adjusting
 from tide_core.sampling.draw import draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
 from tide_core.sampling.weights import select_rows, token_weights
 
-__all__ = ["SampledToken", "SamplingRow", "probabilities_of", "sample", "token_probabilities", "with_logprobs"]
+__all__ = [
+    "SampledToken",
+    "SamplingRow",
+    "probabilities_of",
+    "sample",
+    "sample_with_chances",
+    "token_probabilities",
+    "with_logprobs",
+]
 
 NO_TOKEN = -1
 AFTER_ADJUSTING = " after bias, masks and penalties"
@@ -46,7 +55,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     token_ids, errors = _best(logits)  # 1
     worked = [r for r, row in enumerate(rows) if r not in errors and (not row.params.is_greedy or needs_adjusting(row))]
     if worked:
-        chosen, failed = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 11
+        chosen, failed, _, _ = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 11
         for position, r in enumerate(worked):
             token_ids[r] = chosen[position]
             if position in failed:
@@ -55,6 +64,28 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         SampledToken(NO_TOKEN, error=errors[r]) if r in errors else with_logprobs(logits[r], row, token_ids[r])  # 12
         for r, row in enumerate(rows)
     ]
+
+
+def sample_with_chances(
+    logits: torch.Tensor, rows: Sequence[SamplingRow]
+) -> list[tuple[SampledToken, torch.Tensor | None]]:
+    """The tokens of `sample`, without log-probabilities, and beside each that was drawn what it was drawn from, as
+    `token_probabilities` has it: [V] float64. Both come from one pass over the vocabulary."""
+    if not rows:
+        return []
+    _, errors = _best(logits)
+    tokens = [SampledToken(NO_TOKEN, error=errors.get(r)) for r in range(len(rows))]
+    chances: list[torch.Tensor | None] = [None] * len(rows)
+    sound = [r for r in range(len(rows)) if r not in errors]
+    if sound:
+        chosen, failed, drawn, weights = _choose(select_rows(logits, sound).float(), [rows[r] for r in sound])
+        for position, r in enumerate(sound):
+            error = failed.get(position)
+            tokens[r] = SampledToken(chosen[position] if error is None else NO_TOKEN, error=error)
+        if weights is not None:
+            for position, row in zip(drawn, _probabilities(weights), strict=True):
+                chances[sound[position]] = row
+    return list(zip(tokens, chances, strict=True))
 
 
 def token_probabilities(logits_row: torch.Tensor, row: SamplingRow) -> torch.Tensor:
@@ -75,7 +106,7 @@ def probabilities_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple
         logits = logits.clone()
         logits[list(errors)] = 0.0  # so that the others can be worked on; nobody looks at these
     weights = token_weights(logits, [row.params for row in rows])
-    probabilities = weights.double() / weights.sum(-1, keepdim=True)
+    probabilities = _probabilities(weights)
     for r, row in enumerate(rows):
         if row.params.is_greedy:
             probabilities[r] = 0.0
@@ -83,17 +114,24 @@ def probabilities_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple
     return probabilities, errors
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, str]]:
-    """Tokens for the rows of `logits` [R, V] float32, and errors by position."""
+def _probabilities(weights: torch.Tensor) -> torch.Tensor:
+    return weights.double() / weights.sum(-1, keepdim=True)
+
+
+def _choose(
+    logits: torch.Tensor, rows: Sequence[SamplingRow]
+) -> tuple[list[int], dict[int, str], list[int], torch.Tensor | None]:
+    """Tokens for the rows of `logits` [R, V] float32, errors by position; which were drawn, and their weights."""
     logits = adjusted(logits, rows)  # 2 to 5
     token_ids, errors = _best(logits, AFTER_ADJUSTING)  # 6
     drawn = [r for r, row in enumerate(rows) if not row.params.is_greedy and r not in errors]
+    weights = None
     if drawn:
         weights = token_weights(select_rows(logits, drawn), [rows[r].params for r in drawn])  # 7 to 10
         numbers = [uniform(rows[r].seed, len(rows[r].output_ids), rows[r].stream) for r in drawn]
         for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 11
             token_ids[r] = token_id
-    return token_ids, errors
+    return token_ids, errors, drawn, weights
 
 
 def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, str]]:
@@ -102,15 +140,13 @@ def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, st
     The maximum of a row is NaN if any logit is, +inf if any is, and -inf only if all are: one look at it is the whole
     finite check.
     """
-    values, ids = logits.max(dim=-1)
-    # Ids are exact in float64, so both come to the host in one transfer.
-    maxima, best_ids = torch.stack((values.double(), ids.double())).tolist()
+    maxima, best_ids = best(logits)
     errors = {
         r: f"numerical_error: the largest logit of the row is {maximum}{when}"
         for r, maximum in enumerate(maxima)
         if not math.isfinite(maximum)
     }
-    return [int(i) for i in best_ids], errors
+    return best_ids, errors
 
 
 def with_logprobs(logits_row: torch.Tensor, row: SamplingRow, token_id: int) -> SampledToken:
