@@ -15,11 +15,17 @@ import resource
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):  # started as a file: its folder is on the path, the repository is not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import typer
+
+from benchmarks.bars import Bar
+from tide_core.evaluation.machine import cpu_name
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
@@ -27,20 +33,6 @@ CONCURRENT = 8
 MANY_REQUESTS = 1000
 MANY_NEW_TOKENS = 8
 VOCAB_LIMIT = 49_000
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One promise: what was measured, and what it must reach."""
-
-    name: str
-    value: float
-    limit: float
-    at_least: bool = True
-
-    @property
-    def holds(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 class Worker:
@@ -246,15 +238,6 @@ def measure(rounds: int) -> dict[str, Any]:
         "results": results,
         "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
     }
-
-
-def cpu_name() -> str:
-    """The processor as the kernel names it, where it does."""
-    try:
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()  # noqa: S607
-    except (OSError, subprocess.CalledProcessError):
-        return platform.processor() or "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), "unknown")
 
 
 def main(as_json: bool = typer.Option(False, "--json"), rounds: int = 5, side: str = "") -> None:

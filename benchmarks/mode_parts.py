@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.mode_runs import Bar, Bench, Part, Prompt, Runs, output_ids, usage_of
+from benchmarks.bars import Bar
+from benchmarks.mode_runs import Bench, Part, Prompt, Runs, output_ids, usage_of
 from tide_core.engine.engine import Completion
 from tide_core.request import Audit, SamplingParams
 

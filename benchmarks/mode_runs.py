@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.bars import Bar
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble
 from tide_core.engine.audit import AuditBook
@@ -33,20 +34,6 @@ AMPLE_TOKENS = 16384
 class Prompt:
     kind: str
     ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One promise: what was measured, and what it must reach."""
-
-    name: str
-    value: float
-    limit: float
-    at_least: bool = True
-
-    @property
-    def holds(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 @dataclass

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ import transformers
 from benchmarks import mode_parts
 from benchmarks.mode_runs import PROMPT_FILE, Bench, Part
 from tide_core.config import EngineConfig
+from tide_core.evaluation.machine import cpu_name
 
 PARTS = ("a", "b", "c", "d", "e", "f")
 
@@ -117,15 +117,6 @@ def conditions(bench: Bench, options: argparse.Namespace, argv: Sequence[str]) -
 def _in_ms(point: Any) -> dict[str, Any]:
     cycles = {str(drafts): round(1e3 * seconds, 3) for drafts, seconds in point.cycle_s}
     return {"rows": point.rows, "full": round(1e3 * point.full_s, 3), "cycle_by_drafts": cycles}
-
-
-def cpu_name() -> str:
-    """The processor as the kernel names it, where it does."""
-    try:
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()  # noqa: S607
-    except (OSError, subprocess.CalledProcessError):
-        return platform.processor() or "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), "unknown")
 
 
 def work(bench: Bench, options: argparse.Namespace) -> list[Callable[[], Part]]:

@@ -18,6 +18,7 @@ from tide_core.calibration.candidates import (
     make_candidate,
     save_candidates,
     start_like,
+    usual_taps,
 )
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.evaluate import trace
@@ -72,7 +73,7 @@ def test_shapes_follow_the_model_where_the_candidate_leaves_them_open() -> None:
     adapter = tiny_adapter("qwen3")
     spec = head_spec(adapter, CandidateSpec.parse("2:block:deep"), 6)
     assert (spec.width, spec.num_heads, spec.num_kv_heads, spec.head_size) == (48, 4, 2, 16)
-    assert (spec.ffn, spec.hidden, spec.max_distance) == (96, 96, 6)
+    assert (spec.ffn, spec.hidden, spec.max_distance, spec.taps) == (96, 0, 6, (3,))
     assert spec.rope_theta == adapter.config.rope_parameters["rope_theta"]
     spec = head_spec(adapter, CandidateSpec.parse("2:block:hidden=0:ffn=40"), 6)
     assert (spec.ffn, spec.hidden, spec.max_distance) == (40, 0, 0)
@@ -116,7 +117,7 @@ def test_norms_of_another_kind_are_not_taken(family: str) -> None:
 def test_every_kind_of_the_configuration_stands_at_every_checkpoint() -> None:
     config = CalibrationConfig(checkpoints=(2, 5), heads=("identity", "block"), head_ffn=64)
     names = [spec.name for spec in candidates_of(config, 30)]
-    assert names == ["2:identity", "2:block:deep:ffn=64", "5:identity", "5:block:deep:ffn=64"]
+    assert names == ["2:identity", "2:block:deep:muon:ffn=64", "5:identity", "5:block:deep:muon:ffn=64"]
 
 
 def test_comparison_heads_span_the_depth_and_never_stand_on_the_last_layer() -> None:
@@ -148,3 +149,24 @@ def test_a_damaged_file_of_candidates_is_refused(tmp_path: Path) -> None:
     (tmp_path / "candidates").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="a file of candidates"):
         load_candidates(tmp_path / "candidates")
+
+
+@pytest.mark.parametrize(
+    ("layer", "num_layers", "taps"), [(2, 30, (10, 20)), (1, 3, (2,)), (12, 30, (20,)), (1, 2, ())]
+)
+def test_the_usual_taps_are_thirds_of_the_way_behind_the_checkpoint(
+    layer: int, num_layers: int, taps: tuple[int, ...]
+) -> None:
+    assert usual_taps(layer, num_layers) == taps
+
+
+@pytest.mark.parametrize("name", ["2:block:deep:taps=2", "2:block:deep:taps=9", "2:block:deep:taps=0+3"])
+def test_taps_outside_the_layers_behind_the_checkpoint_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="taps"):
+        make_candidate(tiny_adapter(), CandidateSpec.parse(name), max_distance=2, bottleneck=4, seed=0)
+
+
+@pytest.mark.parametrize("taps", [None, (), (3,), (10, 20)])
+def test_taps_come_back_from_the_name(taps: tuple[int, ...] | None) -> None:
+    spec = CandidateSpec(2, "block", deep=True, taps=taps)
+    assert CandidateSpec.parse(spec.name) == spec

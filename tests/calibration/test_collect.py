@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from tests.calibration.tiny_runs import PROMPTS, tiny_calibration
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import CONFIGS, tiny_model
-from tide_core.calibration import decoder
+from tide_core.calibration import decoder, self_prompts
 from tide_core.calibration.collect import Lengths, collect, plan
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.dataset import RecordPool, gather, split
@@ -287,6 +289,50 @@ def test_few_samples_need_no_prompts_of_the_model(model: Any, monkeypatch: pytes
     monkeypatch.setattr(model, "generate", None)
 
     assert len(self_prompted(model, tiny_tokenizer(), num_samples=10)) == 10
+
+
+class Parrot:
+    """As much of a generator as is used: says a few texts again and again."""
+
+    batch = 16
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts, self.num_said = itertools.cycle(texts), 0
+
+    def run(self, prompts: Sequence[list[int]], *args: Any, **options: Any) -> list[Any]:
+        self.num_said += len(prompts)
+        return [np.array([*tiny_tokenizer().encode(next(self._texts)), EOS[0]], np.int32) for _ in prompts]
+
+
+def parroted(texts: Sequence[str], num_samples: int, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordPool, Parrot]:
+    monkeypatch.setattr(self_prompts, "BEGUN_SHARE", 0.0)
+    config, parrot = tiny_calibration(data="self", num_samples=num_samples), Parrot(texts)
+    pool = gather(config)
+    add_self_prompts(pool, config, tiny_tokenizer(), parrot, EOS, SilentProgress())  # type: ignore[arg-type]
+    return pool, parrot
+
+
+def test_prompts_of_the_model_that_are_nearly_another_one_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = gather(tiny_calibration(data="self", num_samples=999)).lines()
+    shipped = [str(Record.of_line(line).content) for line in lines]
+    new = ["the cat sat on the mat and then went all the way home", "how do dogs log things"]
+    near = ["The cat sat on the mat, and then went all the way home!", "How do DOGS log things??", shipped[0].upper()]
+
+    pool, _ = parroted([*new, *near], len(shipped) + 4, monkeypatch)
+
+    said = {str(Record.of_line(line).content) for line in pool.lines()}
+    assert said == {*shipped, *new}
+    assert pool.num_near > 0
+
+
+def test_a_model_that_repeats_itself_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, parrot = parroted(["only this"], 1000, monkeypatch)
+
+    assert len(pool) < 1000
+    assert parrot.num_said < 3 * 1.25 * 1000 + 16
+    assert pool.num_near == parrot.num_said - 1
 
 
 # --- collecting

@@ -46,6 +46,10 @@ def test_an_unknown_setting_names_the_nearest_known_one() -> None:
         {"deep_inputs": 1},
         {"generation_batch": 0},
         {"max_drafts": 65},
+        {"measure_batches": [1]},
+        {"measure_batches": (0,)},
+        {"measure_batches": (2, 2)},
+        {"measure_seconds": 0},
     ],
 )
 def test_values_out_of_range_are_refused_by_name(bad: dict[str, Any]) -> None:

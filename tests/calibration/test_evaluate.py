@@ -37,7 +37,9 @@ def one_by_one(
     sequence = shards.sequence(index)
     tokens = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
     out = adapter.model(tokens, output_hidden_states=True, use_cache=False)
-    states, deep = out.hidden_states[candidate.layer], out.hidden_states[-1]
+    states = out.hidden_states[candidate.layer]
+    tapped = [out.hidden_states[tap] for tap in candidate.head.spec.taps]
+    deep = candidate.head.deep_state(out.hidden_states[-1], tapped)
     agrees, scores = [], []
     for features in features_by_distance(candidate.head, states, deep, range(1, DRAFTS + 1)).values():
         logits = adapter.head(adapter.norm(features))[:, SHORTLIST]
@@ -47,7 +49,10 @@ def one_by_one(
     return torch.stack(agrees).numpy(), torch.stack(scores).detach().numpy()
 
 
-@pytest.mark.parametrize("name", ["2:block:deep", "1:block:hidden=0", "3:identity", "1:affine", "2:mlp:deep"])
+@pytest.mark.parametrize(
+    "name",
+    ["2:block:deep", "1:block:deep:taps=2+3", "2:block:deep:hidden=16:taps=0", "1:block", "3:identity", "2:mlp:deep"],
+)
 def test_traces_are_those_of_each_sequence_alone(tmp_path: Path, name: str) -> None:
     adapter = tiny_adapter()
     shards = write_sequences(tmp_path, "test", 7)

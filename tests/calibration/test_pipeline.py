@@ -92,6 +92,22 @@ def test_the_model_calibrates_on_its_own_text(tmp_path: Path) -> None:
     assert load_artefact(result.artefact, None).manifest.data.kind == "self"
 
 
+def test_a_shortage_of_distinct_prompts_is_said_with_the_number_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(pool: Any, *args: Any) -> None:
+        pool.num_near = 7
+
+    monkeypatch.setattr(pipeline, "add_self_prompts", short)
+    spy = Spy("collect")
+    with pytest.raises(Killed):
+        run_tiny(tmp_path, data="self", num_samples=1000, progress=spy)
+
+    [note] = [note for note in spy.notes if note.startswith("dataset: ")]
+    assert "; 7 prompts of the model's dropped, each nearly another one; " in note
+    assert note.endswith(" in all, 1000 were asked for")
+
+
 def test_documents_are_calibrated_on_too(tmp_path: Path) -> None:
     path = tmp_path / "texts.txt"
     path.write_text("\n".join(f"{n} the cat sat on the mat and the dog sat on the log" for n in range(12)))
@@ -224,6 +240,20 @@ def test_what_is_not_as_it_was_left_is_found_and_made_again(
 
     assert contents(run_tiny(tmp_path, progress=spy).artefact) == uninterrupted
     assert any(f"{name} is not as it was left" in note for note in spy.notes)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_dataset_made_again_with_fewer_records_leaves_no_shard_of_the_first(tmp_path: Path, ended: bool) -> None:
+    with contextlib.suppress(Killed):
+        run_tiny(tmp_path, progress=Spy() if ended else Spy("train"))
+    many = {path.name for path in (tmp_path / "run" / "shards").iterdir()}
+    (tmp_path / "run" / "dataset" / "test.jsonl").unlink()
+
+    run_tiny(tmp_path, data=write_prompts(tmp_path, PROMPTS[:4]))
+
+    few = {path.name for path in (tmp_path / "run" / "shards").iterdir()}
+    assert few < many
+    assert few == set(read_ledger(tmp_path / "run")["shards"])  # type: ignore[index]
 
 
 def test_a_shard_spoiled_in_an_unfinished_collect_is_made_again(

@@ -17,6 +17,7 @@ from tests.calibration.traces_factory import made_candidate, trace_of
 from tide_core.calibration.costs import CostModel
 from tide_core.calibration.report import CAPTIONS, add_measured, read_report, render_report, write_report
 from tide_core.calibration.report_data import (
+    Measured,
     PartSize,
     ReportData,
     candidate_curves,
@@ -122,7 +123,7 @@ def test_axes_say_what_they_show_and_in_what_unit(data: ReportData) -> None:
     figure = pytest.importorskip("matplotlib.figure")
     from tide_core.calibration.report_plots import PLOTS
 
-    measured = add_measured(data, {1: 1.5}, "a machine")
+    measured = add_measured(data, Measured({1: 1.5}, "a machine"))
     for name, (draw, _) in PLOTS.items():
         axes = figure.Figure().add_subplot()
         draw(axes, measured)
@@ -150,15 +151,32 @@ def test_measured_speedups_join_a_report_that_was_written_before(data: ReportDat
     write_report(tmp_path / "first", data)
     loaded = read_report(tmp_path / "first")
     assert loaded.to_json() == data.to_json()
-    path = write_report(tmp_path / "second", add_measured(loaded, {1: 1.71, 16: 1.2}, "one GPU, `tide bench`"))
+    timed = add_measured(loaded, Measured({1: 1.71, 16: 1.2}, "one GPU, median of 3", "batch 8 (90 s)"))
+    path = write_report(tmp_path / "second", timed)
     text = path.read_text()
     assert "| 1 | " in text
     assert "×1.71 |" in text
     assert "| 16 |  | ×1.20 |" in text
-    assert "Measured 1: one GPU, `tide bench`" in text
+    assert "Measured 1: one GPU, median of 3. Left out: batch 8 (90 s)." in text
     assert "nothing was timed yet" not in text
     again = read_report(tmp_path / "second" / "report.json")
+    assert again.measured == timed.measured
     assert again.measured[0].speedups == {1: 1.71, 16: 1.2}
+
+
+def test_the_verdict_sets_what_was_measured_beside_what_was_predicted(data: ReportData) -> None:
+    timed = add_measured(data, Measured({1: 1.71, 16: 1.2}, "one GPU", "batch 8 (90 s)"))
+
+    said = f"measured here: x1.71 at batch 1 (predicted x{data.predicted[1]:.2f}), x1.20 at batch 16"
+    assert timed.verdict == (*data.verdict, f"{said}; left out: batch 8 (90 s)")
+    assert f"{said}; left out: batch 8 (90 s)  \n" in render_report(timed)["report.md"].decode()
+
+
+def test_a_measurement_of_nothing_says_why(data: ReportData) -> None:
+    timed = add_measured(data, Measured({}, "one GPU", "a step takes 9 s"))
+
+    assert timed.verdict[-1] == "measured here: nothing; left out: a step takes 9 s"
+    assert "speedup.png" in render_report(timed)
 
 
 def test_without_matplotlib_the_report_has_no_plots_and_says_so(
@@ -209,7 +227,7 @@ def test_a_folder_without_a_report_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("speedups", [{0: 1.5}, {1: 0.0}, {1: math.inf}, {1: math.nan}])
 def test_measurements_that_are_none_are_refused(data: ReportData, speedups: dict[int, float]) -> None:
     with pytest.raises(ConfigError, match="measured speed-up at batch"):
-        add_measured(data, speedups, "")
+        add_measured(data, Measured(speedups, ""))
 
 
 # the numbers

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from tide_core.calibration import disk
-from tide_core.calibration.shards import SequenceBatch, TokenSequence, TokenShards, shard_name, write_shard
+from tide_core.calibration.shards import (
+    SequenceBatch,
+    TokenSequence,
+    TokenShards,
+    remove_others,
+    shard_name,
+    write_shard,
+)
 from tide_core.errors import ConfigError
 
 
@@ -110,6 +117,21 @@ def test_a_missing_and_an_extra_shard_are_refused(tmp_path: Path) -> None:
         TokenShards(tmp_path, "train", expected={})
     with pytest.raises(ConfigError, match="exactly"):
         TokenShards(tmp_path, "train", expected={entry.name: entry.sha256, shard_name("train", 1): "00"})
+
+
+def test_shards_that_nobody_plans_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for index in range(3):
+        write_shard(tmp_path, "train", index, sequences(3))
+    (tmp_path / "notes.txt").write_text("mine")
+
+    remove_others(tmp_path, {shard_name("train", 0), shard_name("train", 2), shard_name("test", 0)})
+    remove_others(tmp_path / "nowhere", ())
+
+    assert {path.name for path in tmp_path.iterdir()} == {
+        shard_name("train", 0),
+        shard_name("train", 2),
+        "notes.txt",
+    }
 
 
 @pytest.mark.parametrize("keep", [0, 7, 40])

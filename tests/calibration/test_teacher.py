@@ -28,7 +28,7 @@ def test_states_and_targets_are_those_of_the_library_for_each_sequence_alone(fam
     torch.testing.assert_close(targets.mass, short.sum(-1), rtol=1e-4, atol=1e-5)
     expected = short / short.sum(-1, keepdim=True)
     torch.testing.assert_close(targets.distribution, expected, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(adapter.head(states.deep)[1, :7], out.logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapter.head(states.normed)[1, :7], out.logits[0], rtol=1e-4, atol=1e-4)
     got = teacher.exit_logits(states.last[1, :7])
     torch.testing.assert_close(got, out.logits[0][:, SHORTLIST], rtol=1e-4, atol=1e-4)
 
@@ -51,4 +51,4 @@ def test_logits_of_a_bfloat16_model_are_float32_and_near_its_own(family: str) ->
     states = teacher.run(torch.arange(2, 12)[None], [1])
     logits = teacher.exit_logits(states.last[0])
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, adapter.head(states.deep)[0][:, SHORTLIST].float(), rtol=0.05, atol=0.1)
+    torch.testing.assert_close(logits, adapter.head(states.normed)[0][:, SHORTLIST].float(), rtol=0.05, atol=0.1)

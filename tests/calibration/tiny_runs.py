@@ -11,6 +11,7 @@ from tests.tiny_models import tiny_model
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.pipeline import CalibrationResult, calibrate
 from tide_core.calibration.progress import Progress
+from tide_core.calibration.timing import Timer
 from tide_core.models.identity import identify
 
 PROMPTS = [f"Tell me {n} things about the {animal}." for n in (2, 3) for animal in ("cat", "dog", "log", "mat", "home")]
@@ -39,6 +40,7 @@ def tiny_calibration(**settings: Any) -> CalibrationConfig:
         "batch_tokens": 128,
         "max_drafts": 2,
         "router_bottleneck": 8,
+        "measure_batches": (),
     }
     return CalibrationConfig(**{**small, **settings})
 
@@ -51,6 +53,7 @@ def run_tiny(
     progress: Progress | None = None,
     force: bool = False,
     name: str = "artefact",
+    timer: Timer | None = None,
     **settings: Any,
 ) -> CalibrationResult:
     """Calibrate a tiny model in `folder`/run and publish to `folder`/`name`."""
@@ -65,6 +68,7 @@ def run_tiny(
         publish_to=folder / name,
         progress=progress,
         force=force,
+        timer=timer,
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -56,6 +57,24 @@ def test_a_calibration_prints_its_verdict_and_where_things_are(
     assert artefact.manifest.model.name == "tiny"
     assert artefact.manifest.checkpoints[0].layer == 1
     assert (tmp_path / "artefact.run" / "ledger.msgpack").is_file()
+
+
+def test_a_calibration_ends_with_the_speed_up_that_was_measured(
+    tide: Callable[..., Any], tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
+    arguments = [word.replace("measure_batches=[]", "measure_batches=[1]") for word in arguments]
+
+    code, out, err = tide(*arguments)
+
+    assert code == 0, err
+    [line] = [line for line in out.splitlines() if line.startswith("measured here: ")]
+    assert re.fullmatch(r"measured here: x\d\.\d\d at batch 1 \(predicted x\d\.\d\d\)", line)
+    assert line in (tmp_path / "artefact" / "report.md").read_text(encoding="utf-8")
+    assert "tide: measure: 1/1 batch size" in err
+    digest = load_artefact(tmp_path / "artefact", None).digest
+    assert f"({digest[:16]})" in out
+    assert tide(*arguments)[1] == out, "what was measured is kept"
 
 
 def test_a_taken_output_is_refused_before_the_model_is_loaded(

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks import mode_parts, modes
-from benchmarks.mode_runs import Bar, Bench, Prompt, output_ids
+from benchmarks.bars import Bar
+from benchmarks.mode_runs import Bench, Prompt, output_ids
 from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
 from tide_core.config import EngineConfig
 

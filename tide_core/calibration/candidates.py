@@ -1,6 +1,6 @@
 """Candidates: the exit heads that a calibration trains side by side, and how each is shaped and started.
 
-A candidate is written `layer:kind`, then what it has beside that: `2:block:deep:hidden=0:ffn=1536`.
+A candidate is written `layer:kind`, then what it has beside that: `2:block:deep:muon:ffn=1536:taps=10+20`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ from tide_core.models.adapter import ModelAdapter
 from tide_core.routing.heads import HEAD_KINDS, ExitHead, HeadSpec
 from tide_core.routing.router import Router
 
-EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:ffn=N][:lr=X], as in 2:block:deep:hidden=0"
+EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:ffn=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
 _FLAGS = ("deep", "muon")
-_SIZES: dict[str, Callable[[str], float]] = {"hidden": int, "ffn": int, "lr": float}
+
+
+def _read_taps(text: str) -> tuple[int, ...]:
+    """Layers with plus signs between them; 0 alone is none."""
+    return () if text == "0" else tuple(int(layer) for layer in text.split("+"))
+
+
+_SIZES: dict[str, Callable[[str], Any]] = {"hidden": int, "ffn": int, "lr": float, "taps": _read_taps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +46,15 @@ class CandidateSpec:
     deep: bool = False
     """Fed with the last deep state."""
     hidden: int | None = None
-    """Width of the head's SwiGLU, 0 for none; None takes the model's feed-forward width where the kind has one."""
+    """Width of the head's SwiGLU, 0 for none; None takes the model's feed-forward width for an mlp head, else none."""
     ffn: int | None = None
     """Width of the block's own SwiGLU; None takes the model's feed-forward width."""
     lr: float | None = None
     """None takes that of the configuration."""
     muon: bool = False
     """Matrices are trained with Muon instead of AdamW."""
+    taps: tuple[int, ...] | None = None
+    """Layers whose states go into the deep state; None takes two on the way, `usual_taps`."""
 
     @classmethod
     def parse(cls, text: str) -> CandidateSpec:
@@ -69,8 +78,9 @@ class CandidateSpec:
     def name(self) -> str:
         """As `parse` reads it; what was not set is left out."""
         flags = [key for key in _FLAGS if getattr(self, key)]
-        sizes = [f"{key}={getattr(self, key)}" for key in _SIZES if getattr(self, key) is not None]
-        return ":".join([str(self.layer), self.kind, *flags, *sizes])
+        sizes = [f"{key}={getattr(self, key)}" for key in _SIZES if key != "taps" and getattr(self, key) is not None]
+        taps = [] if self.taps is None else [f"taps={'+'.join(map(str, self.taps)) or 0}"]
+        return ":".join([str(self.layer), self.kind, *flags, *sizes, *taps])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +103,21 @@ def candidates_of(config: CalibrationConfig, num_layers: int) -> list[CandidateS
         for kind in config.heads:
             deep = config.deep_inputs and kind != "identity"
             hidden = config.head_hidden if kind in ("mlp", "block") else None
-            specs.append(CandidateSpec(layer, kind, deep, hidden, config.head_ffn if kind == "block" else None))
+            ffn = config.head_ffn if kind == "block" else None
+            muon = config.optimiser == "muon" and kind != "identity"
+            specs.append(CandidateSpec(layer, kind, deep, hidden, ffn, muon=muon, taps=config.taps if deep else None))
     return specs
+
+
+def layers_of(candidates: Sequence[Candidate]) -> list[int]:
+    """The layers whose states candidates want: their own and those of their taps."""
+    return sorted({layer for each in candidates for layer in (each.layer, *each.head.spec.taps)})
+
+
+def usual_taps(layer: int, num_layers: int) -> tuple[int, ...]:
+    """A third and two thirds of the way, as far as they lie between the checkpoint layer and the last one."""
+    thirds = {round(num_layers / 3), round(2 * num_layers / 3)}
+    return tuple(sorted(tap for tap in thirds if layer < tap < num_layers))
 
 
 def comparison_candidates(num_layers: int) -> list[CandidateSpec]:
@@ -120,7 +143,11 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
             "head_size": size + size % 2,
             "ffn": feed_forward if spec.ffn is None else spec.ffn,
         }
-    own_hidden = feed_forward if spec.kind in ("mlp", "block") else 0
+    own_hidden = feed_forward if spec.kind == "mlp" else 0
+    taps = usual_taps(spec.layer, adapter.num_layers) if spec.taps is None else spec.taps
+    if any(not spec.layer < tap < adapter.num_layers for tap in taps):
+        expected = f"layers above {spec.layer} and below {adapter.num_layers}"
+        raise ConfigError(f"taps of candidate {spec.name}", taps, expected)
     return HeadSpec(
         kind=spec.kind,
         width=width,
@@ -129,6 +156,7 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
         hidden=own_hidden if spec.hidden is None else spec.hidden,
         rope_theta=_rope_theta(config),
         norm_eps=float(_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5),
+        taps=taps if spec.deep else (),
         **shape,
     )
 
@@ -203,7 +231,7 @@ def load_candidates(path: Path, device: torch.device | str = "cpu") -> list[Cand
 
 
 def _restored(index: int, plain: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str) -> Candidate:
-    head = ExitHead(HeadSpec(**plain["head"]))
+    head = ExitHead(HeadSpec(**{**plain["head"], "taps": tuple(plain["head"]["taps"])}))
     router = Router(head.spec.width, plain["bottleneck"])
     for part, module in (("head", head), ("router", router)):
         prefix = f"{index}.{part}."

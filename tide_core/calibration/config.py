@@ -16,6 +16,7 @@ from typing import Any
 from tide_core.errors import ConfigError
 
 HEADS = ("identity", "affine", "mlp", "block")
+OPTIMISERS = ("muon", "adamw")
 SELF_DATA = "self"
 
 
@@ -26,7 +27,7 @@ class CalibrationConfig:
     # dataset
     data: str = SELF_DATA
     """`self`, a .txt, .jsonl or .parquet file or a folder of them, or a `datasets` name: name/config:split:column."""
-    num_samples: int = 12288
+    num_samples: int = 16384
     """Most prompts or documents, all parts together."""
     seed: int = 0
     calibration_share: float = 0.14
@@ -44,7 +45,7 @@ class CalibrationConfig:
     """Longest piece of a document."""
     text_share: float = 0.5
     """Share of the train documents taken as they are; the model continues the beginnings of the others."""
-    greedy_share: float = 0.5
+    greedy_share: float = 0.7
     """Share of the train part that is decoded greedily; the other parts always are."""
     temperature: float = 0.8
     top_p: float = 0.95
@@ -62,26 +63,31 @@ class CalibrationConfig:
     """Head kinds to train at every checkpoint."""
     deep_inputs: bool = True
     """Whether heads are fed with the last deep state."""
+    taps: tuple[int, ...] | None = None
+    """Layers whose states go into the deep state beside the last one; None takes a third and two thirds of the way."""
     head_hidden: int | None = None
-    """Width of a head's SwiGLU; None takes the model's own feed-forward width."""
+    """Width of a head's SwiGLU; None takes the model's own feed-forward width for mlp heads, and none for others."""
     head_ffn: int | None = None
     """Width of the block's own SwiGLU; None takes the model's own."""
     candidates: tuple[str, ...] = ()
-    """Heads one by one, such as 2:block:deep:hidden=0; none takes every kind of `heads` at every checkpoint."""
-    compare_steps: int = 200
+    """Heads one by one, such as 2:block:deep:muon; none takes every kind of `heads` at every checkpoint."""
+    compare_steps: int = 100
     """Steps of training for plain heads along the depth, which show what the exits are worth; 0 for none."""
     router_bottleneck: int = 128
-    steps: int = 3000
-    batch_tokens: int = 16384
+    steps: int = 4500
+    batch_tokens: int = 8192
     """Of one training step, padding included."""
-    loss_positions: int = 256
+    loss_positions: int = 512
     """Most positions of a sequence that one step puts into the loss."""
-    learning_rate: float = 1e-3
+    optimiser: str = "muon"
+    """muon, or adamw."""
+    learning_rate: float | None = None
+    """None takes one that suits the optimiser."""
     warmup_steps: int = 50
     final_learning_rate: float = 0.03
     """Share of the learning rate at the last step of the linear decay."""
     weight_decay: float = 0.0
-    max_drafts: int = 6
+    max_drafts: int = 5
     """Longest draft that heads are trained and measured for."""
 
     # risk
@@ -90,6 +96,12 @@ class CalibrationConfig:
     delta: float = 0.05
     """Each bound holds with confidence 1 - delta."""
 
+    # measure
+    measure_batches: tuple[int, ...] = (1, 2, 4, 8)
+    """Batch sizes at which the published exits are timed against full depth; none: nothing is timed."""
+    measure_seconds: float = 60.0
+    """Most time for that; a batch size that could not be done by then is not begun, and the report says so."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.data, str) or not self.data.strip():
             raise ConfigError("data", self.data, "self, a file or folder, or a datasets name")
@@ -97,7 +109,10 @@ class CalibrationConfig:
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 _integer(name, getattr(self, name), *limits)
         for name, bounds in _NUMBERS.items():
-            _number(name, getattr(self, name), *bounds)
+            if name not in _OPTIONAL or getattr(self, name) is not None:
+                _number(name, getattr(self, name), *bounds)
+        if self.optimiser not in OPTIMISERS:
+            raise ConfigError("optimiser", self.optimiser, f"one of {', '.join(OPTIMISERS)}")
         if self.calibration_share + self.test_share > 0.9:
             raise ConfigError("calibration_share", self.calibration_share, "with test_share at most 0.9")
         if not isinstance(self.deep_inputs, bool):
@@ -105,18 +120,23 @@ class CalibrationConfig:
         self._check_tuples()
 
     def _check_tuples(self) -> None:
-        layers, heads, epsilons = self.checkpoints, self.heads, self.epsilons
-        whole = isinstance(layers, tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in layers)
-        if not whole or any(i < 1 for i in layers) or list(layers) != sorted(set(layers)):
-            raise ConfigError("checkpoints", layers, "rising layer counts of at least 1, each below the model's")
+        layers, heads, epsilons, batches = self.checkpoints, self.heads, self.epsilons, self.measure_batches
+        for name, counts in (("checkpoints", layers), ("taps", () if self.taps is None else self.taps)):
+            whole = isinstance(counts, tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in counts)
+            if not whole or any(i < 1 for i in counts) or list(counts) != sorted(set(counts)):
+                raise ConfigError(name, counts, "rising layer counts of at least 1, each below the model's")
         if not isinstance(heads, tuple) or not heads or len(set(heads)) < len(heads) or not set(heads) <= set(HEADS):
             raise ConfigError("heads", heads, f"different ones of {', '.join(HEADS)}, at least one")
         if not isinstance(self.candidates, tuple) or any(not isinstance(text, str) for text in self.candidates):
-            raise ConfigError("candidates", self.candidates, "texts such as 2:block:deep:hidden=0")
+            raise ConfigError("candidates", self.candidates, "texts such as 2:block:deep:muon")
         if not isinstance(epsilons, tuple) or len(set(epsilons)) < len(epsilons):
             raise ConfigError("epsilons", epsilons, "different numbers above 0 and below 1")
         for epsilon in epsilons:
             _number("epsilons", epsilon, 1e-6, 0.999999)
+        if not isinstance(batches, tuple) or len(set(batches)) < len(batches):
+            raise ConfigError("measure_batches", batches, "different batch sizes, or none")
+        for batch in batches:
+            _integer("measure_batches", batch, 1, 1024)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CalibrationConfig:
@@ -151,7 +171,7 @@ class CalibrationConfig:
         return self.checkpoints
 
 
-_OPTIONAL = {"generation_batch", "shortlist_size", "head_hidden", "head_ffn"}
+_OPTIONAL = {"generation_batch", "shortlist_size", "head_hidden", "head_ffn", "learning_rate"}
 _INTEGERS = {
     "num_samples": (3, 2**24),
     "seed": (0, 2**63 - 1),
@@ -185,6 +205,7 @@ _NUMBERS = {
     "final_learning_rate": (0.0, 1.0),
     "weight_decay": (0.0, 10.0),
     "delta": (1e-9, 0.999999),
+    "measure_seconds": (0.001, 86400.0),
 }
 
 

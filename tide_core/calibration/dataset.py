@@ -5,7 +5,8 @@
     name[/config][:split[:column]]   anything that the `datasets` library loads
 
 The parts never overlap: equal records are one record, and the record's own hash says which part it is in, whatever
-else is in the data. A source that cannot be read stops the run. Nothing is ever put in its place.
+else is in the data. Prompts that the model makes up are not even nearly equal; files and sets of others are taken as
+they are. A source that cannot be read stops the run. Nothing is ever put in its place.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class RecordPool:
         self._heap: list[tuple[int, str]] = []
         self._kept: set[str] = set()
         self.num_seen = self.num_bad = 0
+        self.num_near = 0
+        """Made up by the model and not added: another one says nearly the same."""
 
     def add(self, records: Iterable[Record | None]) -> None:
         for record in records:

@@ -90,7 +90,7 @@ def costs_of(candidate: Candidate, adapter: ModelAdapter, shortlist: Tensor) -> 
         layer_parameters=of_layers // adapter.num_layers,
         num_layers=adapter.num_layers,
         checkpoint_layer=candidate.layer,
-        head_parameters=candidate.head.num_parameters + of_router,
+        head_parameters=candidate.head.num_draft_parameters + of_router,
         shortlist_parameters=len(shortlist) * width,
         vocabulary_parameters=adapter.vocab_size * width,
     )

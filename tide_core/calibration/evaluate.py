@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tide_core.calibration.candidates import Candidate
+from tide_core.calibration.candidates import Candidate, layers_of
 from tide_core.calibration.chain import features_by_distance
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.shards import SequenceBatch, TokenShards
@@ -66,7 +66,7 @@ def evaluate(
 ) -> Evaluation:
     """Traces, containment and coverage in one pass over the part."""
     teacher = Teacher(adapter, shortlist)
-    layers = sorted({candidate.layer for candidate in candidates})
+    layers = layers_of(candidates)
     traces = [CandidateTraces(each.name, each.layer, each.kind, []) for each in candidates]
     contained = torch.zeros(len(candidates), MOST_LIKELY, dtype=torch.long, device=adapter.device)
     covered = torch.zeros((), dtype=torch.long, device=adapter.device)
@@ -103,7 +103,8 @@ def _look(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Agreement and scores [J, N] of one candidate, and how often its best 1, 2, ... hold the full-depth token."""
     distances = range(1, max_distance + 1)
-    features = features_by_distance(candidate.head, states.at[candidate.layer], states.deep, distances)
+    head = candidate.head
+    features = features_by_distance(head, states.at[candidate.layer], states.fed_to(head), distances)
     agrees: list[Tensor] = []
     scores: list[Tensor] = []
     hits = torch.zeros(MOST_LIKELY, dtype=torch.long, device=rows.device)

@@ -23,8 +23,11 @@ from tide_core.routing.router import confidence_of
 
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
+MUON_RATE = 4e-3
+ADAMW_RATE = 1e-3
+"""Learning rates of the two optimisers, where none is set."""
 PLAIN_RATE = 2.0
-"""Heads without attention take larger steps, by this factor."""
+"""With AdamW, heads without attention take larger steps, by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,8 @@ class Learner:
         self._module = nn.ModuleDict({"head": candidate.head, "router": candidate.router})
         self._parameters: list[Tensor] = list(self._module.parameters())
         self._mean = [parameter.detach().clone() for parameter in self._parameters]
-        rate = config.learning_rate if spec.lr is None else spec.lr
-        self._rate = rate * (1.0 if candidate.kind == "block" or spec.lr is not None else PLAIN_RATE)
+        usual = MUON_RATE if spec.muon else ADAMW_RATE * (1.0 if candidate.kind == "block" else PLAIN_RATE)
+        self._rate: float = next(rate for rate in (spec.lr, config.learning_rate, usual) if rate is not None)
         device = self._parameters[0].device
         self._rate_now: Tensor | float = torch.zeros((), device=device) if device.type == "cuda" else 0.0
         self._latest = torch.zeros(3, device=device)
@@ -97,11 +100,12 @@ class Learner:
 
     def learn(self, teacher: Teacher, states: States, targets: Targets, distances: Sequence[int]) -> None:
         """One step on one batch. Nothing here waits for the device."""
-        head, device = self.candidate.head, states.deep.device
+        head, device = self.candidate.head, states.last.device
         if not head.spec.deep:
             distances = (1,)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
-            features = features_by_distance(head, states.at[self.candidate.layer], states.deep, distances)
+            deep = states.fed_to(head)
+            features = features_by_distance(head, states.at[self.candidate.layer], deep, distances)
         weights = [self._recipe.distance_decay ** (distance - 1) for distance in distances]
         first, total = None, torch.zeros(3, device=device)
         for distance, weight in zip(distances, weights, strict=True):

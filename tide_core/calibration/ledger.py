@@ -23,7 +23,7 @@ from tide_core.errors import ConfigError
 
 FORMAT_VERSION = 1
 LEDGER = "ledger.msgpack"
-STAGES = ("dataset", "collect", "train", "risk", "publish")
+STAGES = ("dataset", "collect", "train", "risk", "publish", "measure")
 MAX_SHOWN_CHANGES = 6
 
 

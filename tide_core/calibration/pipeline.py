@@ -1,4 +1,4 @@
-"""A calibration from nothing to a published artefact: dataset → collect → train → risk → publish.
+"""A calibration from nothing to a published artefact: dataset → collect → train → risk → publish → measure.
 
     <run>/dataset/<part>.jsonl          records of each part
     <run>/shards/<part>-*.safetensors   token sequences
@@ -7,13 +7,14 @@
     <run>/risk/<part>.msgpack           what they said on held-out sequences
 
 Every stage reads what the ones before have left on disk, so a run that was killed goes on where it was: finished stages
-are checked against the ledger and skipped. A rerun that was not interrupted ends in the same bytes.
+are checked against the ledger and skipped. A rerun that was not interrupted ends in the same bytes, but for what the
+clock said: the last stage times the published exits and puts that into the report, which is no part of the digest.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,22 +26,25 @@ from torch import Tensor
 from tide_core.calibration.candidates import Candidate, comparison_candidates, load_candidates, save_candidates
 from tide_core.calibration.collect import Lengths, collect, plan
 from tide_core.calibration.config import SELF_DATA, CalibrationConfig
-from tide_core.calibration.dataset import gather, kind_of, split
+from tide_core.calibration.dataset import RecordPool, gather, kind_of, split
 from tide_core.calibration.disk import write_whole
 from tide_core.calibration.encode import PromptEncoder
 from tide_core.calibration.evaluate import evaluate
 from tide_core.calibration.generation import Generator
 from tide_core.calibration.ledger import Ledger, check_output, digest_of, locked
 from tide_core.calibration.progress import Progress, SilentProgress
-from tide_core.calibration.publish import Findings, publish
+from tide_core.calibration.publish import Findings, Published, publish, publish_measured
+from tide_core.calibration.report_data import Measured
 from tide_core.calibration.self_prompts import add_self_prompts
-from tide_core.calibration.shards import PARTS, ShardEntry, TokenShards
+from tide_core.calibration.shards import PARTS, ShardEntry, TokenShards, remove_others
 from tide_core.calibration.shortlist import choose_shortlist, count_emitted, coverage_of
+from tide_core.calibration.timing import NEW_TOKENS, Timer, as_info, held_out_prompts, of_info
 from tide_core.calibration.traces import read_traces, write_traces
 from tide_core.calibration.train import fit
 from tide_core.errors import ConfigError
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter
+from tide_core.models.one_line import one_line
 
 HELD_OUT = ("test", "calibration")
 
@@ -66,13 +70,15 @@ def calibrate(
     progress: Progress | None = None,
     force: bool = False,
     model_name: str | None = None,
+    timer: Timer | None = None,
 ) -> CalibrationResult:
     """Calibrate a loaded model, or go on with the run in `run_dir`. `force` replaces an artefact that is there.
 
-    `model_name` is what the report's command calls the model."""
+    `model_name` is what the report's command calls the model. A `timer` measures the speed-up, and may leave the model
+    with an engine's attention and modules; without one the report holds predictions only."""
     check_output(publish_to, run_dir, force=force)
     with locked(run_dir):
-        run = _Run(config, model, tokenizer, identity, run_dir, progress or SilentProgress())
+        run = _Run(config, model, tokenizer, identity, run_dir, progress or SilentProgress(), timer)
         return run.to(publish_to.absolute(), model_name or identity.name)
 
 
@@ -85,9 +91,10 @@ class _Run:
         identity: ModelIdentity,
         folder: Path,
         progress: Progress,
+        timer: Timer | None,
     ) -> None:
         self._config, self._tokenizer, self._identity = config, tokenizer, identity
-        self._folder, self._progress = folder, progress
+        self._folder, self._progress, self._timer = folder, progress, timer
         self._adapter = ModelAdapter(model, paged=False)
         config.checkpoints_for(self._adapter.num_layers)  # refused before any work
         eos_ids = self._adapter.eos_ids
@@ -100,7 +107,9 @@ class _Run:
         self._stage("collect", self._collect)
         self._stage("train", self._train)
         self._stage("risk", self._measure)
-        return self._publish(publish_to, model_name)
+        published, failure = self._time(self._publish(publish_to, model_name), publish_to)
+        verdict = (*published.data.verdict, *failure)
+        return CalibrationResult(publish_to, publish_to / published.report, verdict, published.digest)
 
     def _stage(self, name: str, work: Callable[[], tuple[list[Path], dict[str, Any]]]) -> None:
         """Do a stage unless it is done and its files are as it left them."""
@@ -128,15 +137,25 @@ class _Run:
             outputs.append(_file(self._folder / "dataset" / f"{part}.jsonl"))
             write_whole(outputs[-1], "".join(f"{line}\n" for line in lines).encode())
         sizes = ", ".join(f"{len(lines)} {part}" for part, lines in parts.items())
-        bad = f"; {pool.num_bad} of {pool.num_seen} could not be used" if pool.num_bad else ""
-        self._progress.note(f"dataset: {sizes}{bad}")
-        return outputs, {"kind": kind_of(self._config.data), "num_bad": pool.num_bad, "num_seen": pool.num_seen}
+        self._progress.note(f"dataset: {sizes}{''.join(self._remarks(pool))}")
+        counts = {"num_bad": pool.num_bad, "num_seen": pool.num_seen, "num_near": pool.num_near}
+        return outputs, {"kind": kind_of(self._config.data), **counts}
+
+    def _remarks(self, pool: RecordPool) -> Iterator[str]:
+        """What was not taken."""
+        if pool.num_bad:
+            yield f"; {pool.num_bad} of {pool.num_seen} could not be used"
+        if pool.num_near:
+            yield f"; {pool.num_near} prompts of the model's dropped, each nearly another one"
+        if self._config.data == SELF_DATA and len(pool) < self._config.num_samples:
+            yield f"; {len(pool)} in all, {self._config.num_samples} were asked for"
 
     def _collect(self) -> tuple[list[Path], dict[str, Any]]:
         config, adapter, folder = self._config, self._adapter, self._folder / "shards"
         lengths = Lengths.of(config, adapter.max_positions)
         lines = {part: _lines(self._folder / "dataset" / f"{part}.jsonl") for part in PARTS}
         units = plan(config, lines, self._generator.batch)
+        remove_others(folder, {unit.name for unit in units})
         shutil.rmtree(self._folder / "train", ignore_errors=True)  # of other sequences
         collect(
             units,
@@ -205,7 +224,7 @@ class _Run:
             write_traces(outputs[-1], found.traces)
         return outputs, {}
 
-    def _publish(self, publish_to: Path, model_name: str) -> CalibrationResult:
+    def _publish(self, publish_to: Path, model_name: str) -> Published:
         shards = {part: self._shards(part) for part in PARTS}
         dataset, collected = self._ledger.info("dataset"), self._ledger.info("collect")
         assert dataset is not None
@@ -224,7 +243,40 @@ class _Run:
         self._ledger.note_publishing(publish_to)
         published = publish(findings, self._adapter, publish_to)
         self._ledger.finish("publish", {}, {"digest": published.digest})
-        return CalibrationResult(publish_to, publish_to / published.report, published.verdict, published.digest)
+        return published
+
+    def _time(self, published: Published, target: Path) -> tuple[Published, tuple[str, ...]]:
+        """The published exits by the clock, in the report; or why not. The artefact is whole whatever happens here."""
+        if self._timer is None or not self._config.measure_batches:
+            return published, ()
+        kept = "the artefact is published, its report holds predictions only, and the same command measures again"
+        try:
+            measured = of_info(self._ledger.info("measure"), published.digest)
+            if measured is None:
+                measured = self._clock(self._timer, target)
+                self._ledger.finish("measure", {}, as_info(measured, published.digest))
+            else:
+                self._progress.note("measure: done before")
+            return publish_measured(published, measured, target), ()
+        except Exception as error:  # of the engine, the device, the disk: none of them is worth the calibration
+            return published, (f"not measured: {one_line(error)}; {kept}",)
+        except BaseException:
+            self._progress.note(f"measure: interrupted; {kept}")
+            raise
+
+    def _clock(self, timer: Timer, artefact: Path) -> Measured:
+        self._generator.release()
+        return timer(
+            self._adapter.model,
+            self._tokenizer,
+            self._identity,
+            artefact,
+            held_out_prompts(self._shards("test"), NEW_TOKENS),
+            batches=self._config.measure_batches,
+            new_tokens=NEW_TOKENS,
+            limit_s=self._config.measure_seconds,
+            progress=self._progress,
+        )
 
     def _shards(self, part: str) -> TokenShards:
         names = {name: entry[0] for name, entry in self._ledger.shards.items() if name.startswith(f"{part}-")}

@@ -14,13 +14,28 @@ from torch import Tensor
 from tide_core.calibration.candidates import Candidate
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.decide import Decision, costs_of, decide, traces_of
-from tide_core.calibration.report import TEXT, render_report
-from tide_core.calibration.report_data import PartSize, ReportData, candidate_curves, exit_histogram, reliability
+from tide_core.calibration.report import TEXT, add_measured, render_report
+from tide_core.calibration.report_data import (
+    Measured,
+    PartSize,
+    ReportData,
+    candidate_curves,
+    exit_histogram,
+    reliability,
+)
 from tide_core.calibration.shards import PARTS, TokenShards
 from tide_core.calibration.traces import CandidateTraces
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter
-from tide_core.routing.artefact import Checkpoint, DataSummary, FastPoint, Manifest, RiskThreshold, save_artefact
+from tide_core.routing.artefact import (
+    Checkpoint,
+    DataSummary,
+    FastPoint,
+    Manifest,
+    RiskThreshold,
+    replace_reports,
+    save_artefact,
+)
 
 NOTE = (
     "Exits were compared on the test part. What is stated of the published one was measured on the calibration part, "
@@ -52,7 +67,8 @@ class Published:
     digest: str
     report: str
     """Name of the file in the artefact."""
-    verdict: tuple[str, ...]
+    data: ReportData
+    """What it says, the verdict included."""
 
 
 def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Published:
@@ -61,9 +77,17 @@ def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Publishe
     decision = decide(findings.config, findings.traces, costs, adapter.num_layers)
     chosen = next(each for each in findings.candidates if each.name == decision.best.name)
     manifest = manifest_of(findings, decision, chosen)
-    reports = render_report(report_of(findings, decision, manifest.tool_version))
-    digest = save_artefact(target, manifest, [chosen.head], [chosen.router], findings.shortlist, reports)
-    return Published(digest, TEXT, decision.verdict)
+    data = report_of(findings, decision, manifest.tool_version)
+    digest = save_artefact(target, manifest, [chosen.head], [chosen.router], findings.shortlist, render_report(data))
+    return Published(digest, TEXT, data)
+
+
+def publish_measured(published: Published, measured: Measured, target: Path) -> Published:
+    """The report at `target` again, with timings in it; what is served stays as it was, and so does the digest."""
+    data = add_measured(published.data, measured)
+    digest = replace_reports(target, render_report(data))
+    assert digest == published.digest
+    return Published(digest, published.report, data)
 
 
 def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Manifest:

@@ -50,14 +50,25 @@ def read_report(path: Path) -> ReportData:
         raise ConfigError("report", str(path), f"a folder with {DATA}: {error.strerror or error}") from error
 
 
-def add_measured(data: ReportData, speedups: Mapping[int, float], conditions: str) -> ReportData:
-    """The same report with one more series of timings. They must be ratios over full depth within one run."""
-    for batch, speedup in speedups.items():
+def add_measured(data: ReportData, measured: Measured) -> ReportData:
+    """The same report with one more series of timings, and a line of the verdict that sets them beside what was
+    predicted. They must be ratios over full depth within one run."""
+    for batch, speedup in measured.speedups.items():
         if batch < 1 or not 0.0 < speedup < math.inf:
             raise ConfigError(
                 f"measured speed-up at batch {batch}", speedup, "a number above 0 at a batch of at least 1"
             )
-    return replace(data, measured=(*data.measured, Measured(dict(speedups), conditions)))
+    verdict = (*data.verdict, measured_line(measured, data.predicted))
+    return replace(data, measured=(*data.measured, measured), verdict=verdict)
+
+
+def measured_line(measured: Measured, predicted: Mapping[int, float]) -> str:
+    shown = [
+        f"x{speedup:.2f} at batch {batch}" + (f" (predicted x{predicted[batch]:.2f})" if batch in predicted else "")
+        for batch, speedup in sorted(measured.speedups.items())
+    ]
+    left_out = f"; left out: {measured.left_out}" if measured.left_out else ""
+    return f"measured here: {', '.join(shown) or 'nothing'}{left_out}"
 
 
 def report_text(data: ReportData, plots: Sequence[str] = ()) -> str:
@@ -162,7 +173,9 @@ def _speedups(data: ReportData) -> str:
     lines = ["## Speed-up over full depth, mode `verified`", "", _table(head, rows)]
     if not data.measured:
         lines += ["", "Predicted from agreement and costs; nothing was timed yet."]
-    lines += [f"\nMeasured {number}: {entry.conditions}" for number, entry in enumerate(data.measured, 1)]
+    for number, entry in enumerate(data.measured, 1):
+        left_out = f" Left out: {entry.left_out}." if entry.left_out else ""
+        lines += ["", f"Measured {number}: {entry.conditions}.{left_out}"]
     return "\n".join(lines)
 
 

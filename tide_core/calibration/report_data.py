@@ -11,7 +11,7 @@
 - `exit_histogram`: `exit_histogram(counts, layer, num_layers)` with the same counts.
 - `reliability`: `reliability(traces_of_candidate)`.
   These four are best taken from sequences that the choice was not made on.
-- `measured`: left empty; `report.add_measured` puts it in when there are timings.
+- `measured`: left empty; `report.add_measured` puts it in when the published exits have been timed.
 
 It is stored as `report.json` beside the report, so that measurements can be added to it later.
 """
@@ -85,7 +85,9 @@ class Measured:
 
     speedups: Mapping[int, float]
     conditions: str
-    """Device, dtype, lengths, and the command that repeats it."""
+    """Device, dtype, model, modes, lengths, repeats, versions."""
+    left_out: str = ""
+    """Which batch sizes were asked for and not timed, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
         "exit_histogram": _by_number(values["exit_histogram"]),
         "reliability": tuple(ReliabilityBin(**entry) for entry in values["reliability"]),
         "verdict": tuple(values["verdict"]),
-        "measured": tuple(Measured(_by_number(entry["speedups"]), entry["conditions"]) for entry in values["measured"]),
+        "measured": tuple(Measured(**{**m, "speedups": _by_number(m["speedups"])}) for m in values["measured"]),
         "notes": tuple(values["notes"]),
     }
 

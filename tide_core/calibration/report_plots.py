@@ -129,7 +129,7 @@ def _speedup(axes: Axes, data: ReportData) -> None:
     at = {batch: place for place, batch in enumerate(places)}
     series = [
         ("predicted", data.predicted),
-        *((f"measured: {_short(m.conditions)}", m.speedups) for m in data.measured),
+        *((f"measured: {_short(m.conditions)}", m.speedups) for m in data.measured if m.speedups),
     ]
     for index, (label, speedups) in enumerate(series):
         batches = sorted(speedups)

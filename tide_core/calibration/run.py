@@ -13,6 +13,7 @@ from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tide_core.calibration.pipeline import CalibrationResult
+    from tide_core.calibration.timing import Timer
 
 AUTO = "auto"
 
@@ -27,8 +28,11 @@ def calibrate_model(
     device: str = AUTO,
     progress: Progress | None = None,
     force: bool = False,
+    timer: Timer | None = None,
 ) -> CalibrationResult:
-    """Load a model and calibrate it. A dtype of `auto` is bfloat16 on cuda and float32 on a CPU."""
+    """Load a model and calibrate it. A dtype of `auto` is bfloat16 on cuda and float32 on a CPU.
+
+    A `timer` measures the speed-up at the end; without one the report holds predictions only."""
     progress = progress or SilentProgress()
     run_dir = run_dir or default_run_dir(publish_to)
     if dtype not in (AUTO, *DTYPES):
@@ -57,6 +61,7 @@ def calibrate_model(
         progress=progress,
         force=force,
         model_name=model if resolved.source in ("demo", "hub") else resolved.name,  # no path of this machine
+        timer=timer,
     )
 
 

@@ -16,6 +16,7 @@ from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.dataset import RecordPool, hash_of
 from tide_core.calibration.encode import chat_opening
 from tide_core.calibration.generation import Generator
+from tide_core.calibration.near import DistinctTexts
 from tide_core.calibration.progress import Progress
 from tide_core.calibration.records import Record, as_record
 from tide_core.calibration.sampling import Sampling
@@ -36,12 +37,16 @@ def add_self_prompts(
     eos_ids: tuple[int, ...],
     progress: Progress,
 ) -> None:
-    """Fill the pool up to the number of samples with prompts that the model samples, as far as they are distinct."""
+    """Fill the pool up to the number of samples with prompts that the model samples.
+
+    Only with such as are not near to one that is there: a held-out prompt shall not be one of the train part in other
+    words. The pool counts those that are dropped. After a few rounds it stays as full as it is."""
     opening, stop_ids = _opening(tokenizer, eos_ids)
     if not opening or len(pool) >= config.num_samples:
         return
     shipped = [str(Record.of_line(line).content) for line in pool.lines()]
     begun = [tokenizer.encode(text, add_special_tokens=False) for text in shipped]
+    known, before = DistinctTexts(), shipped
     with progress.stage("self-prompts", math.ceil((config.num_samples - len(pool)) * SPARE), "prompt") as stage:
         for round_ in range(MAX_ROUNDS):
             wanted = config.num_samples - len(pool)
@@ -54,15 +59,19 @@ def add_self_prompts(
             for first in range(0, len(starts), generator.batch):
                 some = starts[first : first + generator.batch]
                 seed = hash_of(config.seed, "self-prompt", f"{round_}:{first}") >> 1
-                prompts = [opening + start for start in some]
+                openings = [opening + start for start in some]
                 most = config.self_prompt_tokens
-                answers = generator.run(prompts, SAMPLING, max_new=most, stop_ids=stop_ids, seed=seed)
+                answers = generator.run(openings, SAMPLING, max_new=most, stop_ids=stop_ids, seed=seed)
                 for start, new in zip(some, answers, strict=True):
                     ended = int(new[-1]) in stop_ids
                     ids = [*start, *(new[:-1] if ended else new).tolist()]
                     (whole if ended else cut).append(tokenizer.decode(ids, skip_special_tokens=True))
                 stage.update(len(some))
-            if _fill(pool, [*whole, *cut], wanted) < wanted / 20:
+            prompts = _usable([*whole, *cut])
+            kept = known.take([*before, *prompts])[len(before) :]
+            before = []
+            pool.num_near += kept.count(False)
+            if _fill(pool, [text for text, is_new in zip(prompts, kept, strict=True) if is_new], wanted) < wanted / 20:
                 return
 
 
@@ -73,12 +82,17 @@ def _start(begun: list[list[int]], random: np.random.Generator) -> list[int]:
     return begun[random.integers(len(begun))][: random.integers(1, MAX_BEGUN_TOKENS + 1)]
 
 
-def _fill(pool: RecordPool, texts: list[str], wanted: int) -> int:
-    """Add up to so many of the texts, the first ones first; returns how many were new."""
+def _usable(texts: list[str]) -> list[str]:
+    """Without halves of characters, and without texts of which then nothing is left."""
+    plain = [text.replace("\ufffd", "").strip() for text in texts]
+    return [text for text in plain if as_record({"prompt": text}) is not None]
+
+
+def _fill(pool: RecordPool, prompts: list[str], wanted: int) -> int:
+    """Add up to so many of the prompts, the first ones first; returns how many were new."""
     added = 0
-    for text in texts:
-        record = as_record({"prompt": text.replace("\ufffd", "").strip()})  # halves of characters
-        if added < wanted and record is not None and pool.add_line(record.line):
+    for prompt in prompts:
+        if added < wanted and pool.add_line(Record("prompt", prompt).line):
             added += 1
     return added
 

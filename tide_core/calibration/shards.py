@@ -9,7 +9,7 @@ keeps its part in memory: four bytes a token.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ __all__ = [
     "ShardEntry",
     "TokenSequence",
     "TokenShards",
+    "remove_others",
     "shard_name",
     "write_shard",
     "write_whole",
@@ -86,6 +87,13 @@ def write_shard(folder: Path, part: str, index: int, sequences: Sequence[TokenSe
     name = shard_name(part, index)
     write_whole(folder / name, raw)
     return ShardEntry(name, hashlib.sha256(raw).hexdigest(), len(lengths), sum(lengths))
+
+
+def remove_others(folder: Path, names: Collection[str]) -> None:
+    """Remove the shards in `folder` that are not among `names`: those of records that are no longer there."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        if path.name not in names:
+            path.unlink()
 
 
 class TokenShards:

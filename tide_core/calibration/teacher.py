@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tide_core.batch import KVView
 from tide_core.models.adapter import ModelAdapter
+from tide_core.routing.heads import ExitHead
 
 PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models whose layers can be called one by one without a mask; others run by the library's own forward."""
@@ -29,11 +30,15 @@ class States:
     """Of one batch, [B, S, D] each."""
 
     at: dict[int, Tensor]
-    """By checkpoint layer."""
+    """By checkpoint layer or tap."""
     last: Tensor
     """After the last layer."""
-    deep: Tensor
-    """The same after the final norm: what heads are fed with."""
+    normed: Tensor
+    """The same after the final norm."""
+
+    def fed_to(self, head: ExitHead) -> Tensor:
+        """The deep states, [B, S, D], as a head is fed with them."""
+        return head.deep_state(self.normed, [self.at[tap] for tap in head.spec.taps])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tide_core.calibration.candidates import Candidate, CandidateSpec, candidates_of, make_candidate
+from tide_core.calibration.candidates import Candidate, CandidateSpec, candidates_of, layers_of, make_candidate
 from tide_core.calibration.capture import CapturedWork, padded_shape
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.disk import write_whole
@@ -53,7 +53,7 @@ def fit(
     specs = list(candidates_of(config, adapter.num_layers) if candidates is None else candidates)
     sizes = {"max_distance": config.max_drafts, "bottleneck": config.router_bottleneck, "seed": config.seed}
     learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, recipe) for spec in specs]
-    layers = sorted({spec.layer for spec in specs})
+    layers = layers_of([learner.candidate for learner in learners])
     teacher = Teacher(adapter, shortlist)
     saved = SavedState(resume_dir, _run_digest(config, recipe, specs, shards, shortlist))
     first = saved.load(learners)

@@ -55,9 +55,10 @@ def calibrate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more on standard error.")] = False,
 ) -> None:
-    """Train exit heads for a model, certify their thresholds, and write both as an artefact.
+    """Train exit heads for a model, certify their thresholds, write both as an artefact, and time it.
 
-    Prints whether exits will pay and what can be promised. A run that was interrupted goes on with the same command.
+    Prints whether exits will pay, what can be promised, and the speed-up that was measured on this machine. A run that
+    was interrupted goes on with the same command.
     """
     console.prepare(verbose=verbose)
     values: dict[str, Any] = {
@@ -76,6 +77,7 @@ def calibrate(
 
     from tide_core.calibration.progress import default_progress
     from tide_core.calibration.run import calibrate_model, default_run_dir
+    from tide_core.evaluation.speedup import time_exits
 
     run_dir = run_dir or default_run_dir(output)
     try:
@@ -88,6 +90,7 @@ def calibrate(
             device=device,
             progress=default_progress(quiet=quiet),
             force=force,
+            timer=time_exits,
         )
     except KeyboardInterrupt:
         print(f"tide: interrupted; the same command goes on with the run in {run_dir}", file=sys.stderr, flush=True)

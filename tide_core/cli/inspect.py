@@ -116,7 +116,8 @@ def _lines(artefact: Artefact) -> Iterator[str]:
 
 def _shape(spec: HeadSpec) -> Iterator[str]:
     if spec.deep:
-        yield f"            fed with the last deep state, up to {spec.max_distance} tokens back"
+        with_taps = f" with the states after layers {', '.join(map(str, spec.taps))}" if spec.taps else ""
+        yield f"            fed with the last deep state{with_taps}, up to {spec.max_distance} tokens back"
     if spec.hidden:
         yield f"            MLP of width {spec.hidden}"
     if spec.attends:

@@ -124,12 +124,12 @@ def _assemble(config: EngineConfig) -> tuple[Parts, Artefact, str]:
         raise ConfigError("artefact", config.artefact, f"a folder of calibrated exits; {resolved.name} comes with none")
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
-    artefact = load_artefact(folder, identify(model, tokenizer, resolved))
-    identity = fingerprint(resolved)
+    identity = identify(model, tokenizer, resolved)
+    artefact, key = load_artefact(folder, identity), fingerprint(resolved, identity.weights_sha256)
     parts = assemble_loaded(
-        replace(config, drafts=0), model, tokenizer, name=resolved.name, identity=identity, artefact=artefact
+        replace(config, drafts=0), model, tokenizer, name=resolved.name, identity=key, artefact=artefact
     )
-    return parts, artefact, identity
+    return parts, artefact, key
 
 
 def _keep(

@@ -3,7 +3,7 @@
     manifest.json        what it is, for which model, thresholds, and the SHA-256 of every other file
     heads.safetensors    checkpoint.<layer>.head.<name> and checkpoint.<layer>.router.<name> in float16,
                          shortlist in int32
-    report.md, *.png     for people; listed and checked like the rest
+    report.md, *.png     for people; listed and checked like the rest, but no part of the digest
 
 Loading reads each file once: the bytes that were hashed are the bytes that are used, and only after everything in
 them was found to be as the manifest says. Nothing is unpickled.
@@ -53,6 +53,7 @@ __all__ = [
     "Manifest",
     "RiskThreshold",
     "load_artefact",
+    "replace_reports",
     "save_artefact",
 ]
 
@@ -69,28 +70,20 @@ class Artefact:
     shortlist: Tensor
     """Token ids, int64 [S], rising."""
     digest: str
-    """SHA-256 of manifest.json, which names the digests of all else: it stands for the whole artefact."""
+    """SHA-256 over all that manifest.json says but of reports: it stands for everything that is served."""
     path: Path
 
 
 def load_artefact(folder: str | Path, identity: ModelIdentity | None) -> Artefact:
     """Read and check the artefact in `folder`; with the identity of a model, also that it was made for that model."""
     path = Path(folder)
-    with files.opened(path) as descriptor:
-        if MANIFEST_FILE not in files.names(descriptor):
-            raise ArtefactError("artefact", path, f"a folder with {MANIFEST_FILE} in it")
-        raw = files.read_bytes(descriptor, MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES)
-        manifest = _read_manifest(raw)
-        if identity is not None:
-            check_identity(manifest.model, identity)
-        heads = _read_files(descriptor, manifest)
+    manifest, heads, digest = _read(path, identity)
     try:
         tensors = safetensors.torch.load(heads)
     except Exception as error:  # of several kinds, by what is wrong in the bytes
         raise ArtefactError(f"file {HEADS_FILE}", f"{type(error).__name__}: {error}", "safetensors") from error
     shortlist = _take_shortlist(tensors, manifest)
     modules = _build(manifest.checkpoints, tensors)
-    digest = hashlib.sha256(raw).hexdigest()
     return Artefact(manifest, [m[0] for m in modules], [m[1] for m in modules], shortlist, digest, path.absolute())
 
 
@@ -107,11 +100,36 @@ def save_artefact(
     The `files` of the manifest are filled in. What was written is loaded once before it gets its name."""
     path = Path(folder).absolute().resolve()
     _check_replaceable(path)
-    if set(reports or ()) & {HEADS_FILE, MANIFEST_FILE}:
-        raise ArtefactError("reports", sorted(reports or ()), f"names other than {HEADS_FILE} and {MANIFEST_FILE}")
     tensors = _tensors(manifest, heads, routers)
     tensors[SHORTLIST] = shortlist.detach().to("cpu", torch.int32).contiguous()
-    contents = {HEADS_FILE: safetensors.torch.save(tensors), **(reports or {})}
+    return _write(path, manifest, safetensors.torch.save(tensors), reports or {})
+
+
+def replace_reports(folder: str | Path, reports: Mapping[str, bytes]) -> str:
+    """Give the artefact in `folder` these reports in place of its own, as a whole or not at all.
+
+    What is served stays, and so does the digest, which is returned."""
+    path = Path(folder).absolute().resolve()
+    manifest, heads, _ = _read(path, None)
+    return _write(path, manifest, heads, reports)
+
+
+def _read(path: Path, identity: ModelIdentity | None) -> tuple[Manifest, bytes, str]:
+    """The manifest, the bytes of the tensors and the digest; every file is as the manifest lists it."""
+    with files.opened(path) as descriptor:
+        if MANIFEST_FILE not in files.names(descriptor):
+            raise ArtefactError("artefact", path, f"a folder with {MANIFEST_FILE} in it")
+        raw = files.read_bytes(descriptor, MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES)
+        manifest = _read_manifest(raw)
+        if identity is not None:
+            check_identity(manifest.model, identity)
+        return manifest, _read_files(descriptor, manifest), _digest(raw)
+
+
+def _write(path: Path, manifest: Manifest, heads: bytes, reports: Mapping[str, bytes]) -> str:
+    if set(reports) & {HEADS_FILE, MANIFEST_FILE}:
+        raise ArtefactError("reports", sorted(reports), f"names other than {HEADS_FILE} and {MANIFEST_FILE}")
+    contents = {HEADS_FILE: heads, **reports}
     entries = {name: FileEntry(hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()}
     complete = dataclasses.replace(manifest, files=entries)
     try:
@@ -123,6 +141,13 @@ def save_artefact(
         for name, data in contents.items():
             files.write(temporary / name, data)
         return load_artefact(temporary, None).digest
+
+
+def _digest(raw: bytes) -> str:
+    """Over a manifest that was found to be sound, numbers as they are spelt there, without its reports."""
+    values = json.loads(raw, parse_float=str)
+    values["files"] = {HEADS_FILE: values["files"][HEADS_FILE]}
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _read_manifest(raw: bytes) -> Manifest:

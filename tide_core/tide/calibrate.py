@@ -13,6 +13,7 @@ from tide_core.calibration.pipeline import calibrate as calibrate_loaded
 from tide_core.calibration.progress import Progress, default_progress
 from tide_core.calibration.run import calibrate_model, default_run_dir
 from tide_core.errors import ConfigError
+from tide_core.evaluation.speedup import time_exits
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.identity import identify
 from tide_core.models.resolver import resolve
@@ -39,7 +40,8 @@ def calibrate(
 
     `model`: one loaded by transformers, with its tokenizer; or a name, then `dtype` and `device` say how to load it.
     `options` are fields of `CalibrationConfig`. State is kept in `run_dir` (beside `save_path` by default): a run that
-    was interrupted goes on with the same call. `force` replaces an artefact that is there."""
+    was interrupted goes on with the same call. `force` replaces an artefact that is there. A loaded model is as it was
+    when this returns. At the end the exits are timed on it; `measure_batches=()` leaves that out."""
     config, target = checked(config), Path(save_path)
     run = default_run_dir(target) if run_dir is None else Path(run_dir)
     progress = default_progress(quiet=quiet)
@@ -55,6 +57,7 @@ def calibrate(
             device=device,
             progress=progress,
             force=force,
+            timer=time_exits,
         )
         return _told(result, progress)
     check_usable(model)
@@ -64,11 +67,19 @@ def calibrate(
         if value != AUTO:
             raise ConfigError(name, value, "nothing beside a loaded model, which has its own")
     settings = _settings(config, model, options)
-    loan = Loan(model)  # in eval mode until the end
+    loan = Loan(model)  # in eval mode until the end, then as it was
     try:
         identity = identify(model, tokenizer, None)
         result = calibrate_loaded(
-            settings, model, tokenizer, identity, run_dir=run, publish_to=target, progress=progress, force=force
+            settings,
+            model,
+            tokenizer,
+            identity,
+            run_dir=run,
+            publish_to=target,
+            progress=progress,
+            force=force,
+            timer=time_exits,  # it takes the model over, and the loan gives it back
         )
     finally:
         loan.give_back()

@@ -103,7 +103,10 @@ class TIDE:
     ) -> tuple[Artefact | None, str]:
         """The artefact, found to be this model's, and what tells this model from others."""
         identity = identify(model, self._text, resolved)
-        key = fingerprint(resolved) if resolved is not None else hashlib.sha256(repr(identity).encode()).hexdigest()
+        if resolved is not None:
+            key = fingerprint(resolved, identity.weights_sha256)
+        else:
+            key = hashlib.sha256(repr(identity).encode()).hexdigest()
         folder = artefact_folder(config, is_demo=resolved is not None and resolved.source == "demo")
         if folder is None:
             return None, key
