@@ -157,7 +157,7 @@ def test_tokens_are_fed_with_the_last_deep_state_before_them(start: int, skipped
             position = start + deep[-1] if deep else 0
             expected[0].append(row.step.table.block_ids[position // 16] * 16 + position % 16)
             expected[1].append(token - deep[-1] if deep else 0)
-    origins = exits._origins(parts, drafting=False)
+    origins = exits.origins(parts, drafting=False)
     assert origins is not None
     assert origins.tolist() == list(expected)
 

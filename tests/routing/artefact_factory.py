@@ -75,6 +75,7 @@ def make_artefact(
     layers: Sequence[int] = (),
     deep: bool = True,
     taps: tuple[int, ...] = (),
+    sizes: tuple[tuple[str, int], ...] = (),
     seed: int = 0,
     reports: Mapping[str, bytes] | None = None,
     heads: Sequence[ExitHead] | None = None,
@@ -82,11 +83,12 @@ def make_artefact(
 ) -> Path:
     """Write an artefact for a loaded model or for the tiny model of a family; its folder.
 
-    `layers` for several checkpoints. `settings` are those of `make_manifest`, such as draft_threshold or thresholds."""
+    `layers` for several checkpoints, `sizes` of `make_spec`. `settings` are those of `make_manifest`, such as draft_threshold or thresholds."""
     model = tiny_model(model) if isinstance(model, str) else model
     identity = identify(model, tiny_tokenizer(), None)
     where = tuple(layers) or (layer,)
-    heads = heads or [make_head(make_spec(kind, identity.width, deep=deep, taps=taps), seed=seed + at) for at in where]
+    spec = make_spec(kind, identity.width, deep=deep, taps=taps, **dict(sizes))
+    heads = heads or [make_head(spec, seed=seed + at) for at in where]
     routers = [make_router(identity.width, settings.get("router_bottleneck", 16), seed=seed + at) for at in where]
     manifest = make_manifest(identity, dict(zip(where, (head.spec for head in heads), strict=True)), **settings)
     shortlist = make_shortlist(manifest.shortlist_size, identity.vocab_size)

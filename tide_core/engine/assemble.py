@@ -12,6 +12,8 @@ from torch import nn
 
 from tide_core import __version__
 from tide_core.config import EngineConfig
+from tide_core.engine import captured_drafts
+from tide_core.engine.captured_drafts import CapturedDrafts
 from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, DraftPlanner
 from tide_core.engine.cost_measure import cache_path, machine_facts, measure, read_table, write_table
@@ -103,6 +105,7 @@ def assemble_loaded(
         exits=exits,
         audit_share=config.audit_share,
         prompt_exits=config.prompt_exits,
+        captured_drafts=None if exits is None else _captured_drafts(adapter, cache, kernels, exits, segments[0]),
     )
     planner = None if artefact is None else build_planner(config, artefact, runner, blocks, identity, max_model_len)
     scheduler = Scheduler(
@@ -161,6 +164,16 @@ def bind_exits(
     narrow_head = adapter.narrow_head(artefact.shortlist)
     _place(narrow_head, adapter, kernels)
     return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head, kernels if programs else None)
+
+
+def _captured_drafts(
+    adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, exits: Exits, layers: range
+) -> CapturedDrafts | None:
+    why_not = captured_drafts.obstacle(adapter, cache, exits, layers)
+    if why_not is not None:
+        logger.debug("drafting is not captured: %s", why_not)
+        return None
+    return CapturedDrafts(adapter, cache, kernels, exits, layers)
 
 
 def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:

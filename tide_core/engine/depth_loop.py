@@ -94,6 +94,11 @@ class DepthLoop:
             self._note(rows, segment)
         return Ran(parts, view, states[0] if parts else states, tapped)
 
+    def note_newest(self, rows: Sequence[RowCycle], states: torch.Tensor) -> None:
+        """The newest token of each row has run through the first segment elsewhere, to these states [R, D]."""
+        self._leave([(row, (len(row.tokens) - 1, len(row.tokens))) for row in rows], 0, states)
+        self._note(rows, 0)
+
     def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
         """The states that enter a segment, [1, T, D]."""
         if segment == 0:

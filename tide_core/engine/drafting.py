@@ -15,9 +15,10 @@ from itertools import accumulate
 
 import torch
 
+from tide_core.engine.captured_drafts import CapturedDrafts
 from tide_core.engine.cycle import Draft, RowCycle
 from tide_core.engine.depth_loop import DepthLoop, Ran
-from tide_core.engine.exits import Exits
+from tide_core.engine.exits import Exits, Proposal
 from tide_core.sampling.adjust import needs_adjusting
 from tide_core.sampling.draw import AUDIT_STREAM, DRAFT_STREAM, uniform
 from tide_core.sampling.sampler import sample_with_chances
@@ -37,15 +38,31 @@ class Choice:
 class Drafter:
     """Drafts for all rows that may."""
 
-    def __init__(self, depth: DepthLoop, exits: Exits, *, vocab_size: int, audit_share: float) -> None:
+    def __init__(
+        self,
+        depth: DepthLoop,
+        exits: Exits,
+        *,
+        vocab_size: int,
+        audit_share: float,
+        captured: CapturedDrafts | None = None,
+    ) -> None:
+        """With `captured`, a pass that it takes is left to it."""
         self._depth = depth
         self._exits = exits
+        self._captured = captured
         self._vocab_size = vocab_size
         self._audit_share = audit_share
 
     def draft(self, rows: Sequence[RowCycle]) -> None:
         """Let the rows draft until each has stopped or has as many drafts as its step allows."""
         while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
+            if self._captured is not None and self._captured.takes(active):
+                states, proposal = self._captured.run(active)
+                self._depth.note_newest(active, states)
+                for row in self._leave_with(0, active, proposal):
+                    row.stopped = True
+                continue
             for checkpoint in range(len(self._exits.checkpoints)):
                 ran = self._depth.run(active, checkpoint, checkpoint + 1)
                 active = self._leave_at(checkpoint, active, ran)
@@ -63,7 +80,7 @@ class Drafter:
         return [every[end - len(row.tokens) : end] for row, end in zip(rows, ends, strict=True)]
 
     def _leave_at(self, checkpoint: int, rows: list[RowCycle], ran: Ran) -> list[RowCycle]:
-        """Draft from this checkpoint where the score allows it; returns the rows whose token goes deeper."""
+        """What the checkpoint proposes to rows that have run up to it; returns the rows whose token goes deeper."""
         asked = [row for row in rows if row.step.policy.draft_thresholds[checkpoint] <= 1.0]
         if not asked:
             return rows
@@ -73,7 +90,12 @@ class Drafter:
         else:  # the head has tokens to see that have run up to here before
             view = self._depth.view(parts)
             states = torch.cat([states for row, tokens in parts for states in row.take(checkpoint, tokens)])
-        proposal = self._exits.propose(checkpoint, parts, view, states)
+        staying = self._leave_with(checkpoint, asked, self._exits.propose(checkpoint, parts, view, states))
+        gone = {id(row) for row in asked} - {id(row) for row in staying}
+        return [row for row in rows if id(row) not in gone]
+
+    def _leave_with(self, checkpoint: int, asked: Sequence[RowCycle], proposal: Proposal) -> list[RowCycle]:
+        """Draft what is proposed where the score allows it; returns the rows that do not."""
         scores, best_ids = proposal.scores, proposal.best_ids
         leaving: list[int] = []
         for index, row in enumerate(asked):
@@ -88,8 +110,8 @@ class Drafter:
         for index, choice in zip(leaving, choices, strict=True):
             if choice is not None:
                 self._take(asked[index], checkpoint, scores[index], choice)
-                gone.add(id(asked[index]))
-        return [row for row in rows if id(row) not in gone]
+                gone.add(index)
+        return [row for index, row in enumerate(asked) if index not in gone]
 
     def _choose(
         self, rows: Sequence[RowCycle], best_ids: Sequence[int], logits: torch.Tensor, where: Sequence[int]

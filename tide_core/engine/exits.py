@@ -86,26 +86,43 @@ class Exits:
         self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor, *, each: bool = False
     ) -> Proposal:
         """What follows the last token (or each) of each part, from states [T, D] of all."""
-        origins = self._origins(parts, drafting=True)
+        origins = self.origins(parts, drafting=True)
         if self._programs:
             logits, scores, best = self._programs[index].propose(view, states, origins, each=each)
             return Proposal(logits, scores, [self._ids[i] for i in best])
+        chosen = None
+        if len(states) != len(parts) and not each:
+            ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
+            chosen = torch.from_numpy(ends).to(states.device)
+        logits, both = self.judge(index, view, states, *self._deep_states(index, origins), chosen=chosen)
+        scores, best_ids = both.tolist()
+        return Proposal(logits, scores, [int(i) for i in best_ids])
+
+    def judge(
+        self,
+        index: int,
+        view: PagedView,
+        states: torch.Tensor,
+        deep: torch.Tensor | None,
+        distances: torch.Tensor | None,
+        *,
+        chosen: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Op by op, and nothing waits for the device: logits [T, S], and scores and best ids [2, T] in float64, which
+        holds ids exactly; of the tokens `chosen` alone where given."""
         checkpoint = self.checkpoints[index]
-        embedded = checkpoint.head.embed(states, *self._deep_states(index, origins))
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             view.write(checkpoint.kv_layer, key, value)
             return view.attend_paged(checkpoint.kv_layer, query, query.shape[-1] ** -0.5)
 
-        features = checkpoint.head.refine(embedded, view.positions, attend)
-        if len(features) != len(parts) and not each:
-            ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
-            features = features[torch.from_numpy(ends).to(features.device)]
+        features = checkpoint.head.refine(checkpoint.head.embed(states, deep, distances), view.positions, attend)
+        if chosen is not None:
+            features = features[chosen]
         logits = self._narrow_head(self._adapter.norm(features))
         score = checkpoint.router.score(features, confidence_of(logits))
         best_id = self.shortlist[logits.argmax(-1)]
-        scores, best_ids = torch.stack((score.double(), best_id.double())).tolist()  # one transfer; ids stay exact
-        return Proposal(logits, scores, [int(i) for i in best_ids])
+        return logits, torch.stack((score.double(), best_id.double()))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -121,7 +138,7 @@ class Exits:
 
     def refresh(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
         """Write the head's K and V again, now that the deep states of the tokens before are known."""
-        origins = self._origins(parts, drafting=False)
+        origins = self.origins(parts, drafting=False)
         if self._programs:
             self._programs[index].refresh(view, states, origins)
             return
@@ -136,7 +153,7 @@ class Exits:
         slots, distances = torch.from_numpy(origins).to(self._cache.device)
         return self._cache.deep_states[index].index_select(0, slots), distances
 
-    def _origins(self, parts: Sequence[Part], *, drafting: bool) -> Origins | None:
+    def origins(self, parts: Sequence[Part], *, drafting: bool) -> Origins | None:
         """Where the last deep state before every token of the parts is."""
         if not self._fed:
             return None

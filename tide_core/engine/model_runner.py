@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tide_core.batch import RowResult, ScheduledBatch, StepResult
+from tide_core.engine.captured_drafts import CapturedDrafts
 from tide_core.engine.cycle import RowCycle
 from tide_core.engine.depth_loop import DepthLoop, Part, Ran
 from tide_core.engine.drafting import Drafter
@@ -31,6 +32,7 @@ class ModelRunner:
         exits: Exits | None = None,
         audit_share: float = 0.0,
         prompt_exits: bool = False,
+        captured_drafts: CapturedDrafts | None = None,
     ) -> None:
         self.adapter = adapter
         self.cache = cache
@@ -44,7 +46,13 @@ class ModelRunner:
         self._drafter = (
             None
             if exits is None
-            else Drafter(self._depth, exits, vocab_size=adapter.vocab_size, audit_share=audit_share)
+            else Drafter(
+                self._depth,
+                exits,
+                vocab_size=adapter.vocab_size,
+                audit_share=audit_share,
+                captured=captured_drafts,
+            )
         )
 
     @torch.inference_mode()

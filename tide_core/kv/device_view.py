@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,25 +31,21 @@ class DeviceView(PagedView):
     """Same promises as `PagedView`."""
 
     def __init__(self, cache: PagedKV, kernels: Kernels, spans: Sequence[RowSpan]) -> None:
-        self._cache = cache
-        self._kernels = kernels
-        self._index = index = StepIndex.build(spans, cache.block_size)
-        context_slots = index.context_slots(cache.block_size)[0]
+        index = StepIndex.build(spans, cache.block_size)
+        arrays = device_arrays(index, cache.block_size)
+        sent = torch.from_numpy(np.concatenate(arrays)).to(cache.device)
+        self._take(cache, kernels, index, torch.split(sent, [len(array) for array in arrays]))
         self._max_queries = int(np.diff(index.query_starts).max(initial=0))
         self._max_context = int(index.context_lens.max(initial=0))
-        arrays = [
-            index.positions,
-            index.slots,
-            *np.divmod(index.slots, cache.block_size),
-            *np.divmod(context_slots, cache.block_size),
-            index.query_starts.astype(np.int64),
-            np.concatenate(([0], np.cumsum(index.context_lens, dtype=np.int64))),
-        ]
-        sent = torch.from_numpy(np.concatenate(arrays)).to(cache.device)
-        parts = torch.split(sent, [len(array) for array in arrays])
-        self.positions, self.slots, self._blocks, self._offsets = parts[:4]
-        self._context_blocks, self._context_offsets = parts[4:6]
-        self._starts = parts[6:]
+
+    def _take(self, cache: PagedKV, kernels: Kernels, index: StepIndex, sent: Sequence[torch.Tensor]) -> None:
+        """What `device_arrays` gave, on the device."""
+        self._cache = cache
+        self._kernels = kernels
+        self._index = index
+        self.positions, self.slots, self._blocks, self._offsets = sent[:4]
+        self._context_blocks, self._context_offsets = sent[4:6]
+        self._starts = tuple(sent[6:])
 
     @cached_property
     def _cumulative(self) -> tuple[torch.Tensor, ...]:
@@ -91,6 +88,20 @@ class DeviceView(PagedView):
             window_size_right=0 if window > 0 else None,
         )[0]
         return attended
+
+
+def device_arrays(index: StepIndex, block_size: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    """All that layers on a device need of a step: positions and slots of its tokens, blocks and offsets of these, blocks
+    and offsets of all contexts, where each row's queries begin and where its context does."""
+    context_slots = index.context_slots(block_size)[0]
+    return [
+        index.positions,
+        index.slots,
+        *np.divmod(index.slots, block_size),
+        *np.divmod(context_slots, block_size),
+        index.query_starts.astype(np.int64),
+        np.concatenate(([0], np.cumsum(index.context_lens, dtype=np.int64))),
+    ]
 
 
 def flash_takes(key_pool: torch.Tensor, value_pool: torch.Tensor) -> bool:

@@ -101,6 +101,11 @@ class ModelAdapter:
         return self.family.attention != "paged"
 
     @property
+    def has_fixed_positions(self) -> bool:
+        """Whether rotations, if the model has any, are those of a table that `keep_rotations` has made."""
+        return self._rotary is None or self._rotary_tables is not None
+
+    @property
     def max_positions(self) -> int:
         """Longest sequence the model was made for.
 
