@@ -101,7 +101,11 @@ def quality(bench: Bench, sizes: Sizes) -> Part:
     """c: how often bounded and fast disagree with full depth, by the engine's audits and by the library's forward."""
     prompts = bench.spread(sizes.quality_prompts)
     part = Part(f"c: disagreement with full depth, {len(prompts)} prompts")
-    contracts = {"bounded": greedy("bounded", sizes.tokens, epsilon=EPSILON), "fast": greedy("fast", sizes.tokens)}
+    ends = {"max_tokens": sizes.tokens}  # answers end where the model ends them, as in service
+    contracts = {
+        "bounded": SamplingParams(mode="bounded", epsilon=EPSILON, **ends),
+        "fast": SamplingParams(mode="fast", **ends),
+    }
     bench.parts.core.audits.reset()  # a bound that broke before would leave nothing to count
     with bench.fixed_drafts() as drafts:
         for name, params in contracts.items():

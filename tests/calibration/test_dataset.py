@@ -178,6 +178,7 @@ def test_shares_are_kept_where_there_is_enough() -> None:
         "train": pytest.approx(0.8, abs=0.01),
         "calibration": pytest.approx(0.14, abs=0.01),
         "test": pytest.approx(0.06, abs=0.01),
+        "given": 0.0,
     }
 
 
@@ -199,8 +200,25 @@ def test_another_seed_splits_otherwise() -> None:
 def test_every_part_of_a_tiny_set_has_something(num: int) -> None:
     parts = split([Record("prompt", text).line for text in TEXTS[:num]], CalibrationConfig())
 
-    assert all(parts.values())
+    assert all(lines for part, lines in parts.items() if part != "given")
     assert sum(map(len, parts.values())) == num
+
+
+def test_given_prompts_are_a_part_of_their_own_among_many_others() -> None:
+    given = [Record("prompt", f"given {n}").line for n in range(50)]
+    others = [Record("prompt", f"other {n}").line for n in range(150)]
+
+    parts = split([*given, *others], CalibrationConfig(), given)
+
+    assert sorted(parts["given"]) == sorted(given)
+    assert sorted(line for part in ("train", "calibration", "test") for line in parts[part]) == sorted(others)
+
+
+def test_given_prompts_are_split_like_any_where_there_is_little_else() -> None:
+    given = [Record("prompt", f"given {n}").line for n in range(50)]
+    others = [Record("prompt", f"other {n}").line for n in range(149)]
+
+    assert split([*given, *others], CalibrationConfig(), given)["given"] == []
 
 
 class Rows(list[dict[str, Any]]):

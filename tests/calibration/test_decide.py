@@ -7,7 +7,8 @@ import pytest
 
 from tests.calibration.tiny_runs import tiny_calibration
 from tide_core.calibration.costs import parameter_costs
-from tide_core.calibration.decide import Decision, decide
+from tide_core.calibration.decide import Decision, decide, strictest
+from tide_core.calibration.risk import RiskChoice
 from tide_core.calibration.traces import CandidateTraces, SequenceTrace
 
 LAYERS = 30
@@ -20,7 +21,9 @@ def traces(name: str, layer: int, right: float, *, num: int = 400, seed: int = 0
     return CandidateTraces(name, layer, "block", sequences)
 
 
-def decided(test: list[CandidateTraces], calibration: list[CandidateTraces]) -> Decision:
+def decided(
+    test: list[CandidateTraces], calibration: list[CandidateTraces], given: list[CandidateTraces] | None = None
+) -> Decision:
     sizes = {"layer_parameters": 1000, "num_layers": LAYERS, "head_parameters": 1000}
     costs = {
         each.name: parameter_costs(
@@ -29,7 +32,8 @@ def decided(test: list[CandidateTraces], calibration: list[CandidateTraces]) -> 
         for each in test
     }
     config = tiny_calibration(max_drafts=3, epsilons=(0.05,))
-    return decide(config, {"test": test, "calibration": calibration}, costs, LAYERS)
+    parts = {"test": test, "calibration": calibration}
+    return decide(config, parts if given is None else {**parts, "given": given}, costs, LAYERS)
 
 
 def test_the_test_part_chooses_whatever_the_calibration_part_would_rather_have() -> None:
@@ -58,3 +62,20 @@ def test_a_bound_is_certified_by_the_calibration_part_alone(right: float, certif
     [choice] = decision.choices
     assert choice.num_sequences == 400
     assert (choice.threshold is not None and choice.coverage > 0.1) == certified
+
+
+@pytest.mark.parametrize(("own", "given", "certified"), [(0.99, 0.6, False), (0.6, 0.99, False), (0.99, 0.99, True)])
+def test_a_bound_must_hold_on_prompts_that_people_wrote_as_well(own: float, given: float, certified: bool) -> None:
+    decision = decided([traces("2", 2, 0.99)], [traces("2", 2, own, seed=1)], [traces("2", 2, given, num=300, seed=2)])
+
+    [choice] = decision.choices
+    assert (choice.threshold is not None and choice.coverage > 0.1) == certified
+
+
+def test_of_two_certified_thresholds_the_stricter_one_is_taken_with_its_own_numbers() -> None:
+    loose, strict = (RiskChoice(0.02, 0.05, threshold, 9, 0.01, 0.4, 0.03, "betting") for threshold in (0.8, 0.9))
+    none = RiskChoice(0.02, 0.05, None, 9, 0.01, 0.4, 0.3, "betting")
+
+    assert strictest([loose, strict]) is strict
+    assert strictest([strict, loose]) is strict
+    assert strictest([none, strict]) is none

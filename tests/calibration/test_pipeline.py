@@ -13,7 +13,7 @@ import torch
 from tests.calibration.tiny_runs import PROMPTS, contents, run_tiny, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import pipeline, report
+from tide_core.calibration import dataset, pipeline, report
 from tide_core.calibration.candidates import load_candidates
 from tide_core.calibration.ledger import locked, read_ledger
 from tide_core.calibration.progress import SilentProgress, Stage
@@ -90,6 +90,18 @@ def test_the_model_calibrates_on_its_own_text(tmp_path: Path) -> None:
     result = run_tiny(tmp_path, data="self", num_samples=12)
 
     assert load_artefact(result.artefact, None).manifest.data.kind == "self"
+
+
+def test_shipped_prompts_are_held_out_among_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "SHIPPED", write_prompts(tmp_path, PROMPTS[:3]))
+    result = run_tiny(tmp_path, data="self", num_samples=14)
+
+    sizes = {part.name: part.num_sequences for part in report.read_report(result.artefact).parts}
+    assert sizes["given"] == 3
+    assert sum(sizes.values()) == 14
+    found = load_artefact(result.artefact, None).manifest.data
+    assert found.num_calibration_sequences == sizes["calibration"] + 3
+    assert "prompts that people wrote" in result.report.read_text(encoding="utf-8")
 
 
 def test_a_shortage_of_distinct_prompts_is_said_with_the_number_that_was_asked_for(

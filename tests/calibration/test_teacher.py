@@ -7,7 +7,7 @@ import torch
 
 from tests.calibration.heads import SHORTLIST, tiny_adapter
 from tests.tiny_models import FAMILIES
-from tide_core.calibration.teacher import Teacher
+from tide_core.calibration.teacher import FusedRMSNorm, Teacher, fused_norms
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,3 +52,20 @@ def test_logits_of_a_bfloat16_model_are_float32_and_near_its_own(family: str) ->
     logits = teacher.exit_logits(states.last[0])
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, adapter.head(states.normed)[0][:, SHORTLIST].float(), rtol=0.05, atol=0.1)
+
+
+def test_fused_norms_say_the_same_and_leave_the_model_as_it_was() -> None:
+    adapter = tiny_adapter()
+    tokens = torch.arange(12).view(2, 6)
+    teacher = Teacher(adapter, SHORTLIST)
+    kinds = [type(module) for module in adapter.model.modules()]
+    plain = teacher.run(tokens, [1])
+
+    with fused_norms(adapter.model):
+        assert FusedRMSNorm in {type(module) for module in adapter.model.modules()}
+        fused = teacher.run(tokens, [1])
+
+    assert [type(module) for module in adapter.model.modules()] == kinds
+    torch.testing.assert_close(fused.last, plain.last, rtol=1e-4, atol=1e-5)
+    with fused_norms(adapter.model, enabled=False):
+        assert [type(module) for module in adapter.model.modules()] == kinds

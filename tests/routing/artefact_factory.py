@@ -83,7 +83,8 @@ def make_artefact(
 ) -> Path:
     """Write an artefact for a loaded model or for the tiny model of a family; its folder.
 
-    `layers` for several checkpoints, `sizes` of `make_spec`. `settings` are those of `make_manifest`, such as draft_threshold or thresholds."""
+    `layers` for several checkpoints, `sizes` of `make_spec`. `settings` are those of `make_manifest`, such as
+    draft_threshold or thresholds."""
     model = tiny_model(model) if isinstance(model, str) else model
     identity = identify(model, tiny_tokenizer(), None)
     where = tuple(layers) or (layer,)

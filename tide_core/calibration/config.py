@@ -74,7 +74,7 @@ class CalibrationConfig:
     compare_steps: int = 100
     """Steps of training for plain heads along the depth, which show what the exits are worth; 0 for none."""
     router_bottleneck: int = 128
-    steps: int = 4500
+    steps: int = 4000
     batch_tokens: int = 8192
     """Of one training step, padding included."""
     loss_positions: int = 512

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ TEXT_CHARS_PER_TOKEN = 32
 """Documents are cut to this many characters per token of a piece: memory stays bounded, and no document rules."""
 
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+){0,2})(:(?P<split>[\w\[\]:%.+-]*?))?(:(?P<column>\w+))?")
+GIVEN_AMONG = 4
+"""Prompts that people wrote are a part of their own among at least so many times as many in all."""
 
 
 class RecordPool:
@@ -95,9 +97,16 @@ def gather(config: CalibrationConfig) -> RecordPool:
     return pool
 
 
-def split(lines: Iterable[str], config: CalibrationConfig) -> dict[str, list[str]]:
-    """Lines by part, each part in the order of its hashes."""
-    ranked = sorted((hash_of(config.seed, "split", line), line) for line in set(lines))
+def split(lines: Iterable[str], config: CalibrationConfig, given: Collection[str] = ()) -> dict[str, list[str]]:
+    """Lines by part, each part in the order of its hashes.
+
+    Where `given` are few among the lines, they are a part of their own, and no other part has any of them: what is
+    promised of prompts that the model made up is tested on those as well."""
+    every = set(lines)
+    given = every.intersection(given)
+    if len(every) < GIVEN_AMONG * len(given):
+        given = set()
+    ranked = sorted((hash_of(config.seed, "split", line), line) for line in every - given)
     if len(ranked) < 3:
         raise ConfigError("data", config.data, f"at least 3 different records, one for each part; got {len(ranked)}")
     shares = [rank / 2**64 for rank, _ in ranked]
@@ -106,7 +115,8 @@ def split(lines: Iterable[str], config: CalibrationConfig) -> dict[str, list[str
     least = num_test + max(min(config.min_calibration, len(ranked) // 3), 1)
     num_held_out = min(max(sum(u < held_out for u in shares), least), len(ranked) - 1)
     ordered = [line for _, line in ranked]
-    parts = (ordered[num_held_out:], ordered[num_test:num_held_out], ordered[:num_test])
+    own = sorted(given, key=lambda line: hash_of(config.seed, "split", line))
+    parts = (ordered[num_held_out:], ordered[num_test:num_held_out], ordered[:num_test], own)
     return dict(zip(PARTS, parts, strict=True))
 
 

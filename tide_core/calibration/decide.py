@@ -2,11 +2,13 @@
 
 The test part chooses: candidate, draft threshold, draft length, threshold of mode `fast`. The calibration part, which
 nothing before has looked at, certifies the thresholds of mode `bounded` and gives all numbers that are stated of the
-choice.
+choice. Where prompts that people wrote are a part of their own, a threshold of `bounded` must be certified on that
+part as well, and the stricter of the two is taken: the model's own prompts are a little easier than real ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,16 +67,26 @@ def decide(
     fast = choose_fast(seen, layer=layer, num_layers=num_layers, max_drafts=most)
     if fast is not None:
         fast = measure_fast(unseen, fast.threshold, layer=layer, num_layers=num_layers, max_drafts=most)
-    curve = risk_curve(unseen, draft_threshold=chosen.draft_threshold, max_drafts=most)
     counts = measure_plan(chosen, unseen)
+    choices = []
+    for part in ("calibration", "given"):
+        if part in traces:
+            packed = unseen if part == "calibration" else pack(traces_of(traces[part], chosen.name).sequences)
+            curve = risk_curve(packed, draft_threshold=chosen.draft_threshold, max_drafts=most)
+            choices.append(choose_thresholds(curve, config.epsilons, config.delta))
     return Decision(
         plans=selection.plans,
         best=replace(chosen, counts=counts),
         acceptance=acceptance_by_distance(unseen, chosen.draft_threshold, most),
-        choices=choose_thresholds(curve, config.epsilons, config.delta),
+        choices=tuple(strictest(each) for each in zip(*choices, strict=True)),
         fast=fast,
         speedups=predict_speedups(counts, costs[chosen.name], BATCH_SIZES),
     )
+
+
+def strictest(choices: Sequence[RiskChoice]) -> RiskChoice:
+    """The choice that holds wherever all of them were made: none where one of them is none."""
+    return max(choices, key=lambda choice: math.inf if choice.threshold is None else choice.threshold)
 
 
 def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:

@@ -46,7 +46,7 @@ from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.one_line import one_line
 
-HELD_OUT = ("test", "calibration")
+HELD_OUT = ("test", "calibration", "given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +126,19 @@ class _Run:
 
     def _make_dataset(self) -> tuple[list[Path], dict[str, Any]]:
         pool = gather(self._config)
+        given: list[str] = []
         if self._config.data == SELF_DATA:
+            given = pool.lines()
             eos_ids = self._adapter.eos_ids
             add_self_prompts(pool, self._config, self._tokenizer, self._generator, eos_ids, self._progress)
-        parts = split(pool.lines(), self._config)
+        parts = split(pool.lines(), self._config, given)
         for name in self._ledger.shards:  # of other records
             self._ledger.drop_shard(name)
         outputs = []
         for part, lines in parts.items():
             outputs.append(_file(self._folder / "dataset" / f"{part}.jsonl"))
             write_whole(outputs[-1], "".join(f"{line}\n" for line in lines).encode())
-        sizes = ", ".join(f"{len(lines)} {part}" for part, lines in parts.items())
+        sizes = ", ".join(f"{len(lines)} {part}" for part, lines in parts.items() if lines)
         self._progress.note(f"dataset: {sizes}{''.join(self._remarks(pool))}")
         counts = {"num_bad": pool.num_bad, "num_seen": pool.num_seen, "num_near": pool.num_near}
         return outputs, {"kind": kind_of(self._config.data), **counts}
@@ -217,6 +219,8 @@ class _Run:
         outputs = []
         for part in HELD_OUT:
             shards = self._shards(part)
+            if not shards.num_sequences:
+                continue
             found = evaluate(
                 self._adapter, candidates, shards, shortlist, self._config.max_drafts, progress=self._progress
             )
@@ -235,7 +239,11 @@ class _Run:
             model_name=model_name,
             data_kind=dataset["kind"],
             shards=shards,
-            traces={part: read_traces(self._folder / "risk" / f"{part}.msgpack") for part in HELD_OUT},
+            traces={
+                part: read_traces(self._folder / "risk" / f"{part}.msgpack")
+                for part in HELD_OUT
+                if shards[part].num_sequences
+            },
             candidates=self._candidates(),
             shortlist=self._shortlist(),
             coverage=collected["coverage"],
@@ -281,7 +289,7 @@ class _Run:
     def _shards(self, part: str) -> TokenShards:
         names = {name: entry[0] for name, entry in self._ledger.shards.items() if name.startswith(f"{part}-")}
         shards = TokenShards(self._folder / "shards", part, expected=names)
-        if not shards.num_sequences:
+        if not shards.num_sequences and part != "given":
             raise ConfigError("data", self._config.data, f"records with tokens; the {part} part has none")
         return shards
 

@@ -41,6 +41,10 @@ NOTE = (
     "Exits were compared on the test part. What is stated of the published one was measured on the calibration part, "
     "which nothing before had seen."
 )
+GIVEN_NOTE = (
+    "Thresholds of `bounded` were certified on two parts, each alone: answers to prompts of the model's own and"
+    " answers to prompts that people wrote. The stricter one is taken, and the numbers beside it are those of its part."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Ma
             digest=hashlib.sha256(digests.encode()).hexdigest(),
             num_train_tokens=shards["train"].num_tokens,
             num_train_sequences=shards["train"].num_sequences,
-            num_calibration_sequences=shards["calibration"].num_sequences,
+            num_calibration_sequences=shards["calibration"].num_sequences + shards["given"].num_sequences,
             num_test_sequences=shards["test"].num_sequences,
         ),
     )
@@ -143,7 +147,9 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         command=command_of(findings),
         settings={name: _plain(value) for name, value in settings.items()},
         parts=tuple(
-            PartSize(part, shards[part].num_sequences, shards[part].num_tokens, shards[part].digest) for part in PARTS
+            PartSize(part, shards[part].num_sequences, shards[part].num_tokens, shards[part].digest)
+            for part in PARTS
+            if shards[part].num_sequences
         ),
         shortlist_size=len(findings.shortlist),
         shortlist_coverage=findings.coverage,
@@ -157,7 +163,7 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         exit_histogram=exit_histogram(best.counts, best.layer, identity.num_layers),
         reliability=reliability(stated),
         verdict=decision.verdict,
-        notes=(NOTE,),
+        notes=(NOTE, GIVEN_NOTE) if "given" in findings.traces else (NOTE,),
     )
 
 

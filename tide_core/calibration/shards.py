@@ -35,7 +35,8 @@ __all__ = [
     "write_whole",
 ]
 
-PARTS = ("train", "calibration", "test")
+PARTS = ("train", "calibration", "test", "given")
+"""`given`: prompts that people wrote, held out where most of the others are made up by the model; else empty."""
 SUFFIX = ".safetensors"
 BUCKET_BATCHES = 32
 """Sequences of about this many batches are sorted by length together."""

@@ -27,7 +27,7 @@ from tide_core.calibration.disk import write_whole
 from tide_core.calibration.learner import Learner, Recipe
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.shards import SequenceBatch, TokenShards
-from tide_core.calibration.teacher import Teacher, fast_matmul
+from tide_core.calibration.teacher import Teacher, fast_matmul, fused_norms
 from tide_core.errors import ConfigError
 from tide_core.models.adapter import ModelAdapter
 
@@ -68,7 +68,11 @@ def fit(
     on_cuda = adapter.device.type == "cuda"
     captures = on_cuda and teacher.is_plain and all(learner.can_be_captured for learner in learners)
     captured = CapturedWork(work, adapter.device) if captures else None
-    with fast_matmul(adapter.device), progress.stage("train", config.steps, "step") as stage:
+    with (
+        fast_matmul(adapter.device),
+        fused_norms(adapter.model, enabled=on_cuda),
+        progress.stage("train", config.steps, "step") as stage,
+    ):
         stage.update(first)
         for step, batch in _batches(config, shards, first):
             seed = (config.seed, step)

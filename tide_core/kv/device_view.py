@@ -91,8 +91,8 @@ class DeviceView(PagedView):
 
 
 def device_arrays(index: StepIndex, block_size: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-    """All that layers on a device need of a step: positions and slots of its tokens, blocks and offsets of these, blocks
-    and offsets of all contexts, where each row's queries begin and where its context does."""
+    """All that layers on a device need of a step: positions and slots of its tokens, blocks and offsets of these,
+    blocks and offsets of all contexts, where each row's queries begin and where its context does."""
     context_slots = index.context_slots(block_size)[0]
     return [
         index.positions,

@@ -63,7 +63,7 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             module.__class__ = KernelGatedMLP
         elif type(module) is nn.Linear:
             module.__class__ = KernelLinear
-        elif _is_plain_rms_norm(module):
+        elif is_plain_rms_norm(module):
             module.__class__ = KernelRMSNorm
         else:
             continue
@@ -108,7 +108,7 @@ def _rotates_in_halves(library: Any) -> bool:
     return all(torch.allclose(one, other) for one, other in zip(got, expected, strict=True))
 
 
-def _is_plain_rms_norm(module: nn.Module) -> bool:
+def is_plain_rms_norm(module: nn.Module) -> bool:
     """The Llama norm, copied by name through many families: weight times the float32-normed state."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
