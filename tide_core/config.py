@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tide_core.errors import ConfigError
+from tide_core.errors import ConfigError, refuse_unknown
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -93,12 +92,7 @@ class EngineConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build from YAML or JSON values; an unknown key names itself and the nearest known one."""
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-                raise ConfigError("engine setting", key, f"a known key; {hint}")
+        refuse_unknown("engine setting", values, [f.name for f in fields(cls)])
         plain = dict(values)
         if isinstance(plain.get("checkpoint_layers"), list):
             plain["checkpoint_layers"] = tuple(plain["checkpoint_layers"])

@@ -5,6 +5,9 @@ All arguments go to the base constructor, so that an error survives pickling bet
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 MAX_SHOWN_CHARS = 80
 
 
@@ -67,6 +70,15 @@ class _Summary(str):
     """Stands for a value too large to repeat in an error."""
 
     __slots__ = ()
+
+
+def refuse_unknown(what: str, given: Iterable[object], known: Sequence[str]) -> None:
+    """A key that is not known names itself and the nearest known one."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+            raise ConfigError(what, key, f"a known key; {hint}")
 
 
 def _brief(value: object) -> object:

@@ -6,14 +6,13 @@ the artefact is, so a run is told from another by the digest of its settings.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tide_core.errors import ConfigError
+from tide_core.errors import ConfigError, refuse_unknown
 
 HEADS = ("identity", "affine", "mlp", "block")
 OPTIMISERS = ("muon", "adamw")
@@ -141,12 +140,7 @@ class CalibrationConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CalibrationConfig:
         """Build from JSON values; an unknown key names itself and the nearest known one."""
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-                raise ConfigError("calibration setting", key, f"a known key; {hint}")
+        refuse_unknown("calibration setting", values, [f.name for f in fields(cls)])
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         return cls(**plain)
 

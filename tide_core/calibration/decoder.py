@@ -40,7 +40,7 @@ class Decoder:
         self._adapter = adapter
         self._pools: Pools = []
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
-        self._capture = adapter.device.type == "cuda" and _can_capture(adapter.config)
+        self._capture = adapter.device.type == "cuda" and _can_capture(adapter)
         self._ids = self._positions = torch.zeros(0, dtype=torch.long, device=adapter.device)
 
     def release(self) -> None:
@@ -132,11 +132,10 @@ class Decoder:
         return adapter.head(adapter.norm(states))[0]
 
 
-def _can_capture(config: Any) -> bool:
+def _can_capture(adapter: ModelAdapter) -> bool:
     """Experts are chosen, and some rotary frequencies, by values that the host must read."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
-    return not experts and rope.get("rope_type") not in ("dynamic", "longrope")
+    rope = getattr(adapter.config, "rope_parameters", None) or {}
+    return not adapter.has_experts and rope.get("rope_type") not in ("dynamic", "longrope")
 
 
 @contextlib.contextmanager

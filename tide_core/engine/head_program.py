@@ -1,7 +1,8 @@
 """A checkpoint's head, narrow head and router as native programs, one call each for drafting and for refreshing.
 
-Drafting a token reads some 27 MB of weights on the demo model, 1 ms; op by op, the same takes 2.6 ms. The modules stay
-what they are and share their weights with the programs: `Exits` runs them op by op where `obstacle` says why it must.
+On the demo model, two Neoverse-N1 cores, a draft's head work takes 0.84 ms as a program and 2.1 ms op by op. The
+modules stay what they are and share their weights with the programs: `Exits` runs them op by op where `obstacle` says
+why it must.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ BestOp = Callable[[int, int, int, int, int], None]
 def best(rows: Tensor) -> tuple[list[float], list[int]]:
     """Maxima of `rows` [R, V] and their indices, the lowest among equals, on the host; any float dtype, any device.
 
-    A row that holds a NaN has NaN for its maximum. Native where it can be: Torch's own takes ten times as long."""
+    A row that holds a NaN has NaN for its maximum. Native where it can be: 2 rows of 49152 take 55 us, by Torch 131."""
     op = _native_best() if rows.is_cpu and rows.dtype is torch.float32 else None
     if op is None or rows.dim() != 2 or not rows.is_contiguous():
         values, indices = rows.max(dim=-1)

@@ -101,6 +101,11 @@ class ModelAdapter:
         return self.family.attention != "paged"
 
     @property
+    def has_experts(self) -> bool:
+        """Whether layers choose among experts, which they do by values that the host must read."""
+        return bool(getattr(self.config, "num_local_experts", None) or getattr(self.config, "n_routed_experts", None))
+
+    @property
     def has_fixed_positions(self) -> bool:
         """Whether rotations, if the model has any, are those of a table that `keep_rotations` has made."""
         return self._rotary is None or self._rotary_tables is not None

@@ -9,13 +9,12 @@ not given is chosen: by calibration where it is about exits, by the defaults of 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tide_core.errors import ConfigError, RequestError
+from tide_core.errors import ConfigError, RequestError, refuse_unknown
 from tide_core.request import MAX_THRESHOLD, SamplingParams
 
 EXIT_STRATEGIES = ("identity", "affine", "mlp", "block")
@@ -104,12 +103,7 @@ class TIDEConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> TIDEConfig:
         """From YAML or JSON values; an unknown key names itself and the nearest known one."""
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-                raise ConfigError("TIDEConfig", key, f"a known key; {hint}")
+        refuse_unknown("TIDEConfig", values, [f.name for f in fields(cls)])
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
