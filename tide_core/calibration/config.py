@@ -73,7 +73,7 @@ class CalibrationConfig:
     compare_steps: int = 100
     """Steps of training for plain heads along the depth, which show what the exits are worth; 0 for none."""
     router_bottleneck: int = 128
-    steps: int = 4000
+    steps: int = 3200
     batch_tokens: int = 8192
     """Of one training step, padding included."""
     loss_positions: int = 512
@@ -96,7 +96,7 @@ class CalibrationConfig:
     """Each bound holds with confidence 1 - delta."""
 
     # measure
-    measure_batches: tuple[int, ...] = (1, 2, 4, 8)
+    measure_batches: tuple[int, ...] = (1, 8, 32)
     """Batch sizes at which the published exits are timed against full depth; none: nothing is timed."""
     measure_seconds: float = 60.0
     """Most time for that; a batch size that could not be done by then is not begun, and the report says so."""

@@ -251,6 +251,7 @@ class _Run:
         self._ledger.note_publishing(publish_to)
         published = publish(findings, self._adapter, publish_to)
         self._ledger.finish("publish", {}, {"digest": published.digest})
+        self._progress.note(f"publish: {publish_to} is whole ({published.digest[:16]})")
         return published
 
     def _time(self, published: Published, target: Path) -> tuple[Published, tuple[str, ...]]:
