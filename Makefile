@@ -17,13 +17,16 @@ help: ## Show this list
 setup: system-packages $(STAMPS)/native $(STAMPS)/package demo-model ## Virtual environment, pinned dependencies, native build, demo model
 	@echo "setup: ready. Try: $(BIN)/tide generate 'The capital of France is'"
 
-# A compiler is all the build needs beside Python; as root on a bare Debian machine it is installed.
+# A compiler is all the build needs beside Python, and the tests of the playground a Chromium; as root on a bare Debian
+# machine they are installed.
 system-packages:
-	@if ! command -v c++ >/dev/null 2>&1; then \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
-	    echo "setup: installing g++ with apt"; \
-	    (apt-get update -qq && apt-get install -y -qq g++) >/dev/null || echo "setup: apt could not install g++"; \
-	  fi; \
+	@missing=""; \
+	command -v c++ >/dev/null 2>&1 || missing="$$missing g++"; \
+	command -v chromium >/dev/null 2>&1 || missing="$$missing chromium"; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "setup: installing$$missing with apt"; \
+	  (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing) >/dev/null \
+	    || echo "setup: apt could not install$$missing"; \
 	fi
 
 $(STAMPS)/venv:
@@ -61,7 +64,7 @@ demo-model: $(STAMPS)/package $(STAMPS)/native
 	@echo "setup: checking the demo model"
 	@$(BIN)/python -c "from tide_core.models.resolver import resolve; print('setup: demo model in', resolve('demo').path)"
 
-serve: setup ## Start the HTTP service on the demo model: serve run deploy/config.yaml
+serve: setup ## Start the service on the demo model: serve run deploy/config.yaml
 	@echo "serve: $(BIN)/serve run deploy/config.yaml (stop with Ctrl-C)"
 	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/serve run deploy/config.yaml
 
@@ -74,13 +77,13 @@ lint: setup ## ruff, mypy, import directions
 test: setup lint ## Everything CI runs
 	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest
 
-protos: ## Generate the gRPC stubs from protos/
-	@if [ -z "$$(find protos -name '*.proto')" ]; then echo "protos: no schema in protos/ yet, nothing to generate"; \
-	else echo "protos: there are schemas and no generator yet"; exit 1; fi
+protos: ## Generate the gRPC stubs in tide/v1 from protos/
+	@PYTHON=$(PYTHON) tools/generate_protos.sh
 
-bench: setup ## Measure the engine and its modes on the demo model and check them against their bars
+bench: setup ## Measure the engine, its modes and the server on the demo model and check them against their bars
 	@echo "bench: benchmarks/engine.py"; $(BIN)/python benchmarks/engine.py
 	@echo "bench: benchmarks/modes.py (about 25 minutes on 2 cores)"; $(BIN)/python benchmarks/modes.py
+	@echo "bench: benchmarks/serving.py (about 10 minutes)"; $(BIN)/python benchmarks/serving.py
 
 wheel: setup ## Build a wheel with the native module into dist/
 	@echo "wheel: building"; $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w dist .

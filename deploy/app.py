@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations` here: Serve reads the class of `build_app`'s argument from its annotation.
 
+import logging
+import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,34 +11,85 @@ from ray import serve
 from ray.serve import Application
 
 from deploy.args import AppArgs
+from deploy.autoscaling import KV_USAGE, TARGET_TOKENS, TOKENS_IN_FLIGHT
+from deploy.grpc_api import GrpcApi
 from deploy.http_api import build_api
-from tide_core.errors import EngineDeadError
+from deploy.keys import KeyRing
+from deploy.logs import join_serve_logs
+from deploy.metrics import Meter, RayExporter
+from deploy.policy import LivePolicy
+from deploy.service import Service
+from tide_core.errors import TideError
+
+logger = logging.getLogger("ray.serve")
 
 
 @serve.deployment
 @serve.ingress()
-class TideServer:
-    """One engine and its HTTP routes in one replica: no hop between the two."""
+class TideServer(GrpcApi):
+    """One engine with its HTTP routes and gRPC methods in one replica: no hop between them."""
 
-    def __init__(self, engine: dict[str, Any], served_model_name: str | None) -> None:
+    def __init__(self, args: dict[str, Any]) -> None:
+        started = time.monotonic()
+        join_serve_logs()
+        logger.info("tide: loading the engine's libraries")
         from tide_core.engine.engine import Engine  # torch comes with it; only replicas need that
 
-        self._engine = Engine(**engine)
-        self._model = served_model_name or self._engine.model_name
+        checked = AppArgs(**args)
+        self._args, self._configured = checked, False
+        keys = KeyRing.read(checked.api_keys_file)
+        logger.info("tide: building the engine (after %.1f s)", time.monotonic() - started)
+        engine = Engine(**checked.engine)
+        self._meter = Meter(RayExporter())
+        self.service = Service(
+            engine,
+            model=checked.served_model_name or engine.model_name,
+            limits=checked.limits,
+            keys=keys,
+            observer=self._meter,
+        )
+        self._meter.start(engine.stats, lambda: self.service.tokens_in_flight)
+        logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._engine, self._model)
+        asked = self._args.playground
+        return build_api(self.service, playground=self.service.keys.is_open if asked is None else asked)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take a new exit policy, another artefact and the key file as it is now. Requests that run keep theirs.
+
+        What cannot be taken is refused as a whole. At the start that fails the deployment; later all stays as it was,
+        and the log and a metric say so: Serve would stop a replica that raises here, good policy and all."""
+        try:
+            policy = LivePolicy.read(user_config or {})
+            keys = KeyRing.read(self._args.api_keys_file)
+            await self.service.take(policy, keys)
+        except TideError as error:
+            if not self._configured:
+                raise
+            self._meter.config_refused = True
+            logger.error("tide: user_config is refused and the one before it stays: %s", error)
+            return
+        self._configured, self._meter.config_refused = True, False
+        logger.info("tide: policy in force: %s", policy.model_dump_json(exclude_defaults=True))
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
-        if self._engine.stats().dead:
-            raise EngineDeadError("the engine loop has stopped")
+        self.service.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {
+            TOKENS_IN_FLIGHT: float(self.service.tokens_in_flight),
+            KV_USAGE: self.service.engine.stats().kv_usage,
+            TARGET_TOKENS: float(self._args.target_tokens_in_flight),
+        }
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):
-            self._engine.close()
+        if hasattr(self, "service"):
+            self._meter.stop()
+            self.service.engine.close()
 
 
 def build_app(args: AppArgs) -> Application:
     """What `import_path` names: arguments checked, one deployment bound."""
-    return TideServer.bind(args.engine, args.served_model_name)  # type: ignore[attr-defined]  # added by serve.deployment
+    return TideServer.bind(args.model_dump())  # type: ignore[attr-defined]  # added by serve.deployment

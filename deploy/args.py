@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from deploy.limits import Limits
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError
 
@@ -20,6 +21,14 @@ class AppArgs(BaseModel):
     """Settings of the engine, by the names of `tide_core.config.EngineConfig`."""
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     """The name clients use for the model; by default the model's own."""
+    limits: Limits = Field(default_factory=Limits)
+    """Most of everything that one request may ask for."""
+    api_keys_file: str | None = Field(default=None, min_length=1)
+    """File of hashed keys that `tide new-key` writes; without one, whoever reaches the ports may use them."""
+    playground: bool | None = None
+    """Whether /playground is there, open to all. By default only where there are no keys."""
+    target_tokens_in_flight: int = Field(default=8192, ge=1)
+    """Tokens that open requests may still make at which autoscaling wants another replica."""
 
     @field_validator("engine")
     @classmethod

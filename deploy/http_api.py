@@ -1,108 +1,137 @@
-"""The HTTP face of one engine: routes, streams, and the one handler through which every error leaves."""
+"""The HTTP face of one service: OpenAI's routes, and the page to look at."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from deploy.openai_api import (
+from deploy.failures import NotServedError, tell
+from deploy.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
+from deploy.openai_replies import (
     DONE_EVENT,
-    CompletionRequest,
-    CompletionShape,
-    ErrorReply,
-    ModelNotFoundError,
-    error_reply,
-    http_reply,
-    model_list,
-    raise_if_failed,
+    ChatShape,
+    Shape,
+    error_object,
+    invalid_body,
     sse_event,
-    validation_reply,
 )
-from tide_core.errors import EngineDeadError
+from deploy.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from deploy.openapi import describe
+from deploy.page import load_page
+from deploy.service import Call, Service
+from tide_core import __version__
 from tide_core.request import RequestOutput
+from tide_core.stats import EngineStats
 
-if TYPE_CHECKING:
-    from tide_core.engine.engine import Engine
-
-logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
+Body = TypeVar("Body", bound=Strict)
 Outputs = AsyncGenerator[RequestOutput, None]
 
-CLIENT_GONE = 499
-"""Nobody reads this status; logs show it."""
 
-
-def build_api(engine: Engine, model: str) -> FastAPI:
-    """Routes over `engine`, which clients know as `model`."""
-    api = FastAPI(title="TIDE Serve", docs_url=None, redoc_url=None)
-    api.add_middleware(ErrorBoundary)
-    api.add_exception_handler(RequestValidationError, _on_invalid_body)
+def build_api(service: Service, *, playground: bool) -> FastAPI:
+    """Routes over `service`."""
+    api = FastAPI(title="TIDE Serve", version=__version__, docs_url=None, redoc_url=None)
+    open_paths = frozenset({"/health", "/playground"} if playground else {"/health"})
+    api.add_middleware(Guard, service=service, open_paths=open_paths)
     api.add_exception_handler(HTTPException, _on_http_error)
     created = int(time.time())
 
     @api.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        if body.model not in (None, model):
-            raise ModelNotFoundError(f"model: this server has {model}")
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
-        shape = CompletionShape(completion_id, model, body.wants_exit_layers)
-        outputs = engine.stream(body.prompt, body.sampling_params(), request_id=completion_id)
-        if body.stream:
-            # Errors that come before the first token still have a status of their own.
-            first = await unless_gone(request, _next(outputs))
-            return EventStream(_events(shape, first, outputs), outputs)
-        async with contextlib.aclosing(outputs):
-            return JSONResponse(shape.whole(await unless_gone(request, _all(outputs))))
+    async def completions(request: Request) -> Response:
+        body = _read(CompletionRequest, request)
+        return await _answer(service, request, body, body.engine_prompt, Shape)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = _read(ChatRequest, request)
+        return await _answer(service, request, body, [message.plain() for message in body.messages], ChatShape)
 
     @api.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse(model_list(model, created))
+        return JSONResponse({"object": "list", "data": [_model_object(service, created)]})
+
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        _check_model(service, name)
+        return JSONResponse(_model_object(service, created))
+
+    @api.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = _read(TokenizeRequest, request)
+        _check_model(service, body.model)
+        ids = await service.tokenize(body.engine_prompt)
+        return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
+
+    @api.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = _read(DetokenizeRequest, request)
+        _check_model(service, body.model)
+        return JSONResponse({"prompt": await service.detokenize(body.tokens)})
+
+    @api.get("/exit_stats")
+    async def exit_stats() -> Response:
+        return JSONResponse(_stats_object(service.engine.stats()))
 
     @api.get("/health")
     async def health() -> Response:
-        if engine.stats().dead:
-            raise EngineDeadError("found by /health")
+        service.check()
         return JSONResponse({"status": "ok"})
 
+    @api.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    if playground:
+        html, page_headers = load_page()
+
+        @api.get("/playground", include_in_schema=False)
+        async def page() -> Response:
+            return HTMLResponse(html, headers=page_headers)
+
+    describe(api)
     return api
 
 
-async def _next(outputs: Outputs) -> RequestOutput:
-    output = await anext(outputs)
-    raise_if_failed(output)
-    return output
+async def _answer(
+    service: Service, request: Request, body: CompletionRequest | ChatRequest, prompt: Any, shape_class: type[Shape]
+) -> Response:
+    """Run one completion of either kind, streamed or whole."""
+    params = body.params()
+    fills = params["max_tokens"] is None
+    call = Call(prompt, params, model=body.model, timeout_s=body.options.timeout_s, fills=fills)
+    answer = service.begin(call, caller_of(request))
+    shape = shape_class(answer, service.model, body.options, service.engine.tokenizer.decode, body.wants_usage)
+    if not body.stream:
+        return JSONResponse(shape.whole(await unless_gone(request, service.whole(answer))))
+    outputs = service.outputs(answer)
+    # Errors that come before the first token still have a status of their own.
+    first = await unless_gone(request, anext(outputs))
+    return EventStream(_events(shape, first, outputs), outputs)
 
 
-async def _all(outputs: Outputs) -> list[RequestOutput]:
-    collected = []
-    async for output in outputs:
-        raise_if_failed(output)
-        collected.append(output)
-    return collected
-
-
-async def _events(shape: CompletionShape, first: RequestOutput, outputs: Outputs) -> AsyncIterator[bytes]:
+async def _events(shape: Shape, first: RequestOutput, outputs: Outputs) -> AsyncIterator[bytes]:
     """The answer as events. It is whole only if `[DONE]` came; a failure is an event with an error, and the end."""
+    last = first
     try:
-        yield sse_event(shape.chunk(first))
+        opening = [*shape.first_chunks(), shape.chunk(first)]
+        yield b"".join(map(sse_event, opening))
         async for output in outputs:
-            raise_if_failed(output)
             yield sse_event(shape.chunk(output))
+            last = output
     except Exception as error:
-        yield sse_event(reply_to(error).body)
-    else:
-        yield DONE_EVENT
+        yield sse_event(error_object(tell(error)))
+        return
+    if shape.wants_usage and last.usage is not None:
+        yield sse_event(shape.usage_chunk(last.usage))
+    yield DONE_EVENT
 
 
 class EventStream(StreamingResponse):
@@ -110,7 +139,8 @@ class EventStream(StreamingResponse):
     whose client has gone, even one that went before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], outputs: Outputs) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._outputs = outputs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,10 +148,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._outputs.aclose()
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection before its answer was ready."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -144,50 +170,67 @@ async def _client_gone(request: Request) -> None:
         pass
 
 
-class ErrorBoundary:
-    """The outermost handler: no exception passes it with a text of its own."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched_send)
-        except ClientGoneError:
-            await Response(status_code=CLIENT_GONE)(scope, receive, send)
-        except Exception as error:
-            if scope["type"] != "http" or started:
-                raise  # too late for a status: the server cuts the connection, and the client sees a broken answer
-            await _response(reply_to(error))(scope, receive, send)
+def _read(schema: type[Body], request: Request) -> Body:
+    try:
+        return schema.model_validate(body_of(request))
+    except ValidationError as error:
+        unsupported = getattr(schema, "unsupported", ())
+        failure = invalid_body(error.errors(include_url=False, include_input=False), unsupported)
+        refusal = HttpError(400, failure.message)
+        refusal.failure = failure
+        raise refusal from None
 
 
-def reply_to(error: Exception) -> ErrorReply:
-    """The reply for `error`; if it is our fault, its cause goes to the log under the id the client gets."""
-    error_id = uuid.uuid4().hex[:16]
-    reply = error_reply(error, error_id)
-    if reply.is_ours:
-        logger.error("error %s", error_id, exc_info=error)
-    return reply
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, service.model):
+        raise NotServedError("model", name, service.model)
 
 
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    if "json" not in request.headers.get("content-type", ""):
-        return _response(http_reply(415, "the body must be JSON, sent with Content-Type: application/json"))
-    return _response(validation_reply(error.errors()))
+def _model_object(service: Service, created: int) -> dict[str, Any]:
+    about = service.engine.describe()
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "tide",
+        "max_model_len": service.engine.max_model_len,
+        "tide": {
+            "num_layers": about.num_layers,
+            "checkpoint_layers": list(about.checkpoint_layers),
+            "epsilons": list(about.epsilons),
+            "modes": [mode for mode in about.modes if mode in service.policy.modes],
+            "artefact": about.artefact,
+        },
+    }
+
+
+def _stats_object(stats: EngineStats) -> dict[str, Any]:
+    audits = {
+        name: {
+            "tokens": audit.num_tokens,
+            "disagreements": audit.num_disagreements,
+            "rate": audit.rate,
+            "lower": audit.lower,
+            "upper": audit.upper,
+            "epsilon": audit.epsilon,
+            "delta": audit.delta,
+            "broken": audit.broken,
+        }
+        for name, audit in stats.audits.items()
+    }
+    return {
+        **stats.exits,
+        "contracts": audits,
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "kv_usage": stats.kv_usage,
+        "artefact": stats.artefact,
+    }
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
+    """What the web framework refuses by itself: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException)
-    return _response(http_reply(error.status_code, error.detail, error.headers))
-
-
-def _response(reply: ErrorReply) -> Response:
-    return JSONResponse(reply.body, reply.status, reply.headers)
+    response = response_to(HttpError(error.status_code, str(error.detail)))
+    response.headers.update(error.headers or {})
+    return response

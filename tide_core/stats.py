@@ -23,6 +23,26 @@ class AuditSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What an engine serves."""
+
+    name: str
+    architecture: str
+    num_layers: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    device: str
+    version: str
+    checkpoint_layers: tuple[int, ...]
+    """Layers after which a token may leave."""
+    epsilons: tuple[float, ...]
+    """Bounds that mode bounded was certified for."""
+    modes: tuple[str, ...]
+    artefact: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot; counts are since the engine started."""
 

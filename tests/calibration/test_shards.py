@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tide_core.calibration import disk
+from tide_core import disk
 from tide_core.calibration.shards import (
     SequenceBatch,
     TokenSequence,

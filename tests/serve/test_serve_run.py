@@ -1,133 +1,54 @@
-"""`serve run deploy/config.yaml` as a user runs it: a cluster of its own, the demo model, real HTTP."""
+"""`serve run deploy/config.yaml` as a user runs it: a cluster of its own, the demo model, real clients."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import json
-import os
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
+import grpc
 import pytest
-import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from benchmarks.live import STOP_S, Server, default_config, serving
+from tide_client import StatusError, TideClient
 
 pytestmark = [pytest.mark.serve, pytest.mark.demo]
 
-ROOT = Path(__file__).parents[2]
-START_S = 180
-STOP_S = 60
 PROMPT = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def post(self, body: Any) -> tuple[int, Any]:
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", data, headers={"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    def is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-    def others_of_session(self) -> list[psutil.Process]:
-        """Every process the command left behind: Ray's keep its session."""
-        return [process for process in psutil.process_iter() if _session(process.pid) == self.process.pid]
+CHAT = [{"role": "user", "content": "Explain in two sentences why the sky is blue."}]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """The shipped config on free ports. It is the last test's to stop; what is left then is killed here."""
-    folder = Path(tempfile.mkdtemp(prefix="tide-"))  # short: Ray puts sockets in it, and their paths have a limit
-    port, *ports = free_ports(4)
-    config = yaml.safe_load((ROOT / "deploy" / "config.yaml").read_text())
-    config["http_options"]["port"] = port
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [Path(sys.executable).parent / "serve", "run", str(folder / "config.yaml")],
-            cwd=ROOT,
-            env=environment(folder, ports),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A test run in the background has Ctrl-C turned off, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    server = Server(process, f"http://127.0.0.1:{port}", log)
-    try:
-        wait_until_healthy(server)
+    with serving(default_config()) as server:
         yield server
-    finally:
-        for left in server.others_of_session():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def environment(folder: Path, ports: list[int]) -> dict[str, str]:
-    """Nothing shared with another cluster on this machine."""
-    ours = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "RAY_TMPDIR": str(folder),
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 * 2**20),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[0]),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
-    }
-    return {**{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}, **ours}
+@pytest.fixture
+def client(server: Server) -> Iterator[TideClient]:
+    with TideClient(server.address) as client:
+        yield client
 
 
-def free_ports(num: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+def until(condition: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
-def wait_until_healthy(server: Server) -> None:
-    deadline = time.monotonic() + START_S
-    while not server.is_healthy():
-        assert server.process.poll() is None, f"serve run ended:\n{server.log.read_text()[-4000:]}"
-        assert time.monotonic() < deadline, f"not healthy in {START_S} s:\n{server.log.read_text()[-4000:]}"
-        time.sleep(0.5)
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+def test_the_log_has_a_line_for_every_stage_of_the_start(server: Server) -> None:
+    for stage in ("loading the engine's libraries", "loading its weights", "artefact", "ready to serve demo"):
+        assert stage in server.log
 
 
 def test_a_completion_answers_with_real_text(server: Server) -> None:
@@ -151,13 +72,146 @@ def test_the_openai_client_gets_one_text_streamed_and_whole(server: Server) -> N
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert len(chunks) > 1
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
-    assert whole.choices[0].text == server.post(PROMPT)[1]["choices"][0]["text"]
 
 
-def test_a_bad_value_is_400_and_names_its_field(server: Server) -> None:
-    status, answer = server.post({**PROMPT, "max_tokens": 0})
-    assert status == 400
-    assert answer["error"]["param"] == "max_tokens"
+def test_the_openai_client_chats_with_usage_logprobs_and_exit_layers(server: Server) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    asked: Any = {"model": "demo", "messages": CHAT, "max_tokens": 16, "temperature": 0, "seed": 1}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.content is not None
+    assert len(whole.choices[0].logprobs.content) == 16
+    extra = {"tide": {"tokens": True}}
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}, extra_body=extra)
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 16
+    tokens = [token for chunk in chunks for token in (chunk.model_extra or {}).get("tide", {}).get("tokens", [])]
+    assert len(tokens) == 16
+    assert {token["exit_layer"] for token in tokens} <= {2, 30}
+
+
+def test_langchain_streams_the_answer_it_gives_whole(server: Server) -> None:
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key="any", model="demo", temperature=0, max_tokens=12, max_retries=0
+    )  # type: ignore[call-arg, arg-type]
+    question = CHAT[0]["content"]
+    assert "".join(str(chunk.content) for chunk in model.stream(question)) == model.invoke(question).content != ""
+
+
+def test_grpc_streams_the_text_of_http(server: Server, client: TideClient) -> None:
+    with client.stream(PROMPT["prompt"], max_tokens=12) as stream:
+        text = "".join(token.text for token in stream)
+    assert text == server.post(PROMPT)[1]["choices"][0]["text"]
+    assert stream.answer.usage.completion_tokens == 12
+    assert stream.answer.artefact_digest == client.model_info().artefact_digest
+
+
+def test_reflection_alone_is_enough_to_call(server: Server) -> None:
+    from google.protobuf.descriptor_pool import DescriptorPool
+    from google.protobuf.message_factory import GetMessageClass
+
+    with grpc.insecure_channel(server.address) as channel:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        method = pool.FindServiceByName("tide.v1.TideService").FindMethodByName("Tokenize")
+        ask, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        call = channel.unary_unary("/tide.v1.TideService/Tokenize", ask.SerializeToString, reply.FromString)
+        assert call(ask(text="hello"), timeout=10).ids
+
+
+def test_grpc_health_is_serving(server: Server) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(service="tide.v1.TideService"), timeout=10)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_client_that_goes_frees_its_blocks_at_once(server: Server, client: TideClient) -> None:
+    with client.stream(CHAT, max_tokens=2000, ignore_eos=True) as stream:
+        next(iter(stream))
+        assert client.exit_stats().num_running == 1
+    assert until(lambda: client.exit_stats().kv_usage == 0, 2.0)
+    assert client.exit_stats().num_running == 0
+
+
+def test_a_deadline_ends_the_call_and_frees_its_blocks(server: Server, client: TideClient) -> None:
+    with pytest.raises(StatusError) as caught:
+        client.generate(CHAT, max_tokens=2000, ignore_eos=True, timeout_s=0.5)
+    assert caught.value.code == "DEADLINE_EXCEEDED"
+    assert until(lambda: client.exit_stats().kv_usage == 0, 2.0)
+
+
+def test_an_http_client_that_goes_frees_its_blocks_at_once(server: Server, client: TideClient) -> None:
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+    body = json.dumps({**PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    assert connection.getresponse().read(20)
+    assert client.exit_stats().num_running == 1
+    connection.close()
+    assert until(lambda: client.exit_stats().kv_usage == 0, 2.0)
+
+
+def test_a_running_request_is_aborted_by_name(server: Server, client: TideClient) -> None:
+    stream = client.stream(CHAT, max_tokens=2000, ignore_eos=True, request_id="long one")
+    tokens = iter(stream)
+    next(tokens)
+    assert client.abort("long one")
+    list(tokens)
+    assert stream.answer.finish_reason == "abort"
+    assert not client.abort("long one")
+
+
+def test_a_changed_policy_takes_effect_without_a_restart_or_a_dropped_stream(
+    server: Server, client: TideClient
+) -> None:
+    [replica] = server.replicas()
+    answers = []
+
+    def long_stream() -> None:
+        with client.stream(CHAT, max_tokens=200, ignore_eos=True) as stream:
+            list(stream)
+        answers.append(stream.answer)
+
+    running = threading.Thread(target=long_stream)
+    running.start()
+    assert until(lambda: client.exit_stats().num_running == 1, 10)
+    config = copy.deepcopy(server.config)
+    config["applications"][0]["deployments"][0]["user_config"] = {"mode": "full", "modes": ["full", "verified"]}
+    server.deploy(config)
+    assert until(lambda: client.model_info().default_mode == "full", 30)
+    running.join()
+    assert {token.mode for token in answers[0].tokens} == {"verified"}
+    assert {token.mode for token in client.generate(CHAT, max_tokens=4).tokens} == {"full"}
+    with pytest.raises(StatusError) as caught:
+        client.generate(CHAT, max_tokens=4, mode="fast")
+    assert caught.value.code == "PERMISSION_DENIED"
+    assert [process.pid for process in server.replicas()] == [replica.pid]
+    server.deploy(server.config)
+    assert until(lambda: client.model_info().default_mode == "verified", 30)
+
+
+def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(server: Server, client: TideClient) -> None:
+    [replica] = server.replicas()
+    stream = client.stream(CHAT, max_tokens=2000, ignore_eos=True)
+    tokens = iter(stream)
+    for _ in range(6):
+        next(tokens)
+    replica.kill()
+    with pytest.raises(StatusError) as caught:
+        list(tokens)
+    assert caught.value.code in ("CANCELLED", "UNAVAILABLE", "INTERNAL")
+    assert caught.value.num_tokens >= 6
+    assert until(server.is_healthy, 60)
+    assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
 
 
 def test_tokens_pass_through_haproxy(server: Server) -> None:

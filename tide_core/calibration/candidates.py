@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.disk import write_whole
+from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 from tide_core.models.adapter import ModelAdapter
 from tide_core.routing.heads import HEAD_KINDS, ExitHead, HeadSpec

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.disk import write_whole
+from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
 FORMAT_VERSION = 1

@@ -27,7 +27,6 @@ from tide_core.calibration.candidates import Candidate, comparison_candidates, l
 from tide_core.calibration.collect import Lengths, collect, plan
 from tide_core.calibration.config import SELF_DATA, CalibrationConfig
 from tide_core.calibration.dataset import RecordPool, gather, kind_of, split
-from tide_core.calibration.disk import write_whole
 from tide_core.calibration.encode import PromptEncoder
 from tide_core.calibration.evaluate import evaluate
 from tide_core.calibration.generation import Generator
@@ -41,6 +40,7 @@ from tide_core.calibration.shortlist import choose_shortlist, count_emitted, cov
 from tide_core.calibration.timing import NEW_TOKENS, Timer, as_info, held_out_prompts, of_info
 from tide_core.calibration.traces import read_traces, write_traces
 from tide_core.calibration.train import fit
+from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter

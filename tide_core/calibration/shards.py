@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import LongTensor
 
-from tide_core.calibration.disk import write_whole
+from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tide_core.calibration.disk import write_whole
+from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
 FORMAT_VERSION = 1

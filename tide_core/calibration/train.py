@@ -23,11 +23,11 @@ from torch import Tensor
 from tide_core.calibration.candidates import Candidate, CandidateSpec, candidates_of, layers_of, make_candidate
 from tide_core.calibration.capture import CapturedWork, padded_shape
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.disk import write_whole
 from tide_core.calibration.learner import Learner, Recipe
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.shards import SequenceBatch, TokenShards
 from tide_core.calibration.teacher import Teacher, fast_matmul, fused_norms
+from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 from tide_core.models.adapter import ModelAdapter
 

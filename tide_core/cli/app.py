@@ -26,6 +26,8 @@ app.command("calibrate")(calibrate)
 app.command("inspect")(inspect)
 app.command("eval")(evaluate)
 app.command("verdict")(verdict)
+for _found in sorted(metadata.entry_points(group="tide.commands"), key=lambda point: point.name):
+    app.command(_found.name)(_found.load())  # of packages beside this one: the server's, the client's
 
 
 def _print_version(asked: bool) -> None:

@@ -17,6 +17,18 @@ from typing import Protocol
 
 from tide_core.request import Audit, TokenOutput
 
+
+class Shown(Protocol):
+    """What painting needs of a token, whether it comes from an engine or from a server."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def exit_layer(self) -> int: ...
+    @property
+    def audit(self) -> str: ...
+
+
 Paint = Callable[[int, TokenOutput], str]
 """The number of a request and its next token to what is written for it."""
 
@@ -25,7 +37,7 @@ RESET = "\033[0m"
 
 
 class ExitPaint(Protocol):
-    def __call__(self, request: int, token: TokenOutput) -> str: ...
+    def __call__(self, request: int, token: Shown) -> str: ...
 
     def label(self, layer: int, text: str) -> str:
         """`text` as the legend shows it for a layer."""
@@ -47,8 +59,8 @@ class Colours:
     def __init__(self, num_layers: int) -> None:
         self._codes: dict[int, str] = {num_layers: ""}
 
-    def __call__(self, request: int, token: TokenOutput) -> str:
-        codes = [self._code(token.exit_layer), "7" if token.audit is Audit.DISAGREED else ""]
+    def __call__(self, request: int, token: Shown) -> str:
+        codes = [self._code(token.exit_layer), "7" if token.audit == Audit.DISAGREED else ""]
         return _sgr(token.text, codes)
 
     def label(self, layer: int, text: str) -> str:
@@ -64,10 +76,10 @@ class Brackets:
     def __init__(self) -> None:
         self._last: dict[int, str] = {}
 
-    def __call__(self, request: int, token: TokenOutput) -> str:
+    def __call__(self, request: int, token: Shown) -> str:
         if not token.text:  # half a character, or the end
             return ""
-        mark = f"[{token.exit_layer}{'!' if token.audit is Audit.DISAGREED else ''}]"
+        mark = f"[{token.exit_layer}{'!' if token.audit == Audit.DISAGREED else ''}]"
         changed = self._last.get(request) != mark
         self._last[request] = mark
         return f"{mark}{token.text}" if changed else token.text

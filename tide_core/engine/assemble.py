@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from tide_core.engine.policy import CheckpointPolicy
 from tide_core.engine.scheduler import Scheduler
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import ConfigError
+from tide_core.identity import ModelIdentity
 from tide_core.kernels import Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
 from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
@@ -42,6 +46,21 @@ DEMO_ARTEFACT = Path(__file__).resolve().parents[2] / "deploy" / "artefacts" / "
 """Shipped with the serving app, which is installed beside this package."""
 
 
+Turn = Callable[[], AbstractContextManager[object]]
+"""What is held while the model runs for something else than a step, so that both never run at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What parts are made from, to make others with another artefact."""
+
+    model: Any
+    tokenizer: Any
+    identity: ModelIdentity
+    key: str
+    is_demo: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Everything an engine is made of."""
@@ -55,20 +74,38 @@ class Parts:
     checkpoints: tuple[CheckpointPolicy, ...] = ()
     planner: DraftPlanner | None = None
     artefact_digest: str | None = None
+    source: Source | None = None
+    """None for parts around a model that was handed in."""
 
 
 def assemble(config: EngineConfig) -> Parts:
     """Resolve and load the model the settings name and its artefact, and build the engine around them."""
+    logger.info("model %s: looking for it", config.model)
     resolved = resolve(config.model)
+    logger.info("model %s: loading its weights", resolved.name)
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
-    folder = artefact_folder(config, is_demo=resolved.source == "demo")
-    artefact, weights = None, None
+    identity = identify(model, tokenizer, resolved)
+    key = fingerprint(resolved, identity.weights_sha256)
+    return with_artefact(config, Source(model, tokenizer, identity, key, resolved.source == "demo"))
+
+
+def with_artefact(config: EngineConfig, source: Source, turn: Turn = contextlib.nullcontext) -> Parts:
+    """Parts around a model that was loaded before, with the artefact that the settings name."""
+    folder = artefact_folder(config, is_demo=source.is_demo)
     if folder is not None:
-        identity = identify(model, tokenizer, resolved)
-        artefact, weights = load_artefact(folder, identity), identity.weights_sha256
-    key = fingerprint(resolved, weights)
-    return assemble_loaded(config, model, tokenizer, name=resolved.name, identity=key, artefact=artefact)
+        logger.info("artefact %s: loading it", folder)
+    artefact = None if folder is None else load_artefact(folder, source.identity)
+    parts = assemble_loaded(
+        config,
+        source.model,
+        source.tokenizer,
+        name=source.identity.name,
+        identity=source.key,
+        artefact=artefact,
+        turn=turn,
+    )
+    return replace(parts, source=source)
 
 
 def artefact_folder(config: EngineConfig, *, is_demo: bool) -> Path | None:
@@ -81,22 +118,31 @@ def artefact_folder(config: EngineConfig, *, is_demo: bool) -> Path | None:
 
 
 def assemble_loaded(
-    config: EngineConfig, model: Any, tokenizer: Any, *, name: str, identity: str, artefact: Artefact | None = None
+    config: EngineConfig,
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    identity: str,
+    artefact: Artefact | None = None,
+    turn: Turn = contextlib.nullcontext,
 ) -> Parts:
-    """Build the engine around a loaded model. `identity` tells its weights apart from any other's."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    set_num_threads(torch.get_num_threads())
-    adapter = ModelAdapter(model)
-    kernels = select_kernels(config.kernels, adapter.device)
-    use_kernels(model, kernels)
-    segments = plan_segments(adapter.num_layers, _checkpoint_layers(config, artefact))
-    max_model_len = _model_len(config, adapter)
-    adapter.keep_rotations(max_model_len)
-    cache, blocks = build_pool(
-        config, adapter, num_segments=len(segments), max_model_len=max_model_len, artefact=artefact
-    )
-    exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
+    """Build the engine around a loaded model. `identity` tells its weights apart from any other's. The model may be in
+    use: `turn` is held whenever it is touched here."""
+    with turn():
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        set_num_threads(torch.get_num_threads())
+        adapter = ModelAdapter(model)
+        kernels = select_kernels(config.kernels, adapter.device)
+        use_kernels(model, kernels)
+        segments = plan_segments(adapter.num_layers, _checkpoint_layers(config, artefact))
+        max_model_len = _model_len(config, adapter)
+        adapter.keep_rotations(max_model_len)
+        cache, blocks = build_pool(
+            config, adapter, num_segments=len(segments), max_model_len=max_model_len, artefact=artefact
+        )
+        exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
     runner = ModelRunner(
         adapter,
         cache,
@@ -107,7 +153,9 @@ def assemble_loaded(
         prompt_exits=config.prompt_exits,
         captured_drafts=None if exits is None else _captured_drafts(adapter, cache, kernels, exits, segments[0]),
     )
-    planner = None if artefact is None else build_planner(config, artefact, runner, blocks, identity, max_model_len)
+    planner = None
+    if artefact is not None:
+        planner = build_planner(config, artefact, runner, blocks, identity, max_model_len, turn)
     scheduler = Scheduler(
         blocks,
         max_rows=config.max_rows,
@@ -195,6 +243,7 @@ def build_planner(
     blocks: BlockManager,
     identity: str,
     max_model_len: int,
+    turn: Turn = contextlib.nullcontext,
 ) -> DraftPlanner:
     """The planner with its cost table: the one of an earlier start on this machine, or one measured now."""
     most = min(config.max_pending, artefact.manifest.max_drafts)
@@ -208,7 +257,10 @@ def build_planner(
     path = cache_path(default_cache_dir(), facts)
     table = read_table(path)
     if table is None:
-        table = measure(runner, blocks, max_rows=config.max_rows, max_drafts=most, max_positions=max_model_len)
+        logger.info("cost table: measuring it, once for this machine and artefact")
+        table = measure(
+            runner, blocks, max_rows=config.max_rows, max_drafts=most, max_positions=max_model_len, turn=turn
+        )
         if table.points:
             write_table(path, table, facts)
     return DraftPlanner(most, Acceptance.prior(acceptance, most), table)

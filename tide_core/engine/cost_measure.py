@@ -14,7 +14,8 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ def measure(
     context: int = CONTEXT,
     max_positions: int | None = None,
     limit_s: float = START_UP_S,
+    turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> CostTable:
-    """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards."""
+    """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards. `turn` is held for
+    each of them, so that an engine which runs the same model gets its steps in between."""
     points: list[CostPoint] = []
     started = time.perf_counter()
     pool = blocks.num_available * blocks.block_size
@@ -60,23 +63,33 @@ def measure(
         if tables is None:
             break
         try:
-            points.append(_point(runner, tables, max_drafts, tries=MAX_TRIES if spent < limit_s / 4 else 2))
+            tries = MAX_TRIES if spent < limit_s / 4 else 2
+            points.append(_point(runner, tables, max_drafts, tries=tries, turn=turn))
         finally:
             for table in tables:
                 blocks.free(table)
     return CostTable(tuple(points))
 
 
-def _point(runner: ModelRunner, tables: Sequence[BlockTable], max_drafts: int, *, tries: int) -> CostPoint:
+def _point(
+    runner: ModelRunner,
+    tables: Sequence[BlockTable],
+    max_drafts: int,
+    *,
+    tries: int,
+    turn: Callable[[], AbstractContextManager[object]],
+) -> CostPoint:
     some = sorted({0, 1, -(-max_drafts // 2), max_drafts})
     seconds = dict.fromkeys([-1, *some], float("inf"))
     for attempt in range(tries + 1):
         for drafts in seconds:
-            before = time.perf_counter()
-            runner.run(_batch(runner, tables, drafts))
-            _wait(runner.cache.device)
+            with turn():
+                before = time.perf_counter()
+                runner.run(_batch(runner, tables, drafts))
+                _wait(runner.cache.device)
+                took = time.perf_counter() - before
             if attempt:  # the first round warms up
-                seconds[drafts] = min(seconds[drafts], time.perf_counter() - before)
+                seconds[drafts] = min(seconds[drafts], took)
     return CostPoint(len(tables), seconds.pop(-1), tuple(seconds.items()))
 
 

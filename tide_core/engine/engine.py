@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tide_core import __version__
 from tide_core.config import EngineConfig
-from tide_core.engine.assemble import Parts, assemble
+from tide_core.engine.assemble import Parts, assemble, with_artefact
 from tide_core.engine.cost import DraftPlanner
 from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
 from tide_core.engine.policy import resolve_policy
-from tide_core.errors import EngineBusyError, RequestError
-from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
-from tide_core.stats import EngineStats
+from tide_core.errors import ConfigError, EngineBusyError, RequestError
+from tide_core.request import MODES, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
+from tide_core.stats import EngineStats, ModelFacts
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or a chat: messages with `role` and `content`."""
@@ -64,6 +66,7 @@ class Engine:
         self.model_name = parts.model_name
         self.tokenizer = parts.tokenizer
         self._parts = parts
+        self._swapping = threading.Lock()
         self._loop = EngineLoop(parts.core, max_open=config.max_rows + config.max_queued)
 
     def __enter__(self) -> Engine:
@@ -83,15 +86,15 @@ class Engine:
         """Answers with the index of their prompt, as they end. All prompts are checked before any is run.
 
         Leaving the loop early aborts what is still open."""
-        params = params or SamplingParams()
-        waiting = deque(self._named(index, prompt, params) for index, prompt in enumerate(prompts))
+        params, parts = params or SamplingParams(), self._parts
+        waiting = deque(self._named(index, prompt, params, parts) for index, prompt in enumerate(prompts))
         index_of = {request.request_id: index for index, request in enumerate(waiting)}
         sink, pieces = ThreadSink(), dict[str, list[TokenOutput]]()
         try:
             while waiting or pieces:
                 while waiting and len(pieces) < self.config.max_queued:
                     try:
-                        self._loop.submit(waiting[0], sink)
+                        self._loop.submit(waiting[0], sink, parts.core)
                     except EngineBusyError:
                         if not pieces:
                             raise
@@ -115,11 +118,12 @@ class Engine:
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; the last one has a finish reason. Leaving the loop early aborts the request."""
+        parts = self._parts
         request = await asyncio.to_thread(
-            self.make_request, prompt, params or SamplingParams(), request_id=request_id, cache_salt=cache_salt
+            self._make_request, prompt, params or SamplingParams(), parts, request_id, cache_salt
         )
         sink = AsyncSink(asyncio.get_running_loop())
-        self._loop.submit(request, sink)
+        self._loop.submit(request, sink, parts.core)
         finished = False
         try:
             while not finished:
@@ -134,9 +138,10 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> Iterator[RequestOutput]:
         """`stream` for a program without an event loop."""
-        request = self.make_request(prompt, params or SamplingParams(), request_id=request_id)
+        parts = self._parts
+        request = self._make_request(prompt, params or SamplingParams(), parts, request_id)
         sink = ThreadSink()
-        self._loop.submit(request, sink)
+        self._loop.submit(request, sink, parts.core)
         finished = False
         try:
             while not finished:
@@ -176,6 +181,51 @@ class Engine:
             **({} if planner is None else _plan_stats(planner)),
         )
 
+    @property
+    def artefact_digest(self) -> str | None:
+        """Of the exits in use; None without any."""
+        return self._parts.artefact_digest
+
+    def describe(self) -> ModelFacts:
+        """What is served, for people and clients."""
+        parts = self._parts
+        adapter = parts.runner.adapter
+        epsilons = sorted({epsilon for checkpoint in parts.checkpoints for epsilon in checkpoint.exit_thresholds})
+        modes = [mode for mode in MODES if mode == "full" or (parts.checkpoints and (mode != "bounded" or epsilons))]
+        return ModelFacts(
+            name=self.model_name,
+            architecture=type(adapter.model).__name__,
+            num_layers=adapter.num_layers,
+            vocab_size=adapter.vocab_size,
+            max_model_len=self.max_model_len,
+            dtype=self.config.dtype,
+            device=str(adapter.device),
+            version=__version__,
+            checkpoint_layers=tuple(checkpoint.layer for checkpoint in parts.checkpoints),
+            epsilons=tuple(epsilons),
+            modes=tuple(modes),
+            artefact=parts.artefact_digest,
+        )
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse what no request of this engine could be asked for, such as a bound that was not certified."""
+        adapter = self._parts.runner.adapter
+        params.check_ids(adapter.vocab_size)
+        resolve_policy(params, self._parts.checkpoints, adapter.num_layers)
+
+    def use_artefact(self, artefact: str) -> None:
+        """Take the exits of another folder, or `auto`, or `none`, for requests to come; open ones keep theirs.
+
+        While both kinds run, the KV pool exists twice. If the exits cannot be taken, all stays as it was."""
+        with self._swapping:
+            parts, config = self._parts, replace(self.config, artefact=artefact)
+            if parts.source is None:
+                raise ConfigError("artefact", artefact, "an engine that loaded its model itself")
+            fresh = with_artefact(config, parts.source, lambda: self._loop.stepping)
+            fresh.core.count_on(parts.core)
+            self._loop.use(fresh.core)
+            self._parts, self.config = fresh, config
+
     def close(self) -> None:
         """Stop; open requests end with reason abort."""
         self._loop.close()
@@ -184,14 +234,29 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, cache_salt: str = ""
     ) -> Request:
         """Check a prompt and its parameters against this model and pool; raises RequestError by field."""
+        return self._make_request(prompt, params, self._parts, request_id, cache_salt)
+
+    def prompt_ids(self, prompt: Prompt) -> Sequence[int]:
+        """The ids that a prompt stands for."""
+        return self._prompt_ids(prompt, self._parts.runner.adapter.vocab_size)
+
+    def room_for(self, num_prompt: int) -> int:
+        """Most tokens that may follow a prompt of that length; below 1 if it is too long."""
+        pool = self._parts.core.scheduler.blocks
+        return min(self.max_model_len, pool.num_blocks * pool.block_size) - num_prompt
+
+    def _make_request(
+        self, prompt: Prompt, params: SamplingParams, parts: Parts, request_id: str | None, cache_salt: str = ""
+    ) -> Request:
         if not isinstance(params, SamplingParams):
             raise RequestError("params", type(params).__name__, "SamplingParams")
         request_id = uuid.uuid4().hex if request_id is None else _checked_name("request_id", request_id)
         if cache_salt != "":
             _checked_name("cache_salt", cache_salt)
-        vocab_size = self._parts.runner.adapter.vocab_size
+        adapter = parts.runner.adapter
+        vocab_size = adapter.vocab_size
         params.check_ids(vocab_size)
-        policy = resolve_policy(params, self._parts.checkpoints, self._parts.runner.adapter.num_layers)
+        policy = resolve_policy(params, parts.checkpoints, adapter.num_layers)
         prompt_ids = self._prompt_ids(prompt, vocab_size)
         self._check_length(len(prompt_ids), params.max_tokens)
         return Request(
@@ -199,14 +264,14 @@ class Engine:
             prompt_ids=tuple(prompt_ids),
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            eos_ids=self._parts.runner.adapter.eos_ids,
+            eos_ids=adapter.eos_ids,
             cache_salt=cache_salt,
             policy=policy,
         )
 
-    def _named(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _named(self, index: int, prompt: Prompt, params: SamplingParams, parts: Parts) -> Request:
         try:
-            return self.make_request(prompt, params)
+            return self._make_request(prompt, params, parts, None)
         except RequestError as error:
             raise RequestError(f"prompts[{index}].{error.field}", error.value, error.expected) from error
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -60,17 +61,27 @@ class AsyncSink:
         self._queue.put_nowait(output)
 
     async def get(self) -> RequestOutput:
-        return await self._queue.get()
+        """The next output; if several wait, all of them as one: whoever reads slowly gets larger pieces."""
+        output = await self._queue.get()
+        if self._queue.empty():
+            return output
+        outputs = [output]
+        while not self._queue.empty():
+            outputs.append(self._queue.get_nowait())
+        tokens = tuple(token for each in outputs for token in each.tokens)
+        return replace(outputs[-1], tokens=tokens)
 
 
 class EngineLoop:
     """Owns the core from the moment it starts."""
 
     def __init__(self, core: EngineCore, *, max_open: int) -> None:
-        self._core = core
+        self._cores = [core]  # the last one is in use; those before it finish what they have
         self._max_open = max_open
+        self.stepping = threading.Lock()
+        """Held during every step: whoever else wants to run the model waits for it."""
         self._wake = threading.Condition()
-        self._inbox: deque[Request | str] = deque()  # a request to add, or the id of one to abort
+        self._inbox: deque[tuple[EngineCore, Request] | str] = deque()  # a request to add, or the id of one to abort
         self._sinks: dict[str, Sink] = {}
         self._stopping = False
         self._death: BaseException | None = None
@@ -87,8 +98,8 @@ class EngineLoop:
     def num_open(self) -> int:
         return len(self._sinks)
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Hand a request over; from now on it gets exactly one last output."""
+    def submit(self, request: Request, sink: Sink, core: EngineCore) -> None:
+        """Hand a request over to the core it was made for; from now on it gets exactly one last output."""
         with self._wake:
             if self._death is not None or self._stopping:
                 raise EngineDeadError(self._death_text())
@@ -97,8 +108,13 @@ class EngineLoop:
             if len(self._sinks) >= self._max_open:
                 raise EngineBusyError(f"{len(self._sinks)} requests are open, the limit is {self._max_open}")
             self._sinks[request.request_id] = sink
-            self._inbox.append(request)
+            self._inbox.append((core, request))
             self._wake.notify()
+
+    def use(self, core: EngineCore) -> None:
+        """Make another core the one in use. The one before it is let go when its last request has ended."""
+        with self._wake:
+            self._cores.append(core)
 
     def abort(self, request_id: str) -> bool:
         """Ask for the end of a request; False if it is not open."""
@@ -120,8 +136,11 @@ class EngineLoop:
     def _main(self) -> None:
         try:
             while self._take_inbox():
-                if self._core.has_work:
-                    self._deliver(self._core.step())
+                for core in tuple(self._cores):
+                    if core.has_work:
+                        with self.stepping:
+                            outputs = core.step()
+                        self._deliver(outputs)
                 self.last_beat = time.monotonic()
             self._end_all(FinishReason.ABORT, None)
         except BaseException as death:
@@ -133,23 +152,31 @@ class EngineLoop:
     def _take_inbox(self) -> bool:
         """Carry out what has come in; sleep while there is nothing to do. False when asked to stop."""
         with self._wake:
-            if not (self._inbox or self._stopping or self._core.has_work):
-                self._core.check_idle()
+            if not (self._inbox or self._stopping or any(core.has_work for core in self._cores)):
+                for core in self._cores:
+                    core.check_idle()
+                del self._cores[:-1]
                 self._wake.wait(IDLE_CHECK_S)
             if self._stopping:
                 return False
             commands = list(self._inbox)
             self._inbox.clear()
+            self._cores[:-1] = [core for core in self._cores[:-1] if core.has_work]
+            for command in commands:
+                if not isinstance(command, str) and command[0] not in self._cores:
+                    self._cores.insert(0, command[0])  # made just before another one came into use
+            cores = tuple(self._cores)
         ended = []
         for command in commands:
-            if isinstance(command, Request):
-                try:
-                    self._core.add(command)
-                except Exception as error:
-                    logger.exception("a request could not be queued")
-                    ended.append(RequestOutput(command.request_id, finish_reason=FinishReason.ERROR, error=error))
-            elif (output := self._core.abort(command)) is not None:
-                ended.append(output)
+            if isinstance(command, str):
+                ended += [output for core in cores if (output := core.abort(command)) is not None]
+                continue
+            core, request = command
+            try:
+                core.add(request)
+            except Exception as error:
+                logger.exception("a request could not be queued")
+                ended.append(RequestOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error))
         self._deliver(ended)
         return True
 

@@ -1,0 +1,39 @@
+"""Commands of `tide` that belong to the server: they are found by their entry points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tide_core.cli.exits import with_exit_code
+from tide_core.errors import ConfigError
+
+
+@with_exit_code
+def check_config(
+    path: Annotated[Path, typer.Argument(help="A Serve config file.")] = Path("deploy/config.yaml"),
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
+) -> None:
+    """Check a Serve config strictly: unknown keys and bad values are refused, with what was probably meant."""
+    from deploy.serve_config import check_file
+
+    warnings = check_file(path)
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    count = f"{len(warnings)} warning{'s' * (len(warnings) > 1)}"
+    if strict and warnings:
+        raise ConfigError(str(path), count, "none with --strict")
+    typer.echo(f"{path}: ok" + (f", {count}" if warnings else ""))
+
+
+@with_exit_code
+def new_key(
+    name: Annotated[str, typer.Argument(help="Who the key is for: letters, digits, dot, dash, underscore.")],
+    file: Annotated[Path, typer.Option("--file", help="Key file to add it to; made if it is not there.")],
+) -> None:
+    """Make an API key. It is printed once; the file keeps only its hash."""
+    from deploy.keys import add_key
+
+    typer.echo(add_key(file, name))

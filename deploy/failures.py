@@ -1,0 +1,95 @@
+"""Every way a request can fail, as HTTP and gRPC tell it: one table, by type, never by text."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass
+
+from tide_core.errors import EngineBusyError, EngineDeadError, FieldError, RequestError, TideError
+
+logger = logging.getLogger("ray.serve")
+
+RETRY_AFTER_S = 1
+
+
+class UnauthenticatedError(TideError):
+    """No key came, or one that is not known."""
+
+
+class ForbiddenError(FieldError):
+    """A value that the caller's key or the server's policy does not allow."""
+
+
+class NotServedError(FieldError):
+    """The client asked for something that is not here, such as another model."""
+
+
+class TooLargeError(FieldError):
+    """More came than the server takes."""
+
+
+class DeadlineError(TideError):
+    """The request ran out of time."""
+
+
+class StatusSetError(TideError):
+    """A gRPC call that failed: all there is to say is on its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the client learns."""
+
+    status: int
+    """Of HTTP."""
+    grpc_code: str
+    """Name of the gRPC status."""
+    kind: str
+    """OpenAI's `type`."""
+    code: str | None
+    """OpenAI's `code`."""
+    message: str
+    field: str | None = None
+    """OpenAI's `param`."""
+    retry_after_s: int | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is our fault, so that its cause must be logged."""
+        return self.status >= 500
+
+
+def tell(error: BaseException) -> Failure:
+    """What to say of an error. If it is our fault, its cause goes to the log under the id that the client gets."""
+    error_id = uuid.uuid4().hex[:16]
+    failure = failure_of(error, error_id)
+    if failure.is_ours:
+        logger.error("error %s", error_id, exc_info=error)
+    return failure
+
+
+def failure_of(error: BaseException, error_id: str) -> Failure:
+    """What is our fault gives away nothing but the id under which it was logged."""
+    invalid, ours = "invalid_request_error", "server_error"
+    match error:
+        case RequestError():
+            return Failure(400, "INVALID_ARGUMENT", invalid, "invalid_value", str(error), error.field)
+        case UnauthenticatedError():
+            return Failure(401, "UNAUTHENTICATED", invalid, "invalid_api_key", str(error))
+        case ForbiddenError():
+            return Failure(403, "PERMISSION_DENIED", invalid, "not_allowed", str(error), error.field)
+        case NotServedError():
+            return Failure(404, "NOT_FOUND", invalid, f"{error.field}_not_found", str(error), error.field)
+        case TooLargeError():
+            return Failure(413, "RESOURCE_EXHAUSTED", invalid, "too_large", str(error), error.field)
+        case DeadlineError():
+            return Failure(408, "DEADLINE_EXCEEDED", "timeout_error", "deadline_exceeded", str(error))
+        case EngineBusyError():
+            text = "too many requests are waiting"
+            return Failure(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "engine_busy", text, None, RETRY_AFTER_S)
+        case EngineDeadError():
+            text = f"the engine is not running (error {error_id})"
+            return Failure(503, "UNAVAILABLE", ours, "engine_dead", text, None, RETRY_AFTER_S)
+        case _:
+            return Failure(500, "INTERNAL", ours, "internal_error", f"internal error {error_id}")

@@ -1,0 +1,140 @@
+"""What stands before every HTTP route: sizes, the caller's key, a whole and proper body; and after it, one handler
+through which every error leaves. Nothing of a request is kept or computed before this lets it pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy import json_body
+from deploy.failures import DeadlineError, Failure, TooLargeError, tell
+from deploy.keys import Caller
+from deploy.openai_replies import error_object
+from deploy.service import Service
+from tide_core.errors import RequestError
+
+CLIENT_GONE = 499
+"""Nobody reads this status; logs show it."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was ready."""
+
+
+class HttpError(Exception):
+    """A failure that only HTTP has."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message)
+        code = "INVALID_ARGUMENT" if status < 500 else "INTERNAL"
+        self.failure = Failure(status, code, "invalid_request_error", None, message)
+
+
+class Guard:
+    """ASGI middleware round the routes of one service."""
+
+    def __init__(self, app: ASGIApp, *, service: Service, open_paths: frozenset[str]) -> None:
+        self._app, self._service, self._open_paths = app, service, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            inner_receive = await self._admit(scope, receive)
+            await self._app(scope, inner_receive, watched_send)
+        except ClientGoneError:
+            await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        except Exception as error:
+            if started:
+                raise  # too late for a status: the server cuts the connection, and the client sees a broken answer
+            await response_to(error)(scope, receive, send)
+
+    async def _admit(self, scope: Scope, receive: Receive) -> Receive:
+        limits, headers = self._service.limits, scope["headers"]
+        if len(headers) > limits.num_headers or sum(len(k) + len(v) for k, v in headers) > limits.header_bytes:
+            raise HttpError(431, f"at most {limits.num_headers} headers of {limits.header_bytes} bytes together")
+        known = {bytes(name).lower(): bytes(value) for name, value in headers}
+        caller = Caller()
+        if scope["path"] not in self._open_paths:
+            authorization = known.get(b"authorization")
+            caller = self._service.keys.caller(None if authorization is None else authorization.decode("latin-1"))
+        scope["tide"] = {"caller": caller}
+        if scope["method"] != "POST":
+            return receive
+        body = await self._body(known, receive)
+        scope["tide"]["body"] = json_body.parse(body, limits.json_depth)
+        return _replay(body, receive)
+
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+            raise HttpError(415, "the body must be JSON, sent with Content-Type: application/json")
+        if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise HttpError(415, "the body must not be compressed")
+        limits = self._service.limits
+        too_large = TooLargeError("body", f"more than {limits.body_bytes} bytes", "a smaller body")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > limits.body_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    body += message.get("body", b"")
+                    if len(body) > limits.body_bytes:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise DeadlineError(f"the body did not come within {limits.body_timeout_s:g} s") from None
+
+
+def caller_of(request: Request) -> Caller:
+    caller = request.scope["tide"]["caller"]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def body_of(request: Request) -> Any:
+    """The parsed body of a request that the guard let pass."""
+    body = request.scope["tide"]["body"]
+    if not isinstance(body, dict):
+        raise RequestError("body", type(body).__name__, "a JSON object")
+    return body
+
+
+def response_to(error: Exception) -> Response:
+    failure = error.failure if isinstance(error, HttpError) else tell(error)
+    headers = {} if failure.retry_after_s is None else {"Retry-After": str(failure.retry_after_s)}
+    if failure.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_object(failure), failure.status, headers)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body that was read, once; then whatever comes, such as the end of the connection."""
+    sent = False
+
+    async def again() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

@@ -1,0 +1,149 @@
+"""Who may call: a file of hashed keys, and what each key is allowed.
+
+    {"keys": [{"name": "team-a", "sha256": "9f86d0…", "modes": ["full", "verified"], "min_threshold": 0.5}]}
+
+`modes` and `min_threshold` may be left out. `tide new-key` makes a key and writes its entry; the key itself is nowhere.
+A key is random and long, so a plain hash keeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deploy import json_body
+from deploy.failures import UnauthenticatedError
+from tide_core.disk import write_whole
+from tide_core.errors import ConfigError, RequestError
+from tide_core.request import MODES
+
+KEY_BYTES = 32
+OWNER_ONLY = 0o600
+MAX_FILE_BYTES = 2**20
+MAX_FILE_DEPTH = 8
+MAX_HEADER_CHARS = 512
+SCHEME = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever holds a key, or anyone where there are none."""
+
+    name: str = "anyone"
+    salt: str = ""
+    """Callers of different salts never meet in the prefix cache."""
+    modes: tuple[str, ...] = MODES
+    min_threshold: float = 0.0
+
+
+class _Key(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    modes: list[str] = Field(default=list(MODES), min_length=1)
+    min_threshold: float = Field(default=0.0, ge=0.0, le=2.0)
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    keys: list[_Key] = Field(min_length=1)
+
+
+class KeyRing:
+    """The keys of a file. An empty ring is an open door."""
+
+    def __init__(self, callers: dict[bytes, Caller] | None = None) -> None:
+        self._callers = callers or {}
+
+    @classmethod
+    def read(cls, path: str | None) -> KeyRing:
+        """No path, no keys. A file that cannot be used is refused: it never becomes an open door."""
+        if path is None:
+            return cls()
+        callers = {}
+        for entry in _read(path):
+            digest = bytes.fromhex(entry.sha256)
+            salt = hashlib.sha256(b"cache salt of " + digest).hexdigest()
+            callers[digest] = Caller(entry.name, salt, tuple(entry.modes), entry.min_threshold)
+        return cls(callers)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._callers
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Whose key an authorization header holds. All keys are compared, each in constant time."""
+        if self.is_open:
+            return Caller()
+        if authorization is None:
+            raise UnauthenticatedError("an API key is needed: send Authorization: Bearer KEY")
+        scheme, key = authorization[: len(SCHEME)], authorization[len(SCHEME) :]
+        if len(authorization) > MAX_HEADER_CHARS or scheme.lower() != SCHEME or not key.isascii():
+            raise UnauthenticatedError("the Authorization header must be: Bearer KEY")
+        given = hashlib.sha256(key.encode()).digest()
+        found = None
+        for digest, caller in self._callers.items():
+            if hmac.compare_digest(given, digest):
+                found = caller
+        if found is None:
+            raise UnauthenticatedError("the API key is not known")
+        return found
+
+
+def add_key(path: Path, name: str) -> str:
+    """Make a key and add its entry to a file, which is made if it is not there. The key itself is kept nowhere."""
+    key = f"tide-{secrets.token_urlsafe(KEY_BYTES)}"
+    try:
+        entry = _Key(name=name, sha256=hashlib.sha256(key.encode()).hexdigest())
+    except ValidationError:
+        expected = "1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"
+        raise ConfigError("name", name, expected) from None
+    path = path.expanduser().resolve()  # of what a link points to, so that the link stays
+    entries = _read(str(path)) if path.exists() else []
+    if name in {other.name for other in entries}:
+        raise ConfigError("name", name, f"one that {path.name} does not have yet")
+    content = {"keys": [one.model_dump(exclude_unset=True) for one in (*entries, entry)]}
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode(), mode=OWNER_ONLY)
+    return key
+
+
+def _read(path: str) -> list[_Key]:
+    """The entries of a file, every name and every key once."""
+    file = Path(path).expanduser()
+    try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise ConfigError("api_keys_file", path, "a regular file")
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError("api_keys_file", path, f"a file that can be read: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError("api_keys_file", path, f"a file of at most {MAX_FILE_BYTES} bytes")
+    try:
+        entries = _KeyFile.model_validate(json_body.parse(data, MAX_FILE_DEPTH)).keys
+    except (ValidationError, RequestError) as error:
+        raise ConfigError("api_keys_file", path, f"a file of keys: {_brief(error)}") from None
+    seen: set[str] = set()
+    for entry in entries:
+        if unknown := [mode for mode in entry.modes if mode not in MODES]:
+            raise ConfigError(f"modes of key {entry.name}", unknown[0], f"some of {', '.join(MODES)}")
+        if {entry.name, entry.sha256} & seen:
+            raise ConfigError("api_keys_file", entry.name, "every name and every key once")
+        seen |= {entry.name, entry.sha256}
+    return entries
+
+
+def _brief(error: ValidationError | RequestError) -> str:
+    """What is wrong and where; nothing of what is there, which could be a key put in by mistake."""
+    if isinstance(error, RequestError):
+        return str(error.value)
+    first = error.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

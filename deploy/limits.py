@@ -1,0 +1,43 @@
+"""Most of everything that one request may ask for. Checked before anything is allocated for it."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tide_core.errors import RequestError
+from tide_core.request import SamplingParams
+
+
+class Limits(BaseModel):
+    """What `args.limits` of the application may hold."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    max_tokens: int = Field(default=4096, ge=1, le=2**24)
+    """Most tokens that one request may ask for."""
+    max_timeout_s: float = Field(default=280.0, gt=0.0, le=86400.0)
+    """Longest that one request may take; below Serve's `request_timeout_s`, so that its end is told by name."""
+    body_bytes: int = Field(default=2_000_000, ge=1, le=2**30)
+    """Of an HTTP request."""
+    body_timeout_s: float = Field(default=30.0, gt=0.0, le=3600.0)
+    """Within which the whole body must have come."""
+    header_bytes: int = Field(default=2**16, ge=1024, le=2**24)
+    num_headers: int = Field(default=100, ge=1, le=10_000)
+    metadata_bytes: int = Field(default=2**14, ge=1024, le=2**24)
+    """Of a gRPC call."""
+    json_depth: int = Field(default=64, ge=4, le=900)
+    stuck_after_s: float = Field(default=60.0, gt=0.0, le=86400.0)
+    """The replica is unhealthy when no engine step has ended for so long."""
+
+    def check(self, params: SamplingParams) -> None:
+        if params.max_tokens > self.max_tokens:
+            raise RequestError("max_tokens", params.max_tokens, f"at most {self.max_tokens}")
+
+    def timeout_s(self, asked: float | None) -> float:
+        if asked is None:
+            return self.max_timeout_s
+        if not math.isfinite(asked) or asked <= 0:
+            raise RequestError("timeout_s", asked, "a finite number above 0")
+        return min(asked, self.max_timeout_s)

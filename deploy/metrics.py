@@ -1,0 +1,258 @@
+"""What the server counts, every name in one table, and how the counts leave.
+
+Requests add plain numbers here; once a second a thread hands what has come together to Ray, which exports it as
+`ray_<name>` (a counter as `ray_<name>_total`) with the tags application, deployment and replica.
+
+One call of Ray's histogram takes 7 µs of a core that the engine wants too. So of each histogram no more than
+`MAX_SAMPLES` values a second are handed on, evenly spaced by size: quantiles and means stay, and the count is of what
+was handed on. Counters count everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from deploy.service import Answer
+from deploy.tracing import record_spans
+from tide_core.request import RequestOutput, SamplingParams
+from tide_core.stats import EngineStats
+
+logger = logging.getLogger("ray.serve")
+
+FLUSH_S = 1.0
+MAX_SAMPLES = 256
+MAX_HELD = 100_000
+"""Values that wait to be handed on; beyond it the oldest are dropped."""
+LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0)
+DURATIONS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+LAYERS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    tags: tuple[str, ...] = ()
+    boundaries: tuple[float, ...] = ()
+
+
+METRICS = (
+    Metric("tide_requests", "counter", "Requests that ended, by how.", ("finish",)),
+    Metric("tide_prompt_tokens", "counter", "Prompt tokens that were run; cached ones are not."),
+    Metric("tide_generation_tokens", "counter", "Tokens generated."),
+    Metric("tide_preemptions", "counter", "Requests set back for want of KV memory."),
+    Metric("tide_drafts", "counter", "Tokens that left early to be checked by full depth."),
+    Metric("tide_drafts_accepted", "counter", "Of those, the ones that became output."),
+    Metric(
+        "tide_exits",
+        "counter",
+        "Output tokens by the layer after which they left; the last layer: not early.",
+        ("layer",),
+    ),
+    Metric("tide_layers_run", "counter", "Layers run for output tokens and drafts, summed over tokens."),
+    Metric("tide_layers_saved", "counter", "Layers that full depth would have run in a row, less those that ran so."),
+    Metric("tide_non_finite_scores", "counter", "Router scores that were no numbers; their tokens did not leave."),
+    Metric("tide_mode_fallbacks", "counter", "Bounds found broken; their requests went on as verified.", ("contract",)),
+    Metric("tide_num_requests_running", "gauge", "Requests that run."),
+    Metric("tide_num_requests_waiting", "gauge", "Requests that wait."),
+    Metric("tide_tokens_in_flight", "gauge", "Most tokens that open requests may still make."),
+    Metric("tide_kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1."),
+    Metric("tide_engine_step_age_seconds", "gauge", "Since the engine last ended a step or found nothing to do."),
+    Metric("tide_draft_acceptance", "gauge", "Share of drafts that became output, since the start."),
+    Metric("tide_predicted_gain", "gauge", "Of the last plan over full depth, by the cost table."),
+    Metric("tide_config_refused", "gauge", "1 while the last user_config was refused and the one before it stays."),
+    Metric("tide_audit_disagreement", "gauge", "Audited disagreement with full depth, per token.", ("contract",)),
+    Metric("tide_audit_disagreement_lower", "gauge", "Lower end of its interval.", ("contract",)),
+    Metric("tide_audit_disagreement_upper", "gauge", "Upper end of its interval.", ("contract",)),
+    Metric("tide_audit_bound", "gauge", "The bound that was promised.", ("contract",)),
+    Metric("tide_time_to_first_token_seconds", "histogram", "From arrival to the first token.", ("mode",), LATENCIES_S),
+    Metric(
+        "tide_inter_token_latency_seconds",
+        "histogram",
+        "Between two pieces of an answer, divided by the tokens of the second.",
+        ("mode",),
+        LATENCIES_S,
+    ),
+    Metric("tide_request_seconds", "histogram", "From arrival to the end.", ("mode",), DURATIONS_S),
+    Metric("tide_queue_seconds", "histogram", "From arrival to the first step.", ("mode",), LATENCIES_S),
+    Metric("tide_exit_layer", "histogram", "Layer after which an output token left.", (), LAYERS),
+)
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+class Exporter(Protocol):
+    """Where counts go."""
+
+    def add(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        """Increase a counter, set a gauge, or add a sample to a histogram."""
+
+
+class RayExporter:
+    """Ray's own metrics, with the tags of the replica."""
+
+    def __init__(self, table: Sequence[Metric] = METRICS) -> None:
+        from ray.serve import metrics
+
+        self._record: dict[str, Callable[[float, dict[str, str]], None]] = {}
+        for metric in table:
+            if metric.kind == "counter":
+                self._record[metric.name] = metrics.Counter(metric.name, metric.text, metric.tags).inc
+            elif metric.kind == "gauge":
+                self._record[metric.name] = metrics.Gauge(metric.name, metric.text, metric.tags).set
+            else:
+                bounds = list(metric.boundaries)
+                self._record[metric.name] = metrics.Histogram(metric.name, metric.text, bounds, metric.tags).observe
+
+    def add(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        self._record[name](value, dict(tags))
+
+
+class Meter:
+    """Hears of every request; `flush` hands on what it heard and what the engine counts."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self.config_refused = False
+        """Whether the last `user_config` could not be taken."""
+        self._exporter = exporter
+        self._heard: deque[tuple[str, str, float]] = deque(maxlen=MAX_HELD)
+        self._before: Counter[str] = Counter()
+        self._exits_before: Counter[int] = Counter()
+        self._saved = 0
+        self._broken: set[str] = set()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # Of requests, on the event loop: what is heard goes into a deque, which another thread may empty meanwhile.
+
+    def started(self, params: SamplingParams) -> None:
+        """Nothing is counted before it happened."""
+
+    def moved(self, answer: Answer, output: RequestOutput) -> None:
+        mode, now = answer.params.mode or "full", time.monotonic()
+        if output.tokens:
+            if answer.first_at is None:
+                self._heard.append(("tide_time_to_first_token_seconds", mode, now - answer.started_at))
+            elif answer.last_at is not None:
+                gap = (now - answer.last_at) / len(output.tokens)
+                self._heard.append(("tide_inter_token_latency_seconds", mode, gap))
+        if output.usage is not None:
+            self._heard.append(("tide_queue_seconds", mode, output.usage.queue_s))
+            record_spans(answer, output.usage)
+
+    def ended(self, answer: Answer, reason: str) -> None:
+        self._heard.append(("tide_requests", reason, 1))
+        duration = time.monotonic() - answer.started_at
+        self._heard.append(("tide_request_seconds", answer.params.mode or "full", duration))
+
+    # Of the engine, on a thread of its own.
+
+    def start(self, stats: Callable[[], EngineStats], tokens_in_flight: Callable[[], int]) -> None:
+        def run() -> None:
+            failing = False
+            while not self._stop.wait(FLUSH_S):
+                try:
+                    self.flush(stats(), tokens_in_flight())
+                    failing = False
+                except Exception:
+                    if not failing:  # once, not once a second
+                        logger.exception("metrics could not be exported")
+                    failing = True
+
+        self._thread = threading.Thread(target=run, name="tide-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def flush(self, stats: EngineStats, tokens_in_flight: int) -> None:
+        self._flush_requests()
+        self._flush_counters(stats)
+        self._flush_gauges(stats, tokens_in_flight)
+        self._flush_audits(stats)
+
+    def _flush_requests(self) -> None:
+        heard: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for _ in range(len(self._heard)):
+            name, tag, value = self._heard.popleft()
+            heard[name, tag].append(value)
+        for (name, tag), values in heard.items():
+            metric = BY_NAME[name]
+            for value in [sum(values)] if metric.kind == "counter" else thinned(values):
+                self._exporter.add(name, value, {metric.tags[0]: tag})
+
+    def _flush_counters(self, stats: EngineStats) -> None:
+        exits = stats.exits
+        gained = {
+            name: self._gained(name, value)
+            for name, value in (
+                ("tide_prompt_tokens", stats.num_prompt_tokens),
+                ("tide_generation_tokens", stats.num_output_tokens),
+                ("tide_preemptions", stats.num_preemptions),
+                ("tide_drafts", exits["drafts"]),
+                ("tide_drafts_accepted", exits["accepted"]),
+                ("tide_layers_run", exits["layers_run"]),
+                ("tide_non_finite_scores", exits["non_finite_scores"]),
+            )
+        }
+        tokens, passes = self._gained("tokens", exits["total_tokens"]), self._gained("passes", exits["deep_passes"])
+        shallow = min((int(layer) for layer in exits["exits_per_layer"]), default=0)
+        # Drafts that come to nothing cost layers; they are paid back before more is said to be saved.
+        self._saved += (tokens - passes) * exits["num_layers"] - gained["tide_drafts"] * shallow
+        if self._saved > 0:
+            gained["tide_layers_saved"], self._saved = self._saved, 0
+        for name, count in gained.items():
+            if count > 0:
+                self._exporter.add(name, count, {})
+        layers = Counter({int(layer): count for layer, count in exits["exits_per_layer"].items()})
+        layers[exits["num_layers"]] = exits["remaining_tokens"]
+        left = layers - self._exits_before
+        self._exits_before = layers
+        for layer, count in left.items():
+            self._exporter.add("tide_exits", count, {"layer": str(layer)})
+        for value in thinned(left.elements()):
+            self._exporter.add("tide_exit_layer", value, {})
+
+    def _gained(self, name: str, count: int) -> int:
+        """Since the last time; nothing if a count went down, as if it had begun anew."""
+        before, self._before[name] = self._before[name], count
+        return max(0, count - before)
+
+    def _flush_gauges(self, stats: EngineStats, tokens_in_flight: int) -> None:
+        for name, value in (
+            ("tide_num_requests_running", stats.num_running),
+            ("tide_num_requests_waiting", stats.num_waiting),
+            ("tide_tokens_in_flight", tokens_in_flight),
+            ("tide_kv_cache_usage_perc", stats.kv_usage),
+            ("tide_engine_step_age_seconds", stats.last_step_age_s),
+            ("tide_draft_acceptance", stats.exits["acceptance"] or 0.0),
+            ("tide_predicted_gain", stats.predicted_gain),
+            ("tide_config_refused", float(self.config_refused)),
+        ):
+            self._exporter.add(name, value, {})
+
+    def _flush_audits(self, stats: EngineStats) -> None:
+        for contract, audit in stats.audits.items():
+            tags = {"contract": contract}
+            self._exporter.add("tide_audit_disagreement", audit.rate, tags)
+            self._exporter.add("tide_audit_disagreement_lower", audit.lower, tags)
+            self._exporter.add("tide_audit_disagreement_upper", audit.upper, tags)
+            if audit.epsilon is not None:
+                self._exporter.add("tide_audit_bound", audit.epsilon, tags)
+            if audit.broken and contract not in self._broken:
+                self._exporter.add("tide_mode_fallbacks", 1, tags)
+        self._broken = {contract for contract, audit in stats.audits.items() if audit.broken}
+
+
+def thinned(values: Iterable[float], most: int = MAX_SAMPLES) -> list[float]:
+    """All of the values, or as many as there may be of them: evenly spaced among them by size."""
+    ordered = sorted(values)
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[(2 * index + 1) * len(ordered) // (2 * most)] for index in range(most)]

@@ -1,0 +1,272 @@
+"""The verbs of the server over one engine. HTTP and gRPC are two ways to say them; what they mean stands here.
+
+A request: the caller's key → policy and limits → the engine → outputs until its one end → counts and a log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from deploy.failures import DeadlineError, NotServedError
+from deploy.keys import Caller, KeyRing
+from deploy.limits import Limits
+from deploy.policy import LivePolicy
+from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from tide_core.request import FinishReason, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from tide_core.engine.engine import Engine, Prompt
+
+logger = logging.getLogger("ray.serve")
+
+EXPIRE_AGAIN_S = 0.05
+DEADLINE, CALLER = "deadline", "caller"
+
+
+class Observer(Protocol):
+    """Whoever counts requests."""
+
+    def started(self, params: SamplingParams) -> None: ...
+
+    def moved(self, answer: Answer, output: RequestOutput) -> None: ...
+
+    def ended(self, answer: Answer, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One generation, as either face understood it."""
+
+    prompt: Prompt
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingParams` that were given."""
+    request_id: str | None = None
+    """The caller's own name for it."""
+    model: str | None = None
+    timeout_s: float | None = None
+    fills: bool = False
+    """Whether it goes on for as long as there is room: `max_tokens` was not given and has no default."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request on its way: its names, what has come so far, and why it was ended if somebody ended it."""
+
+    request_id: str
+    """The caller's name for it, or ours."""
+    engine_id: str
+    """Ours, and never anyone else's: it is the one in the logs."""
+    caller: Caller
+    params: SamplingParams
+    prompt: Prompt
+    timeout_s: float
+    artefact: str | None
+    fills: bool = False
+    started_at: float = field(default_factory=time.monotonic)
+    first_at: float | None = None
+    last_at: float | None = None
+    num_tokens: int = 0
+    ended_by: str | None = None
+
+
+class Service:
+    """One engine, the policy in force, and the requests that are open."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model: str,
+        limits: Limits | None = None,
+        keys: KeyRing | None = None,
+        policy: LivePolicy | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.engine, self.model = engine, model
+        self.limits = limits or Limits()
+        self.keys = keys or KeyRing()
+        self.policy = policy or LivePolicy()
+        self._observer = observer
+        self._own_artefact = engine.config.artefact
+        self._open: dict[tuple[str, str], Answer] = {}
+
+    def begin(self, call: Call, caller: Caller) -> Answer:
+        """Check what can be checked at once. Nothing runs before `outputs` is read."""
+        if call.model is not None and call.model != self.model:
+            raise NotServedError("model", call.model, self.model)
+        given = {**call.params, "max_tokens": self.limits.max_tokens} if call.fills else call.params
+        params = self.policy.params(given, caller, self.natural_mode)
+        self.limits.check(params)
+        engine_id = uuid.uuid4().hex
+        answer = Answer(
+            request_id=engine_id if call.request_id is None else _checked_id(call.request_id),
+            engine_id=engine_id,
+            caller=caller,
+            params=params,
+            prompt=call.prompt,
+            timeout_s=self.limits.timeout_s(call.timeout_s),
+            artefact=None if params.mode == "full" else self.engine.artefact_digest,
+            fills=call.fills,
+        )
+        if (caller.name, answer.request_id) in self._open:
+            raise RequestError("request_id", answer.request_id, "one that no open request of yours has")
+        return answer
+
+    async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
+        """Pieces of the answer, the last one with a finish reason; or an error, after which nothing comes.
+
+        Closing the generator ends the request."""
+        name = (answer.caller.name, answer.request_id)
+        if name in self._open:  # another one of that name began since
+            raise RequestError("request_id", answer.request_id, "one that no open request of yours has")
+        self._open[name] = answer
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(answer.timeout_s, self._expire, answer)
+        reason = "cancelled"
+        if self._observer is not None:
+            self._observer.started(answer.params)
+        try:
+            if answer.fills:
+                await self._fill(answer)
+            stream = self.engine.stream(
+                answer.prompt, answer.params, request_id=answer.engine_id, cache_salt=answer.caller.salt
+            )
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    _raise_if_failed(answer, output)
+                    self._note(answer, output)
+                    if output.finish_reason is not None:
+                        reason = output.finish_reason.value
+                    yield output
+        except Exception as error:
+            reason = type(error).__name__
+            raise
+        finally:
+            timer.cancel()
+            answer.ended_by = answer.ended_by or "end"  # an expiry that waits for its turn finds it ended
+            del self._open[name]
+            if self._observer is not None:
+                self._observer.ended(answer, reason)
+            _log_end(answer, reason)
+
+    async def whole(self, answer: Answer) -> list[RequestOutput]:
+        async with contextlib.aclosing(self.outputs(answer)) as outputs:
+            return [output async for output in outputs]
+
+    def abort(self, request_id: str, caller: Caller) -> bool:
+        """End a request of this caller; False if there is none of that name."""
+        answer = self._open.get((caller.name, _checked_id(request_id)))
+        if answer is None:
+            return False
+        answer.ended_by = answer.ended_by or CALLER
+        return self.engine.abort(answer.engine_id)
+
+    @property
+    def natural_mode(self) -> str:
+        return "full" if self.engine.artefact_digest is None else "verified"
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Most tokens that open requests may still make: the load that is promised."""
+        return sum(answer.params.max_tokens - answer.num_tokens for answer in self._open.values())
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        return list(await asyncio.to_thread(self.engine.prompt_ids, prompt))
+
+    async def detokenize(self, ids: list[int]) -> str:
+        return await asyncio.to_thread(self.engine.tokenizer.decode, ids)
+
+    async def take(self, policy: LivePolicy, keys: KeyRing) -> None:
+        """Put another policy and other keys in force for requests to come; refused as a whole if one is wrong."""
+        await self._use(policy.artefact)
+        try:
+            self.engine.check_params(policy.params({}, Caller(), self.natural_mode))
+        except RequestError as error:
+            await self._use(self.policy.artefact)
+            raise ConfigError(f"user_config.{error.field}", error.value, error.expected) from error
+        self.policy, self.keys = policy, keys
+
+    async def _use(self, artefact: str | None) -> None:
+        """The exits that a policy names; None for those of the engine's settings."""
+        wanted = self._own_artefact if artefact is None else artefact
+        if wanted != self.engine.config.artefact:
+            await asyncio.to_thread(self.engine.use_artefact, wanted)
+
+    def check(self) -> None:
+        """Raise if the engine is dead, or has stood still for too long with work to do."""
+        stats = self.engine.stats()
+        if stats.dead:
+            raise EngineDeadError("the engine loop has stopped")
+        if stats.last_step_age_s > self.limits.stuck_after_s:
+            raise EngineDeadError(f"no engine step has ended for {stats.last_step_age_s:.0f} s")
+
+    async def _fill(self, answer: Answer) -> None:
+        """As many tokens as there is room for behind the prompt, up to the limit."""
+        ids = await self.tokenize(answer.prompt)
+        room = max(1, min(self.limits.max_tokens, self.engine.room_for(len(ids))))
+        answer.prompt, answer.params = ids, replace(answer.params, max_tokens=room)
+
+    def _note(self, answer: Answer, output: RequestOutput) -> None:
+        now = time.monotonic()
+        if self._observer is not None:
+            self._observer.moved(answer, output)
+        if output.tokens and answer.first_at is None:
+            answer.first_at = now
+        answer.last_at = now
+        answer.num_tokens += len(output.tokens)
+
+    def _expire(self, answer: Answer) -> None:
+        """The time is over. A request that the engine does not have yet is looked for again a little later."""
+        if answer.ended_by is not None and answer.ended_by != DEADLINE:
+            return
+        answer.ended_by = DEADLINE
+        if not self.engine.abort(answer.engine_id):
+            asyncio.get_running_loop().call_later(EXPIRE_AGAIN_S, self._expire_again, answer)
+
+    def _expire_again(self, answer: Answer) -> None:
+        if self._open.get((answer.caller.name, answer.request_id)) is answer:
+            self._expire(answer)
+
+
+def _raise_if_failed(answer: Answer, output: RequestOutput) -> None:
+    """An answer that was broken off is an error, unless its caller asked for that."""
+    if answer.ended_by == DEADLINE:
+        raise DeadlineError(f"the request took longer than {answer.timeout_s:g} s")
+    if output.error is not None:
+        raise output.error
+    if output.finish_reason is FinishReason.ERROR:
+        raise EngineError("the request failed")
+    if output.finish_reason is FinishReason.ABORT and answer.ended_by != CALLER:
+        raise EngineDeadError("the engine was closed")
+
+
+def _log_end(answer: Answer, reason: str) -> None:
+    """One line a request: ids, counts and times, never text. A log in JSON has them as fields too."""
+    first = None if answer.first_at is None else round(answer.first_at - answer.started_at, 4)
+    facts = {
+        "tide_request_id": answer.engine_id,
+        "caller": answer.caller.name,
+        "mode": answer.params.mode,
+        "finish": reason,
+        "output_tokens": answer.num_tokens,
+        "first_token_s": first,
+        "total_s": round(time.monotonic() - answer.started_at, 4),
+    }
+    logger.info("request ended: %s", " ".join(f"{key}={value}" for key, value in facts.items()), extra=facts)
+
+
+def _checked_id(request_id: str) -> str:
+    if not 1 <= len(request_id) <= 128 or not request_id.isprintable():
+        raise RequestError("request_id", request_id, "1..128 printable characters")
+    return request_id

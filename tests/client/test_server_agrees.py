@@ -1,0 +1,73 @@
+"""Client and server meet in their messages: what one writes the other reads, with a tiny engine and no socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deploy.keys import Caller
+from tests.deploy.faces import Context, Grpc, Http, all_of, make_service
+from tide_client import openai_events
+from tide_client.pieces import Pieces
+from tide_client.requests import Options, request_of
+from tide_client.results import Answer, exit_stats_of, model_info_of, response_of
+
+CHAT = [{"role": "user", "content": "the cat"}]
+OPTIONS: Options = {"max_tokens": 12, "ignore_eos": True, "mode": "verified", "threshold": 0.25}
+
+
+async def over_grpc(service: Any, prompt: Any) -> Answer:
+    pieces, context = Pieces(), Context()
+    for chunk in await all_of(Grpc(service).GenerateStream(request_of(prompt, OPTIONS, 30.0), context)):  # type: ignore[arg-type]
+        pieces.take(chunk)
+    assert context.text == ""
+    pieces.end()
+    return pieces.answer
+
+
+async def over_http(service: Any, prompt: Any) -> Answer:
+    path, body = openai_events.request_of(prompt, OPTIONS, 30.0)
+    reply = await Http(service).ask("POST", path, raw=body)
+    assert reply.status == 200, reply.body
+    pieces = Pieces()
+    events = openai_events.Events(pieces)
+    for line in reply.body.splitlines(keepends=True):
+        events.take(line)
+    return pieces.answer
+
+
+@pytest.mark.parametrize("prompt", ["the cat", CHAT], ids=["text", "chat"])
+async def test_a_stream_is_the_same_over_both_ways(prompt: Any) -> None:
+    service = make_service()
+    with service.engine:
+        grpc_answer, http_answer = await over_grpc(service, prompt), await over_http(service, prompt)
+    assert len(grpc_answer.tokens) == 12
+    assert {token.exit_layer for token in grpc_answer.tokens} == {1, 4}
+    assert [token.id for token in grpc_answer.tokens] == [token.id for token in http_answer.tokens]
+    assert (grpc_answer.text, grpc_answer.finish_reason) == (http_answer.text, http_answer.finish_reason)
+    assert sum(http_answer.exits.tokens_per_layer.values()) == http_answer.usage.completion_tokens == 12
+    assert grpc_answer.artefact_digest == http_answer.artefact_digest is not None
+
+
+async def test_the_other_calls_are_read_as_they_are_written() -> None:
+    service = make_service()
+    with service.engine:
+        whole = response_of(await Grpc(service).Generate(request_of("the cat", OPTIONS, 30.0), Context()))  # type: ignore[arg-type]
+        info = model_info_of(Grpc(service)._model_info(Caller()))
+        stats = exit_stats_of(await Grpc(service).GetExitStats(None, Context()))  # type: ignore[arg-type]
+        models = await Http(service).ask("GET", "/v1/models")
+    assert whole.usage.completion_tokens == stats.total_tokens == 12
+    assert info.num_layers == stats.num_layers == openai_events.num_layers_of(models.body) == 4
+    assert set(info.modes) == {"full", "verified", "bounded", "fast"}
+
+
+async def test_a_refusal_over_http_is_read_in_its_own_words() -> None:
+    service = make_service()
+    with service.engine:
+        path, body = openai_events.request_of("the cat", {"max_tokens": 0}, 30.0)
+        reply = await Http(service).ask("POST", path, raw=body)
+    assert reply.status == 400
+    assert "max_tokens" in openai_events.error_of(reply.body)
+    assert json.loads(body)["tide"] == {"tokens": True, "timeout_s": 30.0}

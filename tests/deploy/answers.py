@@ -1,0 +1,22 @@
+"""Requests on their way, without an engine behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.keys import Caller
+from deploy.service import Answer
+from tide_core.request import SamplingParams
+
+
+def make_answer(*, mode: str = "verified", **values: Any) -> Answer:
+    known = {
+        "request_id": "mine",
+        "engine_id": "ours",
+        "caller": Caller(),
+        "params": SamplingParams(mode=mode),
+        "prompt": "secret words",
+        "timeout_s": 10.0,
+        "artefact": None,
+    }
+    return Answer(**{**known, **values})

@@ -1,0 +1,238 @@
+"""API keys: whose key it is, and that no mistake in a file or a header opens the door."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.failures import UnauthenticatedError, failure_of
+from deploy.keys import MAX_FILE_BYTES, MAX_HEADER_CHARS, Caller, KeyRing, add_key
+from tide_core.errors import ConfigError
+from tide_core.request import MODES
+
+KEY, OTHER = "tide-one", "tide-two"
+
+
+def entry(name: str = "team-a", key: str = KEY, **more: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **more}
+
+
+def ring_of(tmp_path: Path, *entries: dict[str, Any]) -> KeyRing:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": list(entries)}))
+    return KeyRing.read(str(path))
+
+
+def test_a_key_is_known_by_its_hash_and_brings_what_it_is_allowed(tmp_path: Path) -> None:
+    limited = entry("team-b", OTHER, modes=["full", "verified"], min_threshold=0.5)
+    ring = ring_of(tmp_path, entry(), limited)
+    one, two = ring.caller(f"Bearer {KEY}"), ring.caller(f"Bearer {OTHER}")
+    assert (one.name, one.modes, one.min_threshold) == ("team-a", MODES, 0.0)
+    assert (two.name, two.modes, two.min_threshold) == ("team-b", ("full", "verified"), 0.5)
+    assert one.salt != two.salt
+    assert min(len(one.salt), len(two.salt)) == 64
+    assert hashlib.sha256(KEY.encode()).hexdigest() not in one.salt
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_the_scheme_is_read_in_any_case(tmp_path: Path, scheme: str) -> None:
+    assert ring_of(tmp_path, entry()).caller(f"{scheme} {KEY}").name == "team-a"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        KEY,
+        f"Bearer{KEY}",
+        f"Basic {KEY}",
+        f"Token {KEY}",
+        f"Bearer  {KEY}",
+        f"Bearer {KEY} ",
+        f"Bearer {KEY}\n",
+        f"Bearer {KEY}, Bearer {KEY}",
+        f" Bearer {KEY}",
+        f"Bearer {KEY.upper()}",
+        f"Bearer {OTHER}",
+        f"Bearer {KEY}\xe9",
+        "Bearer \u0000",
+        f"Bearer {hashlib.sha256(KEY.encode()).hexdigest()}",
+        "Bearer team-a",
+        f"Bearer {KEY}" + "x" * MAX_HEADER_CHARS,
+        f"Bearer {KEY}" + " " * MAX_HEADER_CHARS,
+        "x" * 10_000_000,
+    ],
+    ids=lambda header: repr(header)[:40],
+)
+def test_any_other_header_is_refused_and_not_repeated(tmp_path: Path, header: str | None) -> None:
+    with pytest.raises(UnauthenticatedError) as refused:
+        ring_of(tmp_path, entry()).caller(header)
+    failure = failure_of(refused.value, "id")
+    assert (failure.status, failure.grpc_code) == (401, "UNAUTHENTICATED")
+    assert KEY not in failure.message
+    assert len(failure.message) < 100
+
+
+def test_every_key_is_compared_in_constant_time_wherever_the_right_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = ring_of(tmp_path, *(entry(f"team-{number}", f"key-{number}") for number in range(5)))
+    compared: list[int] = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr("deploy.keys.hmac.compare_digest", lambda a, b: compared.append(1) or compare(a, b))
+    for key in ("key-0", "key-4"):
+        ring.caller(f"Bearer {key}")
+    with pytest.raises(UnauthenticatedError):
+        ring.caller("Bearer key-5")
+    assert len(compared) == 15
+
+
+def test_without_a_file_whoever_comes_is_anyone() -> None:
+    ring = KeyRing.read(None)
+    assert ring.is_open
+    assert ring.caller(None) == ring.caller("whatever") == Caller()
+
+
+NO_KEY_FILES = {
+    "empty": b"",
+    "no json": b"keys:\n- name: team-a\n",
+    "a list": b"[]",
+    "null": b"null",
+    "no keys": b"{}",
+    "an empty list of keys": b'{"keys": []}',
+    "keys that are no list": b'{"keys": {"team-a": "9f"}}',
+    "a text": b'{"keys": ["tide-secret"]}',
+    "a key itself": json.dumps({"keys": [{"name": "a", "sha256": "tide-secret"}]}).encode(),
+    "no hash": b'{"keys": [{"name": "a"}]}',
+    "no name": json.dumps({"keys": [{"sha256": "0" * 64}]}).encode(),
+    "upper case": json.dumps({"keys": [{"name": "a", "sha256": "A" * 64}]}).encode(),
+    "an unknown field": json.dumps({"keys": [entry(mode="full")]}).encode(),
+    "a field beside": json.dumps({"keys": [entry()], "open": True}).encode(),
+    "one name twice": json.dumps({"keys": [entry(), entry(key=OTHER)]}).encode(),
+    "one key twice": json.dumps({"keys": [entry(), entry("team-b")]}).encode(),
+    "one field twice": b'{"keys": [], "keys": [' + json.dumps(entry()).encode() + b"]}",
+    "a bad name": json.dumps({"keys": [entry("a b")]}).encode(),
+    "a name with a line end": json.dumps({"keys": [entry("a\n")]}).encode(),
+    "an unknown mode": json.dumps({"keys": [entry(modes=["full", "fst"])]}).encode(),
+    "no mode at all": json.dumps({"keys": [entry(modes=[])]}).encode(),
+    "a floor out of range": json.dumps({"keys": [entry(min_threshold=3)]}).encode(),
+    "a floor that is no number": b'{"keys": [{"name": "a", "sha256": "' + b"0" * 64 + b'", "min_threshold": NaN}]}',
+    "nested without end": b'{"keys": ' + b"[" * 100_000,
+    "no text": b"\xff\xfe\x00",
+    "too large": b'{"keys": [' + b" " * MAX_FILE_BYTES + b"]}",
+}
+
+
+@pytest.mark.parametrize("name", NO_KEY_FILES)
+def test_a_file_that_is_no_key_file_is_refused_and_never_an_open_door(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_bytes(NO_KEY_FILES[name])
+    with pytest.raises(ConfigError) as refused:
+        KeyRing.read(str(path))
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ConfigError):
+        add_key(path, "team-z")
+    assert path.read_bytes() == NO_KEY_FILES[name]
+
+
+@pytest.mark.timeout(20)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("missing", ".", "pipe", "loop"):
+        with pytest.raises(ConfigError, match="api_keys_file"):
+            KeyRing.read(str(tmp_path / name))
+    with pytest.raises(ConfigError, match="a regular file"):
+        KeyRing.read("/dev/zero")
+
+
+def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    ring_of(tmp_path, entry())
+    monkeypatch.setattr(Path, "open", deny)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        KeyRing.read(str(tmp_path / "keys.json"))
+
+
+def test_a_new_key_works_and_only_its_hash_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    keys = [add_key(path, f"team-{number}") for number in range(3)]
+    assert len(set(keys)) == 3
+    assert all(re.fullmatch(r"tide-[A-Za-z0-9_-]{43}", key) for key in keys)
+    text = path.read_text()
+    assert not any(key in text for key in keys)
+    ring = KeyRing.read(str(path))
+    assert [ring.caller(f"Bearer {key}").name for key in keys] == ["team-0", "team-1", "team-2"]
+
+
+def test_what_other_keys_are_allowed_stays_as_it_was(tmp_path: Path) -> None:
+    before = entry(modes=["full"], min_threshold=0.5)
+    ring_of(tmp_path, before)
+    add_key(tmp_path / "keys.json", "team-b")
+    assert json.loads((tmp_path / "keys.json").read_bytes())["keys"][0] == before
+
+
+def test_a_key_file_is_for_its_owner_alone_from_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "keys.json", []
+    write = os.fsync
+
+    def watch(descriptor: int) -> None:
+        seen.extend(oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir())
+        write(descriptor)
+
+    monkeypatch.setattr("tide_core.disk.os.fsync", watch)
+    before = os.umask(0)
+    try:
+        add_key(path, "team-a")
+        path.chmod(0o644)
+        add_key(path, "team-b")
+    finally:
+        os.umask(before)
+    assert seen[0] == "0o600"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_that_cannot_be_written_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring_of(tmp_path, entry())
+    before = (tmp_path / "keys.json").read_bytes()
+    monkeypatch.setattr("tide_core.disk.os.rename", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        add_key(tmp_path / "keys.json", "team-b")
+    assert (tmp_path / "keys.json").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-a", ".a", "a/b", "é", "a\n", "a" * 65, "../x"])
+def test_a_bad_name_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        add_key(tmp_path / "keys.json", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    ring_of(tmp_path, entry())
+    before = (tmp_path / "keys.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"one that keys\.json does not have yet"):
+        add_key(tmp_path / "keys.json", "team-a")
+    assert (tmp_path / "keys.json").read_bytes() == before
+
+
+def test_a_link_to_a_key_file_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "keys.json")
+    key = add_key(tmp_path / "link.json", "team-a")
+    assert (tmp_path / "link.json").is_symlink()
+    assert KeyRing.read(str(tmp_path / "keys.json")).caller(f"Bearer {key}").name == "team-a"

@@ -1,0 +1,103 @@
+"""Spans of a request: where its time went, and nothing where nobody listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+
+from deploy.tracing import record_spans
+from tests.deploy.answers import make_answer
+from tide_core.request import Usage
+
+USAGE = Usage(
+    prompt_tokens=9,
+    output_tokens=12,
+    cached_tokens=4,
+    deep_passes=4,
+    layers_run=120,
+    queue_s=0.25,
+    first_token_s=0.75,
+    total_s=3.0,
+)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_queue_prefill_and_decode_follow_each_other_with_the_engines_times(heard: InMemorySpanExporter) -> None:
+    record_spans(make_answer(), USAGE)
+    spans = heard.get_finished_spans()
+    assert [span.name for span in spans] == ["tide.queue", "tide.prefill", "tide.decode"]
+    assert [seconds(span) for span in spans] == pytest.approx([0.25, 0.5, 2.25], abs=1e-6)
+    assert [one.end_time for one in spans[:-1]] == [two.start_time for two in spans[1:]]
+    assert abs(time.time_ns() - (spans[-1].end_time or 0)) < 60e9
+
+
+def test_a_span_tells_counts_and_never_the_prompt(heard: InMemorySpanExporter) -> None:
+    record_spans(make_answer(mode="bounded"), USAGE)
+    for span in heard.get_finished_spans():
+        assert span.attributes == {
+            "tide.request_id": "ours",
+            "tide.mode": "bounded",
+            "tide.prompt_tokens": 9,
+            "tide.cached_tokens": 4,
+            "tide.output_tokens": 12,
+            "tide.layers_per_token": 10.0,
+            "tide.tokens_per_deep_pass": 3.0,
+        }
+
+
+def test_spans_hang_under_the_span_of_the_call(heard: InMemorySpanExporter) -> None:
+    with trace.get_tracer("serve").start_as_current_span("call") as call:
+        record_spans(make_answer(), USAGE)
+    *ours, outer = heard.get_finished_spans()
+    assert outer.name == "call"
+    assert {span.parent.span_id for span in ours if span.parent} == {call.get_span_context().span_id}
+    assert {span.context.trace_id for span in ours if span.context} == {call.get_span_context().trace_id}
+
+
+@pytest.mark.parametrize("waited", [0.0, 1.5])
+def test_a_request_that_was_ended_before_its_first_token_has_spent_its_time_where_it_was(
+    heard: InMemorySpanExporter, waited: float
+) -> None:
+    record_spans(make_answer(), Usage(9, 0, queue_s=waited, first_token_s=1.5, total_s=1.5))
+    spans = heard.get_finished_spans()
+    assert [seconds(span) for span in spans] == pytest.approx([waited, 1.5 - waited, 0.0], abs=1e-6)
+
+
+def test_a_call_that_was_not_drawn_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    record_spans(make_answer(), USAGE)
+    assert exporter.get_finished_spans() == ()
+
+
+def test_without_a_provider_one_span_is_asked_for_and_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer, asked = trace.NoOpTracer(), []
+    monkeypatch.setattr(trace, "get_tracer", lambda name: asked.append(name) or tracer)
+    record_spans(make_answer(), USAGE)
+    assert asked == ["tide"]
+    monkeypatch.undo()
+    assert isinstance(trace.get_tracer("tide").start_span("x"), trace.NonRecordingSpan)
+    record_spans(make_answer(), USAGE)

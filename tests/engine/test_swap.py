@@ -1,0 +1,123 @@
+"""Another artefact while requests run: they keep their exits, those after them have the new ones, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.evaluation.on_disk import save_artefact_for_it, save_model
+from tests.factories import make_engine
+from tide_core.engine.engine import Engine
+from tide_core.errors import ArtefactError, ConfigError
+from tide_core.request import RequestOutput, SamplingParams
+
+PROMPT = [2, 3, 4, 5]
+PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("swap")
+    return {"model": save_model(root / "m"), "artefact": save_artefact_for_it(root / "a")}
+
+
+@pytest.fixture
+def engine(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path))
+    with Engine(str(folders["model"]), artefact="none", max_model_len=128, kv_memory_gib=0.05) as engine:
+        yield engine
+
+
+def slowed(engine: Engine, step_s: float = 0.01) -> None:
+    core = engine._parts.core
+    run = core._run
+
+    def slowly(batch: Any) -> Any:
+        import time
+
+        time.sleep(step_s)
+        return run(batch)
+
+    core._run = slowly
+
+
+async def rest(stream: Any) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def test_open_requests_keep_their_exits_and_later_ones_have_the_new(
+    engine: Engine, folders: dict[str, Path]
+) -> None:
+    [alone] = engine.generate([PROMPT], PARAMS)
+    slowed(engine)
+    stream = engine.stream(PROMPT, PARAMS)
+    first = await anext(stream)
+    await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
+    assert engine.artefact_digest is not None
+    [later] = await asyncio.to_thread(engine.generate, [PROMPT], PARAMS)
+    outputs = [first, *await rest(stream)]
+    tokens = [token for output in outputs for token in output.tokens]
+    assert {token.mode for token in tokens} == {"full"}
+    assert [token.token_id for token in tokens] == [token.token_id for token in alone.tokens]
+    assert {token.mode for token in later.tokens} == {"verified"}
+    assert [token.token_id for token in later.tokens] == [token.token_id for token in alone.tokens]
+
+
+async def test_a_core_that_is_done_is_let_go_and_counts_go_on(engine: Engine, folders: dict[str, Path]) -> None:
+    engine.generate([PROMPT], PARAMS)
+    before = engine.stats()
+    await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
+    engine.generate([PROMPT], PARAMS)
+    after = engine.stats()
+    assert after.num_output_tokens == before.num_output_tokens + 60
+    assert after.exits["total_tokens"] == 120
+    for _ in range(100):
+        if len(engine._loop._cores) == 1:
+            break
+        await asyncio.sleep(0.02)
+    assert engine._loop._cores == [engine._parts.core]
+
+
+async def test_a_request_of_the_old_core_can_be_aborted_after_the_swap(
+    engine: Engine, folders: dict[str, Path]
+) -> None:
+    slowed(engine, step_s=0.2)
+    stream = engine.stream(PROMPT, PARAMS, request_id="old")
+    await anext(stream)
+    await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
+    assert engine.abort("old")
+    assert (await rest(stream))[-1].finish_reason == "abort"
+
+
+def test_an_artefact_that_is_refused_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ArtefactError):
+        engine.use_artefact(str(tmp_path / "nothing"))
+    assert engine.artefact_digest is None
+    assert len(engine.generate([PROMPT], PARAMS)[0].tokens) == 60
+
+
+def test_exits_can_be_taken_out_again(engine: Engine, folders: dict[str, Path]) -> None:
+    engine.use_artefact(str(folders["artefact"]))
+    engine.use_artefact("none")
+    [answer] = engine.generate([PROMPT], PARAMS)
+    assert {token.mode for token in answer.tokens} == {"full"}
+
+
+def test_an_engine_around_a_model_that_was_handed_in_says_that_it_cannot() -> None:
+    with make_engine() as engine, pytest.raises(ConfigError, match="loaded its model itself"):
+        engine.use_artefact("none")
+
+
+async def test_outputs_that_wait_are_read_as_one_piece(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, PARAMS)
+    first = await anext(stream)
+    assert len(first.tokens) == 1
+    await asyncio.sleep(1.0)
+    outputs = await rest(stream)
+    assert sum(len(output.tokens) for output in outputs) == 59
+    assert len(outputs) < 5
+    assert outputs[-1].finished

@@ -1,0 +1,191 @@
+"""What operators do to a running service: another policy, other exits, other arguments, and what they can see of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.live import Server, default_config, serving
+from deploy.metrics import METRICS
+from tests.evaluation.on_disk import save_artefact_for_it, save_model
+from tide_client import Answer, TideClient
+
+pytestmark = pytest.mark.serve
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("operations")
+    return {
+        "model": save_model(root / "model"),
+        "first": save_artefact_for_it(root / "first"),
+        "second": save_artefact_for_it(root / "second", draft_threshold=0.3),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(folders: dict[str, Path]) -> Iterator[Server]:
+    config = default_config()
+    config["logging_config"] = {"encoding": "JSON", "log_level": "INFO"}
+    app = config["applications"][0]
+    app["args"] = {
+        "served_model_name": "tiny",
+        "engine": {
+            "model": str(folders["model"]),
+            "artefact": str(folders["first"]),
+            "num_threads": 1,
+            "kv_memory_gib": 0.05,
+        },
+    }
+    app["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.5}
+    with serving(config) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[TideClient]:
+    with TideClient(server.address) as client:
+        yield client
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def with_user_config(server: Server, **values: Any) -> dict[str, Any]:
+    config = copy.deepcopy(server.config)
+    config["applications"][0]["deployments"][0]["user_config"] = values
+    return config
+
+
+class Streams:
+    """Answers asked for one after another for as long as the block lasts; none may fail."""
+
+    def __init__(self, server: Server) -> None:
+        self._client = TideClient(server.address)
+        self._stop = threading.Event()
+        self.answers: list[Answer] = []
+        self.errors: list[Exception] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with self._client.stream("the cat sat", max_tokens=100, ignore_eos=True) as stream:
+                    list(stream)
+                self.answers.append(stream.answer)
+            except Exception as error:
+                self.errors.append(error)
+
+    def __enter__(self) -> Streams:
+        self._thread.start()
+        assert until(lambda: bool(self.answers), 30)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+
+def test_other_exits_are_taken_without_a_restart_or_a_failed_stream(
+    server: Server, client: TideClient, folders: dict[str, Path]
+) -> None:
+    [replica] = server.replicas()
+    first = client.model_info().artefact_digest
+    with Streams(server) as streams:
+        server.deploy(with_user_config(server, artefact=str(folders["second"])))
+        assert until(lambda: client.model_info().artefact_digest != first, 60)
+        num = len(streams.answers)
+        assert until(lambda: len(streams.answers) > num + 2, 30)
+    second = client.model_info().artefact_digest
+    assert streams.errors == []
+    assert {answer.artefact_digest for answer in streams.answers} == {first, second}
+    assert len({answer.text for answer in streams.answers}) == 1, "verified is lossless with either"
+    assert [process.pid for process in server.replicas()] == [replica.pid]
+    server.deploy(server.config)
+    assert until(lambda: client.model_info().artefact_digest == first, 60)
+
+
+def test_a_policy_that_cannot_be_taken_leaves_the_old_one_serving(server: Server, client: TideClient) -> None:
+    with Streams(server) as streams:
+        server.deploy(with_user_config(server, artefact="/nowhere"))
+        time.sleep(5)
+        num = len(streams.answers)
+        assert until(lambda: len(streams.answers) > num, 30)
+        assert until(lambda: "user_config is refused" in server.replica_logs, 10)
+    assert streams.errors == []
+    assert "/nowhere" in server.replica_logs
+    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is not None, 60)
+    server.deploy(server.config)
+    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is None, 60)
+
+
+def test_other_arguments_replace_the_replica_and_every_stream_ends_whole(server: Server, client: TideClient) -> None:
+    [replica] = server.replicas()
+    config = copy.deepcopy(server.config)
+    config["applications"][0]["args"]["served_model_name"] = "renamed"
+    with Streams(server) as streams:
+        server.deploy(config)
+        assert until(lambda: client.model_info().model == "renamed", 90)
+    assert streams.errors == []
+    assert {answer.model for answer in streams.answers} >= {"tiny"}
+    assert until(lambda: replica.pid not in [process.pid for process in server.replicas()], 60)
+
+
+def test_every_metric_of_the_table_is_exported(server: Server, client: TideClient) -> None:
+    for mode in ("full", "verified", "bounded", "fast"):
+        client.generate("the cat sat on the mat", max_tokens=60, ignore_eos=True, mode=mode)
+    rare = {"tide_mode_fallbacks", "tide_preemptions", "tide_non_finite_scores"}  # nothing of the kind happened
+    wanted = {f"ray_{metric.name}" for metric in METRICS if metric.name not in rare}
+
+    def missing() -> set[str]:
+        text = exported(server)
+        return {name for name in wanted if f"\n{name}" not in text}
+
+    assert until(lambda: not missing(), 60), missing()
+    assert "ray_tide_generation_tokens_total{" in exported(server)
+
+
+def exported(server: Server) -> str:
+    discovery = next(server.folder.glob("ray/prom_metrics_service_discovery.json"))
+    text = ""
+    for target in json.loads(discovery.read_text())[0]["targets"]:
+        try:
+            with urllib.request.urlopen(f"http://{target}/metrics", timeout=5) as reply:
+                text += reply.read().decode()
+        except OSError:
+            continue
+    return text
+
+
+def test_a_log_in_json_has_a_line_for_every_request_with_its_ids_and_counts(server: Server, client: TideClient) -> None:
+    answer = client.generate("the dog", max_tokens=7, ignore_eos=True)
+
+    def lines() -> list[Any]:
+        found = []
+        for line in server.replica_logs.splitlines():
+            if answer.request_id in line:
+                found.append(json.loads(line))
+        return found
+
+    assert until(lambda: bool(lines()), 10)
+    [line] = lines()
+    assert line["tide_request_id"] == answer.request_id
+    assert line["output_tokens"] == 7
+    assert line["finish"] == "length"
+    assert line["request_id"], "Serve's own, as well"

@@ -1,0 +1,110 @@
+"""Requests from plain Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from tide.v1 import tide_pb2 as pb
+from tide_client.errors import BadValueError
+
+Chat = Sequence[Mapping[str, str]]
+"""Messages with `role` and `content`."""
+Prompt = str | Sequence[int] | Chat
+"""Text, token ids, or a chat."""
+
+MODES = {"full": pb.MODE_FULL, "verified": pb.MODE_VERIFIED, "bounded": pb.MODE_BOUNDED, "fast": pb.MODE_FAST}
+
+
+class Options(TypedDict, total=False):
+    """What a generation may be told beside its prompt. The schema in protos/ says what each means."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    mode: str
+    """full, verified, bounded or fast."""
+    epsilon: float
+    threshold: float
+    min_layers: int
+    request_id: str
+    model: str
+    timeout_s: float
+    """Seconds for the whole call, here and on the server; by default the client's."""
+
+
+EXITS = ("epsilon", "threshold", "min_layers")
+OWN = ("request_id", "model")
+
+
+def given_options(options: Options) -> dict[str, Any]:
+    """Those that have a value, without the timeout. A name that is not known is refused."""
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{min(unknown)} is no option of a generation; known: {', '.join(Options.__annotations__)}")
+    if isinstance(options.get("stop"), str):
+        raise TypeError("stop is one string, expected a sequence of them")
+    given = {name: value for name, value in options.items() if value is not None and name != "timeout_s"}
+    if "mode" in given and given["mode"] not in MODES:
+        raise BadValueError(f"mode is {given['mode']!r}, expected {', '.join(MODES)}")
+    return given
+
+
+def request_of(prompt: Prompt, options: Options, timeout_s: float) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(timeout_s=timeout_s)
+    for name, value in given_options(options).items():
+        try:
+            if name == "mode":
+                request.exits.mode = MODES[value]
+            elif name in EXITS:
+                setattr(request.exits, name, value)
+            elif name in OWN:
+                setattr(request, name, value)
+            else:
+                request.sampling_params.MergeFrom(pb.SamplingParams(**{name: value}))
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else BadValueError
+            raise kind(f"{name} is {value!r}: {error}") from None
+    _set_prompt(request, prompt)
+    return request
+
+
+def is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Any) -> None:
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    elif isinstance(prompt, bytes):  # a sequence of integers, and yet no token ids
+        raise TypeError("prompt is bytes, expected text, token ids or a chat")
+    elif is_chat(prompt):
+        request.chat.CopyFrom(chat_of(prompt))
+    else:
+        request.prompt_ids.SetInParent()
+        request.prompt_ids.ids.extend(prompt)
+
+
+def chat_of(messages: Chat) -> pb.Chat:
+    for index, message in enumerate(messages):
+        if message.keys() != {"role", "content"}:
+            raise BadValueError(f"message {index} has {', '.join(sorted(message))}, expected role and content")
+    return pb.Chat(messages=[pb.ChatMessage(role=each["role"], content=each["content"]) for each in messages])
+
+
+def tokenize_request_of(prompt: str | Chat) -> pb.TokenizeRequest:
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(text=prompt)
+    return pb.TokenizeRequest(chat=chat_of(prompt))

@@ -1,0 +1,231 @@
+"""What comes back, as plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tide.v1 import tide_pb2 as pb
+from tide_client.errors import BrokenStreamError, count
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token and how it came about."""
+
+    id: int
+    text: str
+    exit_layer: int
+    """Layers that had run when it was decided."""
+    score: float | None
+    """The router's, where one was asked."""
+    audit: str
+    """What full depth says: verified, agreed, disagreed or unaudited."""
+    mode: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, str, float], ...] = ()
+    """Id, text and log-probability of the likeliest tokens at its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_preemptions: int
+    queue_s: float
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExitSummary:
+    """What ran for the tokens of one answer."""
+
+    layers_per_token: float
+    tokens_per_deep_pass: float
+    drafts: int
+    accepted: int
+    tokens_per_layer: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str
+    """stop, length or abort."""
+    usage: Usage
+    exits: ExitSummary
+    artefact_digest: str | None
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    model: str
+    architecture: str
+    num_layers: int
+    vocab_size: int
+    max_model_len: int
+    max_tokens: int
+    max_timeout_s: float
+    dtype: str
+    device: str
+    version: str
+    checkpoint_layers: tuple[int, ...]
+    epsilons: tuple[float, ...]
+    artefact_digest: str | None
+    modes: tuple[str, ...]
+    default_mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    contract: str
+    tokens: int
+    disagreements: int
+    rate: float
+    lower: float
+    upper: float
+    epsilon: float | None
+    delta: float
+    broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStats:
+    """Counts of a replica since it started."""
+
+    total_tokens: int
+    exited_tokens: int
+    num_layers: int
+    tokens_per_layer: Mapping[int, int]
+    layers_per_token: float
+    tokens_per_deep_pass: float
+    drafts: int
+    accepted: int
+    non_finite_scores: int
+    audits: tuple[AuditReport, ...]
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    artefact_digest: str | None
+
+
+def token_of(message: pb.Token) -> Token:
+    return Token(
+        id=message.id,
+        text=message.text,
+        exit_layer=message.exit_layer,
+        score=message.score if message.HasField("score") else None,
+        audit=_name(AUDIT_NAMES, message.audit),
+        mode=_name(MODE_NAMES, message.mode),
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple((top.token_id, top.text, top.logprob) for top in message.top_logprobs),
+    )
+
+
+def answer_of(request_id: str, tokens: Sequence[Token], final: pb.Final) -> Answer:
+    usage, exits = final.usage, final.exits
+    return Answer(
+        request_id=request_id,
+        text="".join(token.text for token in tokens),
+        tokens=tuple(tokens),
+        finish_reason=_name(FINISH_NAMES, final.finish_reason),
+        usage=Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            usage.num_preemptions,
+            usage.queue_s,
+            usage.first_token_s,
+            usage.total_s,
+        ),
+        exits=ExitSummary(
+            exits.layers_per_token,
+            exits.tokens_per_deep_pass,
+            exits.drafts,
+            exits.accepted,
+            dict(sorted(exits.tokens_per_layer.items())),
+        ),
+        artefact_digest=final.artefact_digest or None,
+        model=final.model,
+    )
+
+
+def response_of(message: pb.GenerateResponse) -> Answer:
+    if not message.HasField("final"):
+        raise BrokenStreamError(f"the answer came with {count(len(message.tokens))} and without its last word")
+    return answer_of(message.request_id, [token_of(token) for token in message.tokens], message.final)
+
+
+def model_info_of(message: pb.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(
+        model=message.model,
+        architecture=message.architecture,
+        num_layers=message.num_layers,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        max_tokens=message.max_tokens,
+        max_timeout_s=message.max_timeout_s,
+        dtype=message.dtype,
+        device=message.device,
+        version=message.version,
+        checkpoint_layers=tuple(message.checkpoint_layers),
+        epsilons=tuple(message.epsilons),
+        artefact_digest=message.artefact_digest or None,
+        modes=tuple(_name(MODE_NAMES, mode) for mode in message.modes),
+        default_mode=_name(MODE_NAMES, message.default_exits.mode),
+    )
+
+
+def exit_stats_of(message: pb.GetExitStatsResponse) -> ExitStats:
+    return ExitStats(
+        total_tokens=message.total_tokens,
+        exited_tokens=message.exited_tokens,
+        num_layers=message.num_layers,
+        tokens_per_layer=dict(sorted(message.tokens_per_layer.items())),
+        layers_per_token=message.layers_per_token,
+        tokens_per_deep_pass=message.tokens_per_deep_pass,
+        drafts=message.drafts,
+        accepted=message.accepted,
+        non_finite_scores=message.non_finite_scores,
+        audits=tuple(
+            AuditReport(
+                audit.contract,
+                audit.tokens,
+                audit.disagreements,
+                audit.rate,
+                audit.lower,
+                audit.upper,
+                audit.epsilon if audit.HasField("epsilon") else None,
+                audit.delta,
+                audit.broken,
+            )
+            for audit in message.audits
+        ),
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        kv_usage=message.kv_usage,
+        artefact_digest=message.artefact_digest or None,
+    )
+
+
+def _names(enum: Any, prefix: str) -> dict[int, str]:
+    """`MODE_FULL` is full."""
+    return {number: name.removeprefix(prefix).lower() for name, number in enum.items()}
+
+
+MODE_NAMES = _names(pb.Mode, "MODE_")
+AUDIT_NAMES = _names(pb.Audit, "AUDIT_")
+FINISH_NAMES = _names(pb.FinishReason, "FINISH_REASON_")
+
+
+def _name(names: Mapping[int, str], number: int) -> str:
+    """A newer server may have more names than we know."""
+    return names.get(number) or f"unknown ({number})"

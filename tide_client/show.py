@@ -1,0 +1,70 @@
+"""How `tide client` writes an answer: as text that shows where each token left, or as JSON lines."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tide_client.results import Answer, Token
+from tide_core.cli.output import tokens_per_s, write, write_json
+from tide_core.cli.paint import ExitPaint, exit_paint
+
+OF_LOGPROBS = ("logprob", "top_logprobs")
+
+
+def write_text(stream: Any, *, num_layers: int, shows_exits: bool) -> None:
+    """The text to standard output as it comes; then one line about it to standard error."""
+    paint = exit_paint(num_layers)
+    _each(stream, lambda index, token: write(paint(0, token) if shows_exits else token.text))
+    if sys.stdout.isatty():
+        write("\n")
+    if sys.stderr is not None:
+        print(f"tide: {summary(stream.answer, num_layers, paint)}", file=sys.stderr, flush=True)
+
+
+def write_lines(stream: Any) -> None:
+    """One object a token as it comes, and one for the end."""
+    _each(stream, lambda index, token: write_json({"type": "token", "index": index, **_fields(token)}))
+    answer = asdict(stream.answer)
+    del answer["tokens"]
+    write_json({"type": "final", **answer})
+
+
+def write_times(times: Mapping[str, float], *, json_lines: bool) -> None:
+    """What a bench measured."""
+    if json_lines:
+        write_json({"type": "bench", **times})
+    else:
+        write("".join(f"{name:24} {value:.4g}\n" for name, value in times.items()))
+
+
+def summary(answer: Answer, num_layers: int, paint: ExitPaint) -> str:
+    """Where tokens left, which is the legend of the colours too, what ran for them, and how long it took."""
+    usage, exits = answer.usage, answer.exits
+    if not usage.completion_tokens:
+        return f"no tokens ({answer.finish_reason})"
+    layers = (
+        (layer, f"all {layer} layers" if layer == num_layers else f"layer {layer}") for layer in exits.tokens_per_layer
+    )
+    shares = ", ".join(f"{exits.tokens_per_layer[layer]} after {paint.label(layer, name)}" for layer, name in layers)
+    rate = tokens_per_s(usage.completion_tokens, usage.total_s)
+    return (
+        f"{usage.completion_tokens} tokens ({answer.finish_reason}): {shares}; "
+        f"{exits.tokens_per_deep_pass:.2f} tokens per deep pass, {exits.layers_per_token:.1f} layers run per token; "
+        f"first token after {usage.first_token_s:.2f} s, all after {usage.total_s:.2f} s ({rate:.1f} tok/s)"
+    )
+
+
+def _each(stream: Iterable[Token], show: Callable[[int, Token], object]) -> None:
+    for index, token in enumerate(stream):
+        show(index, token)
+
+
+def _fields(token: Token) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(token).items() if name not in OF_LOGPROBS}
+    if token.score is not None and not math.isfinite(token.score):  # JSON has no such number
+        fields["score"] = None
+    return fields

@@ -1,0 +1,164 @@
+"""The client for programs without an event loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self, Unpack
+
+import grpc
+
+from tide.v1 import tide_pb2 as pb
+from tide.v1 import tide_pb2_grpc
+from tide_client.errors import TideClientError, status_error
+from tide_client.pieces import Pieces
+from tide_client.requests import Chat, Options, Prompt, request_of, tokenize_request_of
+from tide_client.results import Answer, ExitStats, ModelInfo, Token, exit_stats_of, model_info_of, response_of
+from tide_client.retries import Attempts
+from tide_client.settings import DEFAULT_ADDRESS, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Settings, channel_options
+
+
+class TideClient:
+    """One connection to a server. May be used by several threads."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        application: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: int = DEFAULT_RETRIES,
+        channel: grpc.Channel | None = None,
+    ) -> None:
+        """`channel`: one of your own, such as one with TLS; then `address` is not used."""
+        self._settings = Settings(api_key, application, timeout_s, retries)
+        self._channel = channel or grpc.insecure_channel(address, options=channel_options())
+        self._stub: Any = tide_pb2_grpc.TideServiceStub(self._channel)
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends whatever still runs."""
+        self._closed = True
+        self._channel.close()
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Answer:
+        """The whole answer at once."""
+        timeout_s = self._settings.timeout_of(options.get("timeout_s"))
+        return response_of(self._call(self._stub.Generate, request_of(prompt, options, timeout_s), timeout_s))
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """The tokens as they come. Closing the stream, or leaving its `with`, ends the request on the server."""
+        timeout_s = self._settings.timeout_of(options.get("timeout_s"))
+        request = request_of(prompt, options, timeout_s)
+        return Stream(lambda left_s: self._start(self._stub.GenerateStream, request, left_s), self._settings, timeout_s)
+
+    def model_info(self) -> ModelInfo:
+        return model_info_of(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+
+    def exit_stats(self) -> ExitStats:
+        return exit_stats_of(self._call(self._stub.GetExitStats, pb.GetExitStatsRequest()))
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request; False if there is none of that name."""
+        reply: pb.AbortResponse = self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
+        return reply.aborted
+
+    def tokenize(self, prompt: str | Chat) -> list[int]:
+        reply: pb.TokenizeResponse = self._call(self._stub.Tokenize, tokenize_request_of(prompt))
+        return list(reply.ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        reply: pb.DetokenizeResponse = self._call(self._stub.Detokenize, pb.DetokenizeRequest(ids=ids))
+        return reply.text
+
+    def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None = None) -> Any:
+        attempts = Attempts(self._settings, timeout_s or self._settings.timeout_s)
+        while True:
+            try:
+                return self._start(method, request, attempts.left_s)
+            except grpc.RpcError as error:
+                pause_s = attempts.pause_s(status_error(error))
+            time.sleep(pause_s)
+
+    def _start(self, method: Callable[..., Any], request: object, timeout_s: float) -> Any:
+        if self._closed:
+            raise TideClientError("this client is closed")
+        return method(request, timeout=timeout_s, metadata=self._settings.metadata)
+
+
+class Stream:
+    """The tokens of one answer, each once: an iterator, so a loop that was left early goes on where it stopped.
+    `answer` holds all of it once the last one has come. May be closed by another thread than the one that reads."""
+
+    def __init__(self, start: Callable[[float], Any], settings: Settings, timeout_s: float) -> None:
+        self._start, self._attempts = start, Attempts(settings, timeout_s)
+        self._pieces = Pieces()
+        self._closed = threading.Event()
+        self._call = start(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def answer(self) -> Answer:
+        return self._pieces.answer
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request, from the first token on."""
+        return self._pieces.request_id
+
+    def close(self) -> None:
+        self._closed.set()
+        self._call.cancel()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        while not self._closed.is_set():
+            token = self._pieces.next_token()
+            if token is not None:
+                return token
+            if self._pieces.is_over:
+                break
+            self._read()
+        raise StopIteration
+
+    def _read(self) -> None:
+        """One message, or the end."""
+        try:
+            self._pieces.take(next(self._call))
+        except StopIteration:
+            self._pieces.end()
+        except grpc.RpcError as error:
+            self._on_status(error)
+        if self._pieces.is_over:
+            self._call.cancel()  # of a broken stream, so that the server does not go on with it
+
+    def _on_status(self, error: grpc.RpcError) -> None:
+        if self._closed.is_set():
+            return
+        if self._pieces.is_whole:  # the last word had come: there was nothing left to lose
+            self._pieces.end()
+            return
+        try:
+            pause_s = self._attempts.pause_s(status_error(error, len(self._pieces.tokens)))
+            if not self._closed.wait(pause_s):
+                self._pieces.begin_again()
+                self._call = self._start(self._attempts.left_s)
+        except TideClientError as failure:
+            self._pieces.fail(failure)
+        if self._closed.is_set():
+            self._call.cancel()

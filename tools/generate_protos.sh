@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Stubs from protos/ into tide/v1/. The generator is pinned: what 1.72.2 writes loads on protobuf 6.33 and on 7.
+# It needs an older protobuf than the project, so it lives in an environment of its own under build/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+TOOLS=build/protos-venv
+VERSION=1.72.2
+
+if [ ! -x "$TOOLS/bin/python" ] || ! "$TOOLS/bin/python" -c "import grpc_tools" 2>/dev/null; then
+  echo "protos: installing grpcio-tools $VERSION into $TOOLS"
+  "$PYTHON" -m venv "$TOOLS"
+  "$TOOLS/bin/pip" install -qq --disable-pip-version-check "grpcio-tools==$VERSION" "setuptools<81"
+fi
+echo "protos: generating tide/v1"
+mkdir -p tide/v1
+PATH="$PWD/$TOOLS/bin:$PATH" "$TOOLS/bin/python" -m grpc_tools.protoc -I protos \
+  --python_out=. --pyi_out=. --grpc_python_out=. protos/tide/v1/tide.proto
