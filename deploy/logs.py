@@ -21,8 +21,8 @@ def join_serve_logs() -> None:
 
 
 class WithoutRefusals(logging.Filter):
-    """Drops the traces that Serve logs of a gRPC call which ended with a status of our own."""
+    """Drops the traces that Serve logs of a gRPC call which ended with a status of our own, or whose client went."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(getattr(error, "original_exception", error), StatusSetError)
+        return not isinstance(getattr(error, "original_exception", error), (StatusSetError, GeneratorExit))

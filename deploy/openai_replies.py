@@ -90,9 +90,7 @@ class Shape:
             "choices": choices,
         }
 
-    def _with_tide(
-        self, reply: dict[str, Any], tokens: Sequence[TokenOutput], output: RequestOutput
-    ) -> dict[str, Any]:
+    def _with_tide(self, reply: dict[str, Any], tokens: Sequence[TokenOutput], output: RequestOutput) -> dict[str, Any]:
         """What was asked for of each token, and on the last piece what ran for all of them."""
         tide: dict[str, Any] = {}
         if self.options.exit_layers:

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+WAKE_S = 0.1
+"""A thread that waits for another without end may miss Ctrl-C."""
+
 
 class Bench:
     """As many streams as are asked for, each read by a thread of its own."""
@@ -31,7 +34,8 @@ class Bench:
         self._gate.wait()
         try:
             for thread in self._threads:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(WAKE_S)
         finally:
             self._close()
         seconds = time.perf_counter() - began

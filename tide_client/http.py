@@ -19,7 +19,7 @@ from tide_client.errors import BadValueError, BrokenStreamError, StatusError, Ti
 from tide_client.pieces import Pieces
 from tide_client.requests import Options, Prompt
 from tide_client.results import Answer, Token
-from tide_client.settings import DEFAULT_TIMEOUT_S, Settings
+from tide_client.settings import DEFAULT_TIMEOUT_S, Settings, fits_a_header
 
 MAX_LINE_BYTES = 2**20
 MAX_BODY_BYTES = 2**20
@@ -31,12 +31,12 @@ class HttpClient:
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """`url`: with or without the `/v1` that other clients want."""
         self._settings = Settings(api_key, timeout_s=timeout_s)
-        parts = urlsplit(url)
         try:
-            self._port, self._host = parts.port, parts.hostname or ""
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname, parts.port
         except ValueError:
-            self._host = ""
-        if parts.scheme not in ("http", "https") or not self._host:
+            self._host = None
+        if not self._host or parts.scheme not in ("http", "https") or not fits_a_header(url):
             raise BadValueError(f"the address is {url!r}, expected one such as http://127.0.0.1:8000")
         self._is_safe = parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1")

@@ -26,7 +26,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_key(self.api_key)
-        if self.application is not None and not _fits_a_header(self.application):
+        if self.application is not None and not fits_a_header(self.application):
             raise BadValueError(f"application is {self.application!r}, expected printable ASCII characters")
         check_timeout(self.timeout_s)
         if self.retries < 0:
@@ -53,7 +53,7 @@ def check_timeout(timeout_s: float) -> float:
 
 def check_key(api_key: str | None) -> None:
     """Refuse what no header can hold, here and without repeating it: a library's own error would show the key."""
-    if api_key is not None and not _fits_a_header(api_key):
+    if api_key is not None and not fits_a_header(api_key):
         raise BadValueError("api_key is not shown here, expected printable ASCII characters without spaces")
 
 
@@ -66,5 +66,5 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
-def _fits_a_header(text: str) -> bool:
+def fits_a_header(text: str) -> bool:
     return text.isascii() and text.isprintable() and text != "" and " " not in text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import _restore_logging, start, stdin, tide  # noqa: F401  # fixtures
+from tests.cli.conftest import _restore_logging, stdin, tide  # noqa: F401  # fixtures
 from tests.client.scripted import GrpcServer, Script
 from tests.client.scripted_http import HttpServer
 from tide_client import Answer, AsyncTideClient, TideClient, TideClientError, Token
@@ -113,6 +114,25 @@ def script(server: GrpcServer) -> Script:
 def http_server() -> Iterator[HttpServer]:
     with HttpServer() as server:
         yield server
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `tide client …` with Ctrl-C as on a terminal; it does not outlive its test. No code of ours runs between
+    fork and exec: the gRPC server of the test has threads and locks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored, children ignore too
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*args: str) -> subprocess.Popen[str]:
+        command = [TIDE, "client", *args]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield run
+    signal.signal(signal.SIGINT, before)
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

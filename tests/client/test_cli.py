@@ -16,7 +16,7 @@ from tests.client.scripted import TEXT, GrpcServer, Script, hangs
 from tests.client.scripted_http import HttpServer
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-Start = Callable[[list[str]], "subprocess.Popen[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
 SUMMARY = (
     "tide: 4 tokens (stop): 2 after layer 1, 2 after all 4 layers; 2.00 tokens per deep pass, "
     "2.5 layers run per token; first token after 1.00 s, all after 2.00 s (2.0 tok/s)\n"
@@ -54,7 +54,7 @@ def test_ctrl_c_ends_the_request_on_the_server_and_is_exit_code_130(
     server: GrpcServer, script: Script, start: Start
 ) -> None:
     script.acts.append(hangs(after=1))
-    process = start([TIDE, "client", "Say", "--address", server.address])
+    process = start("Say", "--address", server.address)
     assert process.stdout is not None
     assert process.stdout.read(3) == "The"
     process.send_signal(signal.SIGINT)
@@ -65,7 +65,7 @@ def test_ctrl_c_ends_the_request_on_the_server_and_is_exit_code_130(
 
 def test_ctrl_c_ends_a_bench_too(server: GrpcServer, script: Script, start: Start) -> None:
     script.acts.extend([scripted.never_ends] * 2)
-    process = start([TIDE, "client", "Say", "--address", server.address, "--bench", "2"])
+    process = start("Say", "--address", server.address, "--bench", "2")
     for _ in range(500):
         if len(script.requests) == 2:
             break
@@ -80,12 +80,13 @@ def test_a_closed_pipe_ends_the_request_on_the_server_and_is_exit_code_141(
     server: GrpcServer, script: Script, start: Start
 ) -> None:
     script.acts.append(scripted.never_ends)
-    process = start([TIDE, "client", "Say", "--address", server.address])
+    process = start("Say", "--address", server.address)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(3) == "The"
     process.stdout.close()
     assert (process.wait(timeout=10), process.stderr.read()) == (141, "")
+    process.stdout = None
     assert script.ends.get(timeout=5) == "gone"
 
 

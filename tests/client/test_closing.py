@@ -10,7 +10,7 @@ import pytest
 
 from tests.client import scripted
 from tests.client.scripted import TEXT, GrpcServer, Script, fails, hangs
-from tide_client import AsyncTideClient, BrokenStreamError, TideClient, TideClientError
+from tide_client import AsyncTideClient, BrokenStreamError, StatusError, TideClient, TideClientError, retries
 
 
 def test_leaving_the_with_of_a_stream_ends_it_on_the_server(server: GrpcServer, script: Script) -> None:
@@ -96,16 +96,43 @@ def test_another_thread_may_close_a_stream_that_waits(server: GrpcServer, script
         assert script.ends.get(timeout=5) == "gone"
 
 
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(retries, "LONGEST_PAUSE_S", 60.0)
+
+
+@pytest.mark.usefixtures("long_pauses")
 def test_a_stream_closed_while_it_waits_to_ask_again_does_not_ask(server: GrpcServer, script: Script) -> None:
-    script.acts.extend([fails("UNAVAILABLE")] * 99)
-    with TideClient(server.address, retries=99) as client:
+    script.acts.append(fails("UNAVAILABLE"))
+    with TideClient(server.address) as client:
         stream = client.stream("Say")
         threading.Timer(0.3, stream.close).start()
+        before = time.monotonic()
         assert list(stream) == []
-        time.sleep(0.1)
-        num_requests = len(script.requests)
-        time.sleep(0.3)
-        assert len(script.requests) == num_requests
+        assert time.monotonic() - before < 10
+    assert len(script.requests) == 1
+
+
+@pytest.mark.usefixtures("long_pauses")
+async def test_an_async_stream_closed_while_it_waits_to_ask_again_does_not_ask(
+    server: GrpcServer, script: Script
+) -> None:
+    script.acts.append(fails("UNAVAILABLE"))
+    async with AsyncTideClient(server.address) as client:
+        stream = client.stream("Say")
+        asyncio.get_running_loop().call_later(0.3, stream.close)
+        async with asyncio.timeout(10):
+            assert [token async for token in stream] == []
+    assert len(script.requests) == 1
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_a_pause_that_would_outlast_the_deadline_is_not_made(server: GrpcServer, script: Script) -> None:
+    script.acts.append(fails("UNAVAILABLE"))
+    with TideClient(server.address, timeout_s=5) as client, pytest.raises(StatusError, match="UNAVAILABLE"):
+        client.generate("Say")
+    assert len(script.requests) == 1
 
 
 async def test_another_task_may_close_a_stream_that_waits(server: GrpcServer, script: Script) -> None:

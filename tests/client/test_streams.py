@@ -136,7 +136,7 @@ def test_a_server_that_comes_back_is_found(read: Read) -> None:
     second: list[GrpcServer] = []
     comes_back = threading.Timer(0.2, lambda: second.append(GrpcServer(first.port)))
     comes_back.start()
-    seen = read(first.address, retries=8, timeout_s=10.0)
+    seen = read(first.address, retries=5, timeout_s=10.0)
     comes_back.join()
     second[0].stop()
     assert (seen.text, seen.error) == (TEXT, None)

@@ -65,6 +65,7 @@ def test_the_scheme_is_read_in_any_case(tmp_path: Path, scheme: str) -> None:
         f"Bearer {KEY.upper()}",
         f"Bearer {OTHER}",
         f"Bearer {KEY}\xe9",
+        "Bearer \ud800",
         "Bearer \u0000",
         f"Bearer {hashlib.sha256(KEY.encode()).hexdigest()}",
         "Bearer team-a",
@@ -81,6 +82,14 @@ def test_any_other_header_is_refused_and_not_repeated(tmp_path: Path, header: st
     assert (failure.status, failure.grpc_code) == (401, "UNAUTHENTICATED")
     assert KEY not in failure.message
     assert len(failure.message) < 100
+
+
+def test_a_header_that_is_too_long_is_refused_whatever_it_holds(tmp_path: Path) -> None:
+    long = "k" * MAX_HEADER_CHARS
+    ring = ring_of(tmp_path, entry(key=long), entry("team-b", long[:-7]))
+    assert ring.caller(f"Bearer {long[:-7]}").name == "team-b"
+    with pytest.raises(UnauthenticatedError):
+        ring.caller(f"Bearer {long}")
 
 
 def test_every_key_is_compared_in_constant_time_wherever_the_right_one_stands(
