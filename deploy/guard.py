@@ -67,6 +67,8 @@ class Guard:
         if len(headers) > limits.num_headers or sum(len(k) + len(v) for k, v in headers) > limits.header_bytes:
             raise HttpError(431, f"at most {limits.num_headers} headers of {limits.header_bytes} bytes together")
         known = {bytes(name).lower(): bytes(value) for name, value in headers}
+        if sum(bytes(name).lower() == b"authorization" for name, _ in headers) > 1:
+            raise HttpError(400, "at most one Authorization header")
         caller = Caller()
         if scope["path"] not in self._open_paths:
             authorization = known.get(b"authorization")

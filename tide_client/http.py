@@ -33,9 +33,9 @@ class HttpClient:
         self._settings = Settings(api_key, timeout_s=timeout_s)
         try:
             parts = urlsplit(url)
-            self._host, self._port = parts.hostname, parts.port
+            self._host, self._port = parts.hostname or "", parts.port
         except ValueError:
-            self._host = None
+            self._host = ""
         if not self._host or parts.scheme not in ("http", "https") or not fits_a_header(url):
             raise BadValueError(f"the address is {url!r}, expected one such as http://127.0.0.1:8000")
         self._is_safe = parts.scheme == "https"

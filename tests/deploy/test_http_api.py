@@ -184,3 +184,9 @@ async def test_the_page_is_shut_in_by_its_policy(http: Http) -> None:
     assert policy.count("'sha256-") == 2
     assert "http://" not in reply.body.decode()
     assert "https://" not in reply.body.decode()
+
+
+async def test_two_keys_at_once_are_refused(http: Http) -> None:
+    headers = [(b"authorization", b"Bearer a"), (b"authorization", b"Bearer b")]
+    reply = await http.send("GET", "/v1/models", headers, [b""])
+    assert reply.status == 400

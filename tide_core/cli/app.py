@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib import metadata
 from typing import Annotated
 
@@ -27,7 +28,9 @@ app.command("inspect")(inspect)
 app.command("eval")(evaluate)
 app.command("verdict")(verdict)
 for _found in sorted(metadata.entry_points(group="tide.commands"), key=lambda point: point.name):
-    app.command(_found.name)(_found.load())  # of packages beside this one: the server's, the client's
+    # Of packages beside this one: the server's, the client's. One that cannot be imported takes no other with it.
+    with contextlib.suppress(ImportError):
+        app.command(_found.name)(_found.load())
 
 
 def _print_version(asked: bool) -> None:
