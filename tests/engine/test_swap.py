@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.factories import make_engine
 from tide_core.engine.engine import Engine
+from tide_core.engine.loop import Turns
 from tide_core.errors import ArtefactError, ConfigError
 from tide_core.request import RequestOutput, SamplingParams
 
@@ -26,9 +29,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def engine(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    """With a number of drafts as its parameter no cost table is measured, and a swap takes a moment."""
     monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path))
-    with Engine(str(folders["model"]), artefact="none", max_model_len=128, kv_memory_gib=0.05) as engine:
+    drafts = getattr(request, "param", None)
+    settings: dict[str, Any] = {"artefact": "none", "max_model_len": 128, "kv_memory_gib": 0.05, "drafts": drafts}
+    with Engine(str(folders["model"]), **settings) as engine:
         yield engine
 
 
@@ -37,8 +45,6 @@ def slowed(engine: Engine, step_s: float = 0.01) -> None:
     run = core._run
 
     def slowly(batch: Any) -> Any:
-        import time
-
         time.sleep(step_s)
         return run(batch)
 
@@ -82,11 +88,12 @@ async def test_a_core_that_is_done_is_let_go_and_counts_go_on(engine: Engine, fo
     assert engine._loop._cores == [engine._parts.core]
 
 
+@pytest.mark.parametrize("engine", [2], indirect=True)
 async def test_a_request_of_the_old_core_can_be_aborted_after_the_swap(
     engine: Engine, folders: dict[str, Path]
 ) -> None:
-    slowed(engine, step_s=0.2)
-    stream = engine.stream(PROMPT, PARAMS, request_id="old")
+    slowed(engine, step_s=0.05)
+    stream = engine.stream(PROMPT, SamplingParams(max_tokens=120, ignore_eos=True), request_id="old")
     await anext(stream)
     await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
     assert engine.abort("old")
@@ -121,3 +128,24 @@ async def test_outputs_that_wait_are_read_as_one_piece(engine: Engine) -> None:
     assert sum(len(output.tokens) for output in outputs) == 59
     assert len(outputs) < 5
     assert outputs[-1].finished
+
+
+def test_a_lock_that_is_asked_for_again_at_once_still_goes_round() -> None:
+    turns, order, stop = Turns(), list[str](), threading.Event()
+
+    def greedy() -> None:
+        while not stop.is_set():
+            with turns:
+                order.append("greedy")
+                time.sleep(0.005)
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    for _ in range(20):
+        with turns:
+            order.append("other")
+    stop.set()
+    thread.join()
+    longest = max(len(run) for run in "".join("g" if each == "greedy" else " " for each in order).split() or [""])
+    assert order.count("other") == 20
+    assert longest <= 3, "nobody waits longer than those before it"

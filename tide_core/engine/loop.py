@@ -72,14 +72,34 @@ class AsyncSink:
         return replace(outputs[-1], tokens=tokens)
 
 
+class Turns:
+    """A lock that goes round in the order it was asked for: a loop that lets go of it for a moment does not keep it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._asked = 0
+        self._served = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            mine, self._asked = self._asked, self._asked + 1
+            while mine != self._served:
+                self._changed.wait()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
+
+
 class EngineLoop:
     """Owns the core from the moment it starts."""
 
     def __init__(self, core: EngineCore, *, max_open: int) -> None:
         self._cores = [core]  # the last one is in use; those before it finish what they have
         self._max_open = max_open
-        self.stepping = threading.Lock()
-        """Held during every step: whoever else wants to run the model waits for it."""
+        self.stepping = Turns()
+        """Held during every step: whoever else wants to run the model waits for its turn."""
         self._wake = threading.Condition()
         self._inbox: deque[tuple[EngineCore, Request] | str] = deque()  # a request to add, or the id of one to abort
         self._sinks: dict[str, Sink] = {}
