@@ -70,7 +70,7 @@ class Guard:
         if sum(bytes(name).lower() == b"authorization" for name, _ in headers) > 1:
             raise HttpError(400, "at most one Authorization header")
         caller = Caller()
-        if scope["path"] not in self._open_paths:
+        if _route_path(scope) not in self._open_paths:
             authorization = known.get(b"authorization")
             caller = self._service.keys.caller(None if authorization is None else authorization.decode("latin-1"))
         scope["tide"] = {"caller": caller}
@@ -104,6 +104,12 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             raise DeadlineError(f"the body did not come within {limits.body_timeout_s:g} s") from None
+
+
+def _route_path(scope: Scope) -> str:
+    """The path as routes see it: without the prefix that the application is served under."""
+    path, prefix = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
 def caller_of(request: Request) -> Caller:

@@ -4,7 +4,7 @@ const copyOf = (id) => byId(id).content.firstElementChild.cloneNode(true);
 const model = { name: null, layers: 0, checkpoints: [], modes: [] };
 const HINTS = {
   full: "Every token runs all layers.",
-  verified: "Tokens that leave early are drafts, and full depth checks each: at temperature 0 the text equals full depth.",
+  verified: "Tokens that leave early are drafts, and full depth checks each: at temperature 0 the text is that of full.",
   bounded: "Disagrees with full depth on at most this share of tokens, as certified; every early exit is audited.",
   fast: "Fewest layers. Disagreement with full depth is measured, not promised.",
 };
@@ -27,7 +27,8 @@ async function ask(path, options = {}) {
 async function connect() {
   try {
     const [about] = (await (await ask("v1/models")).json()).data, tide = about.tide;
-    Object.assign(model, { name: about.id, layers: tide.num_layers, checkpoints: tide.checkpoint_layers, modes: tide.modes });
+    Object.assign(model, { name: about.id, layers: tide.num_layers, checkpoints: tide.checkpoint_layers });
+    model.modes = tide.modes;
     byId("about").textContent = about.id + ", " + model.layers + " layers" +
       (model.checkpoints.length ? ", exits after " + model.checkpoints.join(", ") : ", no exits");
     fill("mode", tide.modes, tide.modes.includes("verified") ? "verified" : tide.modes[0]);
@@ -64,7 +65,8 @@ function requestBody(mode, seed) {
 }
 
 function send(body, signal) {
-  return ask(body.messages ? "v1/chat/completions" : "v1/completions", { method: "POST", body: JSON.stringify(body), signal });
+  const path = body.messages ? "v1/chat/completions" : "v1/completions";
+  return ask(path, { method: "POST", body: JSON.stringify(body), signal });
 }
 
 function colour(element, layer) {
@@ -76,7 +78,8 @@ function colour(element, layer) {
 /* A run: one request, its text, its histogram. */
 class Run {
   constructor(mode, seed) {
-    Object.assign(this, { mode, body: requestBody(mode, seed), tokens: [], text: "", bars: new Map(), seconds: 0, end: null });
+    Object.assign(this, { mode, body: requestBody(mode, seed), bars: new Map() });
+    Object.assign(this, { tokens: [], fresh: [], text: "", seconds: 0, end: null });
     this.box = copyOf("runTemplate");
     this.box.dataset.mode = mode;
     this.box.setAttribute("aria-label", "Run of mode " + mode);
@@ -119,7 +122,14 @@ class Run {
     this.seconds = (performance.now() - this.began) / 1000;
     for (const token of chunk.tide?.tokens ?? []) this.add(token);
     if (chunk.tide?.total_s !== undefined) this.end = { ...chunk.tide, reason: chunk.choices[0].finish_reason };
-    this.frame ??= requestAnimationFrame(() => { this.frame = null; this.draw(); });
+    this.paint();
+  }
+
+  /* At most ten times a second: where the engine shares the machine, every frame is time that it does not get. */
+  paint() {
+    if (this.resting) return;
+    this.draw();
+    this.resting = setTimeout(() => { this.resting = null; if (this.fresh.length) this.paint(); }, 100);
   }
 
   add(token) {
@@ -132,7 +142,7 @@ class Run {
     span.tabIndex = this.tokens.length ? -1 : 0;
     span.title = this.describe(token);
     colour(span, token.exit_layer);
-    this.textBox.append(span);
+    this.fresh.push(span);
     this.first ??= this.seconds;
     this.tokens.push(token);
     this.text += token.text;
@@ -151,6 +161,7 @@ class Run {
   }
 
   draw() {
+    this.textBox.append(...this.fresh.splice(0));
     this.part(".time").textContent = this.seconds.toFixed(2) + " s, " + this.rate().toFixed(1) + " tokens/s";
     for (const { row, tokens } of this.bars.values()) {
       const share = this.tokens.length ? 100 * tokens / this.tokens.length : 0;
@@ -164,7 +175,8 @@ class Run {
     this.draw();
     if (!this.end) return;
     this.part(".summary").textContent = [this.tokens.length + " tokens, ended by " + this.end.reason,
-      "first after " + (this.first ?? 0).toFixed(2) + " s", this.end.tokens_per_deep_pass.toFixed(2) + " tokens per deep pass",
+      "first after " + (this.first ?? 0).toFixed(2) + " s",
+      this.end.tokens_per_deep_pass.toFixed(2) + " tokens per deep pass",
       this.end.layers_per_token.toFixed(1) + " layers run per token"].join(" · ");
   }
 
@@ -175,7 +187,8 @@ class Run {
   }
 
   describe(token) {
-    const score = token.score === null ? "none" : token.score.toFixed(3), as = token.mode === this.mode ? "" : ", as " + token.mode;
+    const score = token.score === null ? "none" : token.score.toFixed(3);
+    const as = token.mode === this.mode ? "" : ", as " + token.mode;
     return "layer " + token.exit_layer + " of " + model.layers + ", score " + score + ", audit " + token.audit + as;
   }
 
@@ -194,7 +207,8 @@ class Run {
 
   move(event) {
     const last = this.tokens.length - 1, now = Number(event.target.dataset.index);
-    const to = { ArrowRight: now + 1, ArrowDown: now + 1, ArrowLeft: now - 1, ArrowUp: now - 1, Home: 0, End: last }[event.key];
+    const to = { ArrowRight: now + 1, ArrowDown: now + 1, ArrowLeft: now - 1, ArrowUp: now - 1,
+      Home: 0, End: last }[event.key];
     if (to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
     this.textBox.children[Math.min(last, Math.max(0, to))].focus();
@@ -208,11 +222,13 @@ function say(text, strong = "") {
 }
 
 function compare(full, other) {
-  const same = full.text === other.text, times = other.mode + " " + other.seconds.toFixed(2) + " s, full " + full.seconds.toFixed(2) + " s";
+  const same = full.text === other.text;
+  const times = other.mode + " " + other.seconds.toFixed(2) + " s, full " + full.seconds.toFixed(2) + " s";
   const parted = full.tokens.findIndex((token, index) => token.id !== other.tokens[index]?.id);
   const place = parted < 0 ? full.tokens.length : parted;
   if (!same) [full, other].forEach((run) => run.textBox.children[place]?.classList.add("parted"));
-  const words = same ? "the same text" : "another text from token " + (place + 1) + (full.body.temperature ? " (both drawn at random)" : "");
+  const why = full.body.temperature ? " (both drawn at random)" : "";
+  const words = same ? "the same text" : "another text from token " + (place + 1) + why;
   const unit = full.tokens.length === other.tokens.length ? "as fast" : "the tokens/s";
   say(unit + ": " + times + ", " + words, full.rate() ? (other.rate() / full.rate()).toFixed(2) + "×" : "");
 }
@@ -234,7 +250,10 @@ async function runAll(signal) {
   for (const run of runs) {
     try {
       /* Both find the prompt in the cache, or neither does: the time of the second owes nothing to the first. */
-      if (beside && run === runs[0]) { say("reading the prompt…"); await (await send({ ...run.body, max_tokens: 1 }, signal)).text(); }
+      if (beside && run === runs[0]) {
+        say("reading the prompt…");
+        await (await send({ ...run.body, max_tokens: 1 }, signal)).text();
+      }
       say("running " + run.mode + "…");
       await run.go(signal);
     } catch (error) {
@@ -250,7 +269,8 @@ async function runAll(signal) {
 
 /* The button in use keeps the focus, whichever of the two it is. */
 function busy(on) {
-  const [from, to] = on ? [byId("go"), byId("stop")] : [byId("stop"), byId("go")], held = document.activeElement === from;
+  const [from, to] = on ? [byId("go"), byId("stop")] : [byId("stop"), byId("go")];
+  const held = document.activeElement === from;
   to.disabled = false;
   if (held) to.focus();
   from.disabled = true;

@@ -79,7 +79,13 @@ class Http:
         return await self.send(method, path, pairs, [data])
 
     async def send(
-        self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: list[bytes], gone: bool = False
+        self,
+        method: str,
+        path: str,
+        headers: list[tuple[bytes, bytes]],
+        body: list[bytes],
+        gone: bool = False,
+        prefix: str = "",
     ) -> Reply:
         incoming: list[dict[str, Any]] = [
             {"type": "http.request", "body": part, "more_body": index + 1 < len(body)}
@@ -105,7 +111,7 @@ class Http:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "root_path": "",
+            "root_path": prefix,
             "scheme": "http",
             "query_string": b"",
             "headers": headers,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deploy.keys import Caller, KeyRing
 from deploy.service import Service
 from tests.deploy.faces import Http, make_service
 
@@ -190,3 +191,17 @@ async def test_two_keys_at_once_are_refused(http: Http) -> None:
     headers = [(b"authorization", b"Bearer a"), (b"authorization", b"Bearer b")]
     reply = await http.send("GET", "/v1/models", headers, [b""])
     assert reply.status == 400
+
+
+@pytest.mark.parametrize("prefix", ["", "/apps/tiny"])
+async def test_health_alone_is_open_whatever_the_prefix(
+    service: Service, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    monkeypatch.setattr(service, "keys", KeyRing({b"x" * 32: Caller("someone")}))
+    http = Http(service, playground=False)
+    statuses = {
+        path: (await http.send("GET", f"{prefix}{path}", [], [b""], prefix=prefix)).status
+        for path in ("/health", "/v1/models", "/version", "/playground", "/health/x", "/nothing")
+    }
+    assert statuses.pop("/health") == 200
+    assert set(statuses.values()) == {401}

@@ -15,6 +15,8 @@ from typing import Any
 
 import uvicorn
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, Route, expect, sync_playwright
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from deploy.http_api import build_api
 from deploy.service import Service
@@ -32,21 +34,22 @@ def find_chromium() -> str | None:
 @contextlib.contextmanager
 def open_browser(executable: str) -> Iterator[Browser]:
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
 
 
 @contextlib.contextmanager
-def serve(service: Service) -> Iterator[str]:
-    """The address of the service's HTTP face. No Ray: the page knows none."""
-    config = uvicorn.Config(build_api(service, playground=True), log_level="error", ws="none", lifespan="off")
+def serve(service: Service, prefix: str = "") -> Iterator[str]:
+    """The address of the service's HTTP face, under a prefix where there are several. No Ray: the page knows none."""
+    app = Starlette(routes=[Mount(prefix, build_api(service, playground=True))])
+    config = uvicorn.Config(app, log_level="error", ws="none", lifespan="off")
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}{prefix}"
         finally:
             server.should_exit = True
             thread.join(timeout=20)

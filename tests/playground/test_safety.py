@@ -5,21 +5,21 @@ from __future__ import annotations
 from playwright.sync_api import expect
 
 from deploy.page import load_page
-from tests.playground.site import Playground, stream, token
+from deploy.service import Service
+from tests.playground.site import Playground, serve, stream, token
 
 MARKUP = '<img src="x" onerror="document.title=1"><script>document.title=2</script><b id="made">bold</b>'
 
 
-def test_the_page_is_one_file_and_asks_only_its_own_server_by_relative_addresses(
-    playground: Playground, address: str
-) -> None:
-    playground.set(Tokens="4")
-    playground.run()
-    assert set(playground.addresses) == {
-        f"{address}/playground",
-        f"{address}/v1/models",
-        f"{address}/v1/chat/completions",
-    }
+def test_the_page_is_one_file_and_asks_only_its_own_application(blank: Playground, service: Service) -> None:
+    with serve(service, "/apps/tiny") as address:
+        blank.visit(address)
+        blank.set(Tokens="4")
+        blank.run()
+        blank.set(as_a_chat=False)
+        blank.run()
+    asked = {each.removeprefix(f"{address}/") for each in blank.addresses}
+    assert asked == {"playground", "v1/models", "v1/chat/completions", "v1/completions"}
     html, _ = load_page()
     assert "http" not in html
 
