@@ -92,12 +92,15 @@ class Server:
         return [process for process in psutil.process_iter() if _session(process.pid) == self.process.pid]
 
     def replicas(self) -> list[psutil.Process]:
-        found = []
+        return [process for process, command in self._commands() if "ServeReplica" in command]
+
+    def commands_of_session(self) -> list[str]:
+        return [command for _, command in self._commands()]
+
+    def _commands(self) -> Iterator[tuple[psutil.Process, str]]:
         for process in self.others_of_session():
-            with contextlib.suppress(psutil.Error):
-                if "ServeReplica" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+            with contextlib.suppress(psutil.Error):  # one that ends just now
+                yield process, " ".join(process.cmdline())
 
 
 def default_config() -> dict[str, Any]:
