@@ -53,8 +53,8 @@ class Guard:
             await send(message)
 
         try:
-            inner_receive = await self._admit(scope, receive)
-            await self._app(scope, inner_receive, watched_send)
+            await self._admit(scope, receive)
+            await self._app(scope, receive, watched_send)
         except ClientGoneError:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except Exception as error:
@@ -62,7 +62,8 @@ class Guard:
                 raise  # too late for a status: the server cuts the connection, and the client sees a broken answer
             await response_to(error)(scope, receive, send)
 
-    async def _admit(self, scope: Scope, receive: Receive) -> Receive:
+    async def _admit(self, scope: Scope, receive: Receive) -> None:
+        """Leave the caller and the parsed body in the scope: routes read them there, and the body nowhere else."""
         limits, headers = self._service.limits, scope["headers"]
         if len(headers) > limits.num_headers or sum(len(k) + len(v) for k, v in headers) > limits.header_bytes:
             raise HttpError(431, f"at most {limits.num_headers} headers of {limits.header_bytes} bytes together")
@@ -74,11 +75,8 @@ class Guard:
             authorization = known.get(b"authorization")
             caller = self._service.keys.caller(None if authorization is None else authorization.decode("latin-1"))
         scope["tide"] = {"caller": caller}
-        if scope["method"] != "POST":
-            return receive
-        body = await self._body(known, receive)
-        scope["tide"]["body"] = json_body.parse(body, limits.json_depth)
-        return _replay(body, receive)
+        if scope["method"] == "POST":
+            scope["tide"]["body"] = json_body.parse(await self._body(known, receive), limits.json_depth)
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
@@ -132,17 +130,3 @@ def response_to(error: Exception) -> Response:
     if failure.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_object(failure), failure.status, headers)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, once; then whatever comes, such as the end of the connection."""
-    sent = False
-
-    async def again() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 from deploy.service import Answer
 from deploy.tracing import record_spans
-from tide_core.request import RequestOutput, SamplingParams
+from tide_core.request import RequestOutput
 from tide_core.stats import EngineStats
 
 logger = logging.getLogger("ray.serve")
@@ -130,9 +130,6 @@ class Meter:
         self._thread: threading.Thread | None = None
 
     # Of requests, on the event loop: what is heard goes into a deque, which another thread may empty meanwhile.
-
-    def started(self, params: SamplingParams) -> None:
-        """Nothing is counted before it happened."""
 
     def moved(self, answer: Answer, output: RequestOutput) -> None:
         mode, now = answer.params.mode or "full", time.monotonic()

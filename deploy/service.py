@@ -33,8 +33,6 @@ DEADLINE, CALLER = "deadline", "caller"
 class Observer(Protocol):
     """Whoever counts requests."""
 
-    def started(self, params: SamplingParams) -> None: ...
-
     def moved(self, answer: Answer, output: RequestOutput) -> None: ...
 
     def ended(self, answer: Answer, reason: str) -> None: ...
@@ -67,8 +65,8 @@ class Answer:
     params: SamplingParams
     prompt: Prompt
     timeout_s: float
-    artefact: str | None
     fills: bool = False
+    artefact: str | None = None
     started_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None
     last_at: float | None = None
@@ -105,36 +103,32 @@ class Service:
         params = self.policy.params(given, caller, self.natural_mode)
         self.limits.check(params)
         engine_id = uuid.uuid4().hex
-        answer = Answer(
+        return Answer(
             request_id=engine_id if call.request_id is None else _checked_id(call.request_id),
             engine_id=engine_id,
             caller=caller,
             params=params,
             prompt=call.prompt,
             timeout_s=self.limits.timeout_s(call.timeout_s),
-            artefact=None if params.mode == "full" else self.engine.artefact_digest,
             fills=call.fills,
         )
-        if (caller.name, answer.request_id) in self._open:
-            raise RequestError("request_id", answer.request_id, "one that no open request of yours has")
-        return answer
 
     async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
         """Pieces of the answer, the last one with a finish reason; or an error, after which nothing comes.
 
         Closing the generator ends the request."""
         name = (answer.caller.name, answer.request_id)
-        if name in self._open:  # another one of that name began since
+        if name in self._open:
             raise RequestError("request_id", answer.request_id, "one that no open request of yours has")
         self._open[name] = answer
         loop = asyncio.get_running_loop()
         timer = loop.call_later(answer.timeout_s, self._expire, answer)
         reason = "cancelled"
-        if self._observer is not None:
-            self._observer.started(answer.params)
         try:
             if answer.fills:
                 await self._fill(answer)
+            if answer.params.mode != "full":
+                answer.artefact = self.engine.artefact_digest  # of the exits that this very stream begins with
             stream = self.engine.stream(
                 answer.prompt, answer.params, request_id=answer.engine_id, cache_salt=answer.caller.salt
             )

@@ -222,7 +222,6 @@ def test_a_request_is_timed_by_mode_from_its_arrival_to_its_end(
     clock = [102.0]
     monkeypatch.setattr("deploy.metrics.time", SimpleNamespace(monotonic=lambda: clock[0]))
     answer = make_answer(mode="bounded", started_at=100.0)
-    meter.started(answer.params)
     meter.moved(answer, piece())
     answer.first_at = answer.last_at = 102.0
     clock[0] = 102.5

@@ -61,7 +61,7 @@ async def test_two_open_requests_of_one_caller_never_share_a_name_but_two_caller
     first = service.outputs(service.begin(Call(PROMPT, LONG, "mine"), ANYONE))
     await anext(first)
     with pytest.raises(RequestError, match="request_id"):
-        service.begin(Call(PROMPT, LONG, "mine"), ANYONE)
+        await run(service, Call(PROMPT, LONG, "mine"))
     assert await run(service, Call(PROMPT, LONG, "mine"), Caller("other"))
     await first.aclose()
     assert await run(service, Call(PROMPT, LONG, "mine"))
