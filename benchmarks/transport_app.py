@@ -14,10 +14,13 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
+from deploy.app import settle_process
 from deploy.grpc_api import GrpcApi
 from deploy.http_api import build_api
+from deploy.metrics import Meter, RayExporter
 from deploy.service import Service
 from tide_core.config import EngineConfig
+from tide_core.engine.exit_stats import ExitStats
 from tide_core.engine.loop import AsyncSink, EngineLoop
 from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 from tide_core.stats import EngineStats, ModelFacts
@@ -103,14 +106,19 @@ class ReadyEngine:
         return ModelFacts("ready", "none", NUM_LAYERS, 2, 2**20, "none", "cpu", "0", (2,), (), ("verified",), None)
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, "none", False, 0.0)
+        exits = ExitStats(NUM_LAYERS).summary()
+        return EngineStats(0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, "none", False, 0.0, exits=exits)
 
 
 @serve.deployment
 @serve.ingress()
 class TransportServer(GrpcApi):
     def __init__(self) -> None:
-        self.service = Service(ReadyEngine(), model="ready")  # type: ignore[arg-type]
+        settle_process()
+        engine: Any = ReadyEngine()
+        meter = Meter(RayExporter())
+        self.service = Service(engine, model="ready", observer=meter)
+        meter.start(engine.stats, lambda: self.service.tokens_in_flight)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self.service, playground=False)

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: Serve reads the class of `build_app`'s argument from its annotation.
 
 import logging
+import sys
 import time
 from typing import Any
 
@@ -23,6 +24,10 @@ from tide_core.errors import TideError
 
 logger = logging.getLogger("ray.serve")
 
+SWITCH_S = 0.0001
+"""How long a thread may be kept from the interpreter by another. The engine's needs it between any two kernels, and
+the event loop's has it while streams are written: at Python's own 5 ms the engine waits for the streams."""
+
 
 @serve.deployment
 @serve.ingress()
@@ -31,7 +36,7 @@ class TideServer(GrpcApi):
 
     def __init__(self, args: dict[str, Any]) -> None:
         started = time.monotonic()
-        join_serve_logs()
+        settle_process()
         logger.info("tide: loading the engine's libraries")
         from tide_core.engine.engine import Engine  # torch comes with it; only replicas need that
 
@@ -88,6 +93,12 @@ class TideServer(GrpcApi):
         if hasattr(self, "service"):
             self._meter.stop()
             self.service.engine.close()
+
+
+def settle_process() -> None:
+    """What holds for the whole process of a replica."""
+    join_serve_logs()
+    sys.setswitchinterval(SWITCH_S)
 
 
 def build_app(args: AppArgs) -> Application:
