@@ -22,7 +22,7 @@ setup: system-packages $(STAMPS)/native $(STAMPS)/package demo-model ## Virtual 
 system-packages:
 	@missing=""; \
 	command -v c++ >/dev/null 2>&1 || missing="$$missing g++"; \
-	command -v chromium >/dev/null 2>&1 || missing="$$missing chromium"; \
+	{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null 2>&1 || missing="$$missing chromium"; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
 	  echo "setup: installing$$missing with apt"; \
 	  (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing) >/dev/null \

@@ -154,7 +154,7 @@ class GrpcApi:
             checkpoint_layers=about.checkpoint_layers,
             epsilons=about.epsilons,
             artefact_digest=about.artefact or "",
-            modes=[messages.MODES[mode] for mode in about.modes if mode in policy.modes and mode in caller.modes],
+            modes=[messages.MODES[mode] for mode in service.modes_for(caller)],
             default_exits=pb.ExitParams(
                 mode=messages.MODES[default.mode or service.natural_mode],
                 epsilon=default.epsilon,

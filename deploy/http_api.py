@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.failures import NotServedError, tell
 from deploy.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
+from deploy.keys import Caller
 from deploy.openai_replies import (
     DONE_EVENT,
     ChatShape,
@@ -55,13 +56,13 @@ def build_api(service: Service, *, playground: bool) -> FastAPI:
         return await _answer(service, request, body, [message.plain() for message in body.messages], ChatShape)
 
     @api.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model_object(service, created)]})
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model_object(service, caller_of(request), created)]})
 
     @api.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def model(request: Request, name: str) -> Response:
         _check_model(service, name)
-        return JSONResponse(_model_object(service, created))
+        return JSONResponse(_model_object(service, caller_of(request), created))
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -186,7 +187,7 @@ def _check_model(service: Service, name: str | None) -> None:
         raise NotServedError("model", name, service.model)
 
 
-def _model_object(service: Service, created: int) -> dict[str, Any]:
+def _model_object(service: Service, caller: Caller, created: int) -> dict[str, Any]:
     about = service.engine.describe()
     return {
         "id": service.model,
@@ -198,7 +199,7 @@ def _model_object(service: Service, created: int) -> dict[str, Any]:
             "num_layers": about.num_layers,
             "checkpoint_layers": list(about.checkpoint_layers),
             "epsilons": list(about.epsilons),
-            "modes": [mode for mode in about.modes if mode in service.policy.modes],
+            "modes": service.modes_for(caller),
             "artefact": about.artefact,
         },
     }

@@ -166,6 +166,10 @@ class Service:
     def natural_mode(self) -> str:
         return "full" if self.engine.artefact_digest is None else "verified"
 
+    def modes_for(self, caller: Caller) -> list[str]:
+        """What this caller may ask for."""
+        return [mode for mode in self.engine.describe().modes if mode in self.policy.modes and mode in caller.modes]
+
     @property
     def num_open(self) -> int:
         return len(self._open)

@@ -20,9 +20,11 @@ class BadValueError(TideClientError, ValueError):
 class StatusError(TideClientError):
     """The server answered with a status other than OK."""
 
-    def __init__(self, code: str, details: str, num_tokens: int = 0) -> None:
-        super().__init__(code, details, num_tokens)
+    def __init__(self, code: str, details: str, num_tokens: int = 0, retry_after_s: float | None = None) -> None:
+        super().__init__(code, details, num_tokens, retry_after_s)
         self.code, self.details, self.num_tokens = code, details, num_tokens
+        self.retry_after_s = retry_after_s
+        """When the server says it is worth asking again; it may not say."""
 
     def __str__(self) -> str:
         after = f" after {count(self.num_tokens)}" if self.num_tokens else ""
@@ -43,4 +45,11 @@ def count(num_tokens: int) -> str:
 
 def status_error(error: Any, num_tokens: int = 0) -> StatusError:
     """A `grpc.RpcError` as we tell it."""
-    return StatusError(error.code().name, error.details() or "", num_tokens)
+    given = dict(error.trailing_metadata() or ()).get("retry-after")
+    return StatusError(error.code().name, error.details() or "", num_tokens, seconds(given))
+
+
+def seconds(header: str | bytes | None) -> float | None:
+    """Of a Retry-After; the form with a date is not read."""
+    text = header.decode(errors="replace") if isinstance(header, bytes) else header or ""
+    return float(text) if text.isascii() and text.isdecimal() else None

@@ -15,7 +15,7 @@ from typing import Self, Unpack
 from urllib.parse import urlsplit
 
 from tide_client import openai_events
-from tide_client.errors import BadValueError, BrokenStreamError, StatusError, TideClientError, count
+from tide_client.errors import BadValueError, BrokenStreamError, StatusError, TideClientError, count, seconds
 from tide_client.pieces import Pieces
 from tide_client.requests import Options, Prompt
 from tide_client.results import Answer, Token
@@ -97,7 +97,8 @@ class Exchange:
         self._reply = self._connection.getresponse()
         if self._reply.status != http.client.OK:
             said = openai_events.error_of(self._reply.read(MAX_BODY_BYTES))
-            raise StatusError(f"HTTP {self._reply.status}", said or self._reply.reason)
+            retry_after_s = seconds(self._reply.headers["Retry-After"])
+            raise StatusError(f"HTTP {self._reply.status}", said or self._reply.reason, retry_after_s=retry_after_s)
         return self._reply
 
     def line(self, body: bytes) -> bytes:

@@ -29,7 +29,7 @@ class Attempts:
         """Seconds to wait before the call is made again: longer each time, and never the same for two clients. Raises
         `failure` where it must not be made again."""
         longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_retries, MAX_DOUBLINGS))
-        pause_s = random.uniform(longest / 2, longest)  # noqa: S311  # no secret
+        pause_s = random.uniform(longest / 2, longest) + (failure.retry_after_s or 0.0)  # noqa: S311  # no secret
         if not failure.may_be_retried or self._num_retries == self._max_retries or pause_s >= self.left_s:
             raise failure from None
         self._num_retries += 1

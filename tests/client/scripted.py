@@ -48,7 +48,7 @@ def whole(script: Script, context: grpc.ServicerContext) -> Chunks:
     yield chunk(2, TOKENS[3], final=FINAL)
 
 
-def fails(code: str, after: int = 0, *, opens: bool = False) -> Act:
+def fails(code: str, after: int = 0, *, opens: bool = False, retry_after: str | None = None) -> Act:
     """A status after so many tokens; `opens`: after a first chunk without any."""
 
     def act(script: Script, context: grpc.ServicerContext) -> Chunks:
@@ -56,6 +56,8 @@ def fails(code: str, after: int = 0, *, opens: bool = False) -> Act:
             yield chunk(0)
         for index in range(after):
             yield chunk(index, TOKENS[index])
+        if retry_after is not None:
+            context.set_trailing_metadata([("retry-after", retry_after)])
         context.abort(grpc.StatusCode[code], f"scripted {code}")
 
     return act

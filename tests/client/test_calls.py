@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,26 @@ def test_generate_is_asked_again_where_nobody_was_there(server: GrpcServer, scri
     script.acts.extend([fails("UNAVAILABLE"), fails("CANCELLED")])
     assert call(server.address, "generate", "Say").text == TEXT
     assert len(script.requests) == 3
+
+
+@pytest.mark.parametrize(("said", "heard"), [("7", 7.0), (None, None), ("soon", None), ("Wed, 21 Oct 2026", None)])
+def test_an_error_tells_when_to_ask_again(
+    server: GrpcServer, script: Script, call: Call, said: str | None, heard: float | None
+) -> None:
+    script.acts.append(fails("RESOURCE_EXHAUSTED", retry_after=said))
+    with pytest.raises(StatusError, match="RESOURCE_EXHAUSTED") as caught:
+        call(server.address, "generate", "Say")
+    assert caught.value.retry_after_s == heard
+    assert len(script.requests) == 1
+
+
+def test_a_call_waits_as_long_as_the_server_asks_before_it_is_made_again(
+    server: GrpcServer, script: Script, call: Call
+) -> None:
+    script.acts.append(fails("UNAVAILABLE", retry_after="1"))
+    started = time.monotonic()
+    assert call(server.address, "generate", "Say").text == TEXT
+    assert time.monotonic() - started >= 1.0
 
 
 def test_an_answer_without_its_last_word_is_broken(server: GrpcServer, script: Script, call: Call) -> None:
@@ -159,5 +180,6 @@ def test_a_name_that_only_a_newer_server_knows_is_told_by_its_number(server: Grp
 
 
 def test_errors_survive_pickling() -> None:
-    error = pickle.loads(pickle.dumps(StatusError("UNAVAILABLE", "gone", 1)))
-    assert (error.code, error.num_tokens, str(error)) == ("UNAVAILABLE", 1, "UNAVAILABLE after 1 token: gone")
+    error = pickle.loads(pickle.dumps(StatusError("UNAVAILABLE", "gone", 1, 2.0)))
+    assert (error.code, error.num_tokens, error.retry_after_s) == ("UNAVAILABLE", 1, 2.0)
+    assert str(error) == "UNAVAILABLE after 1 token: gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -191,6 +192,13 @@ async def test_two_keys_at_once_are_refused(http: Http) -> None:
     headers = [(b"authorization", b"Bearer a"), (b"authorization", b"Bearer b")]
     reply = await http.send("GET", "/v1/models", headers, [b""])
     assert reply.status == 400
+
+
+async def test_models_lists_the_modes_of_the_callers_key(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = KeyRing({hashlib.sha256(b"narrow").digest(): Caller("someone", modes=("full",))})
+    monkeypatch.setattr(service, "keys", ring)
+    reply = await Http(service).send("GET", "/v1/models", [(b"authorization", b"Bearer narrow")], [b""])
+    assert reply.json["data"][0]["tide"]["modes"] == ["full"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/apps/tiny"])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import pytest
 from benchmarks.live import Server, default_config, serving
 from deploy.metrics import METRICS
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
-from tide_client import Answer, TideClient
+from tests.serve.load import Streams, until
+from tide_client import TideClient
 
 pytestmark = pytest.mark.serve
 
@@ -57,49 +57,10 @@ def client(server: Server) -> Iterator[TideClient]:
         yield client
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def with_user_config(server: Server, **values: Any) -> dict[str, Any]:
     config = copy.deepcopy(server.config)
     config["applications"][0]["deployments"][0]["user_config"] = values
     return config
-
-
-class Streams:
-    """Answers asked for one after another for as long as the block lasts; none may fail."""
-
-    def __init__(self, server: Server) -> None:
-        self._client = TideClient(server.address)
-        self._stop = threading.Event()
-        self.answers: list[Answer] = []
-        self.errors: list[Exception] = []
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                with self._client.stream("the cat sat", max_tokens=100, ignore_eos=True) as stream:
-                    list(stream)
-                self.answers.append(stream.answer)
-            except Exception as error:
-                self.errors.append(error)
-
-    def __enter__(self) -> Streams:
-        self._thread.start()
-        assert until(lambda: bool(self.answers), 30)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._client.close()
 
 
 def test_other_exits_are_taken_without_a_restart_or_a_failed_stream(

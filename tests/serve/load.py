@@ -1,0 +1,53 @@
+"""Load on a live service, and patience."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from benchmarks.live import Server
+from tide_client import Answer, TideClient
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+class Streams:
+    """Answers asked for one after another, `count` at a time, for as long as the block lasts; errors are kept."""
+
+    max_tokens = 100
+
+    def __init__(self, server: Server, count: int = 1) -> None:
+        self._client = TideClient(server.address)
+        self._stop = threading.Event()
+        self.answers: list[Answer] = []
+        self.errors: list[Exception] = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with self._client.stream("the cat sat", max_tokens=self.max_tokens, ignore_eos=True) as stream:
+                    list(stream)
+                self.answers.append(stream.answer)
+            except Exception as error:
+                self.errors.append(error)
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        assert until(lambda: bool(self.answers), 30)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self._client.close()
