@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from tests.calibration.tiny_runs import PROMPTS, tiny_calibration
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import CONFIGS, tiny_model
 from tide_core.calibration import decoder, self_prompts
-from tide_core.calibration.collect import Lengths, collect, plan
+from tide_core.calibration.collect import plan, sequences_of
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.dataset import RecordPool, gather, split
 from tide_core.calibration.encode import PromptEncoder, chat_opening
 from tide_core.calibration.generation import Generator
+from tide_core.calibration.lengths import Lengths
 from tide_core.calibration.progress import LineProgress, SilentProgress
 from tide_core.calibration.records import Record
 from tide_core.calibration.sampling import GREEDY, Sampling, draw
-from tide_core.calibration.self_prompts import add_self_prompts
+from tide_core.calibration.self_prompts import MadeUp, PromptBatch, add_self_prompts, make_up
 from tide_core.calibration.shards import ShardEntry, TokenSequence, TokenShards, write_shard
 from tide_core.calibration.shortlist import choose_shortlist, count_emitted, coverage_of
 from tide_core.errors import ConfigError
@@ -55,21 +56,15 @@ def lines_of(kind: str, num: int) -> list[str]:
 
 
 def collected(folder: Path, model: Any, config: CalibrationConfig, lines: list[str]) -> dict[str, ShardEntry]:
-    entries: dict[str, ShardEntry] = {}
-    generator = make_generator(model, config.generation_batch or 4)
-    collect(
-        plan(config, split(lines, config), generator.batch),
-        config,
-        PromptEncoder(tiny_tokenizer(), config.max_prompt_tokens),
-        generator,
-        Lengths.of(config, 256),
-        eos_ids=EOS,
-        folder=folder,
-        done={},
-        on_shard=lambda entry: entries.update({entry.name: entry}),
-        progress=SilentProgress(),
-    )
-    return entries
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, lengths = make_generator(model, config.generation_batch or 4), Lengths.of(config, 256)
+    encoder = PromptEncoder(tiny_tokenizer(), lengths.prompt)
+    return {
+        unit.path: write_shard(
+            folder, unit.part, unit.index, sequences_of(unit, config, encoder, generator, lengths, EOS)
+        )
+        for unit in plan(config, split(lines, config), generator.batch)
+    }
 
 
 # --- generation
@@ -264,8 +259,16 @@ def test_the_opening_of_a_chat_ends_where_the_user_begins() -> None:
 def self_prompted(model: Any, tokenizer: Any, **settings: Any) -> RecordPool:
     config = tiny_calibration(data="self", **settings)
     pool = gather(config)
-    add_self_prompts(pool, config, tokenizer, make_generator(model, 64), EOS, SilentProgress())
+    fill(pool, config, tokenizer, make_generator(model, 64))
     return pool
+
+
+def fill(pool: RecordPool, config: CalibrationConfig, tokenizer: Any, generator: Any) -> None:
+    def make(batches: Sequence[PromptBatch]) -> Iterator[list[MadeUp]]:
+        for batch in batches:
+            yield make_up(batch, config, tokenizer, generator, EOS)
+
+    add_self_prompts(pool, config, make, generator.batch, SilentProgress())
 
 
 def test_the_model_fills_up_the_prompts_with_distinct_ones_of_its_own(model: Any) -> None:
@@ -308,7 +311,7 @@ def parroted(texts: Sequence[str], num_samples: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(self_prompts, "BEGUN_SHARE", 0.0)
     config, parrot = tiny_calibration(data="self", num_samples=num_samples), Parrot(texts)
     pool = gather(config)
-    add_self_prompts(pool, config, tiny_tokenizer(), parrot, EOS, SilentProgress())  # type: ignore[arg-type]
+    fill(pool, config, tiny_tokenizer(), parrot)
     return pool, parrot
 
 

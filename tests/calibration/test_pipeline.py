@@ -173,13 +173,13 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 def test_a_run_killed_while_it_publishes_goes_on_to_the_same_bytes(
     tmp_path: Path, uninterrupted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = pipeline.publish
+    install = pipeline.install_artefact
 
     def after(*args: Any) -> Any:
-        publish(*args)
+        install(*args)
         raise Killed
 
-    monkeypatch.setattr(pipeline, "publish", after)
+    monkeypatch.setattr(pipeline, "install_artefact", after)
     with pytest.raises(Killed):
         run_tiny(tmp_path)
     monkeypatch.undo()
@@ -255,7 +255,10 @@ def test_what_is_not_as_it_was_left_is_found_and_made_again(
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_dataset_made_again_with_fewer_records_leaves_no_shard_of_the_first(tmp_path: Path, ended: bool) -> None:
+def test_a_dataset_made_again_with_fewer_records_leaves_no_shard_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    monkeypatch.setattr(pipeline, "source_of", lambda config: {})  # as of a data set that is loaded by its name
     with contextlib.suppress(Killed):
         run_tiny(tmp_path, progress=Spy() if ended else Spy("train"))
     many = {path.name for path in (tmp_path / "run" / "shards").iterdir()}
@@ -265,7 +268,30 @@ def test_a_dataset_made_again_with_fewer_records_leaves_no_shard_of_the_first(tm
 
     few = {path.name for path in (tmp_path / "run" / "shards").iterdir()}
     assert few < many
-    assert few == set(read_ledger(tmp_path / "run")["shards"])  # type: ignore[index]
+    assert {f"shards/{name}" for name in few} == set(read_ledger(tmp_path / "run")["shards"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_other_data_under_the_same_run_is_refused_with_the_difference(tmp_path: Path, ended: bool) -> None:
+    with contextlib.suppress(Killed):
+        run_tiny(tmp_path, progress=Spy() if ended else Spy("collect"))
+    changed = write_prompts(tmp_path, [*PROMPTS, "And one more."])
+
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl was '[0-9a-f]{56,}.* and is '"):
+        run_tiny(tmp_path, data=changed)
+
+
+def test_data_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(config: Any) -> Any:
+        pool = gather(config)
+        write_prompts(tmp_path, PROMPTS[:5])
+        return pool
+
+    gather = pipeline.gather
+    monkeypatch.setattr(pipeline, "gather", read)
+    with pytest.raises(ConfigError, match="do not change while they are read"):
+        run_tiny(tmp_path)
+    assert not list((tmp_path / "run").rglob("*.jsonl"))
 
 
 def test_a_shard_spoiled_in_an_unfinished_collect_is_made_again(
@@ -277,7 +303,7 @@ def test_a_shard_spoiled_in_an_unfinished_collect_is_made_again(
     spy = Spy()
 
     assert contents(run_tiny(tmp_path, progress=spy).artefact) == uninterrupted
-    assert "collect: shard train-00001.safetensors is not as it was left; it is made again" in spy.notes
+    assert "shard shards/train-00001.safetensors is not as it was left; it is made again" in spy.notes
 
 
 def test_a_spoiled_ledger_is_refused(tmp_path: Path) -> None:
@@ -302,7 +328,7 @@ def test_data_that_cannot_be_read_fails_and_leaves_no_text_of_its_own(tmp_path: 
             run_tiny(tmp_path, data=data)
         assert not (tmp_path / "artefact").exists()
         assert not list((tmp_path / "run").rglob("*.safetensors"))
-        (tmp_path / "run" / "ledger.msgpack").unlink()
+        (tmp_path / "run" / "ledger.msgpack").unlink(missing_ok=True)
 
 
 def test_an_output_that_is_taken_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ calibrated on them is about greedy decoding. They hold no plain text either: doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -17,26 +16,12 @@ from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.dataset import hash_of
 from tide_core.calibration.encode import PromptEncoder
 from tide_core.calibration.generation import Generator
-from tide_core.calibration.progress import Progress
+from tide_core.calibration.lengths import Lengths
 from tide_core.calibration.records import Record
 from tide_core.calibration.sampling import GREEDY, Sampling
-from tide_core.calibration.shards import PARTS, ShardEntry, TokenSequence, shard_name, write_shard
+from tide_core.calibration.shards import PARTS, TokenSequence, shard_name
 
 MIN_TEXT_TOKENS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """How long prompts and answers may be in this model."""
-
-    prompt: int
-    new: int
-    text: int
-
-    @classmethod
-    def of(cls, config: CalibrationConfig, max_positions: int) -> Lengths:
-        new = min(config.max_new_tokens, max(1, max_positions // 2))
-        return cls(min(config.max_prompt_tokens, max_positions - new), new, min(config.text_tokens, max_positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +34,9 @@ class Unit:
     records: Sequence[Record]
 
     @property
-    def name(self) -> str:
-        return shard_name(self.part, self.index)
+    def path(self) -> str:
+        """Of its shard in the run."""
+        return f"shards/{shard_name(self.part, self.index)}"
 
 
 def plan(config: CalibrationConfig, parts: Mapping[str, Sequence[str]], unit_size: int) -> list[Unit]:
@@ -71,34 +57,6 @@ def plan(config: CalibrationConfig, parts: Mapping[str, Sequence[str]], unit_siz
     return units
 
 
-def collect(
-    units: Sequence[Unit],
-    config: CalibrationConfig,
-    encoder: PromptEncoder,
-    generator: Generator,
-    lengths: Lengths,
-    *,
-    eos_ids: tuple[int, ...],
-    folder: Path,
-    done: Mapping[str, ShardEntry],
-    on_shard: Callable[[ShardEntry], None],
-    progress: Progress,
-) -> None:
-    """Write the shard of every unit that is not in `done`; `on_shard` hears of each as soon as it is on disk."""
-    folder.mkdir(parents=True, exist_ok=True)
-    total = sum(len(unit.records) for unit in units)
-    num_tokens = 0
-    with progress.stage("collect", total, "sequence") as stage:
-        for unit in units:
-            if (entry := done.get(unit.name)) is None:
-                seed = hash_of(config.seed, "collect", unit.name) >> 1
-                sequences = list(_sequences(unit, encoder, generator, lengths, eos_ids, seed))
-                entry = write_shard(folder, unit.part, unit.index, sequences)
-                on_shard(entry)
-            num_tokens += entry.num_tokens
-            stage.update(len(unit.records), shard=unit.name.partition(".")[0], tokens=num_tokens)
-
-
 def _way(config: CalibrationConfig, part: str, line: str, sampled: Sampling) -> Sampling | None:
     """How the model continues a record, None for a text taken as it is. The record's own hash decides."""
     if part != "train":
@@ -108,26 +66,29 @@ def _way(config: CalibrationConfig, part: str, line: str, sampled: Sampling) -> 
     return GREEDY if hash_of(config.seed, "greedy", line) < config.greedy_share * 2**64 else sampled
 
 
-def _sequences(
+def sequences_of(
     unit: Unit,
+    config: CalibrationConfig,
     encoder: PromptEncoder,
     generator: Generator,
     lengths: Lengths,
     eos_ids: tuple[int, ...],
-    seed: int,
-) -> Iterator[TokenSequence]:
+) -> list[TokenSequence]:
+    """What a unit becomes: the same ones wherever and whenever it is done."""
     if unit.sampling is None:
-        yield from _pieces(encoder.texts([str(record.content) for record in unit.records]), lengths.text)
-        return
+        return list(_pieces(encoder.texts([str(record.content) for record in unit.records]), lengths.text))
     # The beginning of a text is at most its first half. A record that has no token is left out.
     prompts = [
         ids if record.kind != "text" else ids[: max(1, len(ids) // 2)]
         for ids, record in zip(encoder.prompts(unit.records), unit.records, strict=True)
         if ids
     ]
+    seed = hash_of(config.seed, "collect", shard_name(unit.part, unit.index)) >> 1
     answers = generator.run(prompts, unit.sampling, max_new=lengths.new, stop_ids=eos_ids, seed=seed)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        yield TokenSequence(np.concatenate([np.array(prompt, np.int32), answer]), len(prompt))
+    return [
+        TokenSequence(np.concatenate([np.array(prompt, np.int32), answer]), len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def _pieces(texts: Sequence[list[int]], size: int) -> Iterator[TokenSequence]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tide_core.calibration.config import SELF_DATA, CalibrationConfig
+from tide_core.calibration.ledger import digest_of
 from tide_core.calibration.records import SUFFIXES, Record, as_record, local_files, read_records
 from tide_core.calibration.shards import PARTS
 from tide_core.errors import ConfigError
@@ -97,6 +98,16 @@ def gather(config: CalibrationConfig) -> RecordPool:
     return pool
 
 
+def source_of(config: CalibrationConfig) -> dict[str, str]:
+    """SHA-256 of every file that is read, by name; nothing of a data set that the library loads by its name."""
+    if config.data == SELF_DATA:
+        return {SHIPPED.name: _digest(SHIPPED)}
+    path = _local(config.data)
+    if path is None:
+        return {}
+    return {str(file.relative_to(path) if file != path else file.name): _digest(file) for file in local_files(path)}
+
+
 def split(lines: Iterable[str], config: CalibrationConfig, given: Collection[str] = ()) -> dict[str, list[str]]:
     """Lines by part, each part in the order of its hashes.
 
@@ -141,6 +152,13 @@ def _local(data: str) -> Path | None:
     if data.startswith(("/", ".", "~")) or path.suffix.lower() in SUFFIXES:
         raise ConfigError("data", data, "an existing file or folder; nothing was found at this path")
     return None
+
+
+def _digest(file: Path) -> str:
+    digest = digest_of(file)
+    if digest is None:
+        raise ConfigError(f"data {file}", "nothing that can be read", "a readable file")
+    return digest
 
 
 def _rows(data: str, config: CalibrationConfig) -> Iterator[Record | None]:

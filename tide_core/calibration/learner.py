@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tide_core.calibration.candidates import Candidate, CandidateSpec
 from tide_core.calibration.chain import features_by_distance
 from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.group import ALONE, Group
 from tide_core.calibration.muon import Muon
 from tide_core.calibration.teacher import States, Targets, Teacher
 from tide_core.errors import TideError
@@ -48,6 +49,8 @@ class Recipe:
     """Of the running mean of the weights that is taken in the end; 0 takes the last ones."""
     save_every: int = 500
     """Steps between two states to resume from."""
+    save_seconds: float = 60.0
+    """Most time between them, where steps are long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,16 @@ class Losses:
 
 
 class Learner:
-    def __init__(self, candidate: Candidate, spec: CandidateSpec, config: CalibrationConfig, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        candidate: Candidate,
+        spec: CandidateSpec,
+        config: CalibrationConfig,
+        recipe: Recipe,
+        group: Group = ALONE,
+    ) -> None:
         self.candidate = candidate
-        self._config, self._recipe = config, recipe
+        self._config, self._recipe, self._group = config, recipe, group
         self._module = nn.ModuleDict({"head": candidate.head, "router": candidate.router})
         self._parameters: list[Tensor] = list(self._module.parameters())
         self._mean = [parameter.detach().clone() for parameter in self._parameters]
@@ -114,12 +124,14 @@ class Learner:
             total = total + losses * (weight / sum(weights))
         assert first is not None
         (total[0] + total[1]).backward()  # type: ignore[no-untyped-call]
+        latest = torch.cat((total[:2], first[2:])).detach()
+        self._group.add_up([*(p.grad for p in self._parameters if p.grad is not None), latest])
         for module in (self.candidate.head, self.candidate.router):
             nn.utils.clip_grad_norm_(list(module.parameters()), MAX_GRADIENT_NORM)
         for optimiser in self._optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        self._latest.copy_(torch.cat((total[:2], first[2:])).detach())
+        self._latest.copy_(latest)
 
     def end(self, step: int) -> None:
         """Take what the step has done into the running mean and the sums."""
@@ -133,11 +145,11 @@ class Learner:
         logits = teacher.exit_logits(features)
         unlike = F.cross_entropy(logits, targets.distribution, reduction="none")
         # Where full depth says something outside the shortlist, there is little to learn from the rest.
-        head_loss = (unlike * targets.mass).sum() / targets.mass.sum().clamp(min=1.0)
+        head_loss = (unlike * targets.mass).sum() / targets.mass_sum.clamp(min=1.0)
         seen = logits.detach()
         agree = (teacher.shortlist[seen.argmax(-1)] == targets.top).float()
         score = self.candidate.router(features.detach(), confidence_of(seen))
-        num = targets.weight.sum().clamp(min=1.0)
+        num = targets.weight_sum.clamp(min=1.0)
         wrong = F.binary_cross_entropy_with_logits(score, agree, reduction="none")
         return torch.stack((head_loss, (wrong * targets.weight).sum() / num, (agree * targets.weight).sum() / num))
 

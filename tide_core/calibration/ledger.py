@@ -4,7 +4,8 @@
     <run>/.lock              held by the process that works on the run
 
 A rerun checks the files of every finished stage against the ledger and skips it. Where a file is missing or has
-changed, that stage and all later ones are done again. Other settings or another model under the same run are refused.
+changed, that stage and all later ones are done again. Other settings, another model or other data under the same
+run are refused.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.files import RunFiles
+from tide_core.calibration.shard_entry import ShardEntry
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LEDGER = "ledger.msgpack"
 STAGES = ("dataset", "collect", "train", "risk", "publish", "measure")
 MAX_SHOWN_CHANGES = 6
@@ -30,25 +33,32 @@ MAX_SHOWN_CHANGES = 6
 class Ledger:
     """One run on disk. Every change is written at once."""
 
-    def __init__(self, run_dir: Path, config: CalibrationConfig, model: Mapping[str, Any]) -> None:
-        self._path = run_dir / LEDGER
-        self._folder = run_dir
-        asked = {"config": config.to_mapping(), "model": dict(model)}
-        found = read_ledger(run_dir)
+    def __init__(
+        self, files: RunFiles, config: CalibrationConfig, model: Mapping[str, Any], data: Mapping[str, Any]
+    ) -> None:
+        self._files = files
+        asked = {"config": config.to_mapping(), "model": dict(model), "data": dict(data)}
+        files.bring([LEDGER])
+        found = read_ledger(files.folder)
         if found is None:
             found = {"format_version": FORMAT_VERSION, **asked, "shards": {}, "stages": {}, "published": None}
         else:
-            _check_same(self._path, found, asked)
+            _check_same(files.folder, found, asked)
         self._state = found
         self._write()
 
     @property
-    def shards(self) -> dict[str, tuple[str, int, int]]:
-        """By name: SHA-256, sequences, tokens."""
-        return {name: (entry[0], entry[1], entry[2]) for name, entry in self._state["shards"].items()}
+    def data(self) -> dict[str, str]:
+        """What the run was started with: files and their SHA-256."""
+        return dict(self._state["data"])
 
-    def add_shard(self, name: str, sha256: str, num_sequences: int, num_tokens: int) -> None:
-        self._state["shards"][name] = [sha256, num_sequences, num_tokens]
+    @property
+    def shards(self) -> dict[str, ShardEntry]:
+        """By their name in the run."""
+        return {name: ShardEntry(name, *values) for name, values in self._state["shards"].items()}
+
+    def add_shard(self, entry: ShardEntry) -> None:
+        self._state["shards"][entry.name] = [entry.sha256, entry.num_sequences, entry.num_tokens]
         self._write()
 
     def drop_shard(self, name: str) -> None:
@@ -73,8 +83,10 @@ class Ledger:
 
     def fault(self, stage: str) -> str | None:
         """Which file of a finished stage is not as it was left."""
-        for name, digest in self._state["stages"][stage]["outputs"].items():
-            if digest_of(self._folder / name) != digest:
+        outputs = self._state["stages"][stage]["outputs"]
+        self._files.bring(outputs)
+        for name, digest in outputs.items():
+            if digest_of(self._files.folder / name) != digest:
                 return str(name)
         return None
 
@@ -86,7 +98,8 @@ class Ledger:
     def _write(self) -> None:
         import msgpack
 
-        write_whole(self._path, msgpack.packb(self._state))
+        write_whole(self._files.folder / LEDGER, msgpack.packb(self._state))
+        self._files.keep([LEDGER])
 
 
 def read_ledger(run_dir: Path) -> dict[str, Any] | None:
@@ -101,7 +114,7 @@ def read_ledger(run_dir: Path) -> dict[str, Any] | None:
         state = msgpack.unpackb(path.read_bytes())
     except (OSError, ValueError, msgpack.UnpackException) as error:
         raise ConfigError(f"ledger {path}", f"{type(error).__name__}: {error}", expected) from error
-    keys = {"format_version", "config", "model", "shards", "stages", "published"}
+    keys = {"format_version", "config", "model", "data", "shards", "stages", "published"}
     if not isinstance(state, dict) or state.keys() != keys or state["format_version"] != FORMAT_VERSION:
         raise ConfigError(f"ledger {path}", "another format", f"format version {FORMAT_VERSION}")
     return state
@@ -142,17 +155,17 @@ def digest_of(path: Path) -> str | None:
         return None
 
 
-def _check_same(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def _check_same(run_dir: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     changes = []
-    for part in ("config", "model"):
+    for part in ("config", "model", "data"):
         for key in sorted(found[part].keys() | asked[part].keys()):
             before, now = found[part].get(key), asked[part].get(key)
             if before != now:
                 changes.append(f"{key} was {_shown(before)} and is {_shown(now)}")
     if changes:
         named = "; ".join(changes[:MAX_SHOWN_CHANGES])
-        expected = f"the settings and the model it was started with, or another run directory: {named}"
-        raise ConfigError(f"run {path.parent}", f"{len(changes)} changes", expected)
+        expected = f"the settings, the model and the data it was started with, or another run directory: {named}"
+        raise ConfigError(f"run {run_dir}", f"{len(changes)} changes", expected)
 
 
 def _shown(value: object) -> str:

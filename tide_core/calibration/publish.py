@@ -19,6 +19,7 @@ from tide_core.calibration.report_data import (
     Measured,
     PartSize,
     ReportData,
+    WorkerTime,
     candidate_curves,
     exit_histogram,
     reliability,
@@ -28,6 +29,8 @@ from tide_core.calibration.traces import CandidateTraces
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter
 from tide_core.routing.artefact import (
+    HEADS_FILE,
+    MANIFEST_FILE,
     Checkpoint,
     DataSummary,
     FastPoint,
@@ -64,6 +67,7 @@ class Findings:
     shortlist: Tensor
     coverage: float
     """Share of held-out tokens in the shortlist."""
+    workers: Sequence[WorkerTime] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class Published:
     """Name of the file in the artefact."""
     data: ReportData
     """What it says, the verdict included."""
+    names: tuple[str, ...]
+    """All files of the artefact, its manifest last."""
 
 
 def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Published:
@@ -82,16 +88,22 @@ def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Publishe
     chosen = next(each for each in findings.candidates if each.name == decision.best.name)
     manifest = manifest_of(findings, decision, chosen)
     data = report_of(findings, decision, manifest.tool_version)
-    digest = save_artefact(target, manifest, [chosen.head], [chosen.router], findings.shortlist, render_report(data))
-    return Published(digest, TEXT, data)
+    reports = render_report(data)
+    digest = save_artefact(target, manifest, [chosen.head], [chosen.router], findings.shortlist, reports)
+    return Published(digest, TEXT, data, _names(reports))
 
 
 def publish_measured(published: Published, measured: Measured, target: Path) -> Published:
     """The report at `target` again, with timings in it; what is served stays as it was, and so does the digest."""
     data = add_measured(published.data, measured)
-    digest = replace_reports(target, render_report(data))
+    reports = render_report(data)
+    digest = replace_reports(target, reports)
     assert digest == published.digest
-    return Published(digest, published.report, data)
+    return Published(digest, published.report, data, _names(reports))
+
+
+def _names(reports: Mapping[str, bytes]) -> tuple[str, ...]:
+    return (HEADS_FILE, *reports, MANIFEST_FILE)
 
 
 def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Manifest:
@@ -163,6 +175,7 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         exit_histogram=exit_histogram(best.counts, best.layer, identity.num_layers),
         reliability=reliability(stated),
         verdict=decision.verdict,
+        workers=tuple(findings.workers),
         notes=(NOTE, GIVEN_NOTE) if "given" in findings.traces else (NOTE,),
     )
 

@@ -81,6 +81,7 @@ def report_text(data: ReportData, plots: Sequence[str] = ()) -> str:
         _drafting(data),
         _promises(data),
         _speedups(data),
+        _workers(data) if data.workers else "",
         _pictures(plots),
         _settings(data),
         f"## Repeat it\n\n```\n{data.command}\n```",
@@ -177,6 +178,12 @@ def _speedups(data: ReportData) -> str:
         left_out = f" Left out: {entry.left_out}." if entry.left_out else ""
         lines += ["", f"Measured {number}: {entry.conditions}.{left_out}"]
     return "\n".join(lines)
+
+
+def _workers(data: ReportData) -> str:
+    rows = [(w.name, w.node, str(w.num_items), f"{w.busy_s:.1f}", str(w.num_restarts)) for w in data.workers]
+    head = ("worker", "node", "shards and stages", "busy, s", "restarts")
+    return f"## Workers\n\nUp to the decision; it, and the timing, are not in it.\n\n{_table(head, rows)}"
 
 
 def _pictures(plots: Sequence[str]) -> str:

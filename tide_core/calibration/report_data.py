@@ -91,6 +91,18 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerTime:
+    """What one of several workers did."""
+
+    name: str
+    node: str
+    num_items: int
+    """Shards, prompts and stages."""
+    busy_s: float
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportData:
     """Everything the report says."""
 
@@ -122,6 +134,8 @@ class ReportData:
     reliability: tuple[ReliabilityBin, ...]
     verdict: tuple[str, ...]
     measured: tuple[Measured, ...] = ()
+    workers: tuple[WorkerTime, ...] = ()
+    """Where several did the work."""
     notes: tuple[str, ...] = field(default=())
     """Sentences to put under the verdict."""
 
@@ -221,6 +235,7 @@ def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
         "reliability": tuple(ReliabilityBin(**entry) for entry in values["reliability"]),
         "verdict": tuple(values["verdict"]),
         "measured": tuple(Measured(**{**m, "speedups": _by_number(m["speedups"])}) for m in values["measured"]),
+        "workers": tuple(WorkerTime(**worker) for worker in values.get("workers", ())),
         "notes": tuple(values["notes"]),
     }
 

@@ -8,12 +8,14 @@ texts of its own instead, from its beginning-of-text token.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.dataset import RecordPool, hash_of
+from tide_core.calibration.dataset import RecordPool, gather, hash_of
 from tide_core.calibration.encode import chat_opening
 from tide_core.calibration.generation import Generator
 from tide_core.calibration.near import DistinctTexts
@@ -29,50 +31,81 @@ SPARE = 1.25
 """Prompts asked for over those that are wanted: some come twice, and whole ones are preferred."""
 
 
-def add_self_prompts(
-    pool: RecordPool,
-    config: CalibrationConfig,
-    tokenizer: Any,
-    generator: Generator,
-    eos_ids: tuple[int, ...],
-    progress: Progress,
-) -> None:
-    """Fill the pool up to the number of samples with prompts that the model samples.
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Some of the prompts that the model is asked for in one round."""
 
-    Only with such as are not near to one that is there: a held-out prompt shall not be one of the train part in other
-    words. The pool counts those that are dropped. After a few rounds it stays as full as it is."""
-    opening, stop_ids = _opening(tokenizer, eos_ids)
-    if not opening or len(pool) >= config.num_samples:
+    round: int
+    in_round: int
+    first: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Of its file in the run."""
+        return f"prompts/{self.round}-{self.first // self.size:05d}.jsonl"
+
+
+class MadeUp(NamedTuple):
+    text: str
+    is_whole: bool
+    """Whether the model ended it itself."""
+
+
+Maker = Callable[[Sequence[PromptBatch]], Iterable[Sequence[MadeUp]]]
+
+
+def add_self_prompts(pool: RecordPool, config: CalibrationConfig, make: Maker, batch: int, progress: Progress) -> None:
+    """Fill the pool up to the number of samples with prompts that the model samples, `batch` of them at once; `make`
+    gives those of every batch in the batches' order.
+
+    Only such as are not near to one that is there are taken: a held-out prompt shall not be one of the train part in
+    other words. The pool counts those that are dropped. After a few rounds it stays as full as it is."""
+    if len(pool) >= config.num_samples:
         return
-    shipped = [str(Record.of_line(line).content) for line in pool.lines()]
-    begun = [tokenizer.encode(text, add_special_tokens=False) for text in shipped]
-    known, before = DistinctTexts(), shipped
+    known, before = DistinctTexts(), _texts(pool)
     with progress.stage("self-prompts", math.ceil((config.num_samples - len(pool)) * SPARE), "prompt") as stage:
-        for round_ in range(MAX_ROUNDS):
+        for number in range(MAX_ROUNDS):
             wanted = config.num_samples - len(pool)
             if wanted <= 0:
                 return
-            random = np.random.default_rng((config.seed, round_))
-            starts = [_start(begun, random) for _ in range(math.ceil(wanted * SPARE))]
-            whole: list[str] = []
-            cut: list[str] = []
-            for first in range(0, len(starts), generator.batch):
-                some = starts[first : first + generator.batch]
-                seed = hash_of(config.seed, "self-prompt", f"{round_}:{first}") >> 1
-                openings = [opening + start for start in some]
-                most = config.self_prompt_tokens
-                answers = generator.run(openings, SAMPLING, max_new=most, stop_ids=stop_ids, seed=seed)
-                for start, new in zip(some, answers, strict=True):
-                    ended = int(new[-1]) in stop_ids
-                    ids = [*start, *(new[:-1] if ended else new).tolist()]
-                    (whole if ended else cut).append(tokenizer.decode(ids, skip_special_tokens=True))
+            asked = math.ceil(wanted * SPARE)
+            batches = [PromptBatch(number, asked, first, batch) for first in range(0, asked, batch)]
+            made: list[MadeUp] = []
+            for some in make(batches):
+                made += some
                 stage.update(len(some))
-            prompts = _usable([*whole, *cut])
+            prompts = _usable([each.text for each in sorted(made, key=lambda each: not each.is_whole)])
             kept = known.take([*before, *prompts])[len(before) :]
             before = []
             pool.num_near += kept.count(False)
             if _fill(pool, [text for text, is_new in zip(prompts, kept, strict=True) if is_new], wanted) < wanted / 20:
                 return
+
+
+def make_up(
+    batch: PromptBatch, config: CalibrationConfig, tokenizer: Any, generator: Generator, eos_ids: tuple[int, ...]
+) -> list[MadeUp]:
+    """The prompts of one batch: the same ones wherever and whenever it is done. None from a model that cannot."""
+    opening, stop_ids = _opening(tokenizer, eos_ids)
+    if not opening:
+        return []
+    begun = [tokenizer.encode(text, add_special_tokens=False) for text in _texts(gather(config))]
+    random = np.random.default_rng((config.seed, batch.round))
+    starts = [_start(begun, random) for _ in range(batch.in_round)][batch.first : batch.first + batch.size]
+    seed = hash_of(config.seed, "self-prompt", f"{batch.round}:{batch.first}") >> 1
+    openings, most = [opening + start for start in starts], config.self_prompt_tokens
+    made = []
+    answers = generator.run(openings, SAMPLING, max_new=most, stop_ids=stop_ids, seed=seed)
+    for start, new in zip(starts, answers, strict=True):
+        ended = int(new[-1]) in stop_ids
+        ids = [*start, *(new[:-1] if ended else new).tolist()]
+        made.append(MadeUp(tokenizer.decode(ids, skip_special_tokens=True), ended))
+    return made
+
+
+def _texts(pool: RecordPool) -> list[str]:
+    return [str(Record.of_line(line).content) for line in pool.lines()]
 
 
 def _start(begun: list[list[int]], random: np.random.Generator) -> list[int]:

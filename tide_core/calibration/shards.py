@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import LongTensor
 
+from tide_core.calibration.shard_entry import ShardEntry
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
@@ -48,16 +49,6 @@ class TokenSequence:
 
     tokens: NDArray[np.int32]
     prompt_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """What the ledger keeps of a shard."""
-
-    name: str
-    sha256: str
-    num_sequences: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

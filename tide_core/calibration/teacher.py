@@ -56,6 +56,9 @@ class Targets:
     """[N] probability of the shortlist in the whole vocabulary, times the weight of the position."""
     weight: Tensor
     """[N] 1, or 0 for a row that only fills up."""
+    mass_sum: Tensor
+    weight_sum: Tensor
+    """Of the whole batch, of which these may be the rows of one in a group."""
 
 
 class NoCache:
@@ -146,7 +149,8 @@ class Teacher:
             distributions.append((short / temperature).softmax(-1))
         mass = torch.cat(masses)
         weight = torch.ones_like(mass) if weight is None else weight
-        return Targets(rows, torch.cat(tops), torch.cat(distributions), mass * weight, weight)
+        mass = mass * weight
+        return Targets(rows, torch.cat(tops), torch.cat(distributions), mass, weight, mass.sum(), weight.sum())
 
     @torch.no_grad()
     def top_tokens(self, states: States, rows: Tensor) -> Tensor:

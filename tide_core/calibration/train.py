@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from tide_core.calibration.candidates import Candidate, CandidateSpec, candidates_of, layers_of, make_candidate
 from tide_core.calibration.capture import CapturedWork, padded_shape
 from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.group import ALONE, Group
 from tide_core.calibration.learner import Learner, Recipe
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.shards import SequenceBatch, TokenShards
@@ -43,30 +45,38 @@ def fit(
     *,
     progress: Progress | None = None,
     resume_dir: Path | None = None,
+    on_saved: Callable[[], None] = lambda: None,
     candidates: Sequence[CandidateSpec] | None = None,
     recipe: Recipe | None = None,
+    group: Group = ALONE,
 ) -> list[Candidate]:
-    """Train the candidates, by default those of the configuration; with a `resume_dir`, from where it was left off."""
+    """Train the candidates, by default those of the configuration; with a `resume_dir`, from where it was left off.
+
+    In a `group` everyone calls this with the same arguments and gets the same candidates; the first one saves states,
+    and `on_saved` hears of each."""
     if not shards.num_sequences:
         raise ConfigError("train sequences", 0, "at least one")
     recipe, progress = recipe or Recipe(), progress or SilentProgress()
     specs = list(candidates_of(config, adapter.num_layers) if candidates is None else candidates)
     sizes = {"max_distance": config.max_drafts, "bottleneck": config.router_bottleneck, "seed": config.seed}
-    learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, recipe) for spec in specs]
+    learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, recipe, group) for spec in specs]
     layers = layers_of([learner.candidate for learner in learners])
     teacher = Teacher(adapter, shortlist)
     saved = SavedState(resume_dir, _run_digest(config, recipe, specs, shards, shortlist))
     first = saved.load(learners)
+    saved_at = time.monotonic()
     all_distances = tuple(range(1, config.max_drafts + 1))
 
     def work(tokens: Tensor, rows: Tensor, weight: Tensor, distances: Sequence[int] = all_distances) -> None:
         states = teacher.run(tokens, layers)
         targets = teacher.targets(states, rows, weight=weight, temperature=recipe.target_temperature)
+        group.add_up([targets.mass_sum, targets.weight_sum])
         for learner in learners:
             learner.learn(teacher, states, targets, distances)
 
     on_cuda = adapter.device.type == "cuda"
     captures = on_cuda and teacher.is_plain and all(learner.can_be_captured for learner in learners)
+    captures = captures and group.size == 1
     captured = CapturedWork(work, adapter.device) if captures else None
     with (
         fast_matmul(adapter.device),
@@ -83,8 +93,9 @@ def fit(
                 captured(*_in_shape(batch, rows, recipe.rows_per_step))
             else:
                 distances = loss_distances(config.max_drafts, recipe.distances_per_step, seed=seed)
-                tokens, rows = (_move(tensor, adapter.device) for tensor in (batch.tokens, rows))
-                work(tokens, rows, torch.ones(len(rows), device=adapter.device), distances)
+                shared = (batch.tokens, rows, torch.ones(len(rows))) if group.size == 1 else _share(batch, rows, group)
+                tokens, rows, weight = (_move(tensor, adapter.device) for tensor in shared)
+                work(tokens, rows, weight, distances)
             for learner in learners:
                 learner.end(step)
             done = step + 1
@@ -92,8 +103,11 @@ def fit(
                 losses = [learner.report() for learner in learners]
                 shown = {learner.candidate.name: said.head for learner, said in zip(learners, losses, strict=True)}
                 stage.update(done - max(first, (done - 1) // REPORT_EVERY * REPORT_EVERY), **shown)
-            if done % recipe.save_every == 0 and done < config.steps:
+            due = done % recipe.save_every == 0 or time.monotonic() - saved_at > recipe.save_seconds
+            if due and done < config.steps and group.rank == 0:
                 saved.save(learners, done)
+                on_saved()
+                saved_at = time.monotonic()
     return [learner.finish() for learner in learners]
 
 
@@ -113,6 +127,18 @@ def loss_rows(batch: SequenceBatch, most: int, in_all: int, prompt_share: float,
     if len(rows) <= in_all:
         return rows
     return rows[torch.randperm(len(rows), generator=generator)[:in_all]].sort().values
+
+
+def _share(batch: SequenceBatch, rows: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, rows of the loss and their weights for one of a group: every so manieth sequence."""
+    length = batch.tokens.shape[1]
+    sequence, position = rows // length, rows % length
+    mine = sequence % group.size == group.rank
+    tokens = batch.tokens[group.rank :: group.size]
+    if not len(tokens) or not mine.any():  # nothing to learn from here: one row that weighs nothing
+        return batch.tokens[:1], torch.zeros(1, dtype=torch.long), torch.zeros(1)
+    own = sequence[mine] // group.size * length + position[mine]
+    return tokens, own, torch.ones(len(own))
 
 
 def _in_shape(batch: SequenceBatch, rows: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,6 +45,8 @@ from tide_core.routing.match import check_identity
 from tide_core.routing.router import Router
 
 __all__ = [
+    "HEADS_FILE",
+    "MANIFEST_FILE",
     "Artefact",
     "Checkpoint",
     "DataSummary",
@@ -52,6 +54,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "RiskThreshold",
+    "install_artefact",
     "load_artefact",
     "replace_reports",
     "save_artefact",
@@ -112,6 +115,18 @@ def replace_reports(folder: str | Path, reports: Mapping[str, bytes]) -> str:
     path = Path(folder).absolute().resolve()
     manifest, heads, _ = _read(path, None)
     return _write(path, manifest, heads, reports)
+
+
+def install_artefact(source: str | Path, target: str | Path) -> None:
+    """Copy a sound artefact; it appears under its new name as a whole, in place of one that was there."""
+    path = Path(target).absolute().resolve()
+    _check_replaceable(path)
+    with files.opened(Path(source)) as descriptor:
+        manifest = _read_manifest(files.read_bytes(descriptor, MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES))
+        with files.replacing(path) as temporary:
+            for name in (*manifest.files, MANIFEST_FILE):
+                files.write(temporary / name, files.read_bytes(descriptor, name, max_bytes=MAX_FILE_BYTES))
+            load_artefact(temporary, None)
 
 
 def _read(path: Path, identity: ModelIdentity | None) -> tuple[Manifest, bytes, str]:
