@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ray.serve")
 
-EXPIRE_AGAIN_S = 0.05
+ABORT_AGAIN_S = 0.05
 DEADLINE, CALLER = "deadline", "caller"
 
 
@@ -160,7 +160,8 @@ class Service:
         if answer is None:
             return False
         answer.ended_by = answer.ended_by or CALLER
-        return self.engine.abort(answer.engine_id)
+        self._break_off(answer)
+        return True
 
     @property
     def natural_mode(self) -> str:
@@ -225,16 +226,16 @@ class Service:
         answer.num_tokens += len(output.tokens)
 
     def _expire(self, answer: Answer) -> None:
-        """The time is over. A request that the engine does not have yet is looked for again a little later."""
-        if answer.ended_by is not None and answer.ended_by != DEADLINE:
-            return
-        answer.ended_by = DEADLINE
-        if not self.engine.abort(answer.engine_id):
-            asyncio.get_running_loop().call_later(EXPIRE_AGAIN_S, self._expire_again, answer)
+        """The time is over."""
+        if answer.ended_by is None:
+            answer.ended_by = DEADLINE
+            self._break_off(answer)
 
-    def _expire_again(self, answer: Answer) -> None:
-        if self._open.get((answer.caller.name, answer.request_id)) is answer:
-            self._expire(answer)
+    def _break_off(self, answer: Answer) -> None:
+        """End an open request. One that the engine does not have yet is looked for again a little later."""
+        is_open = self._open.get((answer.caller.name, answer.request_id)) is answer
+        if is_open and not self.engine.abort(answer.engine_id):
+            asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._break_off, answer)
 
 
 def _raise_if_failed(answer: Answer, output: RequestOutput) -> None:

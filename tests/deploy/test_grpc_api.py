@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,9 +14,13 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from deploy.failures import StatusSetError
+from deploy.keys import Caller, KeyRing
+from deploy.limits import Limits
+from deploy.policy import LivePolicy
 from deploy.service import Service
 from tests.deploy.faces import Context, Grpc, all_of, make_service
 from tide.v1 import tide_pb2 as pb
+from tide_core.errors import EngineBusyError
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +172,86 @@ async def test_too_much_metadata_is_refused(api: Grpc) -> None:
     with pytest.raises(StatusSetError):
         await api.Generate(request(), context)
     assert context.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(("size", "code"), [(1024, "OK"), (1025, "RESOURCE_EXHAUSTED")])
+async def test_metadata_is_counted_with_its_names_up_to_the_limit(
+    api: Grpc, monkeypatch: pytest.MonkeyPatch, size: int, code: str
+) -> None:
+    monkeypatch.setattr(api.service, "limits", Limits(metadata_bytes=1024))
+    context = Context(metadata=[("x" * 500, "y" * (size - 500))])
+    with contextlib.suppress(StatusSetError):
+        await api.GetModelInfo(pb.GetModelInfoRequest(), context)
+    assert context.status.name == code
+
+
+async def test_a_busy_engine_says_when_to_come_again(api: Grpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*args: Any) -> None:
+        raise EngineBusyError("full")
+
+    monkeypatch.setattr(api.service, "begin", busy)
+    context = Context(trailing=[("kept", "yes")])
+    with pytest.raises(StatusSetError):
+        await api.Generate(request(), context)
+    assert context.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert context.trailing == [("kept", "yes"), ("retry-after", "1")]
+
+
+async def test_a_client_that_leaves_a_stream_ends_its_request_at_once(api: Grpc) -> None:
+    params = pb.SamplingParams(max_tokens=200, ignore_eos=True)
+    stream = api.GenerateStream(request(sampling_params=params), Context())
+    await anext(stream)
+    assert api.service.num_open == 1
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert api.service.num_open == 0
+
+
+async def test_a_caller_is_known_by_its_key_and_aborts_its_own_request_and_no_other(
+    api: Grpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers = {hashlib.sha256(key.encode()).digest(): Caller(key, key) for key in ("one", "two")}
+    monkeypatch.setattr(api.service, "keys", KeyRing(callers))
+    one, two = ([("authorization", f"Bearer {key}")] for key in ("one", "two"))
+    nobody = Context()
+    with pytest.raises(StatusSetError):
+        await api.GetModelInfo(pb.GetModelInfoRequest(), nobody)
+    assert nobody.status is grpc.StatusCode.UNAUTHENTICATED
+
+    params = pb.SamplingParams(max_tokens=200, ignore_eos=True)
+    stream = api.GenerateStream(request(sampling_params=params, request_id="mine"), Context(one))
+    await anext(stream)
+    assert not (await api.Abort(pb.AbortRequest(request_id="mine"), Context(two))).aborted
+    assert (await api.Abort(pb.AbortRequest(request_id="mine"), Context(one))).aborted
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_only_modes_that_policy_and_key_allow_are_listed(api: Grpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = Caller("team-a", "salt", modes=("full", "verified"))
+    monkeypatch.setattr(api.service, "keys", KeyRing({hashlib.sha256(b"one").digest(): limited}))
+    monkeypatch.setattr(api.service, "policy", LivePolicy.read({"modes": ["full", "fast"]}))
+    info = await api.GetModelInfo(pb.GetModelInfoRequest(), Context([("authorization", "Bearer one")]))
+    assert list(info.modes) == [pb.MODE_FULL]
+    assert info.default_exits.mode == pb.MODE_FULL
+
+
+@pytest.mark.parametrize("fields", [{}, {"text": "hello", "chat": pb.Chat()}], ids=["nothing", "both"])
+async def test_text_to_ids_needs_one_of_text_and_chat(api: Grpc, fields: dict[str, Any]) -> None:
+    context = Context()
+    with pytest.raises(StatusSetError):
+        await api.Tokenize(pb.TokenizeRequest(**fields), context)
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert "exactly one of text and chat" in context.text
+
+
+async def test_health_is_told_again_only_when_it_changes(api: Grpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = api.Watch(health_pb2.HealthCheckRequest(), Context())
+    assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
+    change = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(1.2)
+    assert not change.done()
+    dead = replace(api.service.engine.stats(), dead=True)
+    monkeypatch.setattr(api.service.engine, "stats", lambda: dead)
+    assert (await asyncio.wait_for(change, 5)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    reply = await api.Check(health_pb2.HealthCheckRequest(), Context())
+    assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await watch.aclose()  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deploy.keys import Caller, KeyRing
+from deploy.policy import LivePolicy
 from deploy.service import Service
 from tests.deploy.faces import Http, make_service
 
@@ -213,3 +214,39 @@ async def test_health_alone_is_open_whatever_the_prefix(
     }
     assert statuses.pop("/health") == 200
     assert set(statuses.values()) == {401}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [2]})])
+async def test_tokens_of_another_model_are_refused_by_name(http: Http, path: str, body: Any) -> None:
+    assert (await http.ask("POST", path, {**body, "model": "tiny"})).status == 200
+    reply = await http.ask("POST", path, {**body, "model": "other"})
+    assert (reply.status, reply.json["error"]["param"]) == (404, "model")
+
+
+async def test_modes_that_the_policy_forbids_are_not_listed(
+    http: Http, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "policy", LivePolicy.read({"modes": ["full", "fast"]}))
+    assert (await http.ask("GET", "/v1/models/tiny")).json["tide"]["modes"] == ["full", "fast"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_request_has_the_time_that_its_body_says(http: Http, stream: bool) -> None:
+    reply = await http.ask("POST", "/v1/completions", {**BODY, "stream": stream, "tide": {"timeout_s": 1e-9}})
+    assert (reply.status, reply.json["error"]["code"]) == (408, "deadline_exceeded")
+
+
+async def test_a_chat_without_a_length_goes_on_to_the_room_there_is(http: Http, service: Service) -> None:
+    body = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    usage = (await http.ask("POST", "/v1/chat/completions", body)).json["usage"]
+    assert usage["total_tokens"] == service.engine.max_model_len
+
+
+async def test_a_wrong_method_is_told_the_right_ones(http: Http) -> None:
+    reply = await http.ask("GET", "/v1/completions")
+    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+
+
+async def test_nobody_on_the_way_may_keep_a_stream_or_hold_it_back(http: Http) -> None:
+    headers = (await http.ask("POST", "/v1/completions", {**BODY, "stream": True})).headers
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")

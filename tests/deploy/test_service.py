@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deploy.failures import DeadlineError, ForbiddenError, NotServedError
-from deploy.keys import Caller
+from deploy.keys import Caller, KeyRing
 from deploy.limits import Limits
 from deploy.policy import LivePolicy
-from deploy.service import Call, Service
+from deploy.service import Answer, Call, Service
 from tests.deploy.faces import make_service
-from tide_core.errors import ConfigError, EngineDeadError, RequestError
-from tide_core.request import FinishReason, RequestOutput
+from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine
+from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
+from tide_core.request import FinishReason, RequestOutput, SamplingParams
 
 ANYONE = Caller()
 PROMPT = [2, 3, 4]
@@ -30,6 +33,10 @@ def service() -> Any:
     service = make_service(step_s=0.002)
     yield service
     service.engine.close()
+
+
+def scripted_service(engine: ScriptedEngine | None = None, **settings: Any) -> Service:
+    return Service(engine or ScriptedEngine(), model="tiny", **settings)  # type: ignore[arg-type]
 
 
 async def run(service: Service, call: Call, caller: Caller = ANYONE) -> list[RequestOutput]:
@@ -192,3 +199,174 @@ async def test_the_load_is_the_tokens_that_open_requests_may_still_make(service:
     assert service.tokens_in_flight == 250 - len(first.tokens)
     await outputs.aclose()
     assert service.tokens_in_flight == 0
+
+
+# What begins, and with what.
+
+
+async def test_a_request_for_more_than_a_limit_is_refused_before_it_begins_and_time_is_cut_to_it() -> None:
+    service = scripted_service(limits=Limits(max_tokens=10, max_timeout_s=5.0))
+    with pytest.raises(RequestError, match="max_tokens: got 11, expected at most 10"):
+        service.begin(Call(PROMPT, {"max_tokens": 11}), ANYONE)
+    assert service.begin(Call(PROMPT, {"max_tokens": 10}, timeout_s=60.0), ANYONE).timeout_s == 5.0
+
+
+async def test_a_request_without_a_length_goes_on_to_the_limit_if_there_is_more_room() -> None:
+    service = make_service(limits=Limits(max_tokens=7))
+    with contextlib.closing(service.engine):
+        outputs = await run(service, Call(PROMPT, {"ignore_eos": True}, fills=True))
+    assert sum(len(output.tokens) for output in outputs) == 7
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a\nb"], ids=["none", "too long", "two lines"])
+def test_a_name_that_no_request_may_have_is_refused_wherever_it_is_given(name: str) -> None:
+    service = scripted_service()
+    assert service.begin(Call(PROMPT, request_id="x" * 128), ANYONE).request_id == "x" * 128
+    with pytest.raises(RequestError, match="request_id"):
+        service.begin(Call(PROMPT, request_id=name), ANYONE)
+    with pytest.raises(RequestError, match="request_id"):
+        service.abort(name, ANYONE)
+
+
+async def test_an_answer_tells_the_exits_that_it_began_with_and_none_at_full_depth() -> None:
+    engine = ScriptedEngine()
+    engine.artefact_digest = "old"  # type: ignore[assignment]
+    service = scripted_service(engine)
+    exiting, full = (service.begin(Call(PROMPT, {"mode": mode}), ANYONE) for mode in ("verified", "full"))
+    for answer in (exiting, full):
+        engine.artefact_digest = "old"  # type: ignore[assignment]
+        outputs = service.outputs(answer)
+        await anext(outputs)
+        engine.artefact_digest = "new"  # type: ignore[assignment]
+        assert [output async for output in outputs]
+    assert (exiting.artefact, full.artefact) == ("old", None)
+
+
+# Ends.
+
+
+class Ends:
+    """An observer that keeps how requests ended, and when their first token came."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.num_moves = 0
+
+    def moved(self, answer: Answer, output: RequestOutput) -> None:
+        self.num_moves += 1
+
+    def ended(self, answer: Answer, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+async def test_whoever_counts_is_told_of_every_piece_and_once_of_every_end() -> None:
+    ends = Ends()
+    for script in ((HEL, LO), (HEL, EngineBusyError("full")), (HEL, FOREVER)):
+        service = scripted_service(ScriptedEngine(*script), observer=ends)
+        outputs = service.outputs(service.begin(Call(PROMPT), ANYONE))
+        await anext(outputs)
+        if FOREVER not in script:
+            with contextlib.suppress(EngineBusyError):
+                await anext(outputs)
+                await anext(outputs, None)
+        await outputs.aclose()
+    assert ends.reasons == ["stop", "EngineBusyError", "cancelled"]
+    assert ends.num_moves == 4
+
+
+async def test_the_error_of_a_failed_answer_is_the_engines_own() -> None:
+    failed = RequestOutput("r", (), FinishReason.ERROR, None, EngineDeadError("the loop died"))
+    with pytest.raises(EngineDeadError, match="the loop died"):
+        await run(scripted_service(ScriptedEngine(HEL, failed)), Call(PROMPT))
+
+
+async def test_the_first_token_is_timed_once() -> None:
+    service = scripted_service(ScriptedEngine(HEL, HEL, LO))
+    answer = service.begin(Call(PROMPT), ANYONE)
+    outputs = service.outputs(answer)
+    await anext(outputs)
+    first_at = answer.first_at
+    await asyncio.sleep(0.01)
+    assert [output async for output in outputs]
+    assert answer.first_at == first_at is not None
+
+
+async def test_a_request_that_has_ended_leaves_no_timer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    later = loop.call_later
+
+    def kept(*args: Any) -> asyncio.TimerHandle:
+        timers.append(later(*args))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", kept)
+    await run(scripted_service(), Call(PROMPT))
+    assert [timer.cancelled() for timer in timers] == [True], "it would hold the prompt until the deadline"
+
+
+@pytest.mark.parametrize("ended_by", ["deadline", "caller"])
+async def test_a_request_that_is_ended_while_its_prompt_is_read_does_not_wait_for_others(ended_by: str) -> None:
+    service = make_service(step_s=0.02, max_rows=1)
+    make, reads = service.engine._make_request, threading.Event()
+    with contextlib.closing(service.engine):
+        others = service.outputs(service.begin(Call(PROMPT, {**LONG, "mode": "full"}), ANYONE))  # for 5 s
+        await anext(others)
+
+        def slow(*args: Any) -> Any:
+            reads.wait(10)
+            return make(*args)
+
+        service.engine._make_request = slow  # type: ignore[method-assign]
+        timeout_s = 0.05 if ended_by == "deadline" else 60.0
+        waits = asyncio.create_task(run(service, Call(PROMPT, LONG, "mine", timeout_s=timeout_s)))
+        await asyncio.sleep(0.2)
+        if ended_by == "caller":
+            assert service.abort("mine", ANYONE), "it is open, and it is theirs"
+        reads.set()
+        async with asyncio.timeout(2):
+            if ended_by == "caller":
+                assert (await waits)[-1].finish_reason is FinishReason.ABORT
+            else:
+                with pytest.raises(DeadlineError):
+                    await waits
+        assert service.num_open == 1
+        await others.aclose()
+
+
+# Another policy.
+
+
+class SwappingEngine(ScriptedEngine):
+    """Takes any artefact, and refuses every bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(artefact="own")
+
+    def use_artefact(self, artefact: str) -> None:
+        self.config = SimpleNamespace(artefact=artefact)
+
+    def check_params(self, params: SamplingParams) -> None:
+        if params.epsilon is not None:
+            raise RequestError("epsilon", params.epsilon, "one that was certified")
+
+
+async def test_keys_and_exits_come_with_their_policy_and_go_with_it() -> None:
+    service, keys = scripted_service(SwappingEngine()), KeyRing({b"x" * 32: Caller("someone")})
+    await service.take(LivePolicy.read({"artefact": "other"}), keys)
+    assert service.keys is keys
+    assert service.engine.config.artefact == "other"
+    await service.take(LivePolicy.read({}), KeyRing())
+    assert service.keys.is_open
+    assert service.engine.config.artefact == "own"
+
+
+async def test_of_a_policy_that_is_refused_nothing_is_taken() -> None:
+    service, keys = scripted_service(SwappingEngine()), KeyRing({b"x" * 32: Caller("someone")})
+    await service.take(LivePolicy.read({"artefact": "first"}), keys)
+    refused = LivePolicy.read({"artefact": "second", "mode": "bounded", "epsilon": 0.01})
+    with pytest.raises(ConfigError, match=r"user_config\.epsilon"):
+        await service.take(refused, KeyRing())
+    assert service.keys is keys
+    assert service.policy.artefact == "first"
+    assert service.engine.config.artefact == "first"

@@ -380,3 +380,47 @@ def test_a_leaked_block_is_found_when_the_engine_is_idle() -> None:
     blocks.allocate(blocks.new_table(), 5)
     engine.generate(["the dog"], PARAMS)
     wait_until(lambda: engine.stats().dead)
+
+
+def test_a_request_whose_event_loop_was_closed_is_aborted() -> None:
+    def slow(run: Run) -> Run:
+        def slowly(batch: ScheduledBatch) -> StepResult:
+            time.sleep(0.02)
+            return run(batch)
+
+        return slowly
+
+    with engine_with(slow) as engine:
+        loop = asyncio.new_event_loop()
+        stream = engine.stream("the cat", LONG)
+        loop.run_until_complete(anext(stream))
+        loop.close()
+        wait_until(lambda: engine.stats().num_finished == 1, timeout_s=2.0)
+        assert engine.stats().blocks_owned == 0
+        del stream
+
+
+def test_a_request_that_cannot_be_queued_ends_with_the_error() -> None:
+    parts = make_parts()
+    add, queue = parts.core.scheduler.add, []
+
+    def broken(*args: Any) -> Any:
+        queue.append(args)
+        if len(queue) == 1:
+            raise RuntimeError("no row")
+        return add(*args)
+
+    parts.core.scheduler.add = broken  # type: ignore[method-assign]
+    with Engine.from_parts(make_config(), parts) as engine:
+        [failed] = engine.generate(["the cat"], PARAMS)
+        assert failed.finish_reason is FinishReason.ERROR
+        assert "no row" in str(failed.error)
+        assert len(engine.generate(["the cat"], PARAMS)[0].tokens) == 8
+
+
+def test_every_step_is_a_sign_of_life() -> None:
+    with make_engine() as engine:
+        time.sleep(0.3)
+        before = engine.stats().last_step_age_s
+        engine.generate(["the cat"], PARAMS)
+        assert engine.stats().last_step_age_s < 0.3 <= before

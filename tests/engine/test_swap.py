@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.factories import make_engine
+from tide_core.engine.assemble import with_artefact
 from tide_core.engine.engine import Engine
 from tide_core.engine.loop import Turns
 from tide_core.errors import ArtefactError, ConfigError
@@ -149,3 +151,91 @@ def test_a_lock_that_is_asked_for_again_at_once_still_goes_round() -> None:
     longest = max(len(run) for run in "".join("g" if each == "greedy" else " " for each in order).split() or [""])
     assert order.count("other") == 20
     assert longest <= 3, "nobody waits longer than those before it"
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+def test_settings_name_the_artefact_in_use_and_not_one_that_was_refused(
+    engine: Engine, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    engine.use_artefact(str(folders["artefact"]))
+    assert engine.config.artefact == str(folders["artefact"])
+    with pytest.raises(ArtefactError):
+        engine.use_artefact(str(tmp_path / "nothing"))
+    assert engine.config.artefact == str(folders["artefact"])
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+def test_a_swap_waits_for_its_turn_at_the_model(engine: Engine, folders: dict[str, Path]) -> None:
+    swap = threading.Thread(target=engine.use_artefact, args=(str(folders["artefact"]),))
+    with engine._loop.stepping:
+        swap.start()
+        swap.join(1.0)
+        assert swap.is_alive()
+        assert engine.artefact_digest is None
+    swap.join(60)
+    assert engine.artefact_digest is not None
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+def test_swaps_come_one_after_another(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = [0], [0]
+
+    def counted(*args: Any) -> Any:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.1)
+        try:
+            return with_artefact(*args)
+        finally:
+            running[0] -= 1
+
+    monkeypatch.setattr("tide_core.engine.engine.with_artefact", counted)
+    swaps = [threading.Thread(target=engine.use_artefact, args=(name,)) for name in ("none", str(folders["artefact"]))]
+    for swap in swaps:
+        swap.start()
+    for swap in swaps:
+        swap.join()
+    assert most == [1]
+    assert (engine.config.artefact == "none") == (engine.artefact_digest is None)
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+async def test_a_request_made_before_a_swap_runs_with_its_exits_even_if_their_core_was_let_go(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.use_artefact(str(folders["artefact"]))
+    [before] = engine.generate([PROMPT], PARAMS)
+    core, make, made = engine._parts.core, engine._make_request, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        request = make(*args)
+        made.wait(10)
+        return request
+
+    monkeypatch.setattr(engine, "_make_request", slow)
+    waits = asyncio.create_task(rest(engine.stream(PROMPT, PARAMS)))
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(engine.use_artefact, "none")
+    monkeypatch.setattr(engine, "_make_request", make)
+    await asyncio.to_thread(engine.generate, [PROMPT], PARAMS)
+    assert core not in engine._loop._cores
+    made.set()
+    outputs = await asyncio.wait_for(waits, 20)
+    tokens = [token for output in outputs for token in output.tokens]
+    assert [token.exit_layer for token in tokens] == [token.exit_layer for token in before.tokens]
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+async def test_a_batch_keeps_the_exits_that_it_began_with(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.use_artefact(str(folders["artefact"]))
+    monkeypatch.setattr(engine, "config", replace(engine.config, max_queued=1))
+    answers = engine.generate_as_completed([PROMPT] * 3, PARAMS)
+    _, first = next(answers)
+    engine.use_artefact("none")
+    for _, answer in answers:
+        assert {token.mode for token in answer.tokens} == {"verified"}
+        assert [token.exit_layer for token in answer.tokens] == [token.exit_layer for token in first.tokens]
