@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.ledger import check_output
@@ -14,6 +15,7 @@ from tide_core.errors import ConfigError
 if TYPE_CHECKING:
     from tide_core.calibration.pipeline import CalibrationResult
     from tide_core.calibration.timing import Timer
+    from tide_core.identity import ModelIdentity
 
 AUTO = "auto"
 
@@ -40,29 +42,56 @@ def calibrate_model(
     check_output(publish_to, run_dir, force=force)
     # torch comes with these; everything that can be refused without it has been.
     from tide_core.calibration.pipeline import calibrate
-    from tide_core.models.identity import identify
-    from tide_core.models.loader import load_model, load_tokenizer, torch_device
-    from tide_core.models.resolver import resolve
 
-    if dtype == AUTO:
-        dtype = "bfloat16" if torch_device(device).type == "cuda" else "float32"
     with progress.stage(f"load {model}", None, "model") as stage:
-        resolved = resolve(model)
-        loaded, tokenizer = load_model(resolved, dtype=dtype, device=device), load_tokenizer(resolved)
-        identity = identify(loaded, tokenizer, resolved)
-        stage.update(1, dtype=dtype, device=loaded.device.type)
+        loaded = load(model, dtype=dtype, device=device)
+        stage.update(1, dtype=loaded.identity.dtype, device=loaded.model.device.type)
     return calibrate(
         config,
-        loaded,
-        tokenizer,
-        identity,
+        loaded.model,
+        loaded.tokenizer,
+        loaded.identity,
         run_dir=run_dir,
         publish_to=publish_to,
         progress=progress,
         force=force,
-        model_name=model if resolved.source in ("demo", "hub") else resolved.name,  # no path of this machine
+        model_name=loaded.name,
         timer=timer,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that was found by its name."""
+
+    model: Any
+    tokenizer: Any
+    identity: ModelIdentity
+    name: str
+    """What a command would call it: no path of this machine."""
+
+
+def load(model: str, *, dtype: str = AUTO, device: str = AUTO, threads: int | None = None) -> Loaded:
+    """A dtype of `auto` is bfloat16 on cuda and float32 on a CPU. `threads` are those of this thread's work."""
+    from tide_core.models.identity import identify
+    from tide_core.models.loader import load_model, load_tokenizer, torch_device
+    from tide_core.models.resolver import resolve
+
+    if threads is not None:
+        use_threads(threads)
+    if dtype == AUTO:
+        dtype = "bfloat16" if torch_device(device).type == "cuda" else "float32"
+    resolved = resolve(model)
+    loaded, tokenizer = load_model(resolved, dtype=dtype, device=device), load_tokenizer(resolved)
+    name = model if resolved.source in ("demo", "hub") else resolved.name
+    return Loaded(loaded, tokenizer, identify(loaded, tokenizer, resolved), name)
+
+
+def use_threads(num: int) -> None:
+    """Compute with so many threads from now on. Torch keeps the number for each calling thread."""
+    import torch
+
+    torch.set_num_threads(num)
 
 
 def default_run_dir(publish_to: Path) -> Path:

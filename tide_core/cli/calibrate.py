@@ -73,7 +73,7 @@ def calibrate(
         "delta": delta,
         "seed": seed,
     }
-    config = CalibrationConfig.from_mapping(values | _extra(settings or []))
+    config = CalibrationConfig.from_mapping(values | extra_settings(settings or []))
 
     from tide_core.calibration.progress import default_progress
     from tide_core.calibration.run import calibrate_model, default_run_dir
@@ -106,7 +106,7 @@ def _layers(text: str | None) -> list[int]:
         raise ConfigError("--checkpoints", text, "layer counts with commas between them, as in 2,5") from None
 
 
-def _extra(settings: list[str]) -> dict[str, Any]:
+def extra_settings(settings: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for setting in settings:
         key, given, value = setting.partition("=")

@@ -1,0 +1,114 @@
+"""The calibration job: the stages of `tide calibrate`, with workers on a Ray cluster.
+
+ray job submit --working-dir . -- python -m deploy.calibrate --config deploy/calibrate.yaml
+
+A job that was killed goes on where it was when it is submitted again: a run is known by its name in the storage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import ray
+import typer
+
+from deploy import strict_yaml
+from deploy.calibration import storage
+from deploy.calibration.crew import RayCrew
+from deploy.calibration.settings import JobSettings
+from deploy.calibration.worker import SEEN
+from deploy.strict_schema import validated
+from tide_core.calibration.ledger import check_output, locked
+from tide_core.calibration.progress import Progress, default_progress
+from tide_core.cli.calibrate import extra_settings
+from tide_core.cli.exits import with_exit_code
+from tide_core.errors import ConfigError
+
+NAMESPACE = "tide"
+CLEAN_UP_S = 60.0
+"""Within which Ray has ended the actors of a job whose driver was killed."""
+
+
+@with_exit_code
+def main(
+    config: Annotated[Path, typer.Option(help="Settings of the run; see deploy/calibrate.yaml.")],
+    name: Annotated[str | None, typer.Option(help="Of the run, in place of the config's.")] = None,
+    storage: Annotated[str | None, typer.Option(help="Where runs are kept, in place of the config's.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the artefact, in place of the config's.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Most prompts or documents.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any calibration setting, as JSON.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Calibrate a model on a Ray cluster; a run that was interrupted goes on."""
+    values = strict_yaml.read(config)
+    given = {"name": name, "storage": storage, "output": output}
+    values |= {key: value for key, value in given.items() if value is not None}
+    extra = extra_settings(settings or []) | ({} if samples is None else {"num_samples": samples})
+    if extra:
+        values["calibration"] = {**(values.get("calibration") or {}), **extra}
+    run(validated(JobSettings, values, ""), default_progress(quiet=quiet))
+
+
+def run(settings: JobSettings, progress: Progress) -> None:
+    from tide_core.calibration.pipeline import run as run_pipeline
+    from tide_core.evaluation.speedup import time_exits
+
+    ray.init(namespace=NAMESPACE, log_to_driver=False)  # the cluster of the job, or of this machine
+    lease = _lease(settings, progress)
+    with storage.opened(settings.storage, settings.name) as files:
+        output = files.folder / "artefact" if settings.output is None else Path(settings.output)
+        if settings.output is not None:
+            check_output(output, files.folder, force=settings.force)
+        with locked(files.folder), RayCrew(settings, progress) as crew:
+            (files.folder / SEEN).touch()
+            result = run_pipeline(
+                settings.config,
+                crew,
+                files,
+                publish_to=output,
+                model_name=crew.model_name,
+                progress=progress,
+                timer=time_exits if settings.measure else None,
+            )
+            print(*result.verdict, sep="\n")
+            for each in crew.times():
+                print(f"{each.name} on {each.node}: {each.num_items} pieces in {each.busy_s:.1f} s", end="")
+                print(f", {each.num_restarts} restarts" if each.num_restarts else "")
+            stays = "://" in settings.storage and settings.output is None
+            place = f"{settings.storage}/{settings.name}/artefact" if stays else result.artefact
+            print(f"artefact: {place} ({result.digest[:16]})", flush=True)
+    ray.kill(lease)
+
+
+@ray.remote(num_cpus=0)
+class _Lease:
+    """Held by the job that works on a run; Ray ends it with the job."""
+
+    def hold(self) -> None:
+        pass
+
+
+def _lease(settings: JobSettings, progress: Progress) -> Any:
+    what = hashlib.sha256(f"{settings.storage}\0{settings.name}".encode()).hexdigest()[:16]
+    ends_at, told = time.monotonic() + CLEAN_UP_S, False
+    while True:
+        try:
+            lease = _Lease.options(name=f"calibration-{what}").remote()  # type: ignore[attr-defined]
+            ray.get(lease.hold.remote())
+            return lease
+        except ValueError:
+            if time.monotonic() > ends_at:
+                raise ConfigError("run", settings.name, "one that no other job works on now") from None
+            if not told:
+                progress.note(f"another job works on run {settings.name}, or did just now; waiting for its end")
+            told = True
+            time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Calibration as a Ray job: `python -m deploy.calibrate`."""

@@ -1,0 +1,101 @@
+"""What `deploy/calibrate.yaml` may hold. YAML becomes checked settings here and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.config import DEVICES, DTYPES
+from tide_core.errors import ConfigError
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Workers(BaseModel):
+    """The pool that makes prompts and shards; one of them also does what only one can."""
+
+    model_config = STRICT
+
+    count: int = Field(default=1, ge=1, le=4096)
+    num_cpus: float = Field(default=1.0, ge=0.0, le=4096.0)
+    """Of each, as Ray counts them."""
+    num_gpus: float = Field(default=0.0, ge=0.0, le=64.0)
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """Of each on a CPU; by default as many as its num_cpus. Another number may round differently."""
+    start_s: float = Field(default=600.0, gt=0.0)
+    """Until the first one must have its place and its model."""
+    stall_s: float = Field(default=1800.0, gt=0.0)
+    """One from which nothing is heard for so long is killed, and another does its work. Longer than a shard takes."""
+    attempts: int = Field(default=3, ge=1, le=100)
+    """How many workers may die on one piece of work before the run is given up."""
+
+
+class JobSettings(BaseModel):
+    """One run. `calibration` and the model decide the artefact; all else only where and how it is made."""
+
+    model_config = STRICT
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    """Of the run: the same name goes on with it."""
+    storage: str = Field(min_length=1)
+    """Where runs are kept: a folder that all nodes see, by its whole path, or a URL such as s3://bucket/path."""
+    output: str | None = None
+    """Folder of the artefact, by its whole path on the machine of the driver; by default it stays in the run alone."""
+    force: bool = False
+    """Whether an artefact of another run may be replaced there."""
+    model: str = Field(default="demo", min_length=1)
+    dtype: str = "auto"
+    device: str = "auto"
+    measure: bool = True
+    """Whether the exits are timed in the end."""
+    calibration: dict[str, Any] = Field(default_factory=dict)
+    """By the names of `tide_core.calibration.config.CalibrationConfig`."""
+    workers: Workers = Field(default_factory=Workers)
+    train_workers: int = Field(default=1, ge=1, le=1024)
+    """Processes that train together, each with the resources of a worker."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _dtype(cls, dtype: str) -> str:
+        return _one_of(dtype, ("auto", *DTYPES))
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, device: str) -> str:
+        return _one_of(device, DEVICES)
+
+    @field_validator("storage", "output")
+    @classmethod
+    def _whole_path(cls, place: str | None) -> str | None:
+        """A job runs in a copy of the working directory that is removed after it: nothing may be kept there."""
+        if place is None or "://" in place:
+            return place
+        path = Path(place).expanduser()
+        if not path.is_absolute():
+            raise ValueError("expected a whole path, or a URL: the folder a job runs in is removed after it")
+        return str(path)
+
+    @field_validator("calibration")
+    @classmethod
+    def _known_and_valid(cls, values: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return CalibrationConfig.from_mapping(values).to_mapping()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def config(self) -> CalibrationConfig:
+        return CalibrationConfig.from_mapping(self.calibration)
+
+    @property
+    def threads(self) -> int:
+        return self.workers.threads or max(1, int(self.workers.num_cpus))
+
+
+def _one_of(value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"expected one of {', '.join(allowed)}")
+    return value

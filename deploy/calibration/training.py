@@ -1,0 +1,129 @@
+"""Training by several processes at once: Ray Train starts them and starts them again, and they train as one does.
+
+One death ends them all; then all go on from the last state that the first one has saved in the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from deploy.calibration.events import Done, Event, Shown, Teller
+from deploy.calibration.settings import JobSettings
+from deploy.calibration.worker import workshop_of
+from tide_core.calibration.progress import Progress, SilentProgress
+from tide_core.errors import TideError
+
+POLL_S = 0.5
+
+
+class TrainingError(TideError):
+    """A training of several that could not be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    settings: JobSettings
+    work: Any
+    item: Any
+    board: Any
+
+
+def train_together(settings: JobSettings, work: Any, item: Any, progress: Progress) -> Any:
+    """What the first of them has for a result."""
+    board = _Board.remote()  # type: ignore[attr-defined]
+    workers = settings.workers
+    trainer = TorchTrainer(
+        _train,
+        train_loop_config={"task": _Task(settings, work, item, board)},
+        torch_config=TorchConfig(timeout_s=int(workers.stall_s) or 1),
+        scaling_config=ScalingConfig(
+            num_workers=settings.train_workers,
+            use_gpu=workers.num_gpus > 0,
+            resources_per_worker={"CPU": workers.num_cpus, **({"GPU": workers.num_gpus} if workers.num_gpus else {})},
+        ),
+        run_config=RunConfig(
+            name=f"train-{secrets.token_hex(4)}",
+            storage_path=f"{settings.storage.rstrip('/')}/{settings.name}/ray",
+            failure_config=FailureConfig(max_failures=workers.attempts - 1),
+        ),
+    )
+    with _Reader(board, progress) as reader:
+        try:
+            trainer.fit()
+        except Exception as error:  # Ray's own, around whatever a worker raised
+            raise TrainingError(f"{settings.train_workers} workers could not train: {_line(error)}") from error
+    if reader.done is None:
+        raise TrainingError("the workers have ended without a result")
+    return reader.done.result
+
+
+def _train(config: dict[str, Any]) -> None:
+    """In each of the processes."""
+    from tide_core.calibration.group import TorchGroup
+    from tide_core.calibration.run import use_threads
+
+    task: _Task = config["task"]
+    use_threads(task.settings.threads)
+    started, group = time.monotonic(), TorchGroup()
+    tell = task.board.tell.remote
+    with contextlib.ExitStack() as stack:
+        workshop, _ = workshop_of(task.settings, stack, group)
+        result = task.work(workshop, task.item, Teller(tell) if group.rank == 0 else SilentProgress())
+    if group.rank == 0:
+        ray.get(tell(Done(result, time.monotonic() - started)))
+
+
+@ray.remote(num_cpus=0)
+class _Board:
+    """Where the first of the workers puts what it tells."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        self._events.append(event)
+
+    def read(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+class _Reader:
+    """Shows what is on the board while the main thread waits for the training."""
+
+    def __init__(self, board: Any, progress: Progress) -> None:
+        self._board, self._progress = board, progress
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tide-board", daemon=True)
+        self.done: Done | None = None
+
+    def __enter__(self) -> _Reader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with Shown(self._progress) as shown:
+            last = False
+            while not last:
+                last = self._stop.wait(POLL_S)  # once more after the end
+                for event in ray.get(self._board.read.remote()):
+                    if isinstance(event, Done):
+                        self.done = event
+                    shown.show(event)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
