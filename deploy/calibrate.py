@@ -18,6 +18,7 @@ import typer
 from deploy import strict_yaml
 from deploy.calibration import storage
 from deploy.calibration.crew import RayCrew
+from deploy.calibration.metrics import MeteredProgress
 from deploy.calibration.settings import JobSettings
 from deploy.calibration.worker import SEEN
 from deploy.strict_schema import validated
@@ -59,6 +60,7 @@ def run(settings: JobSettings, progress: Progress) -> None:
     from tide_core.evaluation.speedup import time_exits
 
     ray.init(namespace=NAMESPACE, log_to_driver=False)  # the cluster of the job, or of this machine
+    progress = MeteredProgress(progress, settings.name)
     lease = _lease(settings, progress)
     with storage.opened(settings.storage, settings.name) as files:
         output = files.folder / "artefact" if settings.output is None else Path(settings.output)
@@ -80,7 +82,7 @@ def run(settings: JobSettings, progress: Progress) -> None:
                 print(f"{each.name} on {each.node}: {each.num_items} pieces in {each.busy_s:.1f} s", end="")
                 print(f", {each.num_restarts} restarts" if each.num_restarts else "")
             stays = "://" in settings.storage and settings.output is None
-            place = f"{settings.storage}/{settings.name}/artefact" if stays else result.artefact
+            place = storage.place_of(settings.storage, settings.name, "artefact") if stays else result.artefact
             print(f"artefact: {place} ({result.digest[:16]})", flush=True)
     ray.kill(lease)
 

@@ -27,7 +27,13 @@ def opened(storage: str, name: str) -> Iterator[RunFiles]:
         yield RunFiles(Path(storage) / name)
         return
     with tempfile.TemporaryDirectory(prefix="tide-run-") as folder:
-        yield StoredFiles(f"{storage.rstrip('/')}/{name}", Path(folder))
+        yield StoredFiles(place_of(storage, name), Path(folder))
+
+
+def place_of(storage: str, *names: str) -> str:
+    """Something in a storage. Options of a URL stay at its end."""
+    base, question, options = storage.partition("?") if "://" in storage else (storage, "", "")
+    return "/".join((base.rstrip("/"), *names)) + question + options
 
 
 class StoredFiles(RunFiles):

@@ -18,6 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from deploy.calibration.events import Done, Event, Shown, Teller
 from deploy.calibration.settings import JobSettings
+from deploy.calibration.storage import place_of
 from deploy.calibration.worker import workshop_of
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.errors import TideError
@@ -52,7 +53,7 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
         ),
         run_config=RunConfig(
             name=f"train-{secrets.token_hex(4)}",
-            storage_path=f"{settings.storage.rstrip('/')}/{settings.name}/ray",
+            storage_path=place_of(settings.storage, settings.name, "ray"),
             failure_config=FailureConfig(max_failures=workers.attempts - 1),
         ),
     )

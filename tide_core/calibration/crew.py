@@ -84,6 +84,10 @@ class Crew(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
+    @property
+    def num_restarts(self) -> int:
+        """How often somebody was lost and replaced."""
+
     def each(self, work: Work[Item, Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
         """Every item once, in any order, with its result as soon as it is there."""
 
@@ -106,6 +110,10 @@ class Solo:
     @property
     def facts(self) -> ModelFacts:
         return self._workshop.facts
+
+    @property
+    def num_restarts(self) -> int:
+        return 0
 
     def each(self, work: Work[Item, Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
         for item in items:

@@ -198,7 +198,8 @@ class _Run:
             def tell(unit: Unit, entry: ShardEntry) -> None:
                 nonlocal num_tokens
                 num_tokens += entry.num_tokens
-                stage.update(len(unit.records), shard=Path(entry.name).stem, tokens=num_tokens)
+                restarts = {"restarts": self._crew.num_restarts} if self._crew.num_restarts else {}
+                stage.update(len(unit.records), shard=Path(entry.name).stem, tokens=num_tokens, **restarts)
 
             for unit in units:
                 if unit.path in done:

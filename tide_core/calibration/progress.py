@@ -110,9 +110,20 @@ class _LineStage:
     def show(self) -> None:
         self._shown_at = time.monotonic()
         of = "" if self._total is None else f"/{self._total}"
-        seconds = f"{self._shown_at - self._started_at:.0f} s"
         said = "".join(f", {key} {_shown(value)}" for key, value in self._info.items())
-        self._write(f"{self._name}: {self._done}{of} {self._unit}, {seconds}{said}")
+        self._write(f"{self._name}: {self._done}{of} {self._unit}, {self._times()}{said}")
+
+    def _times(self) -> str:
+        """How long it has taken, how fast it is, and about how long it takes yet."""
+        seconds = self._shown_at - self._started_at
+        if self._total is None or not 0 < self._done < self._total or seconds < 1:
+            return f"{seconds:.0f} s"
+        rate = self._done / seconds
+        return f"{seconds:.0f} s, {rate:.3g}/s, {_duration((self._total - self._done) / rate)} left"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _shown(value: object) -> str:

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
-from tide_core.kernels import reference
+from tide_core.kernels import elsewhere, reference
 
 __all__ = ["Kernels", "native_digest", "native_obstacle", "reference_kernels", "select_kernels", "set_num_threads"]
 
 _NATIVE_MODULE = "tide_core.kernels._native"
 _log = logging.getLogger("tide")
+
+__path__ = elsewhere.folders(__name__, __path__)
 
 
 class LinearOp(Protocol):

@@ -1,0 +1,101 @@
+"""Whoever does the work, in whatever order, and however often: the artefact is the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.calibration.tiny_runs import contents, run_tiny, tiny_calibration, write_prompts
+from tests.factories import tiny_tokenizer
+from tests.tiny_models import tiny_model
+from tide_core.calibration import dataset, pipeline, work
+from tide_core.calibration.crew import Solo, Workshop
+from tide_core.calibration.files import RunFiles
+from tide_core.calibration.progress import SilentProgress
+from tide_core.models.identity import identify
+
+
+@pytest.fixture(autouse=True)
+def _few_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "SHIPPED", write_prompts(tmp_path))
+
+
+class Backwards(Solo):
+    """Does the last item first, and everything twice, as after a death; keeps count."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        super().__init__(workshop)
+        self.items: list[Any] = []
+
+    def each(self, work: Any, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        for item, _ in super().each(work, items):
+            self.items.append(item)
+        yield from super().each(work, items[::-1])
+
+
+def run_with(crew_class: type[Any], folder: Path, **settings: Any) -> tuple[Any, dict[str, bytes]]:
+    model, tokenizer = copy.deepcopy(tiny_model("llama")), tiny_tokenizer()
+    config = tiny_calibration(data="self", num_samples=30, **settings)
+    files = RunFiles(folder / "run")
+    files.folder.mkdir(parents=True, exist_ok=True)
+    crew = crew_class(Workshop(config, model, tokenizer, identify(model, tokenizer, None), files))
+    result = pipeline.run(
+        config, crew, files, publish_to=folder / "artefact", model_name="tiny", progress=SilentProgress(), timer=None
+    )
+    return crew, contents(result.artefact)
+
+
+def test_the_order_of_the_work_and_doing_it_twice_change_nothing(tmp_path: Path) -> None:
+    _, straight = run_with(Solo, tmp_path / "one")
+    crew, backwards = run_with(Backwards, tmp_path / "two")
+    assert backwards == straight
+    assert {type(item).__name__ for item in crew.items} == {"PromptBatch", "Unit"}
+    for path in (tmp_path / "one" / "run" / "shards").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / "run" / "shards" / path.name).read_bytes()
+
+
+class DiesAt(Solo):
+    """Ends the run at a certain piece of work."""
+
+    after = 3
+
+    def each(self, work: Any, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        for number, pair in enumerate(super().each(work, items)):
+            if number == self.after:
+                raise KeyboardInterrupt
+            yield pair
+
+
+def test_prompts_that_were_made_up_before_a_kill_are_not_made_up_again(tmp_path: Path) -> None:
+    _, straight = run_with(Solo, tmp_path / "one")
+    with pytest.raises(KeyboardInterrupt):
+        run_with(DiesAt, tmp_path / "two")
+    folder = tmp_path / "two" / "run" / "prompts"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    _, resumed = run_with(Solo, tmp_path / "two")
+    assert resumed == straight
+    assert DiesAt.after <= len(before) <= DiesAt.after + 1 < len(list(folder.iterdir()))
+    kept = [name for name, time in before.items() if (folder / name).stat().st_mtime_ns == time]
+    assert len(kept) >= DiesAt.after
+
+
+def test_prompts_of_the_model_survive_their_file(tmp_path: Path) -> None:
+    made = [work.MadeUp('Line one\nline two \u2028 and "quotes"', True), work.MadeUp("", False)]
+    raw = "".join(f"{line}\n" for line in map(_json, made)).encode()
+    assert work.read_prompts(raw) == made
+
+
+def _json(made: Any) -> str:
+    import json
+
+    return json.dumps(list(made), ensure_ascii=False)
+
+
+def test_an_artefact_may_stay_in_the_run_alone(tmp_path: Path) -> None:
+    """The output is the run's own folder: nothing is copied."""
+    result = run_tiny(tmp_path, name="run/artefact")
+    assert contents(result.artefact).keys() >= {"manifest.json", "heads.safetensors", "report.md"}

@@ -1,0 +1,95 @@
+"""What a worker tells is shown as if it were done here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deploy.calibration import events
+from deploy.calibration.events import Began, Done, Shown, events_of
+from tide_core.calibration.progress import Progress
+
+
+class Heard:
+    """Keeps what is shown."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Any]:
+        heard = self.lines
+        heard.append(f"begin {name} {total} {unit}")
+
+        class Stage:
+            def update(self, n: int = 1, **info: object) -> None:
+                heard.append(f"update {n} {info}")
+
+        yield Stage()
+        heard.append(f"end {name}")
+
+    def note(self, text: str) -> None:
+        self.lines.append(f"note {text}")
+
+
+def work(progress: Progress) -> str:
+    progress.note("hello")
+    for name in ("one", "two"):
+        with progress.stage(name, 3, "thing") as stage:
+            stage.update(1, loss=0.5)
+            stage.update(2, loss=0.25)
+    return "result"
+
+
+def shown(told: Any) -> tuple[list[str], list[Any]]:
+    heard, results = Heard(), []
+    with Shown(heard) as show:
+        for event in told:
+            show.show(event)
+            if isinstance(event, Done):
+                results.append(event.result)
+    return heard.lines, results
+
+
+def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None:
+    lines, results = shown(events_of(work))
+    assert results == ["result"]
+    assert lines[0] == "note hello"
+    for name in ("one", "two"):
+        begin, end = lines.index(f"begin {name} 3 thing"), lines.index(f"end {name}")
+        updates = lines[begin + 1 : end]
+        assert sum(int(line.split()[1]) for line in updates) == 3
+        assert "0.25" in updates[-1]
+
+
+def test_updates_that_come_fast_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fast(progress: Progress) -> None:
+        with progress.stage("fast", 1000, "step") as stage:
+            for _ in range(1000):
+                stage.update(1)
+
+    lines, _ = shown(events_of(fast))
+    updates = [line for line in lines if line.startswith("update")]
+    assert sum(int(line.split()[1]) for line in updates) == 1000
+    assert len(updates) < 50
+    monkeypatch.setattr(events, "EVERY_S", 0.0)
+    assert len([line for line in shown(events_of(fast))[0] if line.startswith("update")]) == 1000
+
+
+def test_what_the_work_raises_comes_out() -> None:
+    def fails(progress: Progress) -> None:
+        progress.note("before")
+        raise ValueError("bad")
+
+    told = events_of(fails)
+    assert isinstance(next(told), events.Noted)
+    with pytest.raises(ValueError, match="bad"):
+        next(told)
+
+
+def test_a_stage_that_was_begun_by_somebody_who_died_is_ended() -> None:
+    lines, _ = shown([Began("train", 5, "step"), Began("train", 5, "step")])
+    assert lines == ["begin train 5 step", "end train", "begin train 5 step", "end train"]

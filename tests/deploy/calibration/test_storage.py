@@ -1,0 +1,84 @@
+"""A run behind a URL: each machine has the files it asks for, as they are in the store, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.calibration.storage import StoredFiles, opened
+from tide_core.calibration.files import RunFiles
+from tide_core.errors import ConfigError
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/run"
+
+
+def machine(url: str, folder: Path) -> StoredFiles:
+    folder.mkdir()
+    return StoredFiles(url, folder)
+
+
+def test_what_one_machine_keeps_another_can_bring(url: str, tmp_path: Path) -> None:
+    one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
+    one.path("shards/a").write_bytes(b"first")
+    one.keep(["shards/a"])
+    two.bring(["shards/a", "shards/never"])
+    assert (two.folder / "shards/a").read_bytes() == b"first"
+    assert not (two.folder / "shards/never").exists()
+    assert [path.name for path in (tmp_path / "store/run/shards").iterdir()] == ["a"], "and no temporary file"
+
+
+def test_a_file_that_changed_is_brought_again_and_one_that_did_not_is_not(url: str, tmp_path: Path) -> None:
+    one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
+    one.path("ledger").write_bytes(b"1")
+    one.keep(["ledger"])
+    two.bring(["ledger"])
+    before = (two.folder / "ledger").stat().st_ino
+    two.bring(["ledger"])
+    assert (two.folder / "ledger").stat().st_ino == before
+    one.path("ledger").write_bytes(b"second")
+    one.keep(["ledger"])
+    two.bring(["ledger"])
+    assert (two.folder / "ledger").read_bytes() == b"second"
+
+
+def test_a_file_that_is_gone_is_gone_everywhere(url: str, tmp_path: Path) -> None:
+    one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
+    one.path("state").write_bytes(b"1")
+    one.keep(["state"])
+    two.bring(["state"])
+    (two.folder / "state").unlink()
+    two.keep(["state"])
+    one.bring(["state"])
+    assert not (one.folder / "state").exists()
+
+
+def test_a_file_that_was_spoiled_here_is_told_by_whoever_reads_it_not_hidden(url: str, tmp_path: Path) -> None:
+    """`bring` compares with the store, so that a local copy which vanished comes back."""
+    one = machine(url, tmp_path / "one")
+    one.path("a").write_bytes(b"1")
+    one.keep(["a"])
+    (one.folder / "a").unlink()
+    one.bring(["a"])
+    assert (one.folder / "a").read_bytes() == b"1"
+
+
+def test_a_plain_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    with opened(str(tmp_path), "run") as files:
+        assert type(files) is RunFiles
+        assert files.folder == tmp_path / "run"
+
+
+def test_the_folder_of_a_stored_run_goes_with_it(url: str) -> None:
+    with opened(url.removesuffix("/run"), "run") as files:
+        folder = files.folder
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
+def test_a_store_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="storage"):
+        StoredFiles("nosuchscheme://x/y", tmp_path)
