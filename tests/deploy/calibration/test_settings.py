@@ -35,6 +35,7 @@ def test_the_shipped_settings_are_sound() -> None:
         ({"name": ""}, "name"),
         ({"storage": "build/runs"}, "whole path"),
         ({"output": "artefacts/mine"}, "whole path"),
+        ({"storage": "s3://key:secret@bucket/runs"}, "no credentials"),
         ({"dtype": "float8"}, "dtype"),
         ({"device": "tpu"}, "device"),
         ({"calibration": {"num_sample": 3}}, "num_samples"),
