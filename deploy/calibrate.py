@@ -22,7 +22,7 @@ from deploy.calibration.metrics import MeteredProgress
 from deploy.calibration.settings import JobSettings
 from deploy.calibration.worker import SEEN
 from deploy.strict_schema import validated
-from tide_core.calibration.ledger import check_output, locked
+from tide_core.calibration.ledger import LEDGER, check_output, locked
 from tide_core.calibration.progress import Progress, default_progress
 from tide_core.cli.calibrate import extra_settings
 from tide_core.cli.exits import with_exit_code
@@ -65,6 +65,7 @@ def run(settings: JobSettings, progress: Progress) -> None:
     with storage.opened(settings.storage, settings.name) as files:
         output = files.folder / "artefact" if settings.output is None else Path(settings.output)
         if settings.output is not None:
+            files.bring([LEDGER])
             check_output(output, files.folder, force=settings.force)
         with locked(files.folder), RayCrew(settings, progress) as crew:
             (files.folder / SEEN).touch()
