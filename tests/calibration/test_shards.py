@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load
 
 from tide_core import disk
+from tide_core.calibration import shards as module
 from tide_core.calibration.shards import (
     SequenceBatch,
     TokenSequence,
@@ -132,6 +136,98 @@ def test_shards_that_nobody_plans_are_removed_and_nothing_else(tmp_path: Path) -
         shard_name("train", 2),
         "notes.txt",
     }
+
+
+def write_shards(folder: Path, num: int, *, longest: int = 40) -> TokenShards:
+    entries = [write_shard(folder, "train", index, sequences(4, seed=index, longest=longest)) for index in range(num)]
+    return TokenShards(folder, "train", expected={entry.name: entry.sha256 for entry in entries})
+
+
+def test_every_sequence_is_what_a_plain_reading_of_its_file_gives(tmp_path: Path) -> None:
+    write_shards(tmp_path, 4)
+    write_shard(tmp_path, "train", 2, [])
+    shards, expected = TokenShards(tmp_path, "train"), []
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        arrays = load(path.read_bytes())
+        pieces = np.split(arrays["tokens"], arrays["offsets"][1:-1]) if len(arrays["prompt_lens"]) else []
+        expected += [(piece.tolist(), n) for piece, n in zip(pieces, arrays["prompt_lens"].tolist(), strict=True)]
+
+    found = [shards.sequence(index) for index in range(shards.num_sequences)]
+
+    assert [(each.tokens.tolist(), each.prompt_len) for each in found] == expected
+    assert {each.tokens.dtype for each in found} == {np.dtype(np.int32)}
+    seeded = plain(list(shards.batches(100, seed=2)))
+    assert sorted(seeded) == sorted((tuple(tokens), prompt_len) for tokens, prompt_len in expected)
+
+
+def test_what_is_held_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
+    held = []
+    for longest in (40, 40_000):
+        folder = tmp_path / str(longest)
+        folder.mkdir()
+        tracemalloc.start()
+        shards = write_shards(folder, 8, longest=longest)
+        num_tokens = sum(int(batch.lengths.sum()) for batch in shards.batches(100_000, seed=0))
+        held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        assert num_tokens == shards.num_tokens
+
+    assert shards.num_tokens > 500_000
+    assert held[1] < held[0] + 100_000
+
+
+def test_more_shards_than_may_be_open_are_read_with_few_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN", 3)
+    shards = write_shards(tmp_path, 10)
+    before, most = num_open_files(), 0
+
+    for _ in shards.batches(200, seed=1):
+        most = max(most, num_open_files())
+    assert before < most <= before + 3
+    del shards
+    assert num_open_files() == before
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_vanishes_after_the_check_is_named(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path, 3)
+    (tmp_path / shard_name("train", 1)).unlink()
+
+    assert shards.sequence(0).prompt_len >= 1
+    with pytest.raises(ConfigError, match=r"train-00001.*No such file"):
+        shards.sequence(4)
+    with pytest.raises(ConfigError, match="train-00001"):
+        list(shards.batches(100, seed=0))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_shrinks_after_the_check_is_named(tmp_path: Path, is_open: bool) -> None:
+    shards = write_shards(tmp_path, 2)
+    if is_open:
+        shards.sequence(7)
+    path = tmp_path / shard_name("train", 1)
+    os.truncate(path, path.stat().st_size - 4 * len(shards.sequence(7).tokens) if is_open else 100)
+
+    with pytest.raises(ConfigError, match="train-00001"):
+        shards.sequence(7)
+
+
+def test_a_file_that_changes_after_the_check_is_refused_and_the_same_one_written_again_is_not(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path, 2)
+    expected = shards.sequence(5)
+    again = TokenShards(tmp_path, "train")
+    write_shard(tmp_path, "train", 1, sequences(4, seed=1))
+    assert again.sequence(5).tokens.tolist() == expected.tokens.tolist()
+
+    changed = TokenShards(tmp_path, "train")
+    write_shard(tmp_path, "train", 1, sequences(4, seed=9))
+    with pytest.raises(ConfigError, match=r"train-00001.*SHA-256"):
+        changed.sequence(5)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 40])

@@ -3,15 +3,19 @@
     <folder>/<part>-<nnnnn>.safetensors    tokens int32 [N], offsets int64 [B + 1], prompt_lens int32 [B]
 
 A sequence is a prompt and the model's own continuation, or a piece of text, whose prompt is its first token. A reader
-keeps its part in memory: four bytes a token.
+keeps in memory where each one is, and reads its tokens from the file when they are asked for: never by a mapping, which
+ends the process where a file has become shorter.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -41,6 +45,8 @@ PARTS = ("train", "calibration", "test", "given")
 SUFFIX = ".safetensors"
 BUCKET_BATCHES = 32
 """Sequences of about this many batches are sorted by length together."""
+MAX_OPEN = 64
+"""Shards that one reader keeps open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +104,22 @@ class TokenShards:
         names = sorted(path.name for path in folder.glob(f"{part}-*{SUFFIX}"))
         if expected is not None and names != sorted(expected):
             raise ConfigError(f"{part} shards in {folder}", names, f"exactly {', '.join(sorted(expected)) or 'none'}")
-        tokens, lengths, prompt_lens, whole = [], [], [], hashlib.sha256()
-        for name in names:
-            raw = _read(folder / name)
-            digest = hashlib.sha256(raw).hexdigest()
-            if expected is not None and digest != expected[name]:
-                raise ConfigError(f"shard {folder / name}", digest, f"SHA-256 {expected[name]}")
-            arrays = _parse(folder / name, raw)
-            tokens.append(arrays["tokens"])
-            lengths.append(np.diff(arrays["offsets"]))
+        places, prompt_lens, whole = [np.zeros((0, 3), np.int64)], [np.zeros(0, np.int32)], hashlib.sha256()
+        self._files = _Files()
+        for number, name in enumerate(names):
+            raw, digest = self._files.add(folder / name, None if expected is None else expected[name])
+            arrays, start = _parse(folder / name, raw)
+            lengths = np.diff(arrays["offsets"])
+            starts = start + 4 * arrays["offsets"][:-1]
+            places.append(np.stack([np.full_like(lengths, number), starts, lengths], axis=1))
             prompt_lens.append(arrays["prompt_lens"])
             whole.update(f"{name} {digest}\n".encode())
         self.part = part
         self.digest = whole.hexdigest()
-        self._tokens = np.concatenate([np.zeros(0, np.int32), *tokens])
-        self._lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        self._prompt_lens = np.concatenate([np.zeros(0, np.int32), *prompt_lens])
+        self._places = np.concatenate(places)
+        """[B, 3]: of each sequence the number of its file, its first byte there, and its tokens."""
+        self._lengths = self._places[:, 2]
+        self._prompt_lens = np.concatenate(prompt_lens)
 
     @property
     def num_sequences(self) -> int:
@@ -122,10 +127,10 @@ class TokenShards:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return int(self._lengths.sum())
 
     def sequence(self, index: int) -> TokenSequence:
-        return TokenSequence(self._tokens[self._starts[index] : self._starts[index + 1]], int(self._prompt_lens[index]))
+        return TokenSequence(self._files.tokens(*self._places[index].tolist()), int(self._prompt_lens[index]))
 
     def batches(self, batch_tokens: int, *, seed: int | None, epoch: int = 0) -> Iterator[SequenceBatch]:
         """Batches of at most `batch_tokens`, padding included; a sequence longer than that is a batch of its own.
@@ -164,8 +169,8 @@ class TokenShards:
     def _gather(self, indices: NDArray[np.int64]) -> SequenceBatch:
         lengths = self._lengths[indices]
         tokens = np.zeros((len(indices), int(lengths.max())), np.int64)
-        for row, index in enumerate(indices):
-            tokens[row, : lengths[row]] = self._tokens[self._starts[index] : self._starts[index + 1]]
+        for row in np.argsort(indices):  # as they lie in the files
+            tokens[row, : lengths[row]] = self._files.tokens(*self._places[indices[row]].tolist())
         return SequenceBatch(_long(tokens), _long(lengths), _long(self._prompt_lens[indices]))
 
 
@@ -173,14 +178,82 @@ def _long(values: NDArray[np.int64] | NDArray[np.int32]) -> LongTensor:
     return torch.from_numpy(values.astype(np.int64))  # type: ignore[return-value]
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"shard {path}", error.strerror or str(error), "a readable file") from error
+class _Files:
+    """Files that were read once as a whole and must stay as they were then. The ones used last are open."""
+
+    def __init__(self) -> None:
+        self._known: list[_Known] = []
+        self._open: dict[int, BinaryIO] = {}  # the one used last is last
+
+    def __del__(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def add(self, path: Path, expected: str | None) -> tuple[bytes, str]:
+        """What the next number stands for; returns its bytes and their SHA-256."""
+        try:
+            with path.open("rb") as file:
+                raw, stamp = file.read(), _stamp(file)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        digest = hashlib.sha256(raw).hexdigest()
+        _check_digest(path, digest, digest if expected is None else expected)
+        self._known.append(_Known(path, digest, stamp))
+        return raw, digest
+
+    def tokens(self, number: int, start: int, length: int) -> NDArray[np.int32]:
+        """So many from a byte on."""
+        path = self._known[number].path
+        try:
+            raw = os.pread(self._opened(number).fileno(), 4 * length, start)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if len(raw) < 4 * length:
+            raise ConfigError(f"shard {path}", "fewer bytes than before", "a file that stays as it is while it is read")
+        return np.frombuffer(raw, "<i4")
+
+    def _opened(self, number: int) -> BinaryIO:
+        file = self._open.pop(number, None) or self._open_again(self._known[number])
+        if len(self._open) == MAX_OPEN:
+            self._open.pop(next(iter(self._open))).close()
+        self._open[number] = file
+        return file
+
+    def _open_again(self, known: _Known) -> BinaryIO:
+        file = known.path.open("rb", buffering=0)
+        try:
+            if _stamp(file) != known.stamp:  # written again: perhaps the same, by a worker that came late
+                _check_digest(known.path, hashlib.file_digest(file, "sha256").hexdigest(), known.digest)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, NDArray[np.generic]]:
+@dataclass(frozen=True, slots=True)
+class _Known:
+    path: Path
+    digest: str
+    stamp: tuple[int, ...]
+
+
+def _stamp(file: BinaryIO) -> tuple[int, ...]:
+    """What changes when a file is written or replaced."""
+    stat = os.fstat(file.fileno())
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _check_digest(path: Path, digest: str, expected: str) -> None:
+    if digest != expected:
+        raise ConfigError(f"shard {path}", digest, f"SHA-256 {expected}")
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"shard {path}", error.strerror or str(error), "a readable file")
+
+
+def _parse(path: Path, raw: bytes) -> tuple[dict[str, NDArray[Any]], int]:
+    """The arrays, and the byte at which the tokens begin."""
     try:
         arrays = load(raw)
     except SafetensorError as error:
@@ -193,4 +266,5 @@ def _parse(path: Path, raw: bytes) -> dict[str, NDArray[np.generic]]:
     whole = len(offsets) == len(prompt_lens) + 1 and offsets[0] == 0 and offsets[-1] == len(tokens)
     if not whole or not ((prompt_lens >= 1) & (prompt_lens <= lengths)).all() or (tokens < 0).any():
         raise ConfigError(f"shard {path}", "offsets or prompt_lens that do not fit", "sequences that fill the file")
-    return arrays
+    header_end = 8 + int.from_bytes(raw[:8], "little")
+    return arrays, header_end + json.loads(raw[8:header_end])["tokens"]["data_offsets"][0]

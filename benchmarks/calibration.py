@@ -1,0 +1,98 @@
+"""Calibration as a Ray job, `python -m deploy.calibrate`, on a local cluster of two CPUs.
+
+    python benchmarks/calibration.py                           # every part, as text, and the bars
+    python benchmarks/calibration.py --json > calibration.json # the same as one JSON object; text to standard error
+
+    a  collect by two workers against one: a random Llama of 5 million parameters, one thread for each worker
+    b  the most memory that a worker has had, at 8 times the samples against 1 time
+    c  the whole job with one worker against `tide calibrate` on the same data, from command to end
+
+Both sides of a ratio take turns; each number is the median over the repeats, but for b, which is run once. The cluster
+is there before a job is timed, and in a the models are loaded before, but for what the second worker is late, which is
+stated. Exits with 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a file: its folder is on the path, the repository is not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import calibration_parts as parts
+from benchmarks.calibration_runs import cluster
+from tide_core.evaluation.machine import cpu_name
+
+PARTS = ("a", "b", "c")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure the calibration job and check it against its bars.")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of a, b and c")
+    parser.add_argument("--repeats", type=int, default=3, help="of a and c")
+    parser.add_argument("--shards", type=int, default=24, help="of a and c, 16 sequences each; at least 12")
+    parser.add_argument("--documents", type=int, default=1024, help="of b at 1 time; about 4,000 tokens each")
+    parser.add_argument("--json", action="store_true", help="print one JSON object to standard output")
+    chosen = parser.parse_args(argv)
+    chosen.parts = tuple(chosen.parts.split(","))
+    if unknown := set(chosen.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    if chosen.shards < 12:
+        parser.error("--shards: at least 12, or the parts of the data do not fill theirs")
+    return chosen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    out = sys.stderr if options.json else sys.stdout
+
+    def say(text: str = "") -> None:
+        print(text, file=out, flush=True)
+
+    conditions = {
+        "command": "python benchmarks/calibration.py " + " ".join(sys.argv[1:] if argv is None else argv),
+        "hardware": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "repeats": options.repeats,
+    }
+    for name, value in conditions.items():
+        say(f"{name:12} {value}")
+    found = measure(options, say)
+    bars = [bar for part in found for bar in part.bars]
+    for bar in bars:
+        sign = ">=" if bar.at_least else "<="
+        say(f"  {'ok  ' if bar.holds else 'MISS'} {bar.name}: {bar.value:.4g} ({sign} {bar.limit:g})")
+    if options.json:
+        report = {"conditions": conditions, "parts": {part.name: part.data for part in found}}
+        print(json.dumps({**report, "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars]}, indent=1))
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[parts.Part]:
+    found: list[parts.Part] = []
+    started = time.monotonic()
+    with cluster() as ours:
+        if wanted := {"a", "c"} & set(options.parts):
+            found += parts.speed(ours, sorted(wanted), options.shards, options.repeats, say)
+        if "b" in options.parts:
+            found.append(parts.memory(ours, options.documents, say))
+    for part in found:
+        say(f"\n{part.name}: {part.title}")
+        say(json.dumps(part.data, indent=1))
+    say(f"\n{time.monotonic() - started:.0f} s in all")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
