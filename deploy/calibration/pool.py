@@ -188,7 +188,7 @@ class Pool:
     def _new(self, number: int) -> Member:
         workers = self._settings.workers
         places = Worker.options(  # type: ignore[attr-defined]
-            num_cpus=workers.num_cpus, num_gpus=workers.num_gpus, max_restarts=0
+            num_cpus=workers.num_cpus, num_gpus=workers.num_gpus, max_restarts=0, runtime_env=self._settings.runtime_env
         )
         actor = places.remote(self._settings)
         return Member(number, actor, actor.load.remote())

@@ -98,6 +98,11 @@ class JobSettings(BaseModel):
     def threads(self) -> int:
         return self.workers.threads or max(1, int(self.workers.num_cpus))
 
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """Of a worker. Some of Torch's libraries take their threads from here, whatever Torch is told."""
+        return {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
+
 
 def _one_of(value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:

@@ -55,6 +55,7 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
             name=f"train-{secrets.token_hex(4)}",
             storage_path=place_of(settings.storage, settings.name, "ray"),
             failure_config=FailureConfig(max_failures=workers.attempts - 1),
+            worker_runtime_env=settings.runtime_env,
         ),
     )
     with _Reader(board, progress) as reader:

@@ -481,6 +481,20 @@ def test_lines_tell_of_every_stage_without_a_terminal(capsys: pytest.CaptureFixt
     assert lines == [
         "tide: collect: 2/4 sequence, - s, loss 0.1235",
         "tide: collect: 4/4 sequence, - s, loss 0.1235",
-        "tide: collect: 4/4 sequence, - s, loss 0.1235",
         "tide: done",
     ]
+
+
+def test_a_line_tells_the_rate_and_the_time_that_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tide_core.calibration.progress.time.monotonic", lambda: now[0])
+    with LineProgress(every_s=5.0).stage("collect", 1000, "sequence") as stage:
+        now[0] = 10.0
+        stage.update(20)
+        now[0] = 500.0
+        stage.update(980)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "tide: collect: 20/1000 sequence, 10 s, 2/s, 8 min left"
+    assert last == "tide: collect: 1000/1000 sequence, 500 s"

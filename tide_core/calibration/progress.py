@@ -53,7 +53,7 @@ class LineProgress:
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
         stage = _LineStage(self.note, name, total, unit, self._every_s)
         yield stage
-        stage.show()
+        stage.end()
 
     def note(self, text: str) -> None:
         print(f"tide: {text}", file=self._stream, flush=True)
@@ -100,15 +100,21 @@ class _LineStage:
         self._done = 0
         self._info: dict[str, object] = {}
         self._started_at = self._shown_at = time.monotonic()
+        self._is_shown = False
 
     def update(self, n: int = 1, **info: object) -> None:
         self._done += n
         self._info.update(info)
+        self._is_shown = False
         if time.monotonic() - self._shown_at >= self._every_s:
             self.show()
 
+    def end(self) -> None:
+        if not self._is_shown:
+            self.show()
+
     def show(self) -> None:
-        self._shown_at = time.monotonic()
+        self._shown_at, self._is_shown = time.monotonic(), True
         of = "" if self._total is None else f"/{self._total}"
         said = "".join(f", {key} {_shown(value)}" for key, value in self._info.items())
         self._write(f"{self._name}: {self._done}{of} {self._unit}, {self._times()}{said}")
