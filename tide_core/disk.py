@@ -19,6 +19,10 @@ def write_whole(path: Path, raw: bytes, *, mode: int = 0o666) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.rename(temporary, path)
+    except OSError as error:
+        if error.filename is None:  # a full disk does not say which file it was
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)

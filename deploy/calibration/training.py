@@ -16,7 +16,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from deploy.calibration.events import Done, Event, Shown, Teller
+from deploy.calibration.events import Done, Event, Noted, Shown, Teller
 from deploy.calibration.settings import JobSettings
 from deploy.calibration.storage import place_of
 from deploy.calibration.worker import workshop_of
@@ -77,6 +77,9 @@ def _train(config: dict[str, Any]) -> None:
     use_threads(task.settings.threads)
     started, group = time.monotonic(), TorchGroup()
     tell = task.board.tell.remote
+    if group.rank == 0 and (num := ray.get(task.board.begin.remote())) > 1:
+        why = f"one of the {group.size} workers is lost; all begin again from the last state"
+        tell(Noted(f"train: {why}, restart {num - 1}"))
     with contextlib.ExitStack() as stack:
         workshop, _ = workshop_of(task.settings, stack, group)
         result = task.work(workshop, task.item, Teller(tell) if group.rank == 0 else SilentProgress())
@@ -90,6 +93,12 @@ class _Board:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
+        self._num_starts = 0
+
+    def begin(self) -> int:
+        """How often the workers have been started."""
+        self._num_starts += 1
+        return self._num_starts
 
     def tell(self, event: Event) -> None:
         self._events.append(event)

@@ -256,3 +256,10 @@ def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path: Path, monkeypat
 
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_left_goes_with_shards_of_other_records(tmp_path: Path) -> None:
+    for name in ("train-00000.safetensors", "train-00001.safetensors", ".train-00000.safetensors.0011.tmp"):
+        (tmp_path / name).touch()
+    remove_others(tmp_path, {"train-00000.safetensors"})
+    assert [path.name for path in tmp_path.iterdir()] == ["train-00000.safetensors"]

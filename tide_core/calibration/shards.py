@@ -88,10 +88,11 @@ def write_shard(folder: Path, part: str, index: int, sequences: Sequence[TokenSe
 
 
 def remove_others(folder: Path, names: Collection[str]) -> None:
-    """Remove the shards in `folder` that are not among `names`: those of records that are no longer there."""
-    for path in folder.glob(f"*{SUFFIX}"):
+    """Remove the shards in `folder` that are not among `names`, of records that are no longer there, and what a writer
+    that was killed has left."""
+    for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(".*.tmp")):
         if path.name not in names:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 class TokenShards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,7 +15,7 @@ from tide_core.calibration.progress import SilentProgress
 class Recorder:
     """As much of a metric of Ray's as is used."""
 
-    seen: dict[tuple[str, str], float] = {}
+    seen: ClassVar[dict[tuple[str, str], float]] = {}
 
     def __init__(self, name: str, text: str, tags: tuple[str, ...]) -> None:
         self.info = {"name": name}

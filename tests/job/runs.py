@@ -1,0 +1,165 @@
+"""Runs of the job: their settings, their files, and copies of them that are not so far yet."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import yaml
+
+from tests.calibration.tiny_runs import tiny_calibration
+from tests.evaluation.on_disk import save_model
+from tests.job.cluster import Cluster, Driver, Ended
+from tide_core.calibration.ledger import STAGES, read_ledger
+from tide_core.routing.artefact import Artefact, Manifest, load_artefact
+
+CALIBRATION: dict[str, Any] = {
+    "num_samples": 420,
+    "generation_batch": 12,
+    "max_new_tokens": 16,
+    "self_prompt_tokens": 16,
+    "steps": 40,
+    "epsilons": (0.05, 0.1, 0.2),
+    "measure_batches": (1,),
+    "min_test": 64,
+    "min_calibration": 128,
+}
+"""More samples than there are shipped prompts, so that some are the model's own; dozens of shards; a short training."""
+LONG_TRAINING: dict[str, Any] = {"num_samples": 380, "generation_batch": 38, "steps": 560}
+"""A state is saved after 500 steps."""
+MAX_THRESHOLD_ERROR = 0.1
+FILES = {"dataset": ("dataset", "prompts"), "collect": ("shards",), "train": ("train",), "risk": ("risk",)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config in a file, and where its run and its artefact will be."""
+
+    config: Path
+    settings: dict[str, Any]
+
+    @property
+    def run(self) -> Path:
+        return Path(self.settings["storage"]) / str(self.settings["name"])
+
+    @property
+    def output(self) -> Path:
+        return Path(self.settings["output"])
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        return read_ledger(self.run) or {"shards": {}, "stages": {}}
+
+    @property
+    def artefact(self) -> Artefact:
+        """As published; it is checked from the first byte to the last."""
+        return load_artefact(self.output, None)
+
+    def shards(self, folder: str) -> list[str]:
+        """Those that the ledger has."""
+        return [name for name in self.ledger["shards"] if name.startswith(f"{folder}/")]
+
+    def contents(self, folder: str) -> dict[str, bytes]:
+        """What is there under final names."""
+        found = sorted((self.run / folder).glob("[!.]*")) if (self.run / folder).exists() else []
+        return {f"{folder}/{path.name}": path.read_bytes() for path in found}
+
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """Which file each shard of the ledger is, and of when."""
+        statuses = {name: (self.run / name).stat() for name in self.ledger["shards"]}
+        return {name: (status.st_ino, status.st_mtime_ns) for name, status in statuses.items()}
+
+    @property
+    def state(self) -> tuple[int, int] | None:
+        """Which file the saved state of a training is, and of when; None where none is."""
+        try:
+            status = (self.run / "train" / "state" / "training.safetensors").stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+@dataclass
+class Bench:
+    """Makes jobs for one tiny model and does them on one cluster."""
+
+    cluster: Cluster
+    root: Path
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._model = save_model(self.root / "model")
+
+    def job(self, calibration: dict[str, Any] | None = None, **settings: Any) -> Job:
+        values = tiny_calibration(**{**CALIBRATION, **(calibration or {})}).to_mapping()
+        return self._job({"calibration": values, **settings})
+
+    def again(self, job: Job, *, since: str, **settings: Any) -> Job:
+        """A job with the run of another one, as it was before a stage."""
+        kept = {key: value for key, value in job.settings.items() if key not in ("name", "storage", "output")}
+        copy = self._job({**kept, **settings})
+        shutil.copytree(job.run, copy.run)
+        state = copy.ledger
+        for stage in STAGES[STAGES.index(since) :]:
+            state["stages"].pop(stage, None)
+            for folder in FILES.get(stage, ()):
+                shutil.rmtree(copy.run / folder)
+                state["shards"] = {k: v for k, v in state["shards"].items() if not k.startswith(f"{folder}/")}
+        shutil.rmtree(copy.run / "artefact")
+        state["published"] = None
+        (copy.run / "ledger.msgpack").write_bytes(msgpack.packb(state))
+        return copy
+
+    def _job(self, settings: dict[str, Any]) -> Job:
+        name = f"run-{next(self._numbers)}"
+        usual = {
+            "name": name,
+            "storage": str(self.root / "runs"),
+            "output": str(self.root / "out" / name),
+            "model": str(self._model),
+            "dtype": "float32",
+            "device": "cpu",
+            "measure": False,
+            "workers": {"count": 1},
+        }
+        path = self.root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**usual, **settings}))
+        return Job(path, {**usual, **settings})
+
+    def start(self, job: Job) -> Driver:
+        return self.cluster.calibrate(job.config)
+
+    def run(self, job: Job) -> Ended:
+        return self.start(job).end()
+
+    def done(self, job: Job) -> Ended:
+        """As `run`, of a job that goes well."""
+        ended = self.run(job)
+        assert ended.code == 0, ended.err
+        return ended
+
+
+def pieces(err: str) -> Counter[str]:
+    """How often each piece of work was finished, by what the driver says."""
+    return Counter(re.findall(r"^tide: (\S+/\S+) by worker \d+", err, re.M))
+
+
+def check_agree(one: Manifest, other: Manifest) -> None:
+    """They differ by no more than chance: a risk is a mean over sequences, and has an error of its own."""
+    [this], [that] = one.checkpoints, other.checkpoints
+    assert (this.layer, this.head) == (that.layer, that.head)
+    assert abs(this.draft_threshold - that.draft_threshold) <= MAX_THRESHOLD_ERROR
+    assert [each.epsilon for each in this.thresholds] == [each.epsilon for each in that.thresholds] != []
+    for mine, yours in zip(this.thresholds, that.thresholds, strict=True):
+        error = math.sqrt(mine.epsilon * (1 - mine.epsilon) / mine.num_sequences)
+        assert mine.num_sequences == yours.num_sequences
+        assert abs(mine.risk - yours.risk) <= error
+        assert abs(mine.threshold - yours.threshold) <= MAX_THRESHOLD_ERROR
