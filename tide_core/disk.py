@@ -20,7 +20,7 @@ def write_whole(path: Path, raw: bytes, *, mode: int = 0o666) -> None:
             os.fsync(stream.fileno())
         os.rename(temporary, path)
     except OSError as error:
-        if error.filename is None:  # a full disk does not say which file it was
+        if error.errno is not None and error.filename is None:  # a full disk does not say which file it was
             error.filename = str(path)
         raise
     finally:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from tide_core import disk
 from tide_core.calibration import shards as module
 from tide_core.calibration.shards import (
     SequenceBatch,
@@ -244,18 +243,6 @@ def test_a_prompt_longer_than_its_sequence_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="prompt_lens"):
         TokenShards(tmp_path, "train")
-
-
-def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    disk.write_whole(path, b"before")
-    monkeypatch.setattr(disk.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
-
-    with pytest.raises(OSError, match="no space"):
-        disk.write_whole(path, b"after")
-
-    assert path.read_bytes() == b"before"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_a_killed_writer_left_goes_with_shards_of_other_records(tmp_path: Path) -> None:
