@@ -19,9 +19,8 @@ from deploy import strict_yaml
 from deploy.calibration import storage
 from deploy.calibration.crew import RayCrew
 from deploy.calibration.metrics import MeteredProgress
-from deploy.calibration.settings import JobSettings
-from deploy.calibration.worker import SEEN
-from deploy.strict_schema import validated
+from deploy.calibration.settings import JobSettings, read_settings
+from deploy.calibration.worker import SEEN, beside_the_driver
 from tide_core.calibration.ledger import LEDGER, check_output, locked
 from tide_core.calibration.progress import Progress, default_progress
 from tide_core.cli.calibrate import extra_settings
@@ -52,7 +51,7 @@ def main(
     extra = extra_settings(settings or []) | ({} if samples is None else {"num_samples": samples})
     if extra:
         values["calibration"] = {**(values.get("calibration") or {}), **extra}
-    run(validated(JobSettings, values, ""), default_progress(quiet=quiet))
+    run(read_settings(values), default_progress(quiet=quiet))
 
 
 def run(settings: JobSettings, progress: Progress) -> None:
@@ -97,11 +96,13 @@ class _Lease:
 
 
 def _lease(settings: JobSettings, progress: Progress) -> Any:
-    what = hashlib.sha256(f"{settings.storage}\0{settings.name}".encode()).hexdigest()[:16]
+    what = hashlib.sha256(storage.place_of(settings.storage, settings.name).encode()).hexdigest()[:16]
     ends_at, told = time.monotonic() + CLEAN_UP_S, False
     while True:
         try:
-            lease = _Lease.options(name=f"calibration-{what}").remote()  # type: ignore[attr-defined]
+            lease = _Lease.options(  # type: ignore[attr-defined]
+                name=f"calibration-{what}", scheduling_strategy=beside_the_driver()
+            ).remote()
             ray.get(lease.hold.remote())
             return lease
         except ValueError:

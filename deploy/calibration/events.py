@@ -47,7 +47,14 @@ class Done:
     seconds: float
 
 
-Event = Began | Moved | Ended | Noted | Done
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The work raised this; whoever did it raises it as well."""
+
+    error: BaseException
+
+
+Event = Began | Moved | Ended | Noted | Done | Failed
 
 
 def events_of(work: Callable[[Progress], Any]) -> Iterator[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ from deploy.calibration.settings import JobSettings
 from deploy.calibration.worker import Hello, Worker
 from tide_core.calibration.progress import Progress
 from tide_core.calibration.report_data import WorkerTime
-from tide_core.errors import TideError
+from tide_core.errors import ConfigError, TideError
 
 POLL_S = 1.0
 SAY_WAITING_S = 20.0
+CLOSE_S = 10.0
 
 
 class GivenUpError(TideError):
@@ -66,6 +68,8 @@ class Pool:
         self._nodes: list[str] = []
         self._gone: list[Member] = []
         self._hello: Hello | None = None
+        self._ready_at, self._said_waiting = time.monotonic(), False
+        """When somebody was last ready to work."""
         self._deaths: Counter[int] = Counter()
         """By the identity of the item they happened on; 0: on none."""
 
@@ -76,12 +80,15 @@ class Pool:
     def hire(self) -> None:
         """Have all places filled."""
         if not self._members:
+            self._ready_at = time.monotonic()
             self._members = [self._new(number) for number in range(1, self._settings.workers.count + 1)]
             for member, before in zip(self._members, self._before, strict=False):
                 member.take_over(before)
 
     def let_go(self) -> None:
         """Give all places back."""
+        with contextlib.suppress(RayError):  # of one that is gone already
+            ray.get([member.actor.close.remote() for member in self._members if member.is_free], timeout=CLOSE_S)
         for member in self._members:
             ray.kill(member.actor)
         self._before, self._members = self._members or self._before, []
@@ -89,16 +96,9 @@ class Pool:
     def hello(self) -> Hello:
         """What the first worker that is ready says of the model; all of them load the same."""
         self.hire()
-        started, told = time.monotonic(), False
         while self._hello is None:
             self.hear()
             self.lost()
-            waited = time.monotonic() - started
-            if waited > self._settings.workers.start_s:
-                raise GivenUpError(f"no worker had its place and its model after {waited:.0f} s; {self._resources()}")
-            if waited > SAY_WAITING_S and not told:
-                self._progress.note(f"waiting for a worker; {self._resources()}")
-                told = True
         return self._hello
 
     def free(self) -> list[Member]:
@@ -124,7 +124,9 @@ class Pool:
 
     def hear(self) -> list[tuple[Member, Event]]:
         """Everything that has come, waiting a little for something; takes note of who is gone."""
-        by_ref = {member.awaited: member for member in self._members if member.awaited is not None}
+        self._check_ready()
+        listened = [member for member in self._members if member.awaited is not None and member not in self._gone]
+        by_ref = {member.awaited: member for member in listened}
         if by_ref:
             ray.wait(list(by_ref), num_returns=1, timeout=POLL_S)
             ready, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
@@ -175,9 +177,29 @@ class Pool:
             for member in self._members or self._before
         ]
 
+    def _check_ready(self) -> None:
+        """Somebody must have a place and a model within the time for it; whoever is late is started again."""
+        now, start_s = time.monotonic(), self._settings.workers.start_s
+        if any(member.hello is not None for member in self._members):
+            self._ready_at, self._said_waiting = now, False
+        waited = now - self._ready_at
+        if waited > start_s:
+            raise GivenUpError(f"no worker had its place and its model after {waited:.0f} s; {self._resources()}")
+        if waited > SAY_WAITING_S and not self._said_waiting:
+            self._progress.note(f"waiting for a worker; {self._resources()}")
+            self._said_waiting = True
+        for index, member in enumerate(self._members):
+            if member.hello is None and now - member.heard_at > start_s:
+                self._progress.note(f"worker {member.number} has no place or no model after {start_s:.0f} s; once more")
+                self._members[index] = self._replacement(member)
+
     def _next(self, member: Member) -> Event | None:
         if member.hello is None:
-            member.hello = self._hello = ray.get(member.hello_ref)
+            member.hello = ray.get(member.hello_ref)
+            self._hello = self._hello or member.hello
+            if member.hello.facts.identity != self._hello.facts.identity:
+                expected = f"the same model on every node; {member.hello.node} has another than {self._hello.node}"
+                raise ConfigError("model", self._settings.model, expected)
             self._deaths.pop(0, None)
             if member.hello.node not in self._nodes:
                 self._nodes.append(member.hello.node)

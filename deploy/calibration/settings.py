@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from deploy.strict_schema import validated
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError
 
+SECRET = re.compile("key|secret|token|password|signature", re.IGNORECASE)
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
@@ -71,12 +76,8 @@ class JobSettings(BaseModel):
     @classmethod
     def _whole_path(cls, place: str | None) -> str | None:
         """A job runs in a copy of the working directory that is removed after it: nothing may be kept there."""
-        if place is not None and "://" in place:
-            if "@" in place.partition("://")[2].partition("/")[0]:
-                raise ValueError("expected no credentials here; the store takes them from its own configuration")
+        if place is None or "://" in place:
             return place
-        if place is None:
-            return None
         path = Path(place).expanduser()
         if not path.is_absolute():
             raise ValueError("expected a whole path, or a URL: the folder a job runs in is removed after it")
@@ -102,6 +103,16 @@ class JobSettings(BaseModel):
     def runtime_env(self) -> dict[str, Any]:
         """Of a worker. Some of Torch's libraries take their threads from here, whatever Torch is told."""
         return {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
+
+
+def read_settings(values: Mapping[str, Any]) -> JobSettings:
+    """Checked settings. Credentials are refused before anything else, because what is refused there is shown."""
+    for name in ("storage", "output"):
+        url = urlsplit(str(values.get(name) or ""))
+        if "@" in url.netloc or any(SECRET.search(key) for key in parse_qs(url.query)):
+            expected = "a URL without them: the store takes them from its own configuration"
+            raise ConfigError(name, "credentials", expected)
+    return validated(JobSettings, values, "")
 
 
 def _one_of(value: str, allowed: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +61,19 @@ class StoredFiles(RunFiles):
         for name in names:
             path, there = self.folder / name, f"{self._root}/{name}"
             if not path.exists():
-                if self._look([name])[0].is_file:
-                    self._store.delete_file(there)
-                self._here.pop(name, None)
+                self._remove(name)
                 continue
             self._put(there, path.read_bytes())
             self._here[name] = _mark(self._look([name])[0])
+
+    def replace(self, names: Sequence[str]) -> None:
+        self._remove(names[-1])
+        self.keep(names)
+
+    def _remove(self, name: str) -> None:
+        if self._look([name])[0].is_file:
+            self._store.delete_file(f"{self._root}/{name}")
+        self._here.pop(name, None)
 
     def _put(self, there: str, raw: bytes) -> None:
         whole = self._store.type_name in PUT_IS_WHOLE

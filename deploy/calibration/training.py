@@ -16,14 +16,16 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from deploy.calibration.events import Done, Event, Noted, Shown, Teller
+from deploy.calibration.events import Done, Event, Failed, Noted, Shown, Teller
 from deploy.calibration.settings import JobSettings
 from deploy.calibration.storage import place_of
-from deploy.calibration.worker import workshop_of
+from deploy.calibration.worker import beside_the_driver, workshop_of
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.errors import TideError
 
 POLL_S = 0.5
+START_TRY_S = 30.0
+"""How long Ray Train waits for the places of all workers before it tries again, at least."""
 
 
 class TrainingError(TideError):
@@ -40,7 +42,7 @@ class _Task:
 
 def train_together(settings: JobSettings, work: Any, item: Any, progress: Progress) -> Any:
     """What the first of them has for a result."""
-    board = _Board.remote()  # type: ignore[attr-defined]
+    board = _Board.options(scheduling_strategy=beside_the_driver()).remote()  # type: ignore[attr-defined]
     workers = settings.workers
     trainer = TorchTrainer(
         _train,
@@ -54,7 +56,10 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
         run_config=RunConfig(
             name=f"train-{secrets.token_hex(4)}",
             storage_path=place_of(settings.storage, settings.name, "ray"),
-            failure_config=FailureConfig(max_failures=workers.attempts - 1),
+            failure_config=FailureConfig(
+                max_failures=workers.attempts - 1,
+                controller_failure_limit=max(workers.attempts, int(workers.start_s / START_TRY_S)),
+            ),
             worker_runtime_env=settings.runtime_env,
         ),
     )
@@ -62,6 +67,8 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
         try:
             trainer.fit()
         except Exception as error:  # Ray's own, around whatever a worker raised
+            if (cause := reader.last_failure()) is not None:
+                raise cause from error
             raise TrainingError(f"{settings.train_workers} workers could not train: {_line(error)}") from error
     if reader.done is None:
         raise TrainingError("the workers have ended without a result")
@@ -80,9 +87,13 @@ def _train(config: dict[str, Any]) -> None:
     if group.rank == 0 and (num := ray.get(task.board.begin.remote())) > 1:
         why = f"one of the {group.size} workers is lost; all begin again from the last state"
         tell(Noted(f"train: {why}, restart {num - 1}"))
-    with contextlib.ExitStack() as stack:
-        workshop, _ = workshop_of(task.settings, stack, group)
-        result = task.work(workshop, task.item, Teller(tell) if group.rank == 0 else SilentProgress())
+    try:
+        with contextlib.ExitStack() as stack:
+            workshop, _ = workshop_of(task.settings, stack, group)
+            result = task.work(workshop, task.item, Teller(tell) if group.rank == 0 else SilentProgress())
+    except (TideError, OSError) as error:
+        ray.get(tell(Failed(error)))
+        raise
     if group.rank == 0:
         ray.get(tell(Done(result, time.monotonic() - started)))
 
@@ -116,6 +127,13 @@ class _Reader:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tide-board", daemon=True)
         self.done: Done | None = None
+        self._failure: BaseException | None = None
+
+    def last_failure(self) -> BaseException | None:
+        """What the work itself raised, if it did."""
+        self._stop.set()
+        self._thread.join()
+        return self._failure
 
     def __enter__(self) -> _Reader:
         self._thread.start()
@@ -133,7 +151,10 @@ class _Reader:
                 for event in ray.get(self._board.read.remote()):
                     if isinstance(event, Done):
                         self.done = event
-                    shown.show(event)
+                    elif isinstance(event, Failed):
+                        self._failure = event.error
+                    else:
+                        shown.show(event)
 
 
 def _line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.calibration import storage
 from deploy.calibration.events import Event, events_of
@@ -46,6 +47,10 @@ class Worker:
         self._workshop, name = workshop_of(self._settings, self._open)
         return Hello(self._workshop.facts, name, ray.util.get_node_ip_address(), os.getpid())
 
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self._open.close()
+
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
     def run(self, work: Any, item: Any) -> Iterator[Event]:
         """What the work tells, and in the end its result."""
@@ -57,6 +62,11 @@ class Worker:
             return work(self._workshop, item, progress)
 
         yield from events_of(do)
+
+
+def beside_the_driver() -> Any:
+    """Where an actor of the driver's own belongs: it lives as long as the driver's node does."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def workshop_of(settings: JobSettings, open_: contextlib.ExitStack, group: Group | None = None) -> tuple[Workshop, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -19,6 +19,10 @@ class RunFiles:
 
     def keep(self, names: Iterable[str]) -> None:
         """Have these files of the folder, or their absence, for everyone."""
+
+    def replace(self, names: Sequence[str]) -> None:
+        """As `keep`, of files that are one thing together, the last of which tells of the others: it is gone before the
+        first of them changes, and back after all have."""
 
     def path(self, name: str) -> Path:
         """For a file of the run, in a folder that exists."""

@@ -36,7 +36,6 @@ class Generator:
         on_cuda = adapter.device.type == "cuda"
         self.batch = batch or (CUDA_BATCH if on_cuda else CPU_BATCH)
         """Prompts in one call."""
-        self._most = self.batch
         wanted = (on_cuda and can_decode(adapter)) if fast is None else fast
         self._decoder = Decoder(adapter) if wanted else None
 
@@ -49,17 +48,18 @@ class Generator:
     def run(
         self, prompts: Sequence[list[int]], sampling: Sampling, *, max_new: int, stop_ids: Sequence[int], seed: int
     ) -> list[NDArray[np.int32]]:
-        """The new ids of each prompt, up to and with the first of `stop_ids`."""
+        """The new ids of each prompt, up to and with the first of `stop_ids`: the same ones whatever ran before."""
         new: list[NDArray[np.int32]] = []
+        most = self.batch
         while len(new) < len(prompts):
-            some = prompts[len(new) : len(new) + self._most]
+            some = prompts[len(new) : len(new) + most]
             with contextlib.suppress(torch.OutOfMemoryError):
                 new += self._run(some, sampling, max_new, stop_ids, (seed + len(new)) % 2**63)
                 continue
             # Out here nothing holds on to what the failed batch had allocated.
             if len(some) == 1:
                 raise ConfigError("generation_batch", 1, "memory for one sequence on the model's device")
-            self._most = len(some) // 2
+            most = len(some) // 2
             self.release()
         return new
 

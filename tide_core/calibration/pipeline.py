@@ -124,7 +124,11 @@ class _Run:
             self._ledger.reopen(name)
         outputs, info = do()
         self._files.bring(outputs)
-        digests = {path: digest_of(self._files.folder / path) or "" for path in outputs}
+        shards = self._ledger.shards  # those as they were written: what has changed since is found the next time
+        digests = {
+            path: shards[path].sha256 if path in shards else digest_of(self._files.folder / path) or ""
+            for path in outputs
+        }
         self._ledger.finish(name, digests, info)
 
     def _make_dataset(self) -> tuple[list[str], dict[str, Any]]:
@@ -265,7 +269,7 @@ class _Run:
             else:
                 self._progress.note("measure: done before")
             published = publish_measured(published, measured, self._files.folder / work.ARTEFACT)
-            self._files.keep(work.in_artefact(published))
+            self._files.replace(work.in_artefact(published))
             install_artefact(self._files.folder / work.ARTEFACT, target)
             return published, ()
         except Exception as error:  # of the engine, the device, the disk: none of them is worth the calibration

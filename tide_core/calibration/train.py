@@ -102,7 +102,9 @@ def fit(
             if done % REPORT_EVERY == 0 or done == config.steps:
                 losses = [learner.report() for learner in learners]
                 shown = {learner.candidate.name: said.head for learner, said in zip(learners, losses, strict=True)}
-                stage.update(done - max(first, (done - 1) // REPORT_EVERY * REPORT_EVERY), **shown)
+                stage.update(1, **shown)
+            else:
+                stage.update(1)
             due = done % recipe.save_every == 0 or time.monotonic() - saved_at > recipe.save_seconds
             if due and done < config.steps and group.rank == 0:
                 saved.save(learners, done)

@@ -152,7 +152,7 @@ def decide_and_save(workshop: Workshop, item: PublishItem, progress: Progress) -
         workers=item.workers,
     )
     published = publish(findings, workshop.adapter, files.folder / ARTEFACT)
-    files.keep(in_artefact(published))
+    files.replace(in_artefact(published))
     return published
 
 

@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 
 from deploy import strict_yaml
-from deploy.calibration.settings import JobSettings
-from deploy.strict_schema import validated
+from deploy.calibration.settings import JobSettings, read_settings
 from tide_core.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[3] / "deploy" / "calibrate.yaml"
 
 
 def read(**changes: Any) -> JobSettings:
-    return validated(JobSettings, {"name": "run", "storage": "/somewhere", **changes}, "")
+    return read_settings({"name": "run", "storage": "/somewhere", **changes})
+
+
+@pytest.mark.parametrize("url", ["s3://me:hidden@bucket/runs", "s3://bucket/runs?secret_key=hidden&region=x"])
+def test_credentials_are_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="credentials") as caught:
+        read(storage=url)
+    assert "hidden" not in str(caught.value)
 
 
 def test_the_shipped_settings_are_sound() -> None:
-    settings = validated(JobSettings, strict_yaml.read(SHIPPED), "")
+    settings = read_settings(strict_yaml.read(SHIPPED))
     assert settings.model == "demo"
     assert settings.config.data == "self"
     assert settings.workers.count == settings.train_workers == 1
@@ -35,7 +41,6 @@ def test_the_shipped_settings_are_sound() -> None:
         ({"name": ""}, "name"),
         ({"storage": "build/runs"}, "whole path"),
         ({"output": "artefacts/mine"}, "whole path"),
-        ({"storage": "s3://key:secret@bucket/runs"}, "no credentials"),
         ({"dtype": "float8"}, "dtype"),
         ({"device": "tpu"}, "device"),
         ({"calibration": {"num_sample": 3}}, "num_samples"),

@@ -66,6 +66,33 @@ def test_a_file_that_was_spoiled_here_is_told_by_whoever_reads_it_not_hidden(url
     assert (one.folder / "a").read_bytes() == b"1"
 
 
+def test_files_that_are_one_thing_are_never_seen_half_replaced(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
+    names = ["artefact/heads", "artefact/report", "artefact/manifest"]
+
+    def write(text: str) -> None:
+        for name in names:
+            one.path(name).write_text(text)
+
+    write("old")
+    one.replace(names)
+    write("new")
+    put, seen = one._put, []
+
+    def watched(there: str, raw: bytes) -> None:
+        two.bring(names)
+        seen.append((two.folder / names[-1]).exists())
+        put(there, raw)
+
+    monkeypatch.setattr(one, "_put", watched)
+    one.replace(names)
+    assert seen == [False, False, False], "what tells of the others is gone while they change"
+    two.bring(names)
+    assert [(two.folder / name).read_text() for name in names] == ["new"] * 3
+
+
 def test_a_plain_folder_is_used_as_it_is(tmp_path: Path) -> None:
     with opened(str(tmp_path), "run") as files:
         assert type(files) is RunFiles
