@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,13 +17,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import yaml
 
 from benchmarks.live import ROOT, environment_of, free_ports
 from tests.calibration.tiny_runs import tiny_calibration
 from tests.evaluation.on_disk import save_model
-from tide_core.calibration.run import calibrate_model
+from tide_core.calibration.config import CalibrationConfig
 from tide_core.routing.artefact import load_artefact
 
 pytestmark = pytest.mark.serve
@@ -67,13 +68,12 @@ def ray_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """As each worker has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def calibrated(model: Path, config: CalibrationConfig, output: Path) -> None:
+    """By the command, with as many threads as a worker has."""
+    words = [sys.executable, "-m", "tide_core.cli", "calibrate", "--model", str(model), "--output", str(output), "-q"]
+    for key, value in config.to_mapping().items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    subprocess.run(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_run_in_an_object_store_survives_its_driver_and_gives_the_artefact_of_a_run_in_a_folder(
@@ -113,7 +113,7 @@ def test_a_run_in_an_object_store_survives_its_driver_and_gives_the_artefact_of_
     assert second.returncode == 0, err
     assert "dataset: done before" in err
 
-    with one_thread():
-        plain = calibrate_model(str(model), config, publish_to=tmp_path / "plain", dtype="float32")
-    assert load_artefact(tmp_path / "stored", None).digest == plain.digest
-    assert plain.digest[:16] in out
+    calibrated(model, config, tmp_path / "plain")
+    digest = load_artefact(tmp_path / "plain", None).digest
+    assert load_artefact(tmp_path / "stored", None).digest == digest
+    assert digest[:16] in out
