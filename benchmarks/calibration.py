@@ -21,13 +21,13 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: its folder is on the path, the repository is not
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import calibration_parts as parts
+from benchmarks.bars import Part, conclude
 from benchmarks.calibration_runs import cluster
 from tide_core.evaluation.machine import cpu_name
 
@@ -69,18 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in conditions.items():
         say(f"{name:12} {value}")
     found = measure(options, say)
-    bars = [bar for part in found for bar in part.bars]
-    for bar in bars:
-        sign = ">=" if bar.at_least else "<="
-        say(f"  {'ok  ' if bar.holds else 'MISS'} {bar.name}: {bar.value:.4g} ({sign} {bar.limit:g})")
-    if options.json:
-        report = {"conditions": conditions, "parts": {part.name: part.data for part in found}}
-        print(json.dumps({**report, "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars]}, indent=1))
-    return 0 if all(bar.holds for bar in bars) else 1
+    return conclude(conditions, found, say, as_json=options.json)
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[parts.Part]:
-    found: list[parts.Part] = []
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[Part]:
+    found: list[Part] = []
     started = time.monotonic()
     with cluster() as ours:
         if wanted := {"a", "c"} & set(options.parts):

@@ -6,11 +6,10 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import Bar
+from benchmarks.bars import Bar, Part
 from benchmarks.calibration_runs import Cluster, Run
 
 MORE = 8
@@ -31,14 +30,6 @@ COMMON: dict[str, Any] = {
     "max_drafts": 2,
     "measure_batches": [],
 }
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str
-    title: str
-    data: Any
-    bars: list[Bar] = field(default_factory=list)
 
 
 def make_model(folder: Path, *, hidden: int, layers: int) -> Path:

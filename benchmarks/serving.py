@@ -22,7 +22,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ if __package__ in (None, ""):  # started as a file: its folder is on the path, t
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import serving_parts as parts
+from benchmarks.bars import Part, conclude
 from benchmarks.live import default_config, serving
 from tide_core.evaluation.machine import cpu_name
 
@@ -71,20 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in conditions.items():
         say(f"{name:12} {value}")
     found = measure(options, say)
-    bars = [bar for part in found for bar in part.bars]
-    for bar in bars:
-        sign = ">=" if bar.at_least else "<="
-        say(f"  {'ok  ' if bar.holds else 'MISS'} {bar.name}: {bar.value:.4g} ({sign} {bar.limit:g})")
-    if options.json:
-        report = {"conditions": conditions, "parts": {part.name: part.data for part in found}}
-        print(json.dumps({**report, "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars]}, indent=1))
-    return 0 if all(bar.holds for bar in bars) else 1
+    return conclude(conditions, found, say, as_json=options.json)
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[parts.Part]:
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[Part]:
     found = []
 
-    def done(part: parts.Part, started: float) -> None:
+    def done(part: Part, started: float) -> None:
         found.append(part)
         say(f"\n{part.name}: {part.title} ({time.monotonic() - started:.0f} s)")
         say(json.dumps(part.data, indent=1))

@@ -8,11 +8,11 @@ import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import Bar
+from benchmarks.bars import Bar, Part
 from benchmarks.live import Server, default_config
 from tide_client import AsyncTideClient
 
@@ -25,14 +25,6 @@ FIRSTS_PER_REPEAT = 5
 
 Chat = list[dict[str, str]]
 Start = Callable[[Chat], AsyncIterator[list[int]]]
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str
-    title: str
-    data: Any
-    bars: list[Bar] = field(default_factory=list)
 
 
 @dataclass

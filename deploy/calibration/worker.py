@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ class Hello:
     facts: ModelFacts
     model_name: str
     node: str
-    pid: int
 
 
 @ray.remote
@@ -45,7 +43,7 @@ class Worker:
     def load(self) -> Hello:
         """Not in `__init__`: what is wrong with a model or a storage is no reason to try again elsewhere."""
         self._workshop, name = workshop_of(self._settings, self._open)
-        return Hello(self._workshop.facts, name, ray.util.get_node_ip_address(), os.getpid())
+        return Hello(self._workshop.facts, name, ray.util.get_node_ip_address())
 
     def close(self) -> None:
         """Leave nothing behind."""
