@@ -55,9 +55,6 @@ def main(
 
 
 def run(settings: JobSettings, progress: Progress) -> None:
-    from tide_core.calibration.pipeline import run as run_pipeline
-    from tide_core.evaluation.speedup import time_exits
-
     ray.init(namespace=NAMESPACE, log_to_driver=False)  # the cluster of the job, or of this machine
     progress = MeteredProgress(progress, settings.name)
     lease = _lease(settings, progress)
@@ -68,6 +65,11 @@ def run(settings: JobSettings, progress: Progress) -> None:
             check_output(output, files.folder, force=settings.force)
         with locked(files.folder), RayCrew(settings, progress) as crew:
             (files.folder / SEEN).touch()
+            crew.hire()  # they import what they need while this process does
+
+            from tide_core.calibration.pipeline import run as run_pipeline
+            from tide_core.evaluation.speedup import time_exits
+
             result = run_pipeline(
                 settings.config,
                 crew,
@@ -78,7 +80,7 @@ def run(settings: JobSettings, progress: Progress) -> None:
                 timer=time_exits if settings.measure else None,
             )
             print(*result.verdict, sep="\n")
-            for each in crew.times():
+            for each in result.workers:
                 print(f"{each.name} on {each.node}: {each.num_items} pieces in {each.busy_s:.1f} s", end="")
                 print(f", {each.num_restarts} restarts" if each.num_restarts else "")
             stays = "://" in settings.storage and settings.output is None
@@ -91,20 +93,15 @@ def run(settings: JobSettings, progress: Progress) -> None:
 class _Lease:
     """Held by the job that works on a run; Ray ends it with the job."""
 
-    def hold(self) -> None:
-        pass
-
 
 def _lease(settings: JobSettings, progress: Progress) -> Any:
     what = hashlib.sha256(storage.place_of(settings.storage, settings.name).encode()).hexdigest()[:16]
     ends_at, told = time.monotonic() + CLEAN_UP_S, False
     while True:
         try:
-            lease = _Lease.options(  # type: ignore[attr-defined]
+            return _Lease.options(  # type: ignore[attr-defined]
                 name=f"calibration-{what}", scheduling_strategy=beside_the_driver()
-            ).remote()
-            ray.get(lease.hold.remote())
-            return lease
+            ).remote()  # whoever has the name has the lease: there is no need to wait until the actor runs
         except ValueError:
             if time.monotonic() > ends_at:
                 raise ConfigError("run", settings.name, "one that no other job works on now") from None

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.calibration.events import Done, Shown
 from deploy.calibration.pool import Pool, name_of
 from deploy.calibration.settings import JobSettings
-from deploy.calibration.training import train_together
-from tide_core.calibration.crew import ModelFacts, Work
 from tide_core.calibration.progress import Progress
-from tide_core.calibration.report_data import WorkerTime
+from tide_core.calibration.worker_time import WorkerTime
+
+if TYPE_CHECKING:  # the driver imports torch while workers start, not before
+    from tide_core.calibration.crew import ModelFacts, Work
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,12 +28,17 @@ class RayCrew:
     def __init__(self, settings: JobSettings, progress: Progress) -> None:
         self._settings, self._progress = settings, progress
         self._pool = Pool(settings, progress)
+        self._trainers: list[WorkerTime] = []
 
     def __enter__(self) -> RayCrew:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._pool.let_go()
+
+    def hire(self) -> None:
+        """Have workers start, without waiting for them."""
+        self._pool.hire()
 
     @property
     def facts(self) -> ModelFacts:
@@ -47,7 +53,7 @@ class RayCrew:
         return self._pool.num_restarts
 
     def times(self) -> Sequence[WorkerTime]:
-        return self._pool.times()
+        return [*self._pool.times(), *self._trainers]
 
     def each(self, work: Work[Item, Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
         pool, waiting, left = self._pool, deque(items), len(items)
@@ -79,8 +85,15 @@ class RayCrew:
     def train(self, work: Work[Item, Result], item: Item, progress: Progress) -> Result:
         if self._settings.train_workers == 1:
             return self.once(work, item, progress)
+        from deploy.calibration.training import train_together  # Ray Train takes seconds to import
+
         self._pool.let_go()  # their places are wanted
-        result: Result = train_together(self._settings, work, item, progress)
+        trained = train_together(self._settings, work, item, progress)
+        self._trainers = [
+            WorkerTime(f"trainer {each.number}", self._pool.node(each.node), 1, each.seconds, trained.num_restarts)
+            for each in trained.times
+        ]
+        result: Result = trained.result
         return result
 
     def _once(self, work: Any, item: Any, shown: Shown) -> Done | None:

@@ -21,6 +21,7 @@ class Began:
     stage: str
     total: int | None
     unit: str
+    done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,22 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Took:
+    """One of several that work together is done."""
+
+    number: int
+    node: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The work raised this; whoever did it raises it as well."""
 
     error: BaseException
 
 
-Event = Began | Moved | Ended | Noted | Done | Failed
+Event = Began | Moved | Ended | Noted | Done | Took | Failed
 
 
 def events_of(work: Callable[[Progress], Any]) -> Iterator[Event]:
@@ -97,7 +107,8 @@ class Shown:
     def show(self, event: Event) -> None:
         if isinstance(event, Began):
             self._open.close()  # of one that was begun by somebody who died
-            self._stage = self._open.enter_context(self._progress.stage(event.stage, event.total, event.unit))
+            stage = self._progress.stage(event.stage, event.total, event.unit, event.done)
+            self._stage = self._open.enter_context(stage)
         elif isinstance(event, Moved) and self._stage is not None:
             self._stage.update(event.num, **event.info)
         elif isinstance(event, Ended):
@@ -114,8 +125,8 @@ class Teller:
         self._tell = tell
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
-        self._tell(Began(name, total, unit))
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
+        self._tell(Began(name, total, unit, done))
         stage = _TellerStage(self._tell)
         yield stage
         stage.flush()

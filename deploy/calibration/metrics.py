@@ -20,9 +20,9 @@ class MeteredProgress:
     def __init__(self, progress: Progress, run: str) -> None:
         self._progress = progress
         tags = {RUN: run}
-        shards = Counter("tide_calibration_shards", "Shards of token sequences that are there.", (RUN,))
+        shards = Counter("tide_calibration_shards", "Shards of token sequences that the job has made.", (RUN,))
         tokens = Counter("tide_calibration_tokens", "Tokens in them.", (RUN,))
-        rate = Gauge("tide_calibration_tokens_per_second", "Of the shards, since collecting began.", (RUN,))
+        rate = Gauge("tide_calibration_tokens_per_second", "Of those shards, since the job began with them.", (RUN,))
         share = Gauge("tide_calibration_stage_done", "Share of a stage that is done, 0 to 1.", (RUN, STAGE))
         loss = Gauge("tide_calibration_loss", "Of a candidate's head, in training.", (RUN, CANDIDATE))
         self.restarts = Gauge("tide_calibration_worker_restarts", "Workers that were replaced.", (RUN,))
@@ -33,18 +33,18 @@ class MeteredProgress:
             meter.set_default_tags(tags)
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
-        with self._progress.stage(name, total, unit) as stage:
-            yield _MeteredStage(stage, name, total, self._meters)
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
+        with self._progress.stage(name, total, unit, done) as stage:
+            yield _MeteredStage(stage, name, total, done, self._meters)
 
     def note(self, text: str) -> None:
         self._progress.note(text)
 
 
 class _MeteredStage:
-    def __init__(self, stage: Stage, name: str, total: int | None, meters: dict[str, Any]) -> None:
+    def __init__(self, stage: Stage, name: str, total: int | None, done: int, meters: dict[str, Any]) -> None:
         self._stage, self._name, self._total, self._meters = stage, name, total, meters
-        self._done, self._tokens, self._started_at = 0, 0, time.monotonic()
+        self._done, self._tokens, self._started_at = done, 0, time.monotonic()
 
     def update(self, n: int = 1, **info: Any) -> None:
         self._stage.update(n, **info)

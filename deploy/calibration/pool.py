@@ -16,7 +16,7 @@ from deploy.calibration.events import Done, Event
 from deploy.calibration.settings import JobSettings
 from deploy.calibration.worker import Hello, Worker
 from tide_core.calibration.progress import Progress
-from tide_core.calibration.report_data import WorkerTime
+from tide_core.calibration.worker_time import WorkerTime
 from tide_core.errors import ConfigError, TideError
 
 POLL_S = 1.0
@@ -169,13 +169,19 @@ class Pool:
         return [
             WorkerTime(
                 f"worker {member.number}",
-                f"node {self._nodes.index(member.hello.node) + 1}" if member.hello else "not placed",
+                self.node(member.hello.node) if member.hello else "not placed",
                 member.num_items,
                 member.busy_s,
                 member.num_restarts,
             )
             for member in self._members or self._before
         ]
+
+    def node(self, address: str) -> str:
+        """What a node is called: reports go further than addresses should."""
+        if address not in self._nodes:
+            self._nodes.append(address)
+        return f"node {self._nodes.index(address) + 1}"
 
     def _check_ready(self) -> None:
         """Somebody must have a place and a model within the time for it; whoever is late is started again."""
@@ -201,8 +207,7 @@ class Pool:
                 expected = f"the same model on every node; {member.hello.node} has another than {self._hello.node}"
                 raise ConfigError("model", self._settings.model, expected)
             self._deaths.pop(0, None)
-            if member.hello.node not in self._nodes:
-                self._nodes.append(member.hello.node)
+            self.node(member.hello.node)
             return None
         event: Event = ray.get(next(member.events))
         return event

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from tide_core.errors import ConfigError
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo
 
+FOLDER, ALIVE = "tide-run-", ".alive"
 PUT_IS_WHOLE = ("s3", "gcs", "abfs")
 """Stores in which a file appears when its last byte is there. Elsewhere it gets its name by a move."""
 
@@ -26,14 +29,24 @@ def opened(storage: str, name: str) -> Iterator[RunFiles]:
     if "://" not in storage:
         yield RunFiles(Path(storage) / name)
         return
-    with tempfile.TemporaryDirectory(prefix="tide-run-") as folder:
-        yield StoredFiles(place_of(storage, name), Path(folder))
+    with _own_folder() as folder:
+        yield StoredFiles(place_of(storage, name), folder)
 
 
 def place_of(storage: str, *names: str) -> str:
     """Something in a storage. Options of a URL stay at its end."""
     base, question, options = storage.partition("?") if "://" in storage else (storage, "", "")
     return "/".join((base.rstrip("/"), *names)) + question + options
+
+
+def remove(storage: str, *names: str) -> None:
+    """A folder in a storage, with all that is in it."""
+    if "://" not in storage:
+        shutil.rmtree(place_of(storage, *names), ignore_errors=True)
+        return
+    store, path = _store(place_of(storage, *names))
+    with contextlib.suppress(FileNotFoundError):
+        store.delete_dir(path)
 
 
 class StoredFiles(RunFiles):
@@ -87,6 +100,19 @@ class StoredFiles(RunFiles):
 
     def _look(self, names: list[str]) -> list[FileInfo]:
         return self._store.get_file_info([f"{self._root}/{name}" for name in names]) if names else []
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A folder for as long as the block lasts. Those of processes that were killed are removed by the next one."""
+    for other in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError), (other / ALIVE).open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, (Path(folder) / "begun").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (Path(folder) / "begun").rename(Path(folder) / ALIVE)  # under this name it was always held
+        yield Path(folder)
 
 
 def _mark(info: FileInfo) -> tuple[Any, ...]:

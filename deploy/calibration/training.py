@@ -16,14 +16,16 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from deploy.calibration.events import Done, Event, Failed, Noted, Shown, Teller
+from deploy.calibration.events import Done, Event, Failed, Noted, Shown, Teller, Took
 from deploy.calibration.settings import JobSettings
-from deploy.calibration.storage import place_of
+from deploy.calibration.storage import place_of, remove
 from deploy.calibration.worker import beside_the_driver, workshop_of
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.errors import TideError
 
 POLL_S = 0.5
+RAY_FOLDER = "ray"
+"""In the run: what Ray Train keeps there while it trains."""
 START_TRY_S = 30.0
 """How long Ray Train waits for the places of all workers before it tries again, at least."""
 
@@ -40,8 +42,16 @@ class _Task:
     board: Any
 
 
-def train_together(settings: JobSettings, work: Any, item: Any, progress: Progress) -> Any:
-    """What the first of them has for a result."""
+@dataclass(frozen=True, slots=True)
+class Trained:
+    result: Any
+    """Of the first of them."""
+    times: list[Took]
+    num_restarts: int
+    """Of all at once."""
+
+
+def train_together(settings: JobSettings, work: Any, item: Any, progress: Progress) -> Trained:
     board = _Board.options(scheduling_strategy=beside_the_driver()).remote()  # type: ignore[attr-defined]
     workers = settings.workers
     trainer = TorchTrainer(
@@ -55,7 +65,7 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
         ),
         run_config=RunConfig(
             name=f"train-{secrets.token_hex(4)}",
-            storage_path=place_of(settings.storage, settings.name, "ray"),
+            storage_path=place_of(settings.storage, settings.name, RAY_FOLDER),
             failure_config=FailureConfig(
                 max_failures=workers.attempts - 1,
                 controller_failure_limit=max(workers.attempts, int(workers.start_s / START_TRY_S)),
@@ -70,9 +80,14 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
             if (cause := reader.last_failure()) is not None:
                 raise cause from error
             raise TrainingError(f"{settings.train_workers} workers could not train: {_line(error)}") from error
+        finally:
+            remove(settings.storage, settings.name, RAY_FOLDER)
+    if (cause := reader.last_failure()) is not None:
+        raise cause
     if reader.done is None:
         raise TrainingError("the workers have ended without a result")
-    return reader.done.result
+    times = sorted(reader.times, key=lambda took: took.number)
+    return Trained(reader.done.result, times, ray.get(board.num_restarts.remote()))
 
 
 def _train(config: dict[str, Any]) -> None:
@@ -84,6 +99,8 @@ def _train(config: dict[str, Any]) -> None:
     use_threads(task.settings.threads)
     started, group = time.monotonic(), TorchGroup()
     tell = task.board.tell.remote
+    if ray.get(task.board.is_given_up.remote()):
+        return  # Ray Train starts everybody again, whatever the reason was
     if group.rank == 0 and (num := ray.get(task.board.begin.remote())) > 1:
         why = f"one of the {group.size} workers is lost; all begin again from the last state"
         tell(Noted(f"train: {why}, restart {num - 1}"))
@@ -94,8 +111,10 @@ def _train(config: dict[str, Any]) -> None:
     except (TideError, OSError) as error:
         ray.get(tell(Failed(error)))
         raise
+    seconds = time.monotonic() - started
+    ray.get(tell(Took(group.rank + 1, ray.util.get_node_ip_address(), seconds)))
     if group.rank == 0:
-        ray.get(tell(Done(result, time.monotonic() - started)))
+        ray.get(tell(Done(result, seconds)))
 
 
 @ray.remote(num_cpus=0)
@@ -105,13 +124,22 @@ class _Board:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._num_starts = 0
+        self._is_given_up = False
 
     def begin(self) -> int:
         """How often the workers have been started."""
         self._num_starts += 1
         return self._num_starts
 
+    def num_restarts(self) -> int:
+        return self._num_starts - 1
+
+    def is_given_up(self) -> bool:
+        """Whether the work itself has failed, which it would do again."""
+        return self._is_given_up
+
     def tell(self, event: Event) -> None:
+        self._is_given_up |= isinstance(event, Failed)
         self._events.append(event)
 
     def read(self) -> list[Event]:
@@ -127,6 +155,7 @@ class _Reader:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tide-board", daemon=True)
         self.done: Done | None = None
+        self.times: list[Took] = []
         self._failure: BaseException | None = None
 
     def last_failure(self) -> BaseException | None:
@@ -151,6 +180,8 @@ class _Reader:
                 for event in ray.get(self._board.read.remote()):
                     if isinstance(event, Done):
                         self.done = event
+                    elif isinstance(event, Took):
+                        self.times.append(event)
                     elif isinstance(event, Failed):
                         self._failure = event.error
                     else:

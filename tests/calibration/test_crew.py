@@ -15,7 +15,9 @@ from tests.tiny_models import tiny_model
 from tide_core.calibration import dataset, pipeline, work
 from tide_core.calibration.crew import Solo, Workshop
 from tide_core.calibration.files import RunFiles
+from tide_core.calibration.learner import Learner
 from tide_core.calibration.progress import SilentProgress
+from tide_core.calibration.worker_time import WorkerTime, together
 from tide_core.models.identity import identify
 
 
@@ -81,6 +83,59 @@ def test_prompts_that_were_made_up_before_a_kill_are_not_made_up_again(tmp_path:
     assert DiesAt.after <= len(before) <= DiesAt.after + 1 < len(list(folder.iterdir()))
     kept = [name for name, time in before.items() if (folder / name).stat().st_mtime_ns == time]
     assert len(kept) >= DiesAt.after
+
+
+class DiesTrained(Solo):
+    """Ends the run when it has trained, and before anybody hears of it."""
+
+    def train(self, work: Any, item: Any, progress: Any) -> Any:
+        super().train(work, item, progress)
+        raise KeyboardInterrupt
+
+
+def test_a_training_whose_end_nobody_has_heard_of_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, straight = run_with(Solo, tmp_path / "one", compare_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        run_with(DiesTrained, tmp_path / "two", compare_steps=3)
+    monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
+    _, resumed = run_with(Solo, tmp_path / "two", compare_steps=3)
+    assert resumed == straight
+    assert not list((tmp_path / "two" / "run" / "train").rglob("training*")), "no state is left behind"
+
+
+class Timed(Solo):
+    """Has been at work for a second a piece."""
+
+    num = 0
+
+    def each(self, work: Any, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        for pair in super().each(work, items):
+            self.num += 1
+            yield pair
+
+    def times(self) -> Sequence[WorkerTime]:
+        return [WorkerTime("worker 1", "node 1", self.num, float(self.num), 1)]
+
+
+class TimedDies(DiesAt, Timed):
+    pass
+
+
+def test_what_workers_did_for_a_driver_that_died_counts_in_the_end(tmp_path: Path) -> None:
+    crew, _ = run_with(Timed, tmp_path / "one")
+    with pytest.raises(KeyboardInterrupt):
+        run_with(TimedDies, tmp_path / "two")
+    run_with(Timed, tmp_path / "two")
+    report = (tmp_path / "two" / "artefact" / "report.md").read_text()
+    assert f"| worker 1 | node 1 | {crew.num} | {crew.num:.1f} | 2 |" in report
+
+
+def test_places_of_one_name_on_one_node_are_one_place() -> None:
+    before = [WorkerTime("worker 1", "node 1", 2, 3.0, 1), WorkerTime("worker 2", "not placed", 0, 0.0, 0)]
+    now = [WorkerTime("worker 1", "node 1", 1, 0.5, 0), WorkerTime("worker 1", "node 2", 4, 1.0, 0)]
+    assert together(before, now) == [WorkerTime("worker 1", "node 1", 3, 3.5, 1), now[1]]
 
 
 def test_prompts_of_the_model_survive_their_file(tmp_path: Path) -> None:

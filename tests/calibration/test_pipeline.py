@@ -36,7 +36,7 @@ class Spy(SilentProgress):
         self._kill_in, self._after = kill_in, after
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
         self.stages.append(name)
         left = self._after if name == self._kill_in else None
 

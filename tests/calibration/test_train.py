@@ -125,6 +125,14 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: p
     assert all(same(left, right) for left, right in zip(resumed, whole, strict=True))
 
 
+def test_a_training_that_was_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = write_sequences(tmp_path / "data")
+    whole = fitted(shards, BLOCK, "1:affine", resume_dir=tmp_path / "run")
+    monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
+    again = fitted(shards, BLOCK, "1:affine", resume_dir=tmp_path / "run")
+    assert all(same(left, right) for left, right in zip(again, whole, strict=True))
+
+
 def test_the_state_of_another_training_is_refused(tmp_path: Path) -> None:
     shards = write_sequences(tmp_path / "data")
     fitted(shards, recipe=Recipe(save_every=4), resume_dir=tmp_path / "run")

@@ -103,8 +103,9 @@ def test_a_training_goes_on_from_its_last_state_whoever_is_killed(bench: Bench, 
     assert "train" not in job.ledger["stages"]
     driver = bench.start(job)
     strike(bench, driver, lambda: "tide: collect: done before" in driver.err)
-    assert states_until_trained(job, driver) == {state, None}, "it is not made again, and not needed in the end"
+    assert len(states_until_trained(job, driver) - {state, None}) <= 1, "it is not made again, and the next is the last"
     ended = driver.end()
+    assert job.state is None, "it is not needed in the end"
     check_whole(job, ended, trained)
     assert ended.err.count("is lost") == 1
 
@@ -117,7 +118,7 @@ def together(bench: Bench, trained: Job) -> tuple[Job, Ended]:
     strike(bench, driver, lambda: job.state is not None, TRAINER)
     state = job.state
     assert state is not None
-    assert states_until_trained(job, driver) == {state, None}, "it is not made again, and not needed in the end"
+    assert len(states_until_trained(job, driver) - {state, None}) <= 1, "it is not made again, and the next is the last"
     return job, driver.end()
 
 
@@ -126,6 +127,12 @@ def test_several_that_train_together_go_on_when_one_is_killed(together: tuple[Jo
     assert ended.code == 0, ended.err
     assert job.ledger["shards"] == trained.ledger["shards"]
     assert job.stamps().keys() == trained.stamps().keys()
+    assert job.state is None
+    assert not (job.run / "ray").exists()
+    assert re.findall(r"^(trainer \d) on node 1: 1 pieces in [\d.]+ s, 1 restarts$", ended.out, re.M) == [
+        "trainer 1",
+        "trainer 2",
+    ]
 
 
 def test_several_that_train_together_find_what_one_alone_does_but_for_chance(
@@ -152,6 +159,8 @@ def test_a_job_whose_driver_is_killed_goes_on_when_it_is_submitted_again(bench: 
     check_whole(job, ended, reference)
     assert collected.items() <= job.stamps().items(), "finished shards are not written again"
     assert pieces(ended.err).keys() == set(reference.shards("shards")) - collected.keys()
+    did = [int(num) for num in re.findall(r"^worker \d on node 1: (\d+) pieces", ended.out, re.M)]
+    assert sum(did) >= len(reference.shards("shards")) + 3, "those of the first driver count, and the later stages"
 
 
 def test_a_worker_that_hangs_is_killed_and_another_does_its_work(bench: Bench, reference: Job) -> None:

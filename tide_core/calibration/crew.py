@@ -17,7 +17,7 @@ from tide_core.calibration.generation import Generator
 from tide_core.calibration.group import ALONE, Group
 from tide_core.calibration.lengths import Lengths
 from tide_core.calibration.progress import Progress, SilentProgress
-from tide_core.calibration.report_data import WorkerTime
+from tide_core.calibration.worker_time import WorkerTime
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter
 
@@ -98,7 +98,7 @@ class Crew(Protocol):
         """One item."""
 
     def times(self) -> Sequence[WorkerTime]:
-        """Who did how much so far; none where there is but one."""
+        """Who has done how much; none where there is but one."""
 
 
 class Solo:

@@ -1,6 +1,6 @@
 """The ledger of a run: what was asked for, and the digest of everything that is already on disk. No torch here.
 
-    <run>/ledger.msgpack     settings, model, shards, finished stages
+    <run>/ledger.msgpack     settings, model, shards, finished stages, who did how much
     <run>/.lock              held by the process that works on the run
 
 A rerun checks the files of every finished stage against the ledger and skips it. Where a file is missing or has
@@ -14,17 +14,19 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.files import RunFiles
 from tide_core.calibration.shard_entry import ShardEntry
+from tide_core.calibration.worker_time import WorkerTime
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 LEDGER = "ledger.msgpack"
 STAGES = ("dataset", "collect", "train", "risk", "publish", "measure")
 MAX_SHOWN_CHANGES = 6
@@ -41,7 +43,8 @@ class Ledger:
         files.bring([LEDGER])
         found = read_ledger(files.folder)
         if found is None:
-            found = {"format_version": FORMAT_VERSION, **asked, "shards": {}, "stages": {}, "published": None}
+            nothing: dict[str, Any] = {"shards": {}, "stages": {}, "workers": [], "published": None}
+            found = {"format_version": FORMAT_VERSION, **asked, **nothing}
         else:
             _check_same(files.folder, found, asked)
         self._state = found
@@ -57,17 +60,26 @@ class Ledger:
         """By their name in the run."""
         return {name: ShardEntry(name, *values) for name, values in self._state["shards"].items()}
 
-    def add_shard(self, entry: ShardEntry) -> None:
+    @property
+    def workers(self) -> list[WorkerTime]:
+        """Who did how much, over all who have driven the run."""
+        return [WorkerTime(*values) for values in self._state["workers"]]
+
+    def add_shard(self, entry: ShardEntry, workers: Sequence[WorkerTime]) -> None:
         self._state["shards"][entry.name] = [entry.sha256, entry.num_sequences, entry.num_tokens]
+        self._state["workers"] = [astuple(worker) for worker in workers]
         self._write()
 
     def drop_shard(self, name: str) -> None:
         self._state["shards"].pop(name, None)
         self._write()
 
-    def finish(self, stage: str, outputs: Mapping[str, str], info: Mapping[str, Any]) -> None:
+    def finish(
+        self, stage: str, outputs: Mapping[str, str], info: Mapping[str, Any], workers: Sequence[WorkerTime]
+    ) -> None:
         """Note a stage as done, with the SHA-256 of its files by their path in the run."""
         self._state["stages"][stage] = {"outputs": dict(outputs), "info": dict(info)}
+        self._state["workers"] = [astuple(worker) for worker in workers]
         self._write()
 
     def reopen(self, stage: str) -> None:
@@ -114,7 +126,7 @@ def read_ledger(run_dir: Path) -> dict[str, Any] | None:
         state = msgpack.unpackb(path.read_bytes())
     except (OSError, ValueError, msgpack.UnpackException) as error:
         raise ConfigError(f"ledger {path}", f"{type(error).__name__}: {error}", expected) from error
-    keys = {"format_version", "config", "model", "data", "shards", "stages", "published"}
+    keys = {"format_version", "config", "model", "data", "shards", "stages", "workers", "published"}
     if not isinstance(state, dict) or state.keys() != keys or state["format_version"] != FORMAT_VERSION:
         raise ConfigError(f"ledger {path}", "another format", f"format version {FORMAT_VERSION}")
     return state

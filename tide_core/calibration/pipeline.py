@@ -13,7 +13,7 @@ times the published exits and puts that into the report, which is no part of the
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from tide_core.calibration.self_prompts import MadeUp, PromptBatch, add_self_pro
 from tide_core.calibration.shards import PARTS, ShardEntry, TokenShards, remove_others
 from tide_core.calibration.shortlist import choose_shortlist, count_emitted, coverage_of
 from tide_core.calibration.timing import Timer, as_info, of_info
+from tide_core.calibration.worker_time import WorkerTime, together
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 from tide_core.identity import ModelIdentity
@@ -49,6 +50,8 @@ class CalibrationResult:
     report: Path
     verdict: tuple[str, ...]
     digest: str
+    workers: tuple[WorkerTime, ...] = ()
+    """Where several did the work, whoever drove them."""
 
 
 def calibrate(
@@ -102,16 +105,19 @@ class _Run:
         self._config, self._crew, self._files, self._progress = config, crew, files, progress
         self._facts = crew.facts
         self._ledger = Ledger(files, config, _asked_of(self._facts), source_of(config))
+        self._before = self._ledger.workers
 
     def to(self, publish_to: Path, model_name: str, timer: Timer | None) -> CalibrationResult:
         self._stage("dataset", self._make_dataset)
         self._stage("collect", self._collect)
         self._stage("train", self._train)
+        self._remove(work.STATES)  # not before the ledger knows what came of them
         self._stage("risk", self._trace)
         published = self._publish(publish_to, model_name)
         published, failure = self._time(published, publish_to, timer)
         verdict = (*published.data.verdict, *failure)
-        return CalibrationResult(publish_to, publish_to / published.report, verdict, published.digest)
+        workers = tuple(self._workers())
+        return CalibrationResult(publish_to, publish_to / published.report, verdict, published.digest, workers)
 
     def _stage(self, name: str, do: Callable[[], tuple[Sequence[str], dict[str, Any]]]) -> None:
         """Do a stage unless it is done and its files are as it left them."""
@@ -129,7 +135,7 @@ class _Run:
             path: shards[path].sha256 if path in shards else digest_of(self._files.folder / path) or ""
             for path in outputs
         }
-        self._ledger.finish(name, digests, info)
+        self._ledger.finish(name, digests, info, self._workers())
 
     def _make_dataset(self) -> tuple[list[str], dict[str, Any]]:
         pool = gather(self._config)
@@ -158,7 +164,7 @@ class _Run:
         """The prompts of every batch, in order, however they come in."""
         done = self._whole([batch.name for batch in batches])
         for _, entry in self._crew.each(work.make_prompts, [batch for batch in batches if batch.name not in done]):
-            self._ledger.add_shard(entry)
+            self._ledger.add_shard(entry, self._workers())
             done[entry.name] = entry
         self._files.bring(done)
         for batch in batches:
@@ -180,8 +186,7 @@ class _Run:
         units = plan(self._config, lines, self._facts.generation_batch)
         paths = [unit.path for unit in units]
         remove_others(self._files.folder / work.SHARDS, {Path(path).name for path in paths})
-        shutil.rmtree(self._files.folder / "train", ignore_errors=True)  # of other sequences
-        self._files.keep([work.CANDIDATES, work.STATE])
+        self._remove([work.CANDIDATES, *work.STATES])  # of other sequences
         self._make_shards(units)
         parts = {part: self._part(part) for part in ("train", "test")}
         counts = {part: count_emitted(shards, self._facts.vocab_size) for part, shards in parts.items()}
@@ -195,22 +200,16 @@ class _Run:
         return [*paths, work.SHORTLIST], {"coverage": covered}
 
     def _make_shards(self, units: Sequence[Unit]) -> None:
-        done = self._whole([unit.path for unit in units])
-        num_tokens = 0
-        with self._progress.stage("collect", sum(len(unit.records) for unit in units), "sequence") as stage:
-
-            def tell(unit: Unit, entry: ShardEntry) -> None:
-                nonlocal num_tokens
+        whole = self._whole([unit.path for unit in units])
+        total = sum(len(unit.records) for unit in units)
+        missing = [unit for unit in units if unit.path not in whole]
+        done, num_tokens = total - sum(len(unit.records) for unit in missing), 0
+        with self._progress.stage("collect", total, "sequence", done) as stage:
+            for unit, entry in self._crew.each(work.make_shard, missing):
+                self._ledger.add_shard(entry, self._workers())
                 num_tokens += entry.num_tokens
                 restarts = {"restarts": self._crew.num_restarts} if self._crew.num_restarts else {}
                 stage.update(len(unit.records), shard=Path(entry.name).stem, tokens=num_tokens, **restarts)
-
-            for unit in units:
-                if unit.path in done:
-                    tell(unit, done[unit.path])
-            for unit, entry in self._crew.each(work.make_shard, [unit for unit in units if unit.path not in done]):
-                self._ledger.add_shard(entry)
-                tell(unit, entry)
 
     def _whole(self, names: Sequence[str]) -> dict[str, ShardEntry]:
         """Those of the shards that the ledger has and that are on disk as they were written; others are forgotten."""
@@ -245,13 +244,13 @@ class _Run:
             model_name=model_name,
             data_kind=dataset["kind"],
             coverage=collected["coverage"],
-            workers=self._crew.times(),
+            workers=self._workers(),
         )
         published = self._crew.once(work.decide_and_save, item, self._progress)
         self._files.bring(work.in_artefact(published))
         self._ledger.note_publishing(publish_to)
         install_artefact(self._files.folder / work.ARTEFACT, publish_to)
-        self._ledger.finish("publish", {}, {"digest": published.digest})
+        self._ledger.finish("publish", {}, {"digest": published.digest}, self._workers())
         self._progress.note(f"publish: {publish_to} is whole ({published.digest[:16]})")
         return published
 
@@ -265,7 +264,7 @@ class _Run:
             if measured is None:
                 item = work.TimeItem(timer, self._digests("test"), work.in_artefact(published))
                 measured = self._crew.once(work.time_artefact, item, self._progress)
-                self._ledger.finish("measure", {}, as_info(measured, published.digest))
+                self._ledger.finish("measure", {}, as_info(measured, published.digest), self._workers())
             else:
                 self._progress.note("measure: done before")
             published = publish_measured(published, measured, self._files.folder / work.ARTEFACT)
@@ -277,6 +276,17 @@ class _Run:
         except BaseException:
             self._progress.note(f"measure: interrupted; {kept}")
             raise
+
+    def _workers(self) -> list[WorkerTime]:
+        return together(self._before, self._crew.times())
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            path = self._files.path(name)
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others are in it
+                path.parent.rmdir()
+        self._files.keep(names)
 
     def _digests(self, part: str) -> dict[str, str]:
         prefix = f"{work.SHARDS}/{part}-"

@@ -24,8 +24,9 @@ class Stage(Protocol):
 
 
 class Progress(Protocol):
-    def stage(self, name: str, total: int | None, unit: str) -> AbstractContextManager[Stage]:
-        """A stage of `total` units (None: unknown), shown from entry to exit."""
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> AbstractContextManager[Stage]:
+        """A stage of `total` units (None: unknown), shown from entry to exit. Those that are `done` before it is
+        entered are counted and say nothing about how fast it is."""
 
     def note(self, text: str) -> None:
         """One line that stays."""
@@ -35,7 +36,7 @@ class SilentProgress:
     """Shows nothing."""
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
         yield _SilentStage()
 
     def note(self, text: str) -> None:
@@ -50,8 +51,8 @@ class LineProgress:
         self._every_s = every_s
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
-        stage = _LineStage(self.note, name, total, unit, self._every_s)
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
+        stage = _LineStage(self.note, name, total, unit, done, self._every_s)
         yield stage
         stage.end()
 
@@ -63,10 +64,11 @@ class BarProgress:
     """tqdm bars; a finished one stays as a line."""
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Stage]:
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
         from tqdm import tqdm
 
-        with tqdm(total=total, desc=f"tide: {name}", unit=f" {unit}", file=sys.stderr, dynamic_ncols=True) as bar:
+        desc, unit = f"tide: {name}", f" {unit}"
+        with tqdm(total=total, initial=done, desc=desc, unit=unit, file=sys.stderr, dynamic_ncols=True) as bar:
 
             class BarStage:
                 def update(self, n: int = 1, **info: object) -> None:
@@ -95,9 +97,11 @@ class _SilentStage:
 
 
 class _LineStage:
-    def __init__(self, write: Callable[[str], None], name: str, total: int | None, unit: str, every_s: float) -> None:
+    def __init__(
+        self, write: Callable[[str], None], name: str, total: int | None, unit: str, done: int, every_s: float
+    ) -> None:
         self._write, self._name, self._total, self._unit, self._every_s = write, name, total, unit, every_s
-        self._done = 0
+        self._done = self._before = done
         self._info: dict[str, object] = {}
         self._started_at = self._shown_at = time.monotonic()
         self._is_shown = False
@@ -122,9 +126,9 @@ class _LineStage:
     def _times(self) -> str:
         """How long it has taken, how fast it is, and about how long it takes yet."""
         seconds = self._shown_at - self._started_at
-        if self._total is None or not 0 < self._done < self._total or seconds < 1:
+        if self._total is None or not self._before < self._done < self._total or seconds < 1:
             return f"{seconds:.0f} s"
-        rate = self._done / seconds
+        rate = (self._done - self._before) / seconds
         return f"{seconds:.0f} s, {rate:.3g}/s, {_duration((self._total - self._done) / rate)} left"
 
 

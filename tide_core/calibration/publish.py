@@ -19,13 +19,13 @@ from tide_core.calibration.report_data import (
     Measured,
     PartSize,
     ReportData,
-    WorkerTime,
     candidate_curves,
     exit_histogram,
     reliability,
 )
 from tide_core.calibration.shards import PARTS, TokenShards
 from tide_core.calibration.traces import CandidateTraces
+from tide_core.calibration.worker_time import WorkerTime
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter
 from tide_core.routing.artefact import (

@@ -30,6 +30,7 @@ from tide_core.calibration.risk import RiskChoice, threshold_grid
 from tide_core.calibration.select import DraftPlan, FastChoice
 from tide_core.calibration.simulate import CycleCounts
 from tide_core.calibration.traces import CandidateTraces, agreement
+from tide_core.calibration.worker_time import WorkerTime
 from tide_core.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -88,18 +89,6 @@ class Measured:
     """Device, dtype, model, modes, lengths, repeats, versions."""
     left_out: str = ""
     """Which batch sizes were asked for and not timed, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerTime:
-    """What one of several workers did."""
-
-    name: str
-    node: str
-    num_items: int
-    """Shards, prompts and stages."""
-    busy_s: float
-    num_restarts: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,9 @@ def fit(
 ) -> list[Candidate]:
     """Train the candidates, by default those of the configuration; with a `resume_dir`, from where it was left off.
 
-    In a `group` everyone calls this with the same arguments and gets the same candidates; the first one saves states,
-    and `on_saved` hears of each."""
+    A training that is done has its last state there as well, which is the caller's to remove. In a `group` everyone
+    calls this with the same arguments and gets the same candidates; the first one saves states, and `on_saved` hears of
+    each."""
     if not shards.num_sequences:
         raise ConfigError("train sequences", 0, "at least one")
     recipe, progress = recipe or Recipe(), progress or SilentProgress()
@@ -81,9 +82,8 @@ def fit(
     with (
         fast_matmul(adapter.device),
         fused_norms(adapter.model, enabled=on_cuda),
-        progress.stage("train", config.steps, "step") as stage,
+        progress.stage("train", config.steps, "step", first) as stage,
     ):
-        stage.update(first)
         for step, batch in _batches(config, shards, first):
             seed = (config.seed, step)
             rows = loss_rows(batch, config.loss_positions, recipe.rows_per_step, recipe.prompt_share, seed=seed)
@@ -106,7 +106,7 @@ def fit(
             else:
                 stage.update(1)
             due = done % recipe.save_every == 0 or time.monotonic() - saved_at > recipe.save_seconds
-            if due and done < config.steps and group.rank == 0:
+            if (due or done == config.steps) and group.rank == 0:
                 saved.save(learners, done)
                 on_saved()
                 saved_at = time.monotonic()

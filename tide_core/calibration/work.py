@@ -4,7 +4,7 @@ else, so it can be done by whoever has a workshop, and again by another one if t
     prompts/<round>-<nnnnn>.jsonl       prompts that the model made up
     shards/<part>-<nnnnn>.safetensors   token sequences
     train/candidates.safetensors        heads and routers, rounded as the artefact stores them
-    train/state/                        of a training that is not done
+    train/state/, train/compared/       states of the two trainings, until the ledger knows that they are done
     risk/<part>.msgpack                 what they said on held-out sequences
     artefact/                           what is published
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,18 +21,26 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tide_core.calibration.candidates import Candidate, comparison_candidates, load_candidates, save_candidates
+from tide_core.calibration.candidates import (
+    Candidate,
+    CandidateSpec,
+    comparison_candidates,
+    load_candidates,
+    save_candidates,
+)
 from tide_core.calibration.collect import Unit, sequences_of
+from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.crew import Workshop
 from tide_core.calibration.evaluate import evaluate
 from tide_core.calibration.progress import Progress
 from tide_core.calibration.publish import Findings, Published, publish
-from tide_core.calibration.report_data import Measured, WorkerTime
+from tide_core.calibration.report_data import Measured
 from tide_core.calibration.self_prompts import MadeUp, PromptBatch, make_up
 from tide_core.calibration.shards import PARTS, ShardEntry, TokenShards, write_shard
 from tide_core.calibration.timing import NEW_TOKENS, Timer, held_out_prompts
 from tide_core.calibration.traces import read_traces, write_traces
 from tide_core.calibration.train import STATE_NAME, fit
+from tide_core.calibration.worker_time import WorkerTime
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
@@ -41,7 +48,7 @@ ARTEFACT = "artefact"
 CANDIDATES = "train/candidates.safetensors"
 SHARDS = "shards"
 SHORTLIST = "shortlist.safetensors"
-STATE = f"train/state/{STATE_NAME}"
+STATES = f"train/state/{STATE_NAME}", f"train/compared/{STATE_NAME}"
 HELD_OUT = ("test", "calibration", "given")
 
 Digests = Mapping[str, str]
@@ -75,26 +82,21 @@ def train(workshop: Workshop, shards: Digests, progress: Progress) -> tuple[int,
     files, config, adapter, group = workshop.files, workshop.config, workshop.adapter, workshop.group
     workshop.generator.release()
     part, shortlist = _part(workshop, "train", shards), _shortlist(workshop)
-    files.bring([STATE])
-    common = {"progress": progress, "group": group}
-    candidates = fit(
-        config,
-        adapter,
-        part,
-        shortlist,
-        resume_dir=files.path(STATE).parent,
-        on_saved=lambda: files.keep([STATE]),
-        **common,  # type: ignore[arg-type]
-    )
+    files.bring(STATES)
+
+    def fitted(config: CalibrationConfig, state: str, specs: Sequence[CandidateSpec] | None = None) -> list[Candidate]:
+        kept = {"resume_dir": files.path(state).parent, "on_saved": lambda: files.keep([state])}
+        common = {"progress": progress, "group": group, "candidates": specs}
+        return fit(config, adapter, part, shortlist, **kept, **common)  # type: ignore[arg-type]
+
+    candidates = fitted(config, STATES[0])
     if config.compare_steps:  # plain heads along the depth, trained a little: what an exit is worth is seen beside them
         known = {candidate.name for candidate in candidates}
         specs = [spec for spec in comparison_candidates(adapter.num_layers) if spec.name not in known]
-        short = replace(config, steps=config.compare_steps)
-        candidates += fit(short, adapter, part, shortlist, candidates=specs, **common)  # type: ignore[arg-type]
+        candidates += fitted(replace(config, steps=config.compare_steps), STATES[1], specs)
     if group.rank == 0:
         save_candidates(files.path(CANDIDATES), [_rounded(candidate) for candidate in candidates])
-        shutil.rmtree(files.path(STATE).parent, ignore_errors=True)
-        files.keep([CANDIDATES, STATE])
+        files.keep([CANDIDATES])
     return part.num_sequences, part.num_tokens
 
 

@@ -20,9 +20,9 @@ class Heard:
         self.lines: list[str] = []
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Any]:
+    def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Any]:
         heard = self.lines
-        heard.append(f"begin {name} {total} {unit}")
+        heard.append(f"begin {name} {total} {unit}" + (f", {done} done" if done else ""))
 
         class Stage:
             def update(self, n: int = 1, **info: object) -> None:
@@ -63,6 +63,14 @@ def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None
         updates = lines[begin + 1 : end]
         assert sum(int(line.split()[1]) for line in updates) == 3
         assert "0.25" in updates[-1]
+
+
+def test_what_was_done_before_a_stage_is_told_with_it() -> None:
+    def resumed(progress: Progress) -> None:
+        with progress.stage("train", 9, "step", 5) as stage:
+            stage.update(4)
+
+    assert shown(events_of(resumed))[0] == ["begin train 9 step, 5 done", "update 4 {}", "end train"]
 
 
 def test_updates_that_come_fast_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:

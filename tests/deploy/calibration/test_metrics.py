@@ -60,3 +60,12 @@ def test_shards_tokens_losses_and_shares_of_stages_are_counted(seen: dict[Any, f
     assert seen["tide_calibration_stage_done", "demo collect"] == 0.8
     assert seen["tide_calibration_stage_done", "demo train"] == 0.5
     assert seen["tide_calibration_loss", "demo 2:block"] == 1.25
+
+
+def test_what_was_there_before_is_a_share_of_the_stage_and_no_work_of_this_job(seen: dict[Any, float]) -> None:
+    progress = MeteredProgress(SilentProgress(), "demo")
+    with progress.stage("collect", 10, "sequence", 6) as stage:
+        stage.update(2, shard="train-00003", tokens=100)
+    assert seen["tide_calibration_stage_done", "demo collect"] == 0.8
+    assert seen["tide_calibration_shards", "demo"] == 1
+    assert seen["tide_calibration_tokens", "demo"] == 100

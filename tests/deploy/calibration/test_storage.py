@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from deploy.calibration.storage import StoredFiles, opened
+from deploy.calibration.storage import StoredFiles, opened, remove
 from tide_core.calibration.files import RunFiles
 from tide_core.errors import ConfigError
 
@@ -104,6 +106,44 @@ def test_the_folder_of_a_stored_run_goes_with_it(url: str) -> None:
         folder = files.folder
         assert folder.is_dir()
     assert not folder.exists()
+
+
+def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_and_no_other(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with opened(url, "run") as files:
+        dead = tmp_path / "tide-run-dead"
+        shutil.copytree(files.folder, dead)
+        (dead / "shard").write_bytes(b"1")
+        with opened(url, "run") as other:
+            assert files.folder.is_dir()
+            assert other.folder.is_dir()
+            assert not dead.exists()
+
+
+def test_a_folder_of_a_store_is_removed_with_all_that_is_in_it(url: str, tmp_path: Path) -> None:
+    one = machine(url, tmp_path / "one")
+    for name in ("ray/train-1/a", "ray/train-1/b/c", "shards/a"):
+        one.path(name).write_bytes(b"1")
+    one.keep(["ray/train-1/a", "ray/train-1/b/c", "shards/a"])
+    for storage in (url, str(tmp_path / "store")):
+        remove(storage.removesuffix("/run"), "run", "ray")
+        remove(storage.removesuffix("/run"), "run", "ray")  # and it is no fault if nothing is there
+        assert [path.name for path in (tmp_path / "store" / "run").iterdir()] == ["shards"]
+
+
+def test_a_store_that_only_fsspec_knows_is_as_good(tmp_path: Path) -> None:
+    one, two = machine("memory://bucket/run", tmp_path / "one"), machine("memory://bucket/run", tmp_path / "two")
+    for text in (b"first", b"second one"):
+        one.path("shards/a").write_bytes(text)
+        one.keep(["shards/a"])
+        two.bring(["shards/a", "shards/never"])
+        assert (two.folder / "shards/a").read_bytes() == text
+    (one.folder / "shards/a").unlink()
+    one.keep(["shards/a"])
+    two.bring(["shards/a"])
+    assert not (two.folder / "shards/a").exists()
 
 
 def test_a_store_that_nobody_knows_is_refused(tmp_path: Path) -> None:
