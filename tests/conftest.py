@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _share_out(items: list[pytest.Item]) -> None:
-    """For `-n 2 --dist loadgroup`: one process has all that start Ray, which mostly waits, and begins with it; the other
-    takes file after file, and the rest is shared when one has nothing left."""
+    """For `-n 2 --dist loadgroup`: one process has all that start Ray, which mostly waits, and begins with them; the
+    other takes file after file, and the rest is shared when one has nothing left."""
     for item in items:
         group = "ray" if item.get_closest_marker("serve") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
