@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -71,7 +71,7 @@ class Pool:
         self._ready_at, self._said_waiting = time.monotonic(), False
         """When somebody was last ready to work."""
         self._deaths: Counter[int] = Counter()
-        """By the identity of the item they happened on; 0: on none."""
+        """By the identity of the item they happened on; before there was one, by the place, as a negative number."""
 
     @property
     def num_restarts(self) -> int:
@@ -124,7 +124,6 @@ class Pool:
 
     def hear(self) -> list[tuple[Member, Event]]:
         """Everything that has come, waiting a little for something; takes note of who is gone."""
-        self._check_ready()
         listened = [member for member in self._members if member.awaited is not None and member not in self._gone]
         by_ref = {member.awaited: member for member in listened}
         if by_ref:
@@ -148,15 +147,16 @@ class Pool:
             silent_s = time.monotonic() - member.heard_at
             if member.events is not None and silent_s > self._settings.workers.stall_s and member not in self._gone:
                 self._note_gone(member, f"is killed: nothing was heard of it for {silent_s:.0f} s")
+        self._check_ready()  # after listening: one that is ready is not late, however long nobody listened
         return heard
 
     def lost(self) -> list[Any]:
         """Replace those that are gone; returns the items that nobody is at now."""
         items = []
-        gone, self._gone = self._gone, []
+        gone, self._gone = [member for member in self._gone if member in self._members], []
         for member in gone:
             self._members[self._members.index(member)] = self._replacement(member)
-            key = 0 if member.item is None else id(member.item)
+            key = -member.number if member.item is None else id(member.item)
             self._deaths[key] += 1
             if self._deaths[key] >= self._settings.workers.attempts:
                 what = "a worker could not be started" if member.item is None else f"{name_of(member.item)} is given up"
@@ -203,10 +203,10 @@ class Pool:
         if member.hello is None:
             member.hello = ray.get(member.hello_ref)
             self._hello = self._hello or member.hello
-            if member.hello.facts.identity != self._hello.facts.identity:
+            if replace(member.hello.facts.identity, name="") != replace(self._hello.facts.identity, name=""):
                 expected = f"the same model on every node; {member.hello.node} has another than {self._hello.node}"
                 raise ConfigError("model", self._settings.model, expected)
-            self._deaths.pop(0, None)
+            self._deaths.pop(-member.number, None)
             self.node(member.hello.node)
             return None
         event: Event = ray.get(next(member.events))

@@ -15,7 +15,9 @@ from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError
 
-SECRET = re.compile("key|secret|token|password|signature", re.IGNORECASE)
+SECRET = re.compile("key|secret|token|password|sig", re.IGNORECASE)
+CONTAINER_FIRST = ("abfs", "abfss")
+"""Kinds of URL in which a container stands where others have a user."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
@@ -108,8 +110,12 @@ class JobSettings(BaseModel):
 def read_settings(values: Mapping[str, Any]) -> JobSettings:
     """Checked settings. Credentials are refused before anything else, because what is refused there is shown."""
     for name in ("storage", "output"):
-        url = urlsplit(str(values.get(name) or ""))
-        if "@" in url.netloc or any(SECRET.search(key) for key in parse_qs(url.query)):
+        try:
+            url = urlsplit(str(values.get(name) or ""))
+        except ValueError as error:
+            raise ConfigError(name, values.get(name), f"a path or a URL: {error}") from error
+        has_user = "@" in url.netloc and url.scheme not in CONTAINER_FIRST
+        if has_user or any(SECRET.search(key) for key in parse_qs(url.query)):
             expected = "a URL without them: the store takes them from its own configuration"
             raise ConfigError(name, "credentials", expected)
     return validated(JobSettings, values, "")

@@ -86,7 +86,7 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
         raise cause
     if reader.done is None:
         raise TrainingError("the workers have ended without a result")
-    times = sorted(reader.times, key=lambda took: took.number)
+    times = [reader.times[number] for number in sorted(reader.times)]
     return Trained(reader.done.result, times, ray.get(board.num_restarts.remote()))
 
 
@@ -155,7 +155,8 @@ class _Reader:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tide-board", daemon=True)
         self.done: Done | None = None
-        self.times: list[Took] = []
+        self.times: dict[int, Took] = {}
+        """Of each, by its number; of one that began again, the last."""
         self._failure: BaseException | None = None
 
     def last_failure(self) -> BaseException | None:
@@ -181,7 +182,7 @@ class _Reader:
                     if isinstance(event, Done):
                         self.done = event
                     elif isinstance(event, Took):
-                        self.times.append(event)
+                        self.times[event.number] = event
                     elif isinstance(event, Failed):
                         self._failure = event.error
                     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from tide_core.calibration import dataset, pipeline, work
 from tide_core.calibration.crew import Solo, Workshop
 from tide_core.calibration.files import RunFiles
 from tide_core.calibration.learner import Learner
-from tide_core.calibration.progress import SilentProgress
+from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.worker_time import WorkerTime, together
 from tide_core.models.identity import identify
 
@@ -39,14 +41,22 @@ class Backwards(Solo):
         yield from super().each(work, items[::-1])
 
 
-def run_with(crew_class: type[Any], folder: Path, **settings: Any) -> tuple[Any, dict[str, bytes]]:
+def run_with(
+    crew_class: type[Any], folder: Path, progress: Progress | None = None, **settings: Any
+) -> tuple[Any, dict[str, bytes]]:
     model, tokenizer = copy.deepcopy(tiny_model("llama")), tiny_tokenizer()
     config = tiny_calibration(data="self", num_samples=30, **settings)
     files = RunFiles(folder / "run")
     files.folder.mkdir(parents=True, exist_ok=True)
     crew = crew_class(Workshop(config, model, tokenizer, identify(model, tokenizer, None), files))
     result = pipeline.run(
-        config, crew, files, publish_to=folder / "artefact", model_name="tiny", progress=SilentProgress(), timer=None
+        config,
+        crew,
+        files,
+        publish_to=folder / "artefact",
+        model_name="tiny",
+        progress=progress or SilentProgress(),
+        timer=None,
     )
     return crew, contents(result.artefact)
 
@@ -83,6 +93,15 @@ def test_prompts_that_were_made_up_before_a_kill_are_not_made_up_again(tmp_path:
     assert DiesAt.after <= len(before) <= DiesAt.after + 1 < len(list(folder.iterdir()))
     kept = [name for name, time in before.items() if (folder / name).stat().st_mtime_ns == time]
     assert len(kept) >= DiesAt.after
+
+
+def test_prompts_that_were_made_up_are_not_made_up_again_for_records_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, straight = run_with(Solo, tmp_path)
+    (tmp_path / "run" / "dataset" / "test.jsonl").unlink()
+    monkeypatch.setattr(work, "make_up", lambda *args: pytest.fail("they are there"))
+    assert run_with(Solo, tmp_path)[1] == straight
 
 
 class DiesTrained(Solo):
@@ -130,6 +149,58 @@ def test_what_workers_did_for_a_driver_that_died_counts_in_the_end(tmp_path: Pat
     run_with(Timed, tmp_path / "two")
     report = (tmp_path / "two" / "artefact" / "report.md").read_text()
     assert f"| worker 1 | node 1 | {crew.num} | {crew.num:.1f} | 2 |" in report
+
+
+def test_how_many_workers_were_lost_is_told_while_shards_are_made(tmp_path: Path) -> None:
+    class Battered(Solo):
+        num_restarts = 2
+
+    told: list[Any] = []
+
+    class Told(SilentProgress):
+        @contextlib.contextmanager
+        def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Any]:
+            class Stage:
+                def update(self, n: int = 1, **info: object) -> None:
+                    if name == "collect":
+                        told.append(info.get("restarts"))
+
+            yield Stage()
+
+    for crew_class, expected in ((Battered, 2), (Solo, None)):
+        told.clear()
+        run_with(crew_class, tmp_path / crew_class.__name__, Told())
+        assert set(told) == {expected}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_those_who_train_together_the_first_writes_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    kept: list[str] = []
+
+    class Files(RunFiles):
+        def keep(self, names: Any) -> None:
+            kept.extend(names)
+
+    class Second:
+        size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def add_up(self, tensors: Any) -> None:
+            pass
+
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    config, identity = tiny_calibration(data="self", compare_steps=0), identify(model, tokenizer, None)
+    workshop = Workshop(config, model, tokenizer, identity, Files(tmp_path), Second(rank))
+    monkeypatch.setattr(work, "_part", lambda *args: SimpleNamespace(num_sequences=3, num_tokens=40))
+    monkeypatch.setattr(work, "_shortlist", lambda *args: None)
+    monkeypatch.setattr(work, "fit", lambda *args, **options: [])
+    assert work.train(workshop, {}, SilentProgress()) == (3, 40)
+    assert kept == ([work.CANDIDATES] if rank == 0 else [])
+    assert (tmp_path / work.CANDIDATES).exists() == (rank == 0)
 
 
 def test_places_of_one_name_on_one_node_are_one_place() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.calibration.heads import SHORTLIST, tiny_adapter, write_sequences
 from tests.calibration.test_train import BLOCK, settings, weights
 from tide_core.calibration.candidates import Candidate, CandidateSpec
-from tide_core.calibration.group import Group
+from tide_core.calibration.group import Group, TorchGroup
 from tide_core.calibration.learner import Recipe
 from tide_core.calibration.shards import TokenShards
 from tide_core.calibration.train import STATE_NAME, fit
@@ -116,3 +116,24 @@ def test_a_group_goes_on_from_the_state_that_its_first_member_saved(tmp_path: Pa
     resumed = trained(shards, Threads(2), "2:affine", steps=12, resume_dir=state, recipe=recipe)
     for ours, theirs in zip(weights(resumed[0][0]), weights(straight[0][0]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_processes_add_up_tensors_of_any_shape_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As second of three, the others of which have ten times and a hundred times as much."""
+    calls = []
+
+    def all_reduce(tensor: Tensor) -> None:
+        calls.append(tensor.numel())
+        tensor.mul_(111)
+
+    for name, answer in (("get_rank", 1), ("get_world_size", 3)):
+        monkeypatch.setattr(torch.distributed, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    group = TorchGroup()
+    assert (group.rank, group.size) == (1, 3)
+    mine = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.arange(8.0, 12.0).view(2, 2).T]
+    before = [tensor.clone() for tensor in mine]
+    group.add_up(mine)
+    assert calls == [11], "one message, however many tensors there are"
+    for ours, theirs in zip(mine, before, strict=True):
+        assert torch.equal(ours, theirs * 111)

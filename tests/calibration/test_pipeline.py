@@ -13,7 +13,7 @@ import torch
 from tests.calibration.tiny_runs import PROMPTS, contents, run_tiny, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import dataset, pipeline, report
+from tide_core.calibration import dataset, pipeline, report, work
 from tide_core.calibration.candidates import load_candidates
 from tide_core.calibration.ledger import locked, read_ledger
 from tide_core.calibration.progress import SilentProgress, Stage
@@ -200,6 +200,31 @@ def test_a_run_killed_in_collect_loses_one_batch(tmp_path: Path) -> None:
     assert all(after[name] == time for name, time in before.items())
 
 
+def test_what_was_collected_before_a_kill_is_told_as_done(tmp_path: Path) -> None:
+    class Counts(Spy):
+        done, num = 0, 0
+
+        @contextlib.contextmanager
+        def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Any]:
+            counts = self
+
+            class Counting:
+                def update(self, n: int = 1, **info: object) -> None:
+                    counts.num += n if name == "collect" else 0
+
+            if name == "collect":
+                assert total == len(PROMPTS)
+                counts.done = done
+            yield Counting()
+
+    with pytest.raises(Killed):
+        run_tiny(tmp_path, progress=Spy("collect", 3))
+    counts = Counts()
+    run_tiny(tmp_path, progress=counts)
+    assert counts.done >= 3
+    assert counts.done + counts.num == len(PROMPTS)
+
+
 def test_a_finished_run_is_checked_and_not_done_again(tmp_path: Path) -> None:
     first, spy = run_tiny(tmp_path), Spy()
 
@@ -269,6 +294,26 @@ def test_a_dataset_made_again_with_fewer_records_leaves_no_shard_of_the_first(
     few = {path.name for path in (tmp_path / "run" / "shards").iterdir()}
     assert few < many
     assert {f"shards/{name}" for name in few} == set(read_ledger(tmp_path / "run")["shards"])  # type: ignore[index]
+
+
+def test_a_training_on_records_that_are_made_again_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is of other sequences, and would be refused."""
+    monkeypatch.setattr(pipeline, "source_of", lambda config: {})  # as of a data set that is loaded by its name
+
+    def killed(*args: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "save_candidates", killed)
+        with pytest.raises(Killed):
+            run_tiny(tmp_path)
+    assert (tmp_path / "run" / work.STATES[0]).exists()
+    (tmp_path / "run" / "dataset" / "test.jsonl").unlink()
+
+    few = run_tiny(tmp_path, data=write_prompts(tmp_path, PROMPTS[:4]))
+
+    (tmp_path / "straight").mkdir()
+    assert contents(few.artefact) == contents(run_tiny(tmp_path / "straight", data=tmp_path / "prompts.jsonl").artefact)
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -81,7 +81,9 @@ def test_a_prompt_the_engine_refuses_names_its_line_before_any_is_run(
     assert engine.prompts == []
 
 
-@pytest.mark.parametrize("make", [lambda p: p / "none", lambda p: p, lambda p: write(p, "\n \n")], ids=str)
+@pytest.mark.parametrize(
+    "make", [lambda p: p / "none", lambda p: p, lambda p: write(p, "\n \n")], ids=["missing", "folder", "empty"]
+)
 def test_a_missing_or_empty_file_or_a_folder_is_refused(
     tide: Tide, tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:

@@ -201,7 +201,7 @@ def test_a_tide_that_cannot_start_gives_the_model_back_too(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("model", "settings", "expected"),
     [
-        (object(), {}, "loaded by transformers"),
+        ("object", {}, "loaded by transformers"),
         ("fresh", {"artefact": "auto"}, "auto is for models that are named"),
         ("fresh", {"dtype": "float16"}, "has its own"),
         ("fresh", {"max_row": 3}, "did you mean max_rows"),
@@ -210,10 +210,8 @@ def test_a_tide_that_cannot_start_gives_the_model_back_too(tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_what_cannot_be_wrapped_is_refused(artefact: Path, model: Any, settings: dict[str, Any], expected: str) -> None:
-    made: Any = model
-    if model in ("fresh", "meta"):
-        made = fresh() if model == "fresh" else fresh().to("meta")
+def test_what_cannot_be_wrapped_is_refused(artefact: Path, model: str, settings: dict[str, Any], expected: str) -> None:
+    made: Any = {"fresh": fresh, "meta": lambda: fresh().to("meta"), "object": object}[model]()
     with pytest.raises((ConfigError, ModelError), match=expected):
         TIDE(made, **{"artefact": artefact, **settings})
 

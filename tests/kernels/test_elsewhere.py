@@ -50,3 +50,22 @@ def test_the_other_copys_folder_is_searched_only_if_need_be_and_it_is_the_same_c
     monkeypatch.syspath_prepend(str(tmp_path / "b"))
     monkeypatch.syspath_prepend(str(tmp_path / "a"))
     assert found(own) == ([own, other] if expected == "both" else [own])
+
+
+def test_of_several_copies_that_fit_the_first_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = copy_at(tmp_path / "a", built=False)
+    first, _ = copy_at(tmp_path / "b", built=True), copy_at(tmp_path / "c", built=True)
+    for name in ("c", "b", "a"):
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+    assert found(own) == [own, first]
+
+
+@pytest.mark.parametrize("where", ["a", "b"])
+def test_a_copy_that_differs_in_any_of_its_files_is_not_the_same_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    own, _ = copy_at(tmp_path / "a", built=False), copy_at(tmp_path / "b", built=True)
+    (tmp_path / where / "ours" / "kernels" / "one_more.py").write_text("OPS = 2")
+    monkeypatch.syspath_prepend(str(tmp_path / "b"))
+    monkeypatch.syspath_prepend(str(tmp_path / "a"))
+    assert found(own) == [own]

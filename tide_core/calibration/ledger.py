@@ -149,13 +149,12 @@ def locked(run_dir: Path) -> Iterator[None]:
         descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError("run directory", run_dir, f"a folder that can be written: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.closing(os.fdopen(descriptor)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("run directory", run_dir, "one that no other process works on now") from None
         yield
-    except BlockingIOError:
-        raise ConfigError("run directory", run_dir, "one that no other process works on now") from None
-    finally:
-        os.close(descriptor)
 
 
 def digest_of(path: Path) -> str | None:

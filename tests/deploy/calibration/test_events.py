@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from deploy.calibration import events
-from deploy.calibration.events import Began, Done, Shown, events_of
+from deploy.calibration.events import Began, Done, Ended, Moved, Shown, events_of
 from tide_core.calibration.progress import Progress
 
 
@@ -96,6 +97,38 @@ def test_what_the_work_raises_comes_out() -> None:
     assert isinstance(next(told), events.Noted)
     with pytest.raises(ValueError, match="bad"):
         next(told)
+
+
+def test_work_that_is_ended_from_within_does_not_keep_whoever_listens() -> None:
+    """Not every end is an Exception."""
+
+    def exits(progress: Progress) -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        list(events_of(exits))
+
+
+def test_the_result_comes_with_the_time_that_the_work_took() -> None:
+    [done] = events_of(lambda progress: time.sleep(0.05))
+    assert isinstance(done, Done)
+    assert 0.05 <= done.seconds < 30
+
+
+def test_what_was_told_once_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "EVERY_S", 0.0)
+
+    def tells(progress: Progress) -> None:
+        with progress.stage("one", 3, "thing") as stage:
+            stage.update(1, loss=0.5)
+            stage.update(2)
+
+    assert shown(events_of(tells))[0] == ["begin one 3 thing", "update 1 {'loss': 0.5}", "update 2 {}", "end one"]
+
+
+def test_a_stage_that_has_ended_hears_no_more() -> None:
+    lines, _ = shown([Began("train", 5, "step"), Moved(1), Ended(), Moved(2)])
+    assert lines == ["begin train 5 step", "update 1 {}", "end train"]
 
 
 def test_a_stage_that_was_begun_by_somebody_who_died_is_ended() -> None:

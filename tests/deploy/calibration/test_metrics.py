@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from deploy.calibration import metrics
 from deploy.calibration.metrics import MeteredProgress
+from tests.deploy.calibration.test_events import Heard
 from tide_core.calibration.progress import SilentProgress
 
 
@@ -56,10 +58,35 @@ def test_shards_tokens_losses_and_shares_of_stages_are_counted(seen: dict[Any, f
     assert seen["tide_calibration_shards", "demo"] == 2
     assert seen["tide_calibration_tokens", "demo"] == 700
     assert seen["tide_calibration_worker_restarts", "demo"] == 2
-    assert seen["tide_calibration_tokens_per_second", "demo"] > 0
     assert seen["tide_calibration_stage_done", "demo collect"] == 0.8
     assert seen["tide_calibration_stage_done", "demo train"] == 0.5
     assert seen["tide_calibration_loss", "demo 2:block"] == 1.25
+
+
+def test_the_rate_is_of_all_tokens_since_the_stage_began(
+    seen: dict[Any, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with MeteredProgress(SilentProgress(), "demo").stage("collect", 10, "sequence") as stage:
+        for tokens in (300, 700):
+            now[0] += 10.0
+            stage.update(4, shard="train-00000", tokens=tokens)
+    assert seen["tide_calibration_tokens_per_second", "demo"] == 35.0
+
+
+def test_whoever_is_listening_hears_everything_as_well(seen: dict[Any, float]) -> None:
+    heard = Heard()
+    progress = MeteredProgress(heard, "demo")
+    progress.note("hello")
+    with progress.stage("collect", 10, "sequence", 6) as stage:
+        stage.update(2, shard="train-00000")
+    assert heard.lines == [
+        "note hello",
+        "begin collect 10 sequence, 6 done",
+        "update 2 {'shard': 'train-00000'}",
+        "end collect",
+    ]
 
 
 def test_what_was_there_before_is_a_share_of_the_stage_and_no_work_of_this_job(seen: dict[Any, float]) -> None:

@@ -18,10 +18,21 @@ def read(**changes: Any) -> JobSettings:
     return read_settings({"name": "run", "storage": "/somewhere", **changes})
 
 
-@pytest.mark.parametrize("url", ["s3://me:hidden@bucket/runs", "s3://bucket/runs?secret_key=hidden&region=x"])
-def test_credentials_are_refused_and_not_shown(url: str) -> None:
-    with pytest.raises(ConfigError, match="credentials") as caught:
-        read(storage=url)
+CREDENTIALS = [
+    "s3://me:hidden@bucket/runs",
+    "s3://bucket/runs?secret_key=hidden&region=x",
+    "s3://bucket/runs?region=x&AccessKey=hidden",
+    "s3://bucket/runs?X-Amz-Signature=hidden",
+    "s3://bucket/runs?session_token=hidden",
+    "abfs://account.blob.core.windows.net/bucket/runs?sv=2020-02-10&sig=hidden",
+]
+
+
+@pytest.mark.parametrize("name", ["storage", "output"])
+@pytest.mark.parametrize("url", CREDENTIALS)
+def test_credentials_are_refused_and_not_shown(url: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*credentials") as caught:
+        read(**{name: url, "dtype": "wrong as well"})
     assert "hidden" not in str(caught.value)
 
 
@@ -68,3 +79,22 @@ def test_a_worker_computes_with_as_many_threads_as_it_has_cpus_if_nothing_else_i
     assert read(workers={"num_cpus": 4.0}).threads == 4
     assert read(workers={"num_cpus": 0.5}).threads == 1
     assert read(workers={"num_cpus": 4.0, "threads": 2}).threads == 2
+
+
+def test_libraries_that_do_not_ask_torch_have_as_many_threads() -> None:
+    assert read(workers={"num_cpus": 4.0}).runtime_env == {"env_vars": {"OMP_NUM_THREADS": "4"}}
+
+
+def test_a_storage_and_an_output_may_be_in_the_home_of_whoever_submits() -> None:
+    settings = read(storage="~/runs", output="~/artefact")
+    assert (settings.storage, settings.output) == (str(Path.home() / "runs"), str(Path.home() / "artefact"))
+
+
+def test_a_container_before_an_account_is_no_credential() -> None:
+    url = "abfss://container@account.dfs.core.windows.net/runs"
+    assert read_settings({"name": "run", "storage": url}).storage == url
+
+
+def test_what_is_no_url_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"storage: got 's3://\[bucket/x'"):
+        read_settings({"storage": "s3://[bucket/x"})

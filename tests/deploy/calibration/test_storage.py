@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.calibration.storage import StoredFiles, opened, remove
+from deploy.calibration.storage import StoredFiles, opened, place_of, remove
 from tide_core.calibration.files import RunFiles
 from tide_core.errors import ConfigError
 
@@ -45,6 +51,92 @@ def test_a_file_that_changed_is_brought_again_and_one_that_did_not_is_not(url: s
     one.keep(["ledger"])
     two.bring(["ledger"])
     assert (two.folder / "ledger").read_bytes() == b"second"
+    before = (one.folder / "ledger").stat().st_ino
+    one.bring(["ledger"])
+    assert (one.folder / "ledger").stat().st_ino == before, "nor one that was kept from here"
+
+
+def test_a_file_of_the_same_size_that_changed_is_brought_again(url: str, tmp_path: Path) -> None:
+    one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
+    for text in (b"first", b"other"):
+        one.path("state").write_bytes(text)
+        one.keep(["state"])
+        two.bring(["state"])
+        assert (two.folder / "state").read_bytes() == text
+
+
+def test_a_machine_that_dies_while_it_keeps_a_file_leaves_the_old_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
+    one.path("shards/a").write_bytes(b"old")
+    one.keep(["shards/a"])
+    store = one._store
+
+    class Dying:
+        """A store that takes a few bytes of a file, and then no more."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        @contextlib.contextmanager
+        def open_output_stream(self, target: str) -> Iterator[Any]:
+            with store.open_output_stream(target) as stream:
+                stream.write(b"ne")
+            raise KeyboardInterrupt
+            yield
+
+    monkeypatch.setattr(one, "_store", Dying())
+    one.path("shards/a").write_bytes(b"new one")
+    with pytest.raises(KeyboardInterrupt):
+        one.keep(["shards/a"])
+    two.bring(["shards/a"])
+    assert (two.folder / "shards/a").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("kind", ["s3", "gcs", "abfs"])
+def test_a_store_in_which_a_file_appears_whole_is_not_asked_to_move_it(url: str, tmp_path: Path, kind: str) -> None:
+    one, puts = machine(url, tmp_path / "one"), []
+
+    class Whole:
+        type_name = kind
+
+        @contextlib.contextmanager
+        def open_output_stream(self, target: str) -> Iterator[Any]:
+            puts.append(target)
+            yield io.BytesIO()
+
+    one._store = Whole()
+    one._put("bucket/run/shards/a", b"1")
+    assert puts == ["bucket/run/shards/a"]
+
+
+def test_a_disk_that_fails_while_a_file_is_brought_leaves_the_old_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
+    for text in (b"old", b"new one"):
+        one.path("a").write_bytes(text)
+        one.keep(["a"])
+        if text == b"old":
+            two.bring(["a"])
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            two.bring(["a"])
+    assert (two.folder / "a").read_bytes() == b"old"
+    two.bring(["a"])
+    assert (two.folder / "a").read_bytes() == b"new one", "and it does not count as brought"
+
+
+def test_options_of_a_url_stay_at_its_end() -> None:
+    assert place_of("s3://bucket/runs/?region=x&a=b", "run", "ray") == "s3://bucket/runs/run/ray?region=x&a=b"
+    assert place_of("s3://bucket/runs", "run") == "s3://bucket/runs/run"
+    assert place_of("/what?/runs/", "run") == "/what?/runs/run", "a folder has none"
 
 
 def test_a_file_that_is_gone_is_gone_everywhere(url: str, tmp_path: Path) -> None:

@@ -1,0 +1,346 @@
+"""The places of a pool: whoever is lost is replaced, and no piece of work is lost or given up too soon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from deploy.calibration.events import Done, Noted
+from deploy.calibration.pool import CLOSE_S, SAY_WAITING_S, GivenUpError, Member, Pool, name_of
+from tests.deploy.calibration.fake_cluster import SILENCE, Cluster, Notes, died, hello, raised, settings
+from tide_core.calibration.worker_time import WorkerTime
+from tide_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Piece:
+    path: str
+
+
+ONE, TWO = Piece("shards/train-00001"), Piece("shards/train-00002")
+
+
+def pool_of(notes: Notes | None = None, **workers: Any) -> Pool:
+    """With everybody ready who can be."""
+    pool = Pool(settings(**workers), notes or Notes())
+    pool.hello()
+    return pool
+
+
+def start(pool: Pool, *items: Any) -> list[Member]:
+    members = pool.free()[: len(items)]
+    for member, item in zip(members, items, strict=True):
+        pool.start(member, None, item)
+    return members
+
+
+def listen(pool: Pool, until: Any, most: int = 1000) -> list[Any]:
+    """The items that were lost by then."""
+    lost = []
+    for _ in range(most):
+        if until():
+            return lost
+        pool.hear()
+        lost += pool.lost()
+    pytest.fail("it never happens")
+
+
+def test_a_worker_that_dies_is_replaced_in_its_place_and_its_item_is_given_back_once(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [died()] if number == 0 else [SILENCE]
+    notes = Notes()
+    pool = pool_of(notes, count=2)
+    start(pool, ONE, TWO)
+    pool.hear()
+    assert pool.lost() == [ONE]
+    assert pool.lost() == []
+    assert cluster.actors[0].is_killed, "what is left of it goes"
+    assert cluster.alive == [1, 2]
+    assert [line.startswith("worker 1 is lost: ActorDiedError") for line in notes.lines] == [True]
+    listen(pool, pool.free)
+    assert [(member.number, member.item, member.num_restarts) for member in pool.free()] == [(1, None, 1)]
+    assert pool.num_restarts == 1
+
+
+def test_two_that_die_at_once_are_both_replaced_and_both_items_given_back(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [died()]
+    pool = pool_of(count=2)
+    start(pool, ONE, TWO)
+    pool.hear()
+    assert sorted(pool.lost(), key=name_of) == [ONE, TWO]
+    assert cluster.alive == [2, 3]
+
+
+def test_one_that_is_silent_for_too_long_at_its_work_is_killed_and_not_before(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [SILENCE]
+    notes = Notes()
+    pool = pool_of(notes, count=2, stall_s=30.0)
+    start(pool, ONE)
+    begun = cluster.now
+    assert listen(pool, lambda: cluster.actors[0].is_killed) == [ONE]
+    assert 30.0 < cluster.now - begun <= 32.0
+    assert cluster.alive == [1, 2], "one that has no work may be silent"
+    assert [line.split(" of it")[0] for line in notes.lines] == ["worker 1 is killed: nothing was heard"]
+
+
+def test_one_that_is_heard_of_is_not_killed_however_long_its_work_takes(cluster: Cluster) -> None:
+    """Every word counts, not the whole."""
+    cluster.on_run = lambda number, item: [Noted("still here")] * 10 + [Done("result", 200.0)]
+    pool = pool_of(stall_s=30.0)
+    start(pool, ONE)
+    heard: list[Any] = []
+    while not any(isinstance(event, Done) for event in heard):
+        cluster.now += 20.0
+        heard += [event for _, event in pool.hear()]
+        assert pool.lost() == []
+    assert len(heard) == 11
+
+
+def test_work_begins_to_be_silent_when_it_begins(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [SILENCE]
+    pool = pool_of(stall_s=30.0)
+    cluster.now += 1000.0  # nothing was to be done for so long
+    start(pool, ONE)
+    pool.hear()
+    assert pool.lost() == []
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_so_many_deaths_on_one_item_end_the_run_naming_it(cluster: Cluster, attempts: int) -> None:
+    cluster.on_run = lambda number, item: [died()] if item is ONE else [SILENCE]
+    pool = pool_of(count=2, attempts=attempts)
+    start(pool, TWO)
+    for _ in range(attempts - 1):
+        start(pool, ONE)
+        assert listen(pool, lambda: len(pool.free()) == 1) == [ONE]
+    start(pool, ONE)
+    pool.hear()
+    with pytest.raises(GivenUpError, match=rf"shards/train-00001 is given up: {attempts} workers died in a row"):
+        pool.lost()
+
+
+def test_deaths_on_different_items_are_not_added_up_and_those_on_a_finished_one_are_forgotten(cluster: Cluster) -> None:
+    doomed = [True]
+    cluster.on_run = lambda number, item: [died()] if doomed[0] else [Done(None, 1.0)]
+    pool = pool_of(attempts=2)
+    for item in (ONE, TWO):
+        doomed[0] = True
+        start(pool, item)
+        assert listen(pool, pool.free) == [item]
+        doomed[0] = False
+        [member] = start(pool, item)
+        [(_, event)] = pool.hear()
+        assert isinstance(event, Done)
+        assert pool.finish(member, event) is item
+    doomed[0] = True
+    start(pool, ONE)
+    assert listen(pool, pool.free) == [ONE], "the death before it was finished does not count"
+
+
+def test_workers_that_die_before_they_have_their_model_end_the_run_if_none_ever_has_it(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: died()
+    with pytest.raises(GivenUpError, match="a worker could not be started: 3 workers died in a row"):
+        pool_of(attempts=3)
+    assert len(cluster.actors) == 4
+
+
+def test_workers_that_die_before_they_have_their_model_are_forgotten_when_one_has_it(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: hello() if number % 2 else died()
+    pool = pool_of(attempts=2)
+    cluster.on_run = lambda number, item: [died()]
+    start(pool, ONE)
+    assert listen(pool, pool.free) == [ONE]
+    assert pool.num_restarts == 3
+
+
+@pytest.mark.parametrize("error", [ConfigError("data", "x", "y"), OSError(28, "No space left on device")], ids=repr)
+@pytest.mark.parametrize("where", ["load", "run"])
+def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
+    cluster: Cluster, error: Exception, where: str
+) -> None:
+    pool = Pool(settings(), Notes())
+    if where == "load":
+        cluster.on_load = lambda number: raised(error)
+        pool.hire()
+    else:
+        cluster.on_run = lambda number, item: [Noted("so far"), raised(error)]
+        pool.hello()
+        start(pool, ONE)
+    with pytest.raises(type(error)) as caught:
+        listen(pool, lambda: False, most=3)
+    assert caught.value is error
+    assert len(cluster.actors) == 1
+
+
+def test_an_error_that_nobody_expected_is_told_in_a_line_and_not_tried_again(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [raised(RuntimeError("out of\nmemory"))]
+    pool = pool_of()
+    start(pool, ONE)
+    with pytest.raises(GivenUpError, match="RuntimeError: out of memory"):
+        pool.hear()
+
+
+def test_two_models_that_differ_are_refused_naming_both_nodes(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: hello(f"10.0.0.{number + 1}", tokenizer=f"0{number}")
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.2 has another than 10\.0\.0\.1"):
+        pool_of(count=2)
+
+
+def test_a_model_that_changes_while_a_job_runs_is_refused(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: hello(tokenizer=f"0{number}")
+    cluster.on_run = lambda number, item: [died()]
+    pool = pool_of()
+    start(pool, ONE)
+    with pytest.raises(ConfigError, match="the same model on every node"):
+        listen(pool, pool.free)
+
+
+def test_waiting_too_long_for_a_place_says_what_the_cluster_has(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: SILENCE
+    notes, begun = Notes(), cluster.now
+    with pytest.raises(GivenUpError, match=r"no worker had its place and its model after 10\d s") as caught:
+        pool_of(notes, count=2, start_s=100.0, num_cpus=2.0)
+    said = "each asks for 2 CPUs and 0 GPUs, the cluster has {'CPU': 4.0}, of which {'CPU': 0.5} are free"
+    assert str(caught.value).endswith(said)
+    assert 100.0 < cluster.now - begun <= 102.0
+    assert notes.lines == [f"waiting for a worker; {said}"], "once, and well before the end"
+
+
+def test_that_nobody_is_there_is_told_before_the_time_is_over(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: SILENCE
+    notes = Notes()
+    pool, begun = Pool(settings(), notes), cluster.now
+    pool.hire()
+    while not notes.lines:
+        pool.hear()
+    assert SAY_WAITING_S < cluster.now - begun <= SAY_WAITING_S + 2
+
+
+def test_the_time_to_start_begins_when_workers_are_hired(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: SILENCE
+    pool = Pool(settings(start_s=100.0), Notes())
+    cluster.now += 1000.0  # the driver had other things to do
+    pool.hire()
+    pool.hear()
+    cluster.actors[0].loading.answer(hello())
+    assert pool.hello().model_name == "demo"
+
+
+def test_one_that_gets_no_place_is_started_again_while_others_work(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: SILENCE if number == 1 else hello()
+    cluster.on_run = lambda number, item: [SILENCE]
+    notes = Notes()
+    pool = pool_of(notes, count=2, start_s=100.0, stall_s=10_000.0)
+    start(pool, ONE)
+    begun = cluster.now
+    assert listen(pool, pool.free) == []
+    assert 100.0 < cluster.now - begun <= 103.0
+    assert notes.lines == ["worker 2 has no place or no model after 100 s; once more"]
+    assert cluster.alive == [0, 2]
+    assert [member.number for member in pool.free()] == [2]
+
+
+def test_one_that_was_ready_in_time_is_not_started_again_because_nobody_listened(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: SILENCE if number == 1 else hello()
+    notes = Notes()
+    pool = pool_of(notes, count=2, start_s=100.0)
+    cluster.actors[1].loading.answer(hello())
+    cluster.now += 1000.0  # the driver read a data set
+    pool.hear()
+    assert pool.lost() == []
+    assert notes.lines == []
+    assert [member.number for member in pool.free()] == [1, 2]
+
+
+def test_one_that_was_lost_in_a_place_that_was_given_back_is_no_trouble_later(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [died()]
+    pool = pool_of()
+    start(pool, ONE)
+    pool.hear()
+    pool.drop_work()
+    assert pool.lost() == [], "nobody wants its item any more"
+    assert cluster.alive == [1]
+    assert listen(pool, pool.free) == []
+    start(pool, TWO)
+    pool.hear()
+    pool.let_go()
+    pool.hire()
+    assert pool.lost() == []
+    assert len(cluster.alive) == 1
+
+
+def test_work_that_is_dropped_leaves_nobody_at_it_and_everybody_else_in_place(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [SILENCE]
+    pool = pool_of(count=3)
+    start(pool, ONE, TWO)
+    assert cluster.at_work == [0, 1]
+    pool.drop_work()
+    assert cluster.at_work == []
+    assert cluster.alive == [2, 3, 4]
+    listen(pool, lambda: len(pool.free()) == 3)
+    assert [member.number for member in pool.free()] == [1, 2, 3]
+
+
+def test_places_that_are_given_back_are_closed_and_killed(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [SILENCE]
+    pool = pool_of(count=2)
+    start(pool, ONE)
+    pool.let_go()
+    assert [actor.is_closed for actor in cluster.actors] == [False, True], "one that is at work could not answer"
+    assert [actor.is_killed for actor in cluster.actors] == [True, True]
+
+
+@pytest.mark.parametrize("answer", [SILENCE, died()], ids=["silence", "death"])
+def test_one_that_does_not_close_is_killed_all_the_same(cluster: Cluster, answer: Any) -> None:
+    cluster.on_close = answer
+    pool = pool_of(count=2)
+    begun = cluster.now
+    pool.let_go()
+    assert [actor.is_killed for actor in cluster.actors] == [True, True]
+    assert cluster.now - begun <= CLOSE_S
+
+
+def test_times_add_up_over_deaths_and_over_places_that_were_given_back(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: hello(f"10.0.0.{number}")
+    cluster.on_run = lambda number, item: [died()] if number == 1 else [Done(None, 2.5)]
+    pool = pool_of(count=2)
+    [first, second] = start(pool, ONE, TWO)
+    [(member, event)] = pool.hear()
+    assert member is first
+    pool.finish(member, event)  # type: ignore[arg-type]
+    assert second.item is TWO
+    assert pool.lost() == [TWO]
+    before = pool.times()
+    assert before == [WorkerTime("worker 1", "node 1", 1, 2.5, 0), WorkerTime("worker 2", "not placed", 0, 0.0, 1)]
+    pool.let_go()
+    assert pool.times() == before
+    assert pool.num_restarts == 1
+    pool.let_go()
+    assert pool.times() == before, "nobody is there to be let go, and nothing is forgotten"
+    pool.hire()
+    listen(pool, lambda: len(pool.free()) == 2)
+    for member in start(pool, ONE, TWO):
+        pool.finish(member, Done(None, 1.0))
+    assert pool.times() == [WorkerTime("worker 1", "node 3", 2, 3.5, 0), WorkerTime("worker 2", "node 4", 1, 1.0, 1)]
+
+
+def test_hiring_twice_fills_every_place_once(cluster: Cluster) -> None:
+    pool = Pool(settings(count=2), Notes())
+    pool.hire()
+    pool.hire()
+    assert len(cluster.actors) == 2
+
+
+def test_a_worker_asks_for_what_the_settings_say_and_is_started_again_by_nobody_else(cluster: Cluster) -> None:
+    pool_of(num_cpus=2.0, num_gpus=1.0, threads=3)
+    [options] = cluster.options
+    env = {"env_vars": {"OMP_NUM_THREADS": "3"}}
+    assert options == {"num_cpus": 2.0, "num_gpus": 1.0, "max_restarts": 0, "runtime_env": env}
+
+
+def test_items_have_names() -> None:
+    class Named:
+        name = "prompts/0-00001.jsonl"
+
+    assert [name_of(item) for item in (ONE, Named(), {})] == [ONE.path, Named.name, "dict"]

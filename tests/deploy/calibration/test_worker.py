@@ -1,0 +1,102 @@
+"""A worker loads the model of the settings beside the files of the run, and says what is wrong with either."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from deploy.calibration import worker
+from deploy.calibration.events import Done, Noted
+from deploy.calibration.settings import JobSettings, read_settings
+from deploy.calibration.storage import StoredFiles
+from deploy.calibration.worker import SEEN, workshop_of
+from tests.calibration.tiny_runs import tiny_calibration
+from tests.factories import tiny_tokenizer
+from tests.tiny_models import tiny_model
+from tide_core.calibration import run
+from tide_core.calibration.group import ALONE, One
+from tide_core.errors import ConfigError
+from tide_core.models.identity import identify
+
+Worker = worker.Worker.__ray_metadata__.modified_class
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How models were loaded, and how many threads were asked for."""
+    seen: list[Any] = []
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    identity = identify(model, tokenizer, None)
+
+    def load(name: str, **how: Any) -> Any:
+        seen.append((name, how))
+        return SimpleNamespace(model=model, tokenizer=tokenizer, identity=identity, name="called so")
+
+    monkeypatch.setattr(run, "load", load)
+    monkeypatch.setattr(run, "use_threads", seen.append)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    return seen
+
+
+def settings(storage: str) -> JobSettings:
+    workers = {"num_cpus": 2.0, "threads": 3}
+    calibration = tiny_calibration(data="self").to_mapping()
+    asked = {"name": "run", "storage": storage, "model": "mine", "dtype": "float32", "device": "cpu"}
+    return read_settings({**asked, "workers": workers, "calibration": calibration})
+
+
+def test_a_node_that_does_not_see_the_folder_of_the_run_says_so_before_it_loads_anything(
+    tmp_path: Path, asked: list[Any]
+) -> None:
+    (tmp_path / "run").mkdir()  # as on another disk of the same name
+    with pytest.raises(ConfigError, match=r"node 10\.0\.0\.7 does not see run run"):
+        Worker(settings(str(tmp_path))).load()
+    assert asked == []
+
+
+def test_the_model_is_loaded_as_the_settings_say_and_the_node_is_told(tmp_path: Path, asked: list[Any]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SEEN).touch()
+    hello = Worker(settings(str(tmp_path))).load()
+    assert asked == [("mine", {"dtype": "float32", "device": "cpu", "threads": 3})]
+    assert (hello.model_name, hello.node, hello.facts.num_layers) == ("called so", "10.0.0.7", 4)
+    with contextlib.ExitStack() as stack:
+        workshop, _ = workshop_of(settings(str(tmp_path)), stack)
+        assert workshop.files.folder == tmp_path / "run"
+        assert workshop.config == settings(str(tmp_path)).config
+        assert workshop.group is ALONE
+        together = One()
+        assert workshop_of(settings(str(tmp_path)), stack, together)[0].group is together
+
+
+def test_a_worker_of_a_store_has_a_folder_of_its_own_and_leaves_none(tmp_path: Path, asked: list[Any]) -> None:
+    made = Worker(settings(f"file://{tmp_path}"))
+    made.load()
+    files = made._workshop.files
+    assert isinstance(files, StoredFiles)
+    assert files.folder.is_dir()
+    made.close()
+    assert not files.folder.exists()
+
+
+def test_work_is_done_in_the_workshop_with_the_threads_of_the_settings(tmp_path: Path, asked: list[Any]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SEEN).touch()
+    made = Worker(settings(str(tmp_path)))
+    made.load()
+    asked.clear()
+
+    def work(workshop: Any, item: str, progress: Any) -> str:
+        assert asked == [3]
+        progress.note("at it")
+        return f"{item} of {workshop.identity.architecture}"
+
+    noted, done = made.run(work, "item")
+    assert noted == Noted("at it")
+    assert isinstance(done, Done)
+    assert done.result == "item of LlamaForCausalLM"
