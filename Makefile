@@ -72,7 +72,7 @@ lint: setup ## ruff, mypy, import directions
 	@echo "lint: ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "lint: mypy"; $(BIN)/mypy
 	@echo "lint: import directions"; $(BIN)/lint-imports
-	@echo "lint: clang-format"; find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+	@echo "lint: clang-format"; find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 
 # An object store for the tests of calibration runs, in an environment of its own: its pins contradict ours.
 emulator: $(STAMPS)/emulator
@@ -101,4 +101,4 @@ wheel: setup ## Build a wheel with the native module into dist/
 clean: ## Remove what setup and test made (not the demo model's cache)
 	@echo "clean: removing $(VENV), build and caches"
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	@find tide_core -name '_native*.so' -delete
+	@find tide_core \( -name '_native*.so' -o -name '_cuda*.so' \) -delete

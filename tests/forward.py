@@ -20,13 +20,14 @@ class Forward:
     """Runs token sequences through an engine's layers and pool, and returns all logits."""
 
     def __init__(self, family: str, checkpoint_layers: tuple[int, ...] = (), **settings: Any) -> None:
-        self.runner: ModelRunner = make_parts(family, block_size=4, **settings).runner
+        self._block_size = 8 if settings.get("device") == "cuda" else 4  # the smallest that the kernels there take
+        self.runner: ModelRunner = make_parts(family, block_size=self._block_size, **settings).runner
         self.runner.cache.poison(range(self.runner.cache.num_blocks))
         self.segments = plan_segments(self.runner.adapter.num_layers, checkpoint_layers)
 
     @torch.inference_mode()
     def __call__(self, rows: list[list[int]], chunk: int) -> list[torch.Tensor]:
-        blocks_each = -(-max(map(len, rows)) // 4)
+        blocks_each = -(-max(map(len, rows)) // self._block_size)
         tables = [list(range(r * blocks_each, (r + 1) * blocks_each)) for r in range(len(rows))]
         logits: list[list[torch.Tensor]] = [[] for _ in rows]
         for start in range(0, max(map(len, rows)), chunk):

@@ -8,9 +8,10 @@ import pytest
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import random_prompts
-from tide_core.engine import captured_drafts
+from tests.kernels.twin import twin_kernels
 from tide_core.engine.assemble import Parts
 from tide_core.engine.captured_drafts import CapturedDrafts
+from tide_core.kv.kernel_view import Room
 from tide_core.request import SamplingParams
 
 BLOCK = {"kind": "block", "taps": (2, 3)}
@@ -19,13 +20,19 @@ DRAWN = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9, top_p=0.
 
 
 class Counted(CapturedDrafts):
-    """Counts its runs and keeps the shapes they came in."""
+    """Counts its runs."""
 
-    num_runs = 0
+    num_runs = num_uneven = 0
 
     def run(self, rows: Any) -> Any:
         type(self).num_runs += 1
         return super().run(rows)
+
+    def run_chain(self, rows: Any, counts: Any) -> Any:
+        type(self).num_runs += 1
+        type(self).num_uneven += len(set(counts)) > 1
+        assert list(counts) == sorted(counts, reverse=True)
+        return super().run_chain(rows, counts)
 
 
 def parts_with(kind: type[CapturedDrafts] | None, artefact: dict[str, Any], *, easy: bool = True) -> Parts:
@@ -34,7 +41,7 @@ def parts_with(kind: type[CapturedDrafts] | None, artefact: dict[str, Any], *, e
     if kind is not None:
         assert runner.exits is not None
         first = runner.segments[0]
-        captured = kind(runner.adapter, runner.cache, runner.kernels, runner.exits, first, capture=False)
+        captured = kind(runner.adapter, runner.cache, twin_kernels(), runner.exits, first)
         runner._drafter._captured = captured  # type: ignore[union-attr]
     return parts
 
@@ -77,12 +84,31 @@ def test_few_shapes_come_up() -> None:
     drafter = parts.runner._drafter
     assert drafter is not None
     assert drafter._captured is not None
-    assert set(drafter._captured._passes) == {(1, 256), (2, 256), (4, 256)}
+    rooms = {Room(rows, rows, 16, 3) for rows in (1, 2, 4)}
+    assert {room for room, _ in drafter._captured._passes._by_shape} == rooms
+    assert {length for _, length in drafter._captured._passes._by_shape} <= {1, 2, 3, 4}
 
 
-def test_why_drafting_is_not_captured_is_said() -> None:
-    runner = exit_parts().runner
-    assert runner.exits is not None
-    why = captured_drafts.obstacle(runner.adapter, runner.cache, runner.exits, runner.segments[0])
-    assert why is not None
-    assert "CUDA" in why
+def test_rows_that_draft_the_best_token_are_read_once_and_others_after_each() -> None:
+    parts = parts_with(Counted, {**BLOCK, "draft_threshold": 0.0})
+    per_run = []
+    with poisoned(parts) as engine:
+        for params in (GREEDY, DRAWN):
+            Counted.num_runs = 0
+            [answer] = engine.generate(random_prompts(1, 11), params)
+            assert answer.usage is not None
+            per_run.append(answer.usage.num_drafts / Counted.num_runs)
+    assert per_run[0] > 3
+    assert per_run[1] <= 1
+
+
+def test_rows_of_which_some_may_draft_less_come_in_one_chain() -> None:
+    """Near its end a row drafts less than the others."""
+    Counted.num_uneven = 0
+    answers = []
+    for kind in (None, Counted):
+        with poisoned(parts_with(kind, {})) as engine:
+            answers.append(engine.generate(random_prompts(7, 11), GREEDY))
+    assert Counted.num_uneven > 0
+    assert all_ids(answers[0]) == all_ids(answers[1])
+    assert [exit_layers(answer) for answer in answers[0]] == [exit_layers(answer) for answer in answers[1]]

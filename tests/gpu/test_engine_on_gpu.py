@@ -34,10 +34,11 @@ def test_logits_equal_the_library(family: str, dtype: str, checkpoint_layers: tu
         assert differences.max() <= MAX_DIFFERENCE[dtype]
 
 
+@pytest.mark.parametrize("block_size", [4, 8])  # without and with kernels that read pages where they lie
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_generate(family: str) -> None:
+def test_greedy_tokens_equal_generate(family: str, block_size: int) -> None:
     prompts = [random_prompts(1, length, seed=length)[0] for length in (11, 4, 17)]
-    with make_engine(family, device="cuda", max_batch_tokens=16, block_size=4) as engine:
+    with make_engine(family, device="cuda", max_batch_tokens=16, block_size=block_size) as engine:
         answers = engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
     model = copy.deepcopy(tiny_model(family)).to("cuda")
     for prompt, answer in zip(prompts, answers, strict=True):

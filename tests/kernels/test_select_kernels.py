@@ -51,7 +51,7 @@ def test_auto_falls_back_to_the_reference_off_the_cpu() -> None:
 
 
 def test_native_off_the_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"kernels: got 'native'.*not on cuda"):
+    with pytest.raises(ConfigError, match=r"kernels: got 'native'.*(CUDA module cannot be imported|no CUDA device)"):
         select_kernels("native", torch.device("cuda", 0))
 
 
@@ -80,9 +80,9 @@ def test_an_unknown_choice_is_refused_with_the_choices() -> None:
 def test_the_log_says_once_what_was_taken_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="tide"):
         for _ in range(3):
-            select_kernels("auto", "cuda")
+            select_kernels("auto", "meta")
     assert [record.getMessage() for record in caplog.records] == [
-        "kernels: reference, because the native kernels run on the cpu, not on cuda"
+        "kernels: reference, because the native kernels run on the cpu, not on meta"
     ]
 
 

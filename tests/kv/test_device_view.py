@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
+from tests.kernels.twin import twin_kernels
 from tests.kv.view_cases import SHAPES, ViewCase
 from tide_core.kernels import reference_kernels
-from tide_core.kv.cache import GatheredView, KVLayout, PagedKV, PagedView, RowSpan
-from tide_core.kv.device_view import DeviceView, flash_takes, view_kind
+from tide_core.kv.cache import GatheredView, KVLayout, PagedKV, PagedView, RowSpan, StepIndex
+from tide_core.kv.device_view import DeviceView, flash_takes
+from tide_core.kv.kernel_view import KernelView, Room, view_kind
 
 
+@pytest.mark.parametrize("kind", [DeviceView, KernelView])
 @pytest.mark.parametrize("rows", SHAPES, ids=str)
-def test_it_writes_and_attends_like_the_plain_view(rows: list[tuple[int, int]]) -> None:
-    case = ViewCase(rows)
-    for got, expected in zip(case.through(DeviceView), case.through(PagedView), strict=True):
+def test_it_writes_and_attends_like_the_plain_view(rows: list[tuple[int, int]], kind: type[PagedView]) -> None:
+    case = replace(ViewCase(rows), kernels=twin_kernels())
+    for got, expected in zip(case.through(kind), case.through(PagedView), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", [PagedView, DeviceView])
+@pytest.mark.parametrize("kind", [PagedView, DeviceView, KernelView])
 def test_positions_and_slots_are_those_of_the_tokens_now(kind: type[PagedView]) -> None:
     cache = PagedKV([KVLayout(1, 8, 8)], 4, 4, torch.float32, torch.device("cpu"))
-    view = kind(cache, reference_kernels(), [RowSpan([2, 0], 3, 2), RowSpan([1], 0, 1)])
+    view = kind(cache, twin_kernels(), [RowSpan([2, 0], 3, 2), RowSpan([1], 0, 1)])
     assert view.positions.tolist() == [3, 4, 0]
     assert view.slots.tolist() == [11, 0, 4]
 
 
 def test_pools_on_the_cpu_are_seen_through_the_plain_view() -> None:
     cache = PagedKV([KVLayout(1, 8, 8)], 1, 4, torch.float32, torch.device("cpu"))
-    assert view_kind(cache, gathers_kv=False) is PagedView
-    assert view_kind(cache, gathers_kv=True) is GatheredView
+    assert view_kind(cache, reference_kernels(), gathers_kv=False) is PagedView
+    assert view_kind(cache, reference_kernels(), gathers_kv=True) is GatheredView
+
+
+def test_pages_are_read_in_place_where_the_kernels_can() -> None:
+    equal, unequal = (PagedKV([KVLayout(1, 8, size)], 1, 4, torch.float32, torch.device("cpu")) for size in (8, 16))
+    assert view_kind(equal, twin_kernels(), gathers_kv=False) is KernelView
+    assert view_kind(unequal, twin_kernels(), gathers_kv=False) is PagedView
+    assert view_kind(equal, twin_kernels(), gathers_kv=True) is GatheredView
+
+
+def test_indices_in_a_room_that_is_too_large_are_the_same_and_the_rest_belongs_to_no_row() -> None:
+    index = StepIndex.build([RowSpan([2, 0], 3, 2), RowSpan([1], 0, 1)], 4)
+    room = Room(tokens=8, rows=4, blocks=3, others=2)
+    host = np.full(room.size, 77, dtype=np.int32)
+    room.fill(host, index, [(np.array([5, 6, 7]), 0), (np.array([1, 2, 3]), -1)])
+    tokens, kept, positions, slots, starts, lens, tables = room.split(torch.from_numpy(host))
+    assert tokens.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
+    assert kept.tolist() == [1, 2, 3, -1, -1, -1, -1, -1]
+    assert positions.tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
+    assert slots.tolist() == [11, 0, 4, -1, -1, -1, -1, -1]
+    assert starts.tolist() == [0, 2, 3, 3, 3]
+    assert lens.tolist() == [5, 1, 0, 0]
+    assert tables[:2, :2].tolist() == [[2, 0], [1, 0]]
 
 
 def test_flash_attention_is_asked_only_for_what_it_knows() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from tide_core.kernels import reference_kernels
+from tide_core.kernels import Kernels, reference_kernels
 from tide_core.kv.cache import KVLayout, PagedKV, PagedView, RowSpan
 
 BLOCK = 4
@@ -24,6 +24,7 @@ class ViewCase:
     head_size: int = 16
     window: int = 0
     softcap: float = 0.0
+    kernels: Kernels = field(default_factory=reference_kernels)
 
     def through(self, kind: type[PagedView]) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the tokens now through a view and attend; returns what came out and all of the key pool."""
@@ -45,7 +46,7 @@ class ViewCase:
                 before = PagedView(cache, reference_kernels(), [RowSpan(span.block_ids, 0, span.start)])
                 before.write(0, draw(span.start, 2, self.head_size), draw(span.start, 2, self.head_size))
         total = sum(span.num_tokens for span in spans)
-        view = kind(cache, reference_kernels(), spans)
+        view = kind(cache, self.kernels, spans)
         view.write(0, draw(total, 2, self.head_size), draw(total, 2, self.head_size))
         out = view.attend_paged(0, draw(total, NUM_HEADS, self.head_size), 0.25, self.window, self.softcap)
         return out, cache.pools[0][0]

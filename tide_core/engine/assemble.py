@@ -15,8 +15,9 @@ from torch import nn
 
 from tide_core import __version__
 from tide_core.config import EngineConfig
-from tide_core.engine import captured_drafts
 from tide_core.engine.captured_drafts import CapturedDrafts
+from tide_core.engine.captured_pass import obstacle
+from tide_core.engine.captured_segments import CapturedSegments
 from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, DraftPlanner
 from tide_core.engine.cost_measure import cache_path, machine_facts, measure, read_table, write_table
@@ -28,10 +29,11 @@ from tide_core.engine.scheduler import Scheduler
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import ConfigError
 from tide_core.identity import ModelIdentity
-from tide_core.kernels import Kernels, native_digest, select_kernels, set_num_threads
+from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
 from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
 from tide_core.models.adapter import ModelAdapter
+from tide_core.models.fused_layers import fuse_layers
 from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.layout_probe import probe_layouts
@@ -136,6 +138,8 @@ def assemble_loaded(
         adapter = ModelAdapter(model)
         kernels = select_kernels(config.kernels, adapter.device)
         use_kernels(model, kernels)
+        if isinstance(kernels, CudaKernels):
+            fuse_layers(adapter.layers, kernels)
         segments = plan_segments(adapter.num_layers, _checkpoint_layers(config, artefact))
         max_model_len = _model_len(config, adapter)
         adapter.keep_rotations(max_model_len)
@@ -143,6 +147,7 @@ def assemble_loaded(
             config, adapter, num_segments=len(segments), max_model_len=max_model_len, artefact=artefact
         )
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
+    drafts, passes = _captured(adapter, cache, kernels, exits, segments)
     runner = ModelRunner(
         adapter,
         cache,
@@ -151,7 +156,8 @@ def assemble_loaded(
         exits=exits,
         audit_share=config.audit_share,
         prompt_exits=config.prompt_exits,
-        captured_drafts=None if exits is None else _captured_drafts(adapter, cache, kernels, exits, segments[0]),
+        captured_drafts=drafts,
+        captured_segments=passes,
     )
     planner = None
     if artefact is not None:
@@ -203,7 +209,7 @@ def bind_exits(
     kv_layer = adapter.num_layers
     for checkpoint, head, router in zip(artefact.manifest.checkpoints, artefact.heads, artefact.routers, strict=True):
         _place(head, adapter, kernels)
-        router.to(adapter.device, adapter.dtype)
+        router.to(adapter.device, torch.float32 if isinstance(kernels, CudaKernels) else adapter.dtype)
         use_kernels(router, kernels)
         head.kernels = kernels
         head.prepare(max_model_len)
@@ -214,14 +220,19 @@ def bind_exits(
     return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head, kernels if programs else None)
 
 
-def _captured_drafts(
-    adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, exits: Exits, layers: range
-) -> CapturedDrafts | None:
-    why_not = captured_drafts.obstacle(adapter, cache, exits, layers)
+def _captured(
+    adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, exits: Exits | None, segments: tuple[range, ...]
+) -> tuple[CapturedDrafts | None, CapturedSegments | None]:
+    """What runs as graphs."""
+    why_not = obstacle(adapter, cache, kernels)
     if why_not is not None:
-        logger.debug("drafting is not captured: %s", why_not)
-        return None
-    return CapturedDrafts(adapter, cache, kernels, exits, layers)
+        logger.debug("no pass is captured: %s", why_not)
+        return None, None
+    assert isinstance(kernels, CudaKernels)
+    passes = CapturedSegments(adapter, cache, kernels, segments, exits)
+    if exits is None or len(exits.checkpoints) > 1:  # a token that leaves nowhere at the first goes on to the next
+        return None, passes
+    return CapturedDrafts(adapter, cache, kernels, exits, segments[0]), passes
 
 
 def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:

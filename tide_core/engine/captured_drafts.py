@@ -1,160 +1,157 @@
-"""Drafting on a GPU as one graph launch: shallow layers, head, narrow head and router of the newest token of each row.
+"""Drafting on a GPU as one graph launch: shallow layers, head, narrow head and router of each row's newest token.
 
-Some two hundred small kernels make a draft, and launching them one by one takes six times as long as they run (H200,
-demo model: 3 ms against half of one). So the whole pass is captured once for each shape it comes in and replayed from
-then on. Shapes are few: rows are filled up to a power of two with copies of the first one, which write again what that
-one writes, and contexts are counted up to a power of two, the rest belonging to no row.
-
-A pass reads its tokens and indices from one buffer on the device, filled in one transfer, and is read back in one.
+A chain of drafts is one launch too, and read once: where every row takes the best token or stops, the next pass can
+begin with it before the host has seen it. What follows a token that the host then refuses was drafted in vain: its K
+and V lie behind the row's end, where the next tokens will be written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from tide_core.engine.cycle import RowCycle
+from tide_core.engine.captured_pass import TOKEN_SIZES, CapturedPass, Passes, room_for
+from tide_core.engine.cycle import Range, RowCycle
 from tide_core.engine.exits import Exits, Proposal
-from tide_core.kernels import Kernels
-from tide_core.kv.cache import PagedKV, StepIndex
-from tide_core.kv.device_view import DeviceView, device_arrays, flash_takes
+from tide_core.kernels import CudaKernels
+from tide_core.kv.cache import PagedKV, RowSpan, StepIndex
+from tide_core.kv.kernel_view import Other, Room
 from tide_core.models.adapter import ModelAdapter
+from tide_core.sampling.adjust import needs_adjusting
 
-FEWEST_CONTEXTS = 256
+Step = tuple[StepIndex, list[Other]]
+"""What one pass of a chain is loaded with."""
 
 
-def obstacle(adapter: ModelAdapter, cache: PagedKV, exits: Exits, layers: range) -> str | None:
-    """Why drafting with these exits cannot be captured, or None."""
-    if cache.device.type != "cuda":
-        return "graphs are for CUDA devices"
-    if len(exits.checkpoints) > 1:
-        return "a token that leaves nowhere at the first checkpoint goes on to the next"
-    if adapter.gathers_kv:
-        return "the layers are handed whole contexts"
-    if not all(flash_takes(*cache.pools[layer]) for layer in (*layers, exits.checkpoints[0].kv_layer) if layer >= 0):
-        return "flash attention does not know these heads, and the plain one reads lengths on the host"
-    if getattr(adapter.config, "attn_logit_softcapping", None):
-        return "attention scores are capped"
-    if adapter.has_experts:
-        return "experts are chosen on the host"
-    if not adapter.has_fixed_positions:
-        return "rotary positions depend on the lengths of the rows"
-    return None
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What comes of a chain of D passes over R rows."""
+
+    states: torch.Tensor
+    """At the checkpoint, [D, R, width]."""
+    scores: list[list[float]]
+    best_ids: list[list[float]]
 
 
 class CapturedDrafts:
-    """Runs the first segment and the first checkpoint for rows that draft one token more."""
+    """Runs the first segment and the only checkpoint for rows that draft one token more, or several."""
 
     def __init__(
         self,
         adapter: ModelAdapter,
         cache: PagedKV,
-        kernels: Kernels,
+        kernels: CudaKernels,
         exits: Exits,
         layers: range,
         *,
-        capture: bool = True,
+        capture: bool | None = None,
     ) -> None:
-        """Without `capture` the same passes run op by op, on any device."""
-        self._parts = adapter, cache, kernels, exits, layers
-        self._capture = capture
-        self._passes: dict[tuple[int, int], _Pass] = {}
+        """Without `capture` the same passes run op by op, as they do on a CPU."""
+        self._adapter, self._cache, self._kernels, self._exits, self._layers = adapter, cache, kernels, exits, layers
+        on_gpu = cache.device.type == "cuda"
+        self._passes: Passes[_DraftPass] = Passes(capture=on_gpu if capture is None else capture)
 
     @staticmethod
     def takes(rows: Sequence[RowCycle]) -> bool:
         """Whether nothing of any row but its newest token has yet to run up to the checkpoint and to be proposed on."""
-        return all(
+        return len(rows) <= TOKEN_SIZES[-1] and all(
             row.ran[0] == row.headed[0] == len(row.tokens) - 1 and row.step.policy.draft_thresholds[0] <= 1.0
             for row in rows
         )
 
+    @staticmethod
+    def chains(rows: Sequence[RowCycle]) -> bool:
+        """Whether what each row would draft is known without the host: the best token, as it is."""
+        for row in rows:
+            params = row.step.request.params
+            if not params.is_greedy or needs_adjusting(row.sampling_row(len(row.tokens) - 1)):
+                return False
+            if params.logprobs is not None and row.step.policy.skips_layers:
+                return False
+        return True
+
     def run(self, rows: Sequence[RowCycle]) -> tuple[torch.Tensor, Proposal]:
         """States at the checkpoint [R, D] and what it proposes; its logits last until the next run."""
-        _, cache, _, exits, _ = self._parts
-        filled = [*rows, *[rows[0]] * (_power_of_two(len(rows)) - len(rows))]
-        parts = [(row, (len(row.tokens) - 1, len(row.tokens))) for row in filled]
-        index = StepIndex.build([row.span(tokens) for row, tokens in parts], cache.block_size)
-        shape = len(filled), max(FEWEST_CONTEXTS, _power_of_two(int(index.context_lens.sum())))
-        fresh = shape not in self._passes
-        if fresh:
-            self._passes[shape] = _Pass(self._parts, *shape)
-        one = self._passes[shape]
-        one.load(index, [row.tokens[-1] for row in filled], exits.origins(parts, drafting=True))
-        if fresh and self._capture:
-            one.capture(next((p.graph for p in self._passes.values() if p.graph is not None), None))
+        one = self._ready([self._step(rows, 0)])
         one.replay()
-        scores, best_ids = one.both[:, : len(rows)].tolist()
+        scores, best_ids = one.both[0, :, : len(rows)].tolist()
         proposal = Proposal(one.logits[: len(rows)], scores, [int(i) for i in best_ids])
-        return one.states[: len(rows)].clone(), proposal
+        return one.states[0, : len(rows)].clone(), proposal
+
+    def run_chain(self, rows: Sequence[RowCycle], counts: Sequence[int]) -> Chain:
+        """As many passes as the first row drafts; `counts` of the rows do not rise."""
+        steps = []
+        for ahead in range(counts[0]):
+            active = sum(count > ahead for count in counts)
+            steps.append(self._step(rows[:active], ahead))
+        one = self._ready(steps)
+        one.replay()
+        both = one.both[:, :, : len(rows)].tolist()
+        return Chain(one.states[:, : len(rows)].clone(), [pair[0] for pair in both], [pair[1] for pair in both])
+
+    def _step(self, rows: Sequence[RowCycle], ahead: int) -> Step:
+        """The newest token of each row, or the one so far ahead of it, of which only the place is known."""
+        parts: list[tuple[RowCycle, Range]] = [(row, (len(row.tokens) - 1, len(row.tokens))) for row in rows]
+        spans = [row.span(tokens) for row, tokens in parts]
+        moved = [RowSpan(span.block_ids, span.start + ahead, 1) for span in spans]
+        index = StepIndex.build(moved, self._cache.block_size)
+        origins = self._exits.origins(parts, drafting=True)
+        slots, distances = np.zeros((2, len(rows)), dtype=np.int64) if origins is None else origins
+        distances = np.where(distances > 0, distances + ahead, 0)
+        tokens = np.asarray([row.tokens[-1] for row in rows], dtype=np.int64)
+        return index, [(tokens, 0), (slots, 0), (distances, 0)]
+
+    def _ready(self, steps: list[Step]) -> _DraftPass:
+        """The pass for a chain, loaded. All of the chain have one shape."""
+        (index, others), *following = steps
+        room = replace(room_for(index, 3), blocks=max(room_for(each, 3).blocks for each, _ in steps))
+        return self._passes.ready((room, len(steps)), lambda: self._new(room, len(steps)), index, others, following)
+
+    def _new(self, room: Room, length: int) -> _DraftPass:
+        links = [_DraftPass(self._cache, self._kernels, room) for _ in range(length)]
+        for link in links:
+            link.prepare(self._adapter, self._exits, self._layers, links[1:])
+        return links[0]
 
 
-class _Pass(DeviceView):
-    """A pass of one shape, and the view that its layers see: all of it in memory that stays where it is."""
+class _DraftPass(CapturedPass):
+    """Drafts one token for each row, and those that follow have it from the one before."""
 
     states: torch.Tensor
+    """[D, R, width]"""
     logits: torch.Tensor
+    """Of the last pass."""
     both: torch.Tensor
-    """Scores and best ids, [2, R]."""
+    """Scores and best ids, [D, 2, R]."""
 
-    def __init__(self, parts: tuple[ModelAdapter, PagedKV, Kernels, Exits, range], rows: int, contexts: int) -> None:
-        self._adapter, cache, kernels, self._exits, self._layers = parts
-        sizes = [*[rows] * 7, contexts, contexts, rows + 1, rows + 1]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=cache.device.type == "cuda")
-        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=cache.device)
-        own = torch.split(self._device, sizes)
-        self._tokens, self._deep_slots, self._distances = own[:3]
-        self._begins = np.cumsum([0, *sizes[:-1]])
-        self._max_queries, self._max_context = 1, contexts
-        self.graph: Any = None
-        self._take(cache, kernels, StepIndex.build([], cache.block_size), own[3:])
+    def prepare(self, adapter: ModelAdapter, exits: Exits, layers: range, following: Sequence[_DraftPass]) -> None:
+        self._adapter, self._exits, self._layers, self._following = adapter, exits, layers, following
 
-    def load(self, index: StepIndex, tokens: Sequence[int], origins: np.ndarray[Any, Any] | None) -> None:
-        """Bring a step's tokens and indices to the device."""
-        self._index = index
-        for stale in ("_block_tables", "_query_starts", "_context_lens", "_cumulative"):
-            self.__dict__.pop(stale, None)
-        deep = np.zeros((2, len(tokens)), dtype=np.int64) if origins is None else origins
-        arrays = [np.asarray(tokens), *deep, *device_arrays(index, self._cache.block_size)]
-        host = self._host.numpy()
-        for begin, array in zip(self._begins, arrays, strict=True):
-            host[begin : begin + len(array)] = array
-        self._device.copy_(self._host, non_blocking=True)
-
-    def capture(self, other: Any) -> None:
-        """Capture the pass as it is loaded. It runs once beforehand, which writes only what it will write again.
-
-        All graphs share the memory of the `other`: one runs at a time."""
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            self._run()
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        pool = None if other is None else other.pool()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.__dict__.pop("_cumulative", None)
-            self._run()
-        self.graph = graph
-
-    def replay(self) -> None:
-        if self.graph is None:
-            self._run()
-        else:
-            self.graph.replay()
+    def fill(self, following: Sequence[Step]) -> None:
+        for link, (index, others) in zip(self._following, following, strict=True):
+            link.load(index, others)
 
     def _run(self) -> None:
+        states, both = [], []
+        tokens = self.others[0]
+        for link in (self, *self._following):
+            at_checkpoint, self.logits, judged = link.draft(tokens)
+            states.append(at_checkpoint)
+            both.append(judged)
+            tokens = judged[1].long()
+        self.states, self.both = torch.stack(states), torch.stack(both)
+
+    def draft(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States, logits, and scores with best ids, of the tokens that stand where this pass is loaded for."""
         adapter, exits = self._adapter, self._exits
-        states = adapter.embed(self._tokens, self.positions)
+        _, deep_slots, distances = self.others
         inputs = adapter.layer_inputs(self.positions, self)
-        self.states = adapter.run_layers(states, self._layers.start, self._layers.stop, inputs)[0]
+        entering = adapter.embed(tokens, self.positions)
+        states = adapter.run_layers(entering, self._layers.start, self._layers.stop, inputs)[0]
         deep = None
         if exits.checkpoints[0].head.spec.deep:
-            deep = self._cache.deep_states[0].index_select(0, self._deep_slots)
-        self.logits, self.both = exits.judge(0, self, self.states, deep, self._distances)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()
+            deep = self._cache.deep_states[0].index_select(0, deep_slots)
+        return states, *exits.judge(0, self, states, deep, distances)

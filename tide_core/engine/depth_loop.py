@@ -14,11 +14,12 @@ from itertools import pairwise
 
 import torch
 
+from tide_core.engine.captured_segments import Captured, CapturedSegments
 from tide_core.engine.cycle import Range, RowCycle
 from tide_core.errors import ConfigError
 from tide_core.kernels import Kernels
 from tide_core.kv.cache import PagedKV, PagedView, WriteOnlyView
-from tide_core.kv.device_view import view_kind
+from tide_core.kv.kernel_view import view_kind
 from tide_core.models.adapter import LayerInputs, ModelAdapter
 
 Part = tuple[RowCycle, Range]
@@ -39,10 +40,13 @@ class Ran:
 
     parts: list[Part]
     view: PagedView | None
+    """The pool as they see it; None where nobody has made one."""
     states: torch.Tensor
     """Behind it, [T, D]."""
     tapped: dict[int, torch.Tensor]
     """States on the way, [T, D], by the layers that had run, where the last segment was run."""
+    captured: Captured | None = None
+    """What else there is of a pass that went to the end of the step."""
 
 
 class DepthLoop:
@@ -55,14 +59,17 @@ class DepthLoop:
         kernels: Kernels,
         segments: tuple[range, ...],
         taps: tuple[int, ...] = (),
+        captured: CapturedSegments | None = None,
     ) -> None:
-        """`taps`: layers of the last segment behind which states are kept."""
+        """`taps`: layers of the last segment behind which states are kept. With `captured`, what it takes is left to
+        it."""
         self.adapter = adapter
         self._taps = taps
+        self._captured = captured
         self.cache = cache
         self.segments = segments
         self._kernels = kernels
-        self._view_kind = view_kind(cache, gathers_kv=adapter.gathers_kv)
+        self._view_kind = view_kind(cache, kernels, gathers_kv=adapter.gathers_kv)
 
     def view(self, parts: Sequence[Part]) -> PagedView:
         """The pool as these tokens see it."""
@@ -75,29 +82,40 @@ class DepthLoop:
         inputs: LayerInputs | None = None
         states = torch.empty(0)
         tapped: dict[int, torch.Tensor] = {}
+        captured: Captured | None = None
         for segment in range(first, stop):
             self._write_skipped(rows, segment)
             before, parts = parts, [(row, tokens) for row in rows for tokens in row.running(segment)]
             if not parts:
                 self._note(rows, segment)
                 continue
-            if view is None or parts != before:
-                view = self.view(parts)
-                inputs = self.adapter.layer_inputs(view.positions, view)
-                states = self._enter(parts, segment, view)
-            assert inputs is not None
-            layers = self.segments[segment]
-            if segment == len(self.segments) - 1:
-                tapped = dict.fromkeys(self._taps, states[0])
-            states = self.adapter.run_layers(states, layers.start, layers.stop, inputs, tapped=tapped)
+            if self._captured is not None and self._captured.takes(parts):
+                entering = self._entering(parts, segment) if segment else None
+                captured = self._captured.run(segment, parts, entering)
+                view, states, tapped = None, captured.states.unsqueeze(0), captured.tapped or {}
+            else:
+                captured = None
+                if view is None or parts != before:
+                    view = self.view(parts)
+                    inputs = self.adapter.layer_inputs(view.positions, view)
+                    states = self._enter(parts, segment, view)
+                assert inputs is not None
+                layers = self.segments[segment]
+                if segment == len(self.segments) - 1:
+                    tapped = dict.fromkeys(self._taps, states[0])
+                states = self.adapter.run_layers(states, layers.start, layers.stop, inputs, tapped=tapped)
             self._leave(parts, segment, states[0])
             self._note(rows, segment)
-        return Ran(parts, view, states[0] if parts else states, tapped)
+        return Ran(parts, view, states[0] if parts else states, tapped, captured)
 
     def note_newest(self, rows: Sequence[RowCycle], states: torch.Tensor) -> None:
         """The newest token of each row has run through the first segment elsewhere, to these states [R, D]."""
         self._leave([(row, (len(row.tokens) - 1, len(row.tokens))) for row in rows], 0, states)
         self._note(rows, 0)
+
+    def note_newest_of(self, row: RowCycle, states: torch.Tensor) -> None:
+        """Likewise of one row, to these states [1, D]."""
+        self.note_newest([row], states)
 
     def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
         """The states that enter a segment, [1, T, D]."""
@@ -105,8 +123,12 @@ class DepthLoop:
             flat = [token for row, (first, stop) in parts for token in row.tokens[first:stop]]
             token_ids = torch.tensor(flat, dtype=torch.long, device=self.cache.device)
             return self.adapter.embed(token_ids, view.positions)
+        return self._entering(parts, segment).unsqueeze(0)
+
+    def _entering(self, parts: Sequence[Part], segment: int) -> torch.Tensor:
+        """What the tokens left behind the segment before, [T, D]."""
         taken = [states for row, tokens in parts for states in row.take(segment - 1, tokens)]
-        return torch.cat(taken).unsqueeze(0)
+        return torch.cat(taken) if len(taken) > 1 else taken[0]
 
     def _leave(self, parts: Sequence[Part], segment: int, states: torch.Tensor) -> None:
         """Keep what the tokens leave at the checkpoint, and count what they cost."""

@@ -58,6 +58,9 @@ class Drafter:
         """Let the rows draft until each has stopped or has as many drafts as its step allows."""
         while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
             if self._captured is not None and self._captured.takes(active):
+                if self._captured.chains(active):
+                    self._draft_chain(self._captured, active)
+                    continue
                 states, proposal = self._captured.run(active)
                 self._depth.note_newest(active, states)
                 for row in self._leave_with(0, active, proposal):
@@ -70,6 +73,20 @@ class Drafter:
                     break
             for row in active:
                 row.stopped = True
+
+    def _draft_chain(self, captured: CapturedDrafts, active: Sequence[RowCycle]) -> None:
+        """All drafts of the rows in one go; then each row takes its own as far as their scores allow."""
+        rows = sorted(active, key=lambda row: len(row.drafts) - row.step.num_drafts)
+        counts = [row.step.num_drafts - len(row.drafts) for row in rows]
+        chain = captured.run_chain(rows, counts)
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            for ahead in range(count):
+                self._depth.note_newest_of(row, chain.states[ahead, place : place + 1])
+                score, best_id = chain.scores[ahead][place], int(chain.best_ids[ahead][place])
+                if self._leave_with(0, [row], Proposal(chain.states[ahead], [score], [best_id])):
+                    row.stopped = True
+                if row.stopped:
+                    break
 
     def score_all(self, rows: Sequence[RowCycle]) -> list[list[float]]:
         """Scores of all tokens of the rows at the first checkpoint, which they have run up to."""

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from tide_core.engine.cycle import Range, RowCycle
 from tide_core.engine.head_program import HeadProgram, Origins, obstacle
-from tide_core.kernels import Kernels
+from tide_core.kernels import CudaKernels, Kernels
+from tide_core.kernels.reference import RouterWeights
 from tide_core.kv.cache import PagedKV, PagedView
+from tide_core.kv.kernel_view import KernelView
 from tide_core.models.adapter import ModelAdapter, NarrowHead
 from tide_core.routing.heads import ExitHead
 from tide_core.routing.router import Router, confidence_of
@@ -25,6 +28,8 @@ from tide_core.routing.router import Router, confidence_of
 logger = logging.getLogger("tide")
 
 Part = tuple[RowCycle, Range]
+MOST_JUDGED = 256
+"""Tokens at once, by the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,27 @@ class BoundCheckpoint:
     router: Router
     kv_layer: int
     """Where the pool keeps K and V of the head; -1 for a head without attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A router and the search for the best token, in two launches."""
+
+    weights: RouterWeights
+    scratch: Any
+    kernels: CudaKernels
+
+    @classmethod
+    def of(cls, router: Router, kernels: CudaKernels, shortlist_size: int) -> Judge:
+        norm, down, out = router.norm, router.down, router.out
+        tensors = (norm.weight, down.weight, down.bias, out.weight[0], out.bias)
+        first, second, third, fourth, fifth = (tensor.detach().float().contiguous() for tensor in tensors)
+        weights = RouterWeights(first, second, third, fourth, fifth, norm.variance_epsilon)
+        sizes = {"vocabulary": shortlist_size, "bottleneck": down.out_features}
+        return cls(weights, kernels.judge_scratch(down.weight.device, MOST_JUDGED, **sizes), kernels)
+
+    def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kernels.judge(features, logits, self.weights, self.scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +107,9 @@ class Exits:
             ]
         else:
             logger.debug("exit heads run op by op: %s", why_not)
+        self._judges: list[Judge] = []
+        if isinstance(kernels, CudaKernels):
+            self._judges = [Judge.of(point.router, kernels, len(self._ids)) for point in self.checkpoints]
 
     def propose(
         self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor, *, each: bool = False
@@ -120,9 +149,11 @@ class Exits:
         if chosen is not None:
             features = features[chosen]
         logits = self._narrow_head(self._adapter.norm(features))
-        score = checkpoint.router.score(features, confidence_of(logits))
-        best_id = self.shortlist[logits.argmax(-1)]
-        return logits, torch.stack((score.double(), best_id.double()))
+        if self._judges and len(features) <= MOST_JUDGED:
+            score, best = self._judges[index](features, logits)
+        else:
+            score, best = checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
+        return logits, torch.stack((score.double(), self.shortlist[best].double()))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -135,6 +166,28 @@ class Exits:
             head = checkpoint.head
             if head.spec.deep:
                 states[view.slots] = head.deep_state(normed, [tapped[tap] for tap in head.spec.taps])
+
+    def keep(
+        self,
+        view: KernelView,
+        states: torch.Tensor,
+        normed: torch.Tensor,
+        tapped: Mapping[int, torch.Tensor],
+        slots: torch.Tensor,
+        deep_slots: torch.Tensor,
+        distances: torch.Tensor,
+    ) -> None:
+        """`remember` and `refresh` at the only checkpoint, with all indices on the device: of the tokens whose slot is
+        not negative, from their states at the checkpoint and behind all layers, [T, D]."""
+        [checkpoint], [kept] = self.checkpoints, self._cache.deep_states
+        head, kernels, deep = checkpoint.head, view.kernels, None
+        if head.spec.deep:
+            kernels.scatter_rows(head.deep_state(normed, [tapped[tap] for tap in head.spec.taps]), slots, kept)
+            deep = kept.index_select(0, deep_slots)
+        if checkpoint.kv_layer >= 0:
+            embedded = head.embed(states, deep, distances if head.spec.deep else None)
+            keys_values = head.keys_values(embedded, view.positions)
+            kernels.write_kv(*keys_values, *self._cache.pools[checkpoint.kv_layer], slots)
 
     def refresh(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
         """Write the head's K and V again, now that the deep states of the tokens before are known."""

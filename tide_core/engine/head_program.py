@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tide_core.kernels import Kernels
 from tide_core.kv.cache import PagedKV, PagedView
 from tide_core.models.adapter import ModelAdapter, NarrowHead
+from tide_core.models.stacked import stacked
 from tide_core.routing.heads import ExitHead, HeadRMSNorm
 from tide_core.routing.router import CONFIDENCE_SIZE, Router
 
@@ -58,10 +59,10 @@ class HeadProgram:
         self._pools = cache.pools[kv_layer] if kv_layer >= 0 else None
         self._deep_states = cache.deep_states[index]
         if head.spec.hidden:
-            self._gate_up = _stacked(head.mlp.gate_proj, head.mlp.up_proj)
+            self._gate_up = stacked(head.mlp.gate_proj, head.mlp.up_proj)
         if head.spec.attends:
-            self._block_gate_up = _stacked(head.block.mlp.gate_proj, head.block.mlp.up_proj)
-            self._qkv = _stacked(head.block.q_proj, head.block.k_proj, head.block.v_proj)
+            self._block_gate_up = stacked(head.block.mlp.gate_proj, head.block.mlp.up_proj)
+            self._qkv = stacked(head.block.q_proj, head.block.k_proj, head.block.v_proj)
         self._propose = self._propose_program(head, router, adapter._norm, narrow_head)
         self._refresh = self._refresh_program(head) if head.spec.attends else None
 
@@ -169,12 +170,3 @@ def _norm(program: Program, norm: HeadRMSNorm, x: Columns, to: Columns | None = 
 def _mlp(program: Program, gate_up: Tensor, down: nn.Linear, x: Columns) -> Columns:
     both, hidden = program.linear(x, gate_up), down.in_features
     return program.linear(program.silu_mul(both.part(0, hidden), both.part(hidden, hidden)), down.weight)
-
-
-def _stacked(*linears: nn.Linear) -> Tensor:
-    """The weights of linears that read one input behind one another, for one pass; theirs become views of it."""
-    stack = torch.cat([linear.weight.detach() for linear in linears])
-    parts = torch.split(stack, [linear.out_features for linear in linears])
-    for linear, part in zip(linears, parts, strict=True):
-        linear.weight = nn.Parameter(part, requires_grad=False)
-    return stack

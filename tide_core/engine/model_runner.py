@@ -8,6 +8,7 @@ import torch
 
 from tide_core.batch import RowResult, ScheduledBatch, StepResult
 from tide_core.engine.captured_drafts import CapturedDrafts
+from tide_core.engine.captured_segments import Captured, CapturedSegments
 from tide_core.engine.cycle import RowCycle
 from tide_core.engine.depth_loop import DepthLoop, Part, Ran
 from tide_core.engine.drafting import Drafter
@@ -33,13 +34,15 @@ class ModelRunner:
         audit_share: float = 0.0,
         prompt_exits: bool = False,
         captured_drafts: CapturedDrafts | None = None,
+        captured_segments: CapturedSegments | None = None,
     ) -> None:
         self.adapter = adapter
         self.cache = cache
         self.kernels = kernels
         self.segments = segments
         self.exits = exits
-        self._depth = DepthLoop(adapter, cache, kernels, segments, () if exits is None else exits.taps)
+        taps = () if exits is None else exits.taps
+        self._depth = DepthLoop(adapter, cache, kernels, segments, taps, captured_segments)
         self._prompt_exits = prompt_exits
         layers = [segment.stop for segment in segments[:-1]]
         self._verifier = Verifier(layers, adapter.num_layers)
@@ -64,17 +67,18 @@ class ModelRunner:
             if self._prompt_exits:
                 leave_prompt(rows, self._depth, self._drafter)
         deep = self._depth.run(rows, 0, len(self.segments))
-        if self.exits is not None and any(row.tracked for row in rows):
-            normed = self.adapter.norm(deep.states)
+        known = deep.captured or Captured(deep.states)
+        normed = known.normed
+        if self.exits is not None and any(row.tracked for row in rows) and not known.is_remembered:
+            normed = self.adapter.norm(deep.states) if normed is None else normed
             self._remember(rows, deep, normed)
-            return StepResult(tuple(self._decide(rows, deep.parts, normed, normed=True)))
-        return StepResult(tuple(self._decide(rows, deep.parts, deep.states, normed=False)))
+        return StepResult(tuple(self._decide(rows, deep, normed, known.logits)))
 
     def _remember(self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor) -> None:
         """Deep states of this step's tokens, and the heads' K and V that follow from them."""
         assert self.exits is not None
-        assert deep.view is not None
-        self.exits.remember(deep.view, normed, deep.tapped)
+        view = deep.view or self._depth.view(deep.parts)
+        self.exits.remember(view, normed, deep.tapped)
         for index, checkpoint in enumerate(self.exits.checkpoints):
             if checkpoint.kv_layer < 0:
                 continue
@@ -87,22 +91,25 @@ class ModelRunner:
             joined = _joined(mine)
             taken = [states for row in rows if row.tracked for _, states in row.pieces[index]]
             states = torch.cat(taken) if len(taken) > 1 else taken[0]
-            same = deep.view if joined == list(deep.parts) else self._depth.view(joined)
+            same = view if joined == list(deep.parts) else self._depth.view(joined)
             self.exits.refresh(index, joined, same, states)
 
     def _decide(
-        self, rows: Sequence[RowCycle], parts: Sequence[Part], states: torch.Tensor, *, normed: bool
+        self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor | None, logits: torch.Tensor | None
     ) -> list[RowResult]:
         """Full-depth logits where a row wants them, and the tokens that follow."""
         wanted = [_wanted(row, len(self.segments) - 1) for row in rows]
+        if logits is not None:  # of every token, and every token was wanted
+            return self._verifier.settle(rows, wanted, logits)
+        states = deep.states if normed is None else normed
         if not any(wanted):
             empty = states.new_empty(0, self.adapter.vocab_size)
             return self._verifier.settle(rows, wanted, empty)
-        flat = _flat_index(parts)
+        flat = _flat_index(deep.parts)
         chosen = [flat[id(row), token] for row, tokens in zip(rows, wanted, strict=True) for token in tokens]
         if len(chosen) != len(states):
             states = states[torch.tensor(chosen, device=states.device)]
-        if not normed:
+        if normed is None:
             states = self.adapter.norm(states)
         return self._verifier.settle(rows, wanted, self.adapter.head(states))
 

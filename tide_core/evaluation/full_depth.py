@@ -15,7 +15,7 @@ import torch
 from tide_core.errors import RequestError
 from tide_core.kernels import Kernels
 from tide_core.kv.cache import KVLayout, PagedKV, RowSpan
-from tide_core.kv.device_view import view_kind
+from tide_core.kv.kernel_view import view_kind
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.layout_probe import probe_layouts
 
@@ -46,7 +46,7 @@ class FullDepth:
         self._chunk_tokens = chunk_tokens
         self._layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
         self._pool = self._new_pool(1)
-        self._view_kind = view_kind(self._pool, gathers_kv=adapter.gathers_kv)
+        self._view_kind = view_kind(self._pool, kernels, gathers_kv=adapter.gathers_kv)
 
     @torch.inference_mode()
     def judge(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Judgement:

@@ -1,6 +1,7 @@
-"""The ops the engine runs, in two versions: plain Torch (`reference`) and native CPU code (`native`).
+"""The ops the engine runs, in three versions: plain Torch (`reference`), native CPU code (`native`), and CUDA (`cuda`).
 
-`select_kernels` hands out one of them as a `Kernels`; nothing else in the project asks which is in use.
+`select_kernels` hands out one of them as a `Kernels`. What only a GPU gains from, such as a linear with what follows
+it, is in `CudaKernels` alone.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import functools
 import hashlib
 import importlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +22,21 @@ from torch import Tensor
 from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import elsewhere, reference
+from tide_core.kernels.reference import RouterWeights
 
-__all__ = ["Kernels", "native_digest", "native_obstacle", "reference_kernels", "select_kernels", "set_num_threads"]
+__all__ = [
+    "CudaKernels",
+    "Kernels",
+    "cuda_obstacle",
+    "native_digest",
+    "native_obstacle",
+    "reference_kernels",
+    "select_kernels",
+    "set_num_threads",
+]
 
 _NATIVE_MODULE = "tide_core.kernels._native"
+_CUDA_MODULE = "tide_core.kernels._cuda"
 _log = logging.getLogger("tide")
 
 __path__ = elsewhere.folders(__name__, __path__)
@@ -77,6 +90,71 @@ class Kernels:
     paged_attention: PagedAttentionOp
 
 
+class FusedLinearOp(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor: ...
+
+
+class RotaryWriteOp(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        slots: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor: ...
+
+
+class AttendOp(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        *,
+        max_queries: int,
+        max_context: int,
+        workspace: Tensor,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CudaKernels(Kernels):
+    """All indices are on the device, and nothing waits for it."""
+
+    fused_linear: FusedLinearOp
+    rotary_write: RotaryWriteOp
+    attend: AttendOp
+    """`paged_attention`, told at most how many queries and positions a row has."""
+    attention_workspace: Callable[[int, int, int, int, torch.device], Tensor]
+    """For `attend`: tokens, query heads, their size, positions, and where."""
+    judge: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
+    judge_scratch: Callable[..., Any]
+    """For `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
+    takes: Callable[[Tensor, Tensor], bool]
+    """Whether `attend` knows keys and values as these pools hold them."""
+
+
 def select_kernels(choice: str, device: torch.device | str) -> Kernels:
     """The ops for `device`. "auto" takes native where it can and says in the log, once, what it took and why."""
     if choice not in KERNELS:
@@ -84,8 +162,12 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
     if choice == "reference":
         _log_once("kernels: reference, as configured")
         return reference_kernels()
-    cpu = torch.device(device).type == "cpu"
-    obstacle = native_obstacle(torch.device(device).type)
+    kind = torch.device(device).type
+    cpu = kind == "cpu"
+    obstacle = cuda_obstacle(device) if kind == "cuda" else native_obstacle(kind)
+    if obstacle is None and not cpu:
+        _log_once(f"kernels: cuda, {'as configured' if choice == 'native' else 'on the GPU'}")
+        return cuda_kernels()
     if obstacle is None:
         native = importlib.import_module("tide_core.kernels.native")
         instruction_set = importlib.import_module(_NATIVE_MODULE).instruction_set()
@@ -95,6 +177,16 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
         raise ConfigError("kernels", "native", f"auto or reference here: {obstacle}")
     _log_once(f"kernels: reference, because {obstacle}", logging.WARNING if cpu else logging.INFO)
     return reference_kernels()
+
+
+def cuda_kernels() -> CudaKernels:
+    """The CUDA ops, or Torch's where a step has more rows than they are made for."""
+    cuda = importlib.import_module("tide_core.kernels.cuda")
+    ops = cuda.linear_of_any, cuda.rms_norm, cuda.silu_mul, cuda.rotary, cuda.write_kv, cuda.paged_attention
+    attention = cuda.paged_attention, cuda.attention_workspace
+    exits = cuda.judge, cuda.Scratch.sized
+    more = cuda.fused_linear_of_any, cuda.rotary_write, *attention, *exits, cuda.scatter_rows, cuda.takes
+    return CudaKernels("cuda", *ops, *more)
 
 
 def reference_kernels() -> Kernels:
@@ -129,10 +221,28 @@ def native_obstacle(device_type: str) -> str | None:
     return None if error is None else f"the native module cannot be imported ({error})"
 
 
+def cuda_obstacle(device: torch.device | str = "cuda") -> str | None:
+    """Why the CUDA ops cannot run on `device`, or None."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the CUDA kernels run on a GPU, not on {device.type}"
+    error = _import_error(_CUDA_MODULE)
+    if error is not None:
+        return f"the CUDA module cannot be imported ({error})"
+    if not torch.cuda.is_available():
+        return "no CUDA device can be used"
+    built = [int(arch) for arch in importlib.import_module(_CUDA_MODULE).architectures().split(",")]
+    major, minor = torch.cuda.get_device_capability(device)
+    # Code runs on later devices of its own generation, PTX (there is that of the newest) on all later ones.
+    if any(arch // 10 == major and arch % 10 <= minor for arch in built) or built[-1] <= 10 * major + minor:
+        return None
+    return f"the CUDA module was built for {built}, not for compute capability {major}.{minor}"
+
+
 @functools.cache
-def _import_error() -> str | None:
+def _import_error(module: str = _NATIVE_MODULE) -> str | None:
     try:
-        importlib.import_module(_NATIVE_MODULE)
+        importlib.import_module(module)
     except ImportError as error:
         return str(error)
     return None

@@ -174,12 +174,12 @@ class Program:
 
     def _hold(self, name: str, tensor: Tensor, shape: tuple[int, ...], *, narrow: bool = False) -> int:
         """The address of a tensor that is right and stays."""
-        _refuse(checks.held_faults(name, tensor, shape, narrow=narrow))
+        checks.refuse(checks.held_faults(name, tensor, shape, narrow=narrow))
         self._held.append(tensor)
         return tensor.data_ptr()
 
     def _hold_pools(self, k_pool: Tensor, v_pool: Tensor) -> tuple[int, int, tuple[int, int, int, int, int]]:
-        _refuse(checks.program_pool_faults(k_pool, v_pool))
+        checks.refuse(checks.program_pool_faults(k_pool, v_pool))
         self._held += (k_pool, v_pool)
         num_blocks, num_heads, block_size, key_dim = k_pool.shape
         return k_pool.data_ptr(), v_pool.data_ptr(), (num_blocks, num_heads, block_size, key_dim, v_pool.shape[3])
@@ -190,9 +190,3 @@ def _matrix(name: str, tensor: Tensor) -> tuple[int, int]:
     if tensor.dim() != 2:
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected 2 dimensions")
     return tensor.shape[0], tensor.shape[1]
-
-
-def _refuse(faults: checks.Faults) -> None:
-    for fault in faults:
-        if fault is not None:
-            raise fault

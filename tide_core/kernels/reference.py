@@ -1,9 +1,12 @@
 """The ops in plain Torch, on any device: the definition of correct.
 
-Letters: T tokens of all rows, R rows, Hq query heads, H kv heads, Dk and Dv head widths.
+Letters: T tokens of all rows, R rows, Hq query heads, H kv heads, Dk and Dv head widths, V width of logits, B width of
+a router's bottleneck.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,17 @@ from torch import Tensor
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]. A bfloat16 weight may meet a float32 `x`."""
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+def fused_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """`linear` and what follows it in a layer: `gated` means that `weight` [2 N, K] holds the rows of a gate and then
+    those of `up`, and that the result [..., N] is silu(gate) * up; `residual` is added last."""
+    y = linear(x, weight, bias)
+    if gated:
+        y = silu_mul(*y.chunk(2, dim=-1))
+    return y if residual is None else residual + y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,6 +59,34 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor
     blocks, offsets = slots // block_size, slots % block_size
     k_pool[blocks, :, offsets] = k
     v_pool[blocks, :, offsets] = v
+
+
+def rotary_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """What attention asks of its joined projection `qkv` [T, (Hq + 2 H) D]: returns the queries [T, Hq, D].
+
+    Queries and keys are normed head by head where there is a weight [D], as in Qwen3, and rotated by the rows of `cos`
+    and `sin` [P, D] at `positions` [T], or one by one without them. Keys and values go into the pools at `slots` [T],
+    in place.
+    """
+    num_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+    q, k, v = heads.tensor_split((-2 * num_heads, -num_heads), dim=1)
+    q = q if q_norm is None else rms_norm(q, q_norm, eps)
+    k = k if k_norm is None else rms_norm(k, k_norm, eps)
+    turn = (cos, sin) if positions is None else (cos[positions], sin[positions])
+    write_kv(rotary(k, *turn), v, k_pool, v_pool, slots)
+    return rotary(q, *turn)
 
 
 def paged_attention(
@@ -144,3 +186,78 @@ def _softcapped(
         scores = scores.masked_fill(~mask, float("-inf"))
     probabilities = scores.softmax(-1).view(keys.shape[0], -1, keys.shape[1])
     return (probabilities @ values.float()).view(num_heads, num_queries, -1).to(queries.dtype)
+
+
+class Peaks(NamedTuple):
+    """How rows of logits end, [R] each."""
+
+    best: Tensor
+    best_at: Tensor
+    second: Tensor
+    sum: Tensor
+
+
+class RouterWeights(NamedTuple):
+    """Of a router over features of width D, float32 as it keeps them."""
+
+    norm: Tensor  # [D]
+    down: Tensor  # [B, D + 2]
+    down_bias: Tensor  # [B]
+    out: Tensor  # [B]
+    out_bias: Tensor  # [1]
+    eps: float
+
+
+def peak(logits: Tensor) -> Peaks:
+    """The largest number of each row of `logits` [R, V] and where it first stands, the largest of the others, and the
+    sum of exp(x - best), in float32. A NaN stands above every number; beside a best that is not finite the sum is NaN.
+    """
+    wide = logits.float()
+    best, best_at = wide.max(-1, keepdim=True)
+    second = wide.scatter(-1, best_at, -torch.inf).amax(-1)
+    return Peaks(best[:, 0], best_at[:, 0], second, (wide - best).exp().sum(-1))
+
+
+def router(features: Tensor, peaks: Peaks, weights: RouterWeights) -> Tensor:
+    """Scores [R], float32, of a `Router` on `features` [R, D] and on how sure the head is of its best token."""
+    confidence = torch.stack((-peaks.sum.log(), peaks.best - peaks.second), -1).to(features.dtype)
+    normed = rms_norm(features.float(), weights.norm, weights.eps)
+    hidden = F.silu(F.linear(torch.cat((normed, confidence.float()), -1), weights.down, weights.down_bias))
+    return (hidden @ weights.out + weights.out_bias).sigmoid()
+
+
+def judge(features: Tensor, logits: Tensor, weights: RouterWeights, scratch: object = None) -> tuple[Tensor, Tensor]:
+    """`router` on `peak`: scores [R] and where the best of `logits` [R, V] stands. `scratch` is of no use here."""
+    peaks = peak(logits)
+    return router(features, peaks, weights), peaks.best_at
+
+
+def reaches(scores: Tensor, thresholds: Tensor) -> Tensor:
+    """Flags [R], int32: 1 where a score is at least its threshold. A NaN reaches nothing."""
+    return (scores >= thresholds).int()
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of `x` [N, D] that `index` [R] names, zeros where it is negative, NaN where it is past the end."""
+    rows = x[index.clamp(0, x.shape[0] - 1)]
+    rows = rows.masked_fill((index < 0)[:, None], 0.0)
+    return rows.masked_fill((index >= x.shape[0])[:, None], torch.nan)
+
+
+def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
+    """Row i of `x` [R, D] becomes row `index[i]` of `out` [N, D], in place; rows outside it are dropped."""
+    kept = (index >= 0) & (index < out.shape[0])
+    out[index[kept]] = x[kept]
+
+
+def embed(ids: Tensor, weight: Tensor) -> Tensor:
+    """The rows of `weight` [V, D] that the tokens `ids` [T] name."""
+    return gather_rows(weight, ids)
+
+
+def compact(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows whose flag [R] is not 0, in order, filled up with -1 to [R], and how many they are, [1] int32."""
+    set_rows = flags.nonzero()[:, 0]
+    index = flags.new_full(flags.shape, -1, dtype=torch.int64)
+    index[: len(set_rows)] = set_rows
+    return index, torch.tensor([len(set_rows)], dtype=torch.int32, device=flags.device)

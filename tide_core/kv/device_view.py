@@ -13,18 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tide_core.kernels import Kernels
-from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex
+from tide_core.kernels import Kernels, reference
+from tide_core.kv.cache import PagedKV, PagedView, RowSpan, StepIndex
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_SIZES = range(8, 257, 8)
-
-
-def view_kind(cache: PagedKV, *, gathers_kv: bool) -> type[PagedView]:
-    """The view that suits where the pool is; `gathers_kv`: layers must be handed whole contexts."""
-    if gathers_kv:
-        return GatheredView
-    return DeviceView if cache.device.type == "cuda" else PagedView
 
 
 class DeviceView(PagedView):
@@ -70,7 +63,11 @@ class DeviceView(PagedView):
     ) -> torch.Tensor:
         key_pool, value_pool = self._cache.pools[layer]
         if softcap > 0 or not flash_takes(key_pool, value_pool):
-            return super().attend_paged(layer, query, scaling, window, softcap)
+            starts, lens = self._query_starts, self._context_lens
+            tables = self._block_tables
+            return reference.paged_attention(
+                query, key_pool, value_pool, tables, starts, lens, scaling, window, softcap
+            )
         query_starts, context_starts = self._cumulative
         attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
             query,

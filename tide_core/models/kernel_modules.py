@@ -59,7 +59,7 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             module.__class__ = bound
             count += 1
             continue
-        if _is_gated_silu_mlp(module):
+        if is_gated_silu_mlp(module):
             module.__class__ = KernelGatedMLP
         elif type(module) is nn.Linear:
             module.__class__ = KernelLinear
@@ -113,7 +113,7 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
-def _is_gated_silu_mlp(module: nn.Module) -> bool:
+def is_gated_silu_mlp(module: nn.Module) -> bool:
     """The Llama MLP, copied likewise: down(silu(gate(x)) * up(x)) over three linears and nothing else."""
     children = dict(module.named_children())
     linears = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]

@@ -1,0 +1,7 @@
+#include "cuda/attention_tiles.cuh"
+
+namespace tide::cuda {
+
+template bool launch_attention_tiles<__nv_bfloat16>(const PagedAttentionParams&, cudaStream_t);
+
+}  // namespace tide::cuda

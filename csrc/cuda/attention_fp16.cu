@@ -1,0 +1,7 @@
+#include "cuda/attention_tiles.cuh"
+
+namespace tide::cuda {
+
+template bool launch_attention_tiles<__half>(const PagedAttentionParams&, cudaStream_t);
+
+}  // namespace tide::cuda

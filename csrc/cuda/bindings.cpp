@@ -1,0 +1,228 @@
+// The Python module of the CUDA ops. Addresses and streams come as integers, so that no Torch header is needed: the
+// wrappers in tide_core/kernels/cuda.py check the tensors and pass their data pointers. An address of 0 means none.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "cuda/ops.h"
+#include "cuda/small_ops.h"
+#include "released_gil.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = uintptr_t;
+using tide::DType;
+using tide::cuda::Heads;
+
+template <typename T = void>
+const T* in(Address address) {
+    return reinterpret_cast<const T*>(address);
+}
+
+template <typename T = void>
+T* out(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+DType dtype_of(int code) {
+    if (code < 0 || code > 2) {
+        throw std::invalid_argument("dtype: got code " + std::to_string(code) + ", expected 0, 1 or 2");
+    }
+    return static_cast<DType>(code);
+}
+
+cudaStream_t stream_of(Address address) {
+    return reinterpret_cast<cudaStream_t>(address);
+}
+
+// Heads of a tensor [T, heads, dim]: address, heads, token stride, head stride.
+using HeadsTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
+
+Heads heads_of(const HeadsTuple& heads) {
+    return {in(std::get<0>(heads)), std::get<1>(heads), std::get<2>(heads), std::get<3>(heads)};
+}
+
+void linear(int dtype, Address x, Address weight, Address bias, Address residual, Address y, Address num_rows,
+            int64_t rows, int64_t in_features, int64_t out_features, int64_t x_stride, int64_t y_stride,
+            int64_t residual_stride, bool gated, Address stream) {
+    tide::cuda::LinearParams params = {};
+    params.x = in(x);
+    params.weight = in(weight);
+    params.bias = in(bias);
+    params.residual = in(residual);
+    params.y = out(y);
+    params.num_rows = in<int32_t>(num_rows);
+    params.rows = rows;
+    params.in_features = in_features;
+    params.out_features = out_features;
+    params.x_stride = x_stride;
+    params.y_stride = y_stride;
+    params.residual_stride = residual_stride;
+    params.gated = gated;
+    tide::cuda::linear(dtype_of(dtype), params, stream_of(stream));
+}
+
+void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,
+                     Address context_lens, Address y, Address workspace, Address num_rows, int64_t rows,
+                     int64_t num_tokens, int64_t max_queries, int64_t max_context, int64_t num_heads,
+                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks,
+                     int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
+                     Address stream) {
+    tide::cuda::PagedAttentionParams params = {};
+    params.q = in(q);
+    params.k_pool = in(k_pool);
+    params.v_pool = in(v_pool);
+    params.block_tables = in<int32_t>(block_tables);
+    params.query_starts = in<int32_t>(query_starts);
+    params.context_lens = in<int32_t>(context_lens);
+    params.out = out(y);
+    params.workspace = out(workspace);
+    params.num_rows = in<int32_t>(num_rows);
+    params.rows = rows;
+    params.num_tokens = num_tokens;
+    params.max_queries = max_queries;
+    params.max_context = max_context;
+    params.num_heads = num_heads;
+    params.num_kv_heads = num_kv_heads;
+    params.head_dim = head_dim;
+    params.block_size = block_size;
+    params.max_blocks = max_blocks;
+    params.q_token_stride = q_token_stride;
+    params.q_head_stride = q_head_stride;
+    params.scaling = static_cast<float>(scaling);
+    params.window = window;
+    params.softcap = static_cast<float>(softcap);
+    tide::cuda::paged_attention(dtype_of(dtype), params, stream_of(stream));
+}
+
+void rms_norm(int dtype, Address x, Address weight, Address y, Address index, Address num_rows, int64_t rows,
+              int64_t width, int64_t x_stride, int64_t y_stride, double eps, Address stream) {
+    tide::cuda::rms_norm(dtype_of(dtype),
+                         {in(x), in(weight), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, width, x_stride,
+                          y_stride, static_cast<float>(eps)},
+                         stream_of(stream));
+}
+
+void silu_mul(int dtype, Address gate, Address up, Address y, Address num_rows, int64_t rows, int64_t width,
+              int64_t gate_stride, int64_t up_stride, int64_t y_stride, Address stream) {
+    tide::cuda::silu_mul(
+        dtype_of(dtype),
+        {in(gate), in(up), out(y), in<int32_t>(num_rows), rows, width, gate_stride, up_stride, y_stride},
+        stream_of(stream));
+}
+
+void rotary_write(int dtype, const HeadsTuple& q, const HeadsTuple& k, const HeadsTuple& v, Address q_norm,
+                  Address k_norm, Address cos, Address sin, Address positions, Address slots, Address q_out,
+                  Address k_pool, Address v_pool, Address num_rows, int64_t rows, int64_t q_out_token_stride,
+                  int64_t q_out_head_stride, int64_t key_dim, int64_t value_dim, int64_t num_positions,
+                  int64_t num_blocks, int64_t block_size, double eps, Address stream) {
+    tide::cuda::RotaryWriteParams params = {};
+    params.q = heads_of(q);
+    params.k = heads_of(k);
+    params.v = heads_of(v);
+    params.q_norm = in(q_norm);
+    params.k_norm = in(k_norm);
+    params.cos = in(cos);
+    params.sin = in(sin);
+    params.positions = in<int64_t>(positions);
+    params.slots = in<int64_t>(slots);
+    params.q_out = out(q_out);
+    params.k_pool = out(k_pool);
+    params.v_pool = out(v_pool);
+    params.num_rows = in<int32_t>(num_rows);
+    params.rows = rows;
+    params.q_out_token_stride = q_out_token_stride;
+    params.q_out_head_stride = q_out_head_stride;
+    params.key_dim = key_dim;
+    params.value_dim = value_dim;
+    params.num_positions = num_positions;
+    params.num_blocks = num_blocks;
+    params.block_size = block_size;
+    params.eps = static_cast<float>(eps);
+    tide::cuda::rotary_write(dtype_of(dtype), params, stream_of(stream));
+}
+
+void peak(int dtype, Address x, Address best, Address index, Address second, Address sum, Address partials,
+          Address counters, Address num_rows, int64_t rows, int64_t width, int64_t x_stride, Address stream) {
+    tide::cuda::peak(dtype_of(dtype),
+                     {in(x), out<float>(best), out<int64_t>(index), out<float>(second), out<float>(sum), out(partials),
+                      out<uint32_t>(counters), in<int32_t>(num_rows), rows, width, x_stride},
+                     stream_of(stream));
+}
+
+void router(int dtype, Address features, Address best, Address second, Address sum, Address norm, Address down,
+            Address down_bias, Address out_weight, Address out_bias, Address thresholds, Address scores, Address flags,
+            Address partials, Address counters, Address num_rows, int64_t rows, int64_t width, int64_t features_stride,
+            int64_t bottleneck, double eps, Address stream) {
+    tide::cuda::RouterParams params = {};
+    params.features = in(features);
+    params.best = in<float>(best);
+    params.second = in<float>(second);
+    params.sum = in<float>(sum);
+    params.norm = in<float>(norm);
+    params.down = in<float>(down);
+    params.down_bias = in<float>(down_bias);
+    params.out = in<float>(out_weight);
+    params.out_bias = in<float>(out_bias);
+    params.thresholds = in<float>(thresholds);
+    params.scores = out<float>(scores);
+    params.flags = out<int32_t>(flags);
+    params.partials = out<float>(partials);
+    params.counters = out<uint32_t>(counters);
+    params.num_rows = in<int32_t>(num_rows);
+    params.rows = rows;
+    params.width = width;
+    params.features_stride = features_stride;
+    params.bottleneck = bottleneck;
+    params.eps = static_cast<float>(eps);
+    tide::cuda::router(dtype_of(dtype), params, stream_of(stream));
+}
+
+template <void (*op)(DType, const tide::cuda::RowsParams&, cudaStream_t)>
+void rows_op(int dtype, Address x, Address y, Address index, Address num_rows, int64_t rows, int64_t limit,
+             int64_t width, int64_t x_stride, int64_t y_stride, Address stream) {
+    op(dtype_of(dtype),
+       {in(x), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, limit, width, x_stride, y_stride},
+       stream_of(stream));
+}
+
+void compact(Address flags, Address index, Address count, Address num_rows, int64_t rows, Address stream) {
+    tide::cuda::compact({in<int32_t>(flags), out<int64_t>(index), out<int32_t>(count), in<int32_t>(num_rows), rows},
+                        stream_of(stream));
+}
+
+// 0 where there is no driver.
+int device_count() {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    cudaGetLastError();
+    return 0;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+    m.doc() = "CUDA kernels on raw addresses; use tide_core.kernels.cuda, which checks what it passes here.";
+    const auto no_gil = py::call_guard<ReleasedGil>();
+    m.def("linear", &linear, no_gil, "y = x weight^T + bias (+ residual), or silu(gate) * up of two such products.");
+    m.def("paged_attention", &paged_attention, no_gil,
+          "Causal attention of ragged queries over paged keys and values.");
+    m.def("paged_attention_workspace", &tide::cuda::paged_attention_workspace,
+          "Bytes of workspace for calls with at most so many tokens, heads, elements of a head and positions.");
+    m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows, those that an index names.");
+    m.def("silu_mul", &silu_mul, no_gil, "y = silu(gate) * up over rows.");
+    m.def("rotary_write", &rotary_write, no_gil, "Norm and rotary positions of q and k; k and v go to their pages.");
+    m.def("peak", &peak, no_gil, "Largest number of each row, its index, the second, and the sum of exp(x - best).");
+    m.def("peak_partials", &tide::cuda::peak_partials, "Bytes of partials that peak needs.");
+    m.def("router", &router, no_gil, "Scores of a router and whether they reach their thresholds.");
+    m.def("router_counters", &tide::cuda::router_counters, "Counters that router needs.");
+    m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
+    m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
+    m.def("compact", &compact, no_gil, "The rows whose flag is set, in order, and their count.");
+    m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
+    m.def(
+        "architectures", [] { return TIDE_CUDA_ARCHS; },
+        "Compute capabilities the kernels were built for, separated by commas; the last also as PTX.");
+}

@@ -1,0 +1,46 @@
+// What CTAs do together: sums in an order that depends on the number of threads alone, and who finishes last.
+#pragma once
+
+#include <cstdint>
+
+namespace tide::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ inline float warp_sum(float value) {
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+    return value;
+}
+
+// `shared` holds one float per warp and is free again when the next barrier has been passed.
+__device__ inline float block_sum(float value, float* shared) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    value = warp_sum(value);
+    if (lane == 0) shared[warp] = value;
+    __syncthreads();
+    return warp_sum(lane < blockDim.x / kWarp ? shared[lane] : 0.0f);
+}
+
+// Whether this CTA is the last of `count` to come here; it then sees what the others wrote before. The counter is 0
+// beforehand and afterwards. Every thread of the CTA must call it.
+__device__ inline bool last_to_finish(uint32_t* counter, uint32_t count) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicInc(counter, count - 1) == count - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+// CTAs for so many tiles of work; kernels take those beyond in a loop.
+inline int64_t grid_of(int64_t tiles) {
+    constexpr int64_t kMost = 1 << 16;
+    return tiles < kMost ? tiles : kMost;
+}
+
+}  // namespace tide::cuda

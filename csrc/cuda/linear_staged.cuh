@@ -1,0 +1,204 @@
+// The linear for 9 to 64 rows: weight and x both go through shared memory, 32 columns of a slice a stage.
+//
+// A stage of a warp, copied in the background:
+//
+//     16 weight rows x 64 bytes for each row tile, then 8 rows of x x 64 bytes for each token tile
+//
+// Lane l copies vector l % 4 of row l / 4 of every 8 rows, and that is what it feeds to the products: the stages are
+// queues of one lane each, nobody waits for another lane. See linear_tiles.cuh for the order of the sums; it is the
+// same here, bit for bit.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/linear_sums.cuh"
+
+namespace tide::cuda {
+
+constexpr int kStepColumns = 32;
+constexpr int kStepsPerBlock = kBlockColumns / kStepColumns;
+constexpr int kEightRowBytes = 8 * kStepColumns * 2;
+
+template <int kRowTiles, int kTokenTiles, int kCluster>
+struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster> {
+    static constexpr int kStageBytes = (2 * kRowTiles + kTokenTiles) * kEightRowBytes;
+    static constexpr int kWarpBytes = 14 * 1024 * kCluster;  // so that two CTAs fit a multiprocessor of sm_90
+    static constexpr int kStages = std::min(6, kWarpBytes / kStageBytes);
+    static constexpr int kCtasPerSm = kRowTiles * kTokenTiles > 16 ? 1 : 2;  // by registers
+};
+
+#if TIDE_HAS_TENSOR_CORE_PATH
+
+// Copies 16 bytes in the background; the second-level cache reads the rest of the 128 too.
+__device__ inline void copy_async_128(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// One lane's part of the weight rows of its warp.
+template <int kRowTiles>
+struct StagedWeight {
+    const char* from;         // vector lane % 4 of row lane / 4 of the first tile, at column 0 of the slice
+    int64_t tile_step, half;  // bytes to the next tile, and to the second 8 rows of a tile
+    uint32_t valid;           // bit 2 * tile + half: that row exists
+
+    __device__ StagedWeight(const LinearParams& p, int64_t row_block, int64_t slice_begin, int lane) {
+        const int64_t row_bytes = p.in_features * 2;
+        const int64_t tile_columns = p.gated ? kTileRows / 2 : kTileRows;  // columns of y per row tile
+        const int64_t column = row_block * kRowTiles * tile_columns + lane / 4;
+        from = static_cast<const char*>(p.weight) + column * row_bytes + (slice_begin + lane % 4 * kVector) * 2;
+        tile_step = tile_columns * row_bytes;
+        half = p.gated ? p.out_features * row_bytes : 8 * row_bytes;
+        valid = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const int64_t here = column + i / 2 * tile_columns + (p.gated ? 0 : i % 2 * 8);
+            valid |= static_cast<uint32_t>(here < p.out_features) << i;
+        }
+    }
+
+    // `offset`: bytes from column 0 of the slice. All rows and columns exist.
+    __device__ void copy(uint32_t to, int64_t offset) const {
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i)
+            copy_async_128(to + i * kEightRowBytes, from + offset + i / 2 * tile_step + i % 2 * half);
+    }
+    // Zeros for what does not exist. Little code: this is for the edges.
+    __device__ void copy_edge(uint32_t to, int64_t offset, bool in_columns, const void* safe) const {
+#pragma unroll 1
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const bool here = in_columns && (valid >> i & 1);
+            copy_async_or_zero(to + i * kEightRowBytes, here ? from + offset + i / 2 * tile_step + i % 2 * half : safe,
+                               here);
+        }
+    }
+};
+
+#endif
+
+template <typename T, int kRowTiles, int kTokenTiles, int kCluster>
+__global__ void __launch_bounds__(kSlices / kCluster * 32, (StagedLayout<kRowTiles, kTokenTiles, kCluster>::kCtasPerSm))
+    linear_staged(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
+#if TIDE_HAS_TENSOR_CORE_PATH
+    using Layout = StagedLayout<kRowTiles, kTokenTiles, kCluster>;
+    constexpr int kStages = Layout::kStages;
+    extern __shared__ __align__(16) char shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int rank = blockIdx.x % kCluster;
+    const int64_t row_block = blockIdx.x / kCluster / token_blocks;
+    const int64_t first_token = int64_t{blockIdx.x / kCluster % token_blocks} * Layout::kTokens;
+
+    // 1. The weights of the first stages.
+    const int64_t slice_begin = (rank * Layout::kWarps + warp) * kBlockColumns;
+    const int count = kStepsPerBlock * blocks_before(p.in_features, slice_begin);
+    const int64_t columns = p.in_features - slice_begin - lane % 4 * kVector;  // left from this lane's vector
+    const uint32_t mine = shared_address(shared) + warp * warp_bytes + lane * kVectorBytes;
+    const StagedWeight<kRowTiles> weight(p, row_block, slice_begin, lane);
+    const auto first_column = [](int step) {  // of the step, from the begin of the slice
+        return static_cast<int64_t>(step / kStepsPerBlock) * kTurnColumns + step % kStepsPerBlock * kStepColumns;
+    };
+    int whole = count;  // steps whose columns all exist
+    while (whole > 0 && slice_begin + first_column(whole - 1) + kStepColumns > p.in_features) --whole;
+    const bool all_rows = __all_sync(~0u, weight.valid == (1u << 2 * kRowTiles) - 1);
+    const int whole_weight = all_rows ? whole : 0;
+    const auto copy_weight = [&](int step, uint32_t to) {
+        if (step < whole_weight) return weight.copy(to, first_column(step) * 2);
+        weight.copy_edge(to, first_column(step) * 2, first_column(step) < columns, p.weight);
+    };
+#pragma unroll 1  // little code: it is fetched while nothing else can be done
+    for (int s = 0; s < kStages; ++s) {
+        if (s < count) copy_weight(s, mine + s * Layout::kStageBytes);
+    }
+    close_copy_group();
+    let_next_start();
+    wait_for_previous();
+    const int64_t rows = count_rows(p.num_rows, p.rows);
+    if (first_token >= rows) {  // the same for the whole cluster
+        wait_copy_groups<0>();
+        return;
+    }
+
+    // 2. x of the first stages. Rows that do not exist are left as they are: they touch no other row's sums.
+    const int tokens = static_cast<int>(min(rows - first_token - lane / 4, static_cast<int64_t>(Layout::kTokens)));
+    const char* x =
+        static_cast<const char*>(p.x) + ((first_token + lane / 4) * p.x_stride + slice_begin + lane % 4 * kVector) * 2;
+    const int64_t x_tile_step = kTileTokens * p.x_stride * 2;
+    constexpr int kXOffset = 2 * kRowTiles * kEightRowBytes;
+    const auto copy_x = [&](int step, uint32_t to) {
+        const bool here = step < whole || first_column(step) < columns;
+        const char* source = here ? x + first_column(step) * 2 : x;
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+            if (n * kTileTokens < tokens)
+                copy_async_or_zero(to + kXOffset + n * kEightRowBytes, source + n * x_tile_step, here);
+        }
+    };
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s) {
+        if (s < count) copy_x(s, mine + s * Layout::kStageBytes);
+        close_copy_group();
+    }
+
+    // 3. The slice.
+    float sums[kRowTiles][kTokenTiles][4] = {};
+    uint32_t stage = mine;
+    for (int step = 0; step < count; ++step) {
+        wait_copy_groups<kStages - 1>();
+        uint4 xs[kTokenTiles];
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) xs[n] = load_shared(stage + kXOffset + n * kEightRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+            const uint4 low = load_shared(stage + 2 * m * kEightRowBytes);
+            const uint4 high = load_shared(stage + (2 * m + 1) * kEightRowBytes);
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+                multiply_tile(sums[m][n], low.x, high.x, low.y, high.y, xs[n].x, xs[n].y, T{});
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+                multiply_tile(sums[m][n], low.z, high.z, low.w, high.w, xs[n].z, xs[n].w, T{});
+        }
+        if (step + kStages < count) {
+            copy_weight(step + kStages, stage);
+            copy_x(step + kStages, stage);
+        }
+        close_copy_group();
+        stage =
+            stage + Layout::kStageBytes == mine + kStages * Layout::kStageBytes ? mine : stage + Layout::kStageBytes;
+    }
+    __syncwarp();  // the sums go where other lanes' stages were
+    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, rank, row_block, first_token, rows);
+#endif
+}
+
+template <typename T, int kRowTiles, int kTokenTiles, int kCluster>
+void launch_staged(const LinearParams& p, cudaStream_t stream) {
+    using Layout = StagedLayout<kRowTiles, kTokenTiles, kCluster>;
+    const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
+    const int64_t row_blocks = (p.out_features + columns - 1) / columns;
+    const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
+    const int stages = std::min(Layout::kStages, kStepsPerBlock * blocks_before(p.in_features, 0));
+    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
+    const LaunchShape shape = {row_blocks * token_blocks * kCluster, Layout::kThreads, warp_bytes * Layout::kWarps,
+                               kCluster};
+    launch("linear", linear_staged<T, kRowTiles, kTokenTiles, kCluster>, shape, stream, p,
+           static_cast<uint32_t>(token_blocks), warp_bytes);
+}
+
+template <typename T, int kTokenTiles>
+void launch_staged_rows(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
+    // Four row tiles with eight token tiles would not fit the registers.
+    constexpr int kMost = kTokenTiles == kMaxTokenTiles ? 3 : 4;
+    if (tile.cluster == 2) return launch_staged<T, kMost, kTokenTiles, 2>(p, stream);
+    switch (tile.row_tiles) {
+        case 1:
+            return launch_staged<T, 1, kTokenTiles, 1>(p, stream);
+        case 2:
+            return launch_staged<T, 2, kTokenTiles, 1>(p, stream);
+        case 3:
+            return launch_staged<T, 3, kTokenTiles, 1>(p, stream);
+        default:
+            return launch_staged<T, kMost, kTokenTiles, 1>(p, stream);
+    }
+}
+
+}  // namespace tide::cuda

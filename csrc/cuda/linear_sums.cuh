@@ -1,0 +1,104 @@
+// What the kernels of the fast linear share: how in_features is cut into slices, and how the slices' sums are added.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/linear_output.cuh"
+#include "cuda/linear_tiles.h"
+#include "cuda/tensor_core.cuh"
+
+namespace tide::cuda {
+
+constexpr int kBlockColumns = 64;                      // slice s is made of the blocks s, s + kSlices, ...
+constexpr int kTurnColumns = kSlices * kBlockColumns;  // from a block of a slice to its next
+constexpr int kTileRows = 16;
+constexpr int kTileTokens = 8;
+
+// A CTA of a cluster of kCluster: a warp for each of its slices.
+template <int kRowTiles_, int kTokenTiles_, int kCluster_>
+struct LinearShape {
+    static constexpr int kRowTiles = kRowTiles_, kTokenTiles = kTokenTiles_, kCluster = kCluster_;
+    static constexpr int kWarps = kSlices / kCluster;
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kTokens = kTokenTiles * kTileTokens;
+    static constexpr int kSumStride = kRowTiles * kTileRows + 4;  // floats; the 4 keep quads in different banks
+    static constexpr int kSumBytes = kTokens * kSumStride * 4;    // of one warp
+};
+
+// Blocks of the slice that begin before column `end`, for a slice that begins at `begin`.
+__host__ __device__ inline int blocks_before(int64_t end, int64_t begin) {
+    return end > begin ? static_cast<int>((end - begin + kTurnColumns - 1) / kTurnColumns) : 0;
+}
+
+#if TIDE_HAS_TENSOR_CORE_PATH
+
+// Waits for the other CTA of the cluster; what either wrote to shared memory before can be seen by both after.
+__device__ inline void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// A float of the shared memory of CTA `rank` of the cluster, at the address it has in one's own.
+__device__ inline float load_cluster(uint32_t address, uint32_t rank) {
+    float v = 0.0f;
+#if __CUDA_ARCH__ >= 900
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+#endif
+    return v;
+}
+
+// Adds the slices in order and writes the outputs. Each warp leaves its sums where its stages were, `warp_bytes` apart.
+template <typename T, typename Shape>
+__device__ inline void finish_outputs(const LinearParams& p, char* shared, int warp_bytes,
+                                      const float (&sums)[Shape::kRowTiles][Shape::kTokenTiles][4], int rank,
+                                      int64_t row_block, int64_t first_token, int64_t rows) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    float* partial = reinterpret_cast<float*>(shared + warp * warp_bytes);
+#pragma unroll
+    for (int m = 0; m < Shape::kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < Shape::kTokenTiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                partial[(n * kTileTokens + t * 2 + i % 2) * Shape::kSumStride + m * kTileRows + g + i / 2 * 8] =
+                    sums[m][n][i];
+        }
+    }
+    if constexpr (Shape::kCluster > 1) {
+        cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+    const auto add_slices = [&](int token, int row) {
+        const int at = (token * Shape::kSumStride + row) * 4;
+        float sum = 0.0f;
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) {
+            const int from = at + s % Shape::kWarps * warp_bytes;
+            if constexpr (Shape::kCluster > 1) {
+                sum += load_cluster(shared_address(shared) + from, s / Shape::kWarps);
+            } else {
+                sum += *reinterpret_cast<const float*>(shared + from);
+            }
+        }
+        return sum;
+    };
+    const int tile_columns = p.gated ? kTileRows / 2 : kTileRows;
+    const int columns = Shape::kRowTiles * tile_columns;
+    const int64_t first_column = row_block * columns;
+    const int live = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Shape::kTokens)));
+    for (int i = rank * Shape::kThreads + threadIdx.x; i < live * columns; i += Shape::kCluster * Shape::kThreads) {
+        const int token = i / columns, column = i % columns;
+        const int row = column / tile_columns * kTileRows + column % tile_columns;
+        if (first_column + column >= p.out_features) continue;
+        const float up = p.gated ? add_slices(token, row + kTileRows / 2) : 0.0f;
+        write_output<T>(p, first_token + token, first_column + column, add_slices(token, row), up);
+    }
+    if constexpr (Shape::kCluster > 1) cluster_barrier();  // the other CTA may still be reading here
+}
+
+#endif
+
+}  // namespace tide::cuda

@@ -1,0 +1,210 @@
+// The linear for up to 8 rows: tensor cores with the weight as the left operand, so that 8 rows of x fill a tile.
+//
+// A CTA owns some weight rows; its warps share out in_features in kSlices fixed slices and never wait for one another
+// until the end. Slice s is made of the blocks s, s + kSlices, ... of 64 columns, so that the warps together read
+// memory in long runs. A warp streams its slice of the weight through shared memory, a block a stage:
+//
+//     stage, per 16 weight rows:  row i = 8 vectors of 16 bytes, the halves swapped in odd rows (no bank conflicts)
+//
+// x goes straight to registers, one block ahead. Inside 32 columns the order of k is free as long as both operands
+// agree: thread t of a quad takes columns 8t to 8t + 7, one vector, for two products. Each output is the sum of its
+// slices in order, whatever the tile, the other rows or their number: the same bits.
+//
+// Weights are read before wait_for_previous(): no kernel writes them.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/linear_staged.cuh"
+#include "cuda/linear_sums.cuh"
+
+namespace tide::cuda {
+
+constexpr int kRowBytes = kBlockColumns * 2;
+constexpr int kTileBytes = kTileRows * kRowBytes;  // of one stage of one row tile
+constexpr int kLoadsPerTile = 4;                   // a warp's 32 vectors are 4 rows of a tile
+
+template <int kRowTiles>
+struct LinearLayout : LinearShape<kRowTiles, 1, 1> {
+    static constexpr int kStages = kRowTiles % 2 ? 4 : 3;
+    static constexpr int kStageBytes = kRowTiles * kTileBytes;
+};
+
+#if TIDE_HAS_TENSOR_CORE_PATH
+
+// The weight rows of one CTA, as one lane copies them.
+template <int kRowTiles>
+struct WeightStream {
+    const char* from;                // this lane's vector of the first row tile at column 0 of the slice
+    const char* safe;                // an address that can always be named
+    int64_t tile_step, step1, half;  // bytes between row tiles, and between the four loads of a tile (see offset)
+    uint32_t to;                     // this lane's place in stage 0
+    uint32_t valid;                  // bit tile * 4 + load: that row exists
+    int64_t columns;                 // left from this lane's vector at column 0 of the slice
+
+    __device__ int64_t offset(int tile, int load) const {
+        return tile * tile_step + (load & 1) * step1 + (load >> 1) * half;
+    }
+
+    // `block` counts blocks of the slice, `slot` says where it goes.
+    __device__ void copy(int64_t block, int slot, bool all_valid) const {
+        const char* source = from + block * (kSlices * kRowBytes);
+        const uint32_t target = to + slot * (kRowTiles * kTileBytes);
+        if (all_valid) {
+#pragma unroll
+            for (int i = 0; i < kRowTiles * kLoadsPerTile; ++i)
+                copy_async(target + i * (kTileBytes / kLoadsPerTile),
+                           source + offset(i / kLoadsPerTile, i % kLoadsPerTile));
+        } else {
+            const bool in_columns = block * kTurnColumns < columns;
+#pragma unroll
+            for (int i = 0; i < kRowTiles * kLoadsPerTile; ++i) {
+                const bool here = in_columns && (valid >> i & 1);
+                copy_async_or_zero(target + i * (kTileBytes / kLoadsPerTile),
+                                   here ? source + offset(i / kLoadsPerTile, i % kLoadsPerTile) : safe, here);
+            }
+        }
+    }
+};
+
+template <int kRowTiles>
+__device__ inline WeightStream<kRowTiles> weight_stream(const LinearParams& p, int64_t row_block, int64_t first_column,
+                                                        uint32_t shared, int lane) {
+    WeightStream<kRowTiles> s;
+    const int row = lane / 8, vector = lane % 8;  // row of the first load; the others follow 4 rows apart
+    const int64_t row_bytes = p.in_features * 2;
+    const int64_t tile_columns = p.gated ? kTileRows / 2 : kTileRows;  // columns of y per row tile
+    const int64_t column = row_block * kRowTiles * tile_columns + row;
+    s.safe = static_cast<const char*>(p.weight);
+    s.from = s.safe + column * row_bytes + (first_column + vector * kVector) * 2;
+    s.tile_step = tile_columns * row_bytes;
+    s.step1 = 4 * row_bytes;
+    s.half = p.gated ? p.out_features * row_bytes : 8 * row_bytes;
+    s.to = shared + row * kRowBytes + (vector ^ ((row & 1) << 2)) * kVectorBytes;
+    s.columns = p.in_features - first_column - vector * kVector;
+    s.valid = 0;
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kLoadsPerTile; ++i) {
+        const int load = i % kLoadsPerTile;
+        const int64_t here = column + i / kLoadsPerTile * tile_columns + (load & 1) * 4 + (p.gated ? 0 : load / 2 * 8);
+        s.valid |= static_cast<uint32_t>(here < p.out_features) << i;
+    }
+    return s;
+}
+
+__device__ inline uint4 load_x(const char* from, bool valid) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (valid)
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from)
+                     : "memory");
+    return v;
+}
+
+#endif
+
+template <typename T, int kRowTiles>
+__global__ void __launch_bounds__(kSlices * 32)
+    linear_tiles(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
+#if TIDE_HAS_TENSOR_CORE_PATH
+    using Layout = LinearLayout<kRowTiles>;
+    constexpr int kStages = Layout::kStages;
+    extern __shared__ __align__(16) char shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int64_t row_block = blockIdx.x / token_blocks;
+    const int64_t first_token = int64_t{blockIdx.x % token_blocks} * kTileTokens;
+
+    // 1. This warp's slice, in stages, and the first of them on their way.
+    const int64_t slice_begin = warp * kBlockColumns;
+    const int count = blocks_before(p.in_features, slice_begin);
+    const uint32_t mine = shared_address(shared) + warp * warp_bytes;
+    const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, mine, lane);
+    constexpr uint32_t kAllRows = (1u << (kRowTiles * kLoadsPerTile)) - 1;
+    const bool all_rows = __all_sync(~0u, weight.valid == kAllRows);
+    const int full_blocks = all_rows ? blocks_before(p.in_features / kBlockColumns * kBlockColumns, slice_begin) : 0;
+#pragma unroll 1  // little code: it is fetched while nothing else can be done
+    for (int s = 0; s < kStages; ++s) {
+        if (s < count) weight.copy(s, s, s < full_blocks);
+        close_copy_group();
+    }
+    let_next_start();
+    wait_for_previous();
+    const int64_t rows = count_rows(p.num_rows, p.rows);
+    if (first_token >= rows) {
+        wait_copy_groups<0>();
+        return;
+    }
+
+    // 2. x of this lane: token g, two vectors of a stage.
+    const int64_t first_k = slice_begin + t * kVector;
+    const char* x = static_cast<const char*>(p.x) + ((first_token + g) * p.x_stride + first_k) * 2;
+    const int64_t x_columns = p.in_features - first_k;
+    const bool exists = first_token + g < rows;
+    uint4 xs[2];
+    auto fetch_x = [&](int half, int b) {
+        const int64_t offset = int64_t{b} * kTurnColumns + half * (kBlockColumns / 2);
+        xs[half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
+    };
+    fetch_x(0, 0);
+    fetch_x(1, 0);
+
+    // 3. The slice: 64 columns a turn.
+    float sums[kRowTiles][1][4] = {};
+    const uint32_t a_offset = g * kRowBytes + (t ^ ((g & 1) << 2)) * kVectorBytes;
+    int slot = 0;
+    for (int b = 0; b < count; ++b) {
+        wait_copy_groups<kStages - 1>();
+        __syncwarp();  // the other lanes' copies have arrived too
+        const uint32_t stage = mine + slot * Layout::kStageBytes;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t at = stage + (a_offset ^ (half * (kRowBytes / 2)));
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+                const uint4 low = load_shared(at + m * kTileBytes);
+                const uint4 high = load_shared(at + m * kTileBytes + 8 * kRowBytes);
+                multiply_tile(sums[m][0], low.x, high.x, low.y, high.y, xs[half].x, xs[half].y, T{});
+                multiply_tile(sums[m][0], low.z, high.z, low.w, high.w, xs[half].z, xs[half].w, T{});
+            }
+            fetch_x(half, b + 1);
+        }
+        __syncwarp();  // all lanes have read the stage before it is filled again
+        if (b + kStages < count) weight.copy(b + kStages, slot, b + kStages < full_blocks);
+        close_copy_group();
+        slot = slot + 1 == kStages ? 0 : slot + 1;
+    }
+
+    // 4. The slices' sums, in order.
+    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, 0, row_block, first_token, rows);
+#endif
+}
+
+template <typename T, int kRowTiles>
+void launch_tile(const LinearParams& p, cudaStream_t stream) {
+    using Layout = LinearLayout<kRowTiles>;
+    const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
+    const int64_t row_blocks = (p.out_features + columns - 1) / columns;
+    const int64_t token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
+    const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
+    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
+    const LaunchShape shape = {row_blocks * token_blocks, Layout::kThreads, warp_bytes * Layout::kWarps};
+    launch("linear", linear_tiles<T, kRowTiles>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
+}
+
+template <typename T>
+void launch_linear_tiles(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
+    switch (tile.token_tiles) {
+        case 1:
+            if (tile.staged) return launch_staged_rows<T, 1>(p, tile, stream);
+            return tile.row_tiles == 1 ? launch_tile<T, 1>(p, stream) : launch_tile<T, 2>(p, stream);
+        case 2:
+            return launch_staged_rows<T, 2>(p, tile, stream);
+        case 4:
+            return launch_staged_rows<T, 4>(p, tile, stream);
+        default:
+            return launch_staged_rows<T, 8>(p, tile, stream);
+    }
+}
+
+}  // namespace tide::cuda

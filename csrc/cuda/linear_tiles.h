@@ -1,0 +1,28 @@
+// The choice of tile for the fast linear, and its launch. All choices give bitwise the same numbers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/launch.h"
+#include "cuda/params.h"
+
+namespace tide::cuda {
+
+constexpr int kSlices = 8;         // of in_features, summed apart and then added in order
+constexpr int kMaxTokenTiles = 8;  // of 8 rows of x
+
+struct LinearTile {
+    int row_tiles;        // 16 weight rows each, per CTA: 1 to 4 (4 means 3 beside 8 token tiles)
+    int token_tiles;      // 8 rows of x each, per CTA: 1, 2, 4 or 8
+    int cluster = 1;      // CTAs that share the slices among them: 1, or 2 with as many row tiles as there can be
+    bool staged = false;  // x goes through shared memory; always so with more than one token tile
+};
+
+// The tile that should be fastest on this device.
+LinearTile choose_tile(const LinearParams& params, const DeviceInfo& device);
+
+// T is __half or __nv_bfloat16. in_features, x_stride and the pointers must be multiples of 16 bytes.
+template <typename T>
+void launch_linear_tiles(const LinearParams& params, const LinearTile& tile, cudaStream_t stream);
+
+}  // namespace tide::cuda

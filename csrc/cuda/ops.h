@@ -1,0 +1,24 @@
+// The CUDA ops. Each one enqueues its kernels on `stream` and returns: nothing is allocated, nothing waits for the
+// device, and all of it can be captured in a graph. A launch that fails throws std::runtime_error naming the op.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "cuda/params.h"
+
+namespace tide::cuda {
+
+// Any shape is right; made for up to 64 rows. Fast when in_features, x_stride and the pointers of x and weight are
+// multiples of 16 bytes.
+void linear(DType dtype, const LinearParams& params, cudaStream_t stream);
+
+// head_dim: a multiple of 8 up to 256. Half-width types need q, its strides and the pools to be 16-byte aligned for
+// the fast path.
+void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream);
+
+// Bytes of workspace that serve any call with at most these counts.
+size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t max_context);
+
+}  // namespace tide::cuda

@@ -1,0 +1,293 @@
+"""The CUDA ops against their references, and what all of them promise: any number of rows, also one that only the
+device knows; a row's result whatever its batch; nothing written elsewhere; graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.op_cases import (
+    DEVICE,
+    NARROW,
+    ROW_OPS,
+    TABLE_ROWS,
+    assert_right,
+    assert_same,
+    indices,
+    randn,
+)
+from tests.kernels.kernel_cases import DTYPES
+from tests.kernels.library_cases import library_cases, router_weights
+from tide_core.kernels import cuda, cuda_obstacle, reference
+from tide_core.kernels.reference import Peaks, RouterWeights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+]
+INF, NAN = math.inf, math.nan
+GUARD = 77
+EVERY_OP = pytest.mark.parametrize("name", ROW_OPS)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def count(value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
+
+
+def poison(inputs: list[Tensor], first: int) -> list[Tensor]:
+    """Copies whose rows from `first` on must not be read: NaN, and indices far outside everything."""
+    copies = [one.clone() for one in inputs]
+    for one in copies:
+        one[first:] = NAN if one.is_floating_point() else 2**40
+    return copies
+
+
+@EVERY_OP
+@EVERY_DTYPE
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 17, 33, 64, 70])
+def test_an_op_says_what_its_reference_says(name: str, dtype: torch.dtype, rows: int) -> None:
+    op = ROW_OPS[name](dtype)
+    inputs = op.inputs(rows)
+    assert_right(op, op(inputs), op.expected(inputs))
+
+
+@pytest.mark.parametrize("name", NARROW)
+@EVERY_DTYPE
+def test_there_may_be_more_than_65536_rows(name: str, dtype: torch.dtype) -> None:
+    op = ROW_OPS[name](dtype)
+    inputs = op.inputs(70_001)
+    assert_right(op, op(inputs), op.expected(inputs))
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_a_row_is_the_same_alone_and_in_every_batch(name: str, dtype: torch.dtype) -> None:
+    op = ROW_OPS[name](dtype)
+    inputs = op.inputs(70)
+    batch = op(inputs)
+    for first, last in ((0, 1), (13, 14), (69, 70), (4, 9), (20, 36), (3, 36), (0, 64)):
+        part = op([one[first:last].clone() for one in inputs])
+        assert_same(part, [one[first:last] for one in batch])
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rows", [1, 11])
+@EVERY_OP
+def test_a_small_call_is_clean(name: str, rows: int) -> None:
+    op = ROW_OPS[name](torch.bfloat16)
+    inputs = op.inputs(rows)
+    assert_right(op, op(inputs), op.expected(inputs))
+
+
+@EVERY_OP
+@EVERY_DTYPE
+@pytest.mark.parametrize(("rows", "true_rows"), [(17, 9), (33, 32), (5, 0), (70, 3)])
+def test_rows_past_the_true_number_are_neither_read_nor_written(
+    name: str, dtype: torch.dtype, rows: int, true_rows: int
+) -> None:
+    op = ROW_OPS[name](dtype)
+    inputs = op.inputs(rows)
+    whole, results = op(inputs), op.results(rows)
+    for one in results:
+        one.fill_(GUARD)
+    op.run(poison(inputs, true_rows), results, count(true_rows))
+    assert_same([one[:true_rows] for one in results], [one[:true_rows] for one in whole])
+    assert all((one[true_rows:] == GUARD).all() for one in results)
+
+
+@EVERY_OP
+def test_a_true_number_above_the_rows_means_all_of_them(name: str) -> None:
+    op = ROW_OPS[name](torch.float16)
+    inputs = op.inputs(6)
+    assert_same(op(inputs, count(1000)), op(inputs))
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_rows_may_lie_apart_and_anywhere(name: str, dtype: torch.dtype) -> None:
+    op = ROW_OPS[name](dtype)
+    inputs, results = op.inputs(9), op.results(9)
+    spread = [_spread(one) if one.dim() == 2 and one.shape[1] > 1 else one for one in inputs]
+    outs = [_spread(one) if one.dim() == 2 and one.shape[1] > 1 else one for one in results]
+    if name.startswith("rotary"):
+        spread[1:] = inputs[1:]  # tables are contiguous
+    op.run(spread, outs, None)
+    if name.startswith("linear"):
+        assert_right(op, outs, op.expected(inputs))  # loose rows may take another kernel
+    else:
+        assert_same(outs, op(inputs))
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """The same numbers in rows that are three elements further apart, from an odd address on."""
+    wide = torch.full((rows.shape[0], rows.shape[1] + 3), GUARD, dtype=rows.dtype, device=rows.device)
+    apart = wide[:, 1:-2]
+    apart.copy_(rows)
+    return apart
+
+
+@EVERY_OP
+def test_a_captured_op_follows_its_inputs_and_the_true_number_of_rows(name: str) -> None:
+    op = ROW_OPS[name](torch.bfloat16)
+    inputs, true_rows = op.inputs(12), count(12)
+    results = op(inputs, true_rows)  # before the capture, so that nothing is loaded during it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.run(inputs, results, true_rows)
+    for rows in (12, 5, 0, 12):
+        fresh = op.inputs(12)
+        for one, other in zip(inputs, fresh, strict=True):
+            one.copy_(other)
+        for one in results:
+            one.fill_(GUARD)
+        true_rows.fill_(rows)
+        graph.replay()
+        whole = op(fresh)
+        assert_same([one[:rows] for one in results], [one[:rows] for one in whole])
+        assert all((one[rows:] == GUARD).all() for one in results)
+
+
+@EVERY_OP
+def test_with_given_results_and_scratch_nothing_is_allocated(name: str) -> None:
+    if name.split()[0] in ("peak", "router"):
+        pytest.skip("its scratch has a test of its own")
+    op = ROW_OPS[name](torch.bfloat16)
+    inputs, results = op.inputs(7), op.results(7)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    op.run(inputs, results, None)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_one_scratch_serves_many_calls_and_its_counters_return_to_zero() -> None:
+    weights = RouterWeights(*router_weights(DEVICE))
+    scratch = cuda.Scratch.sized(torch.device(DEVICE, 0), 40, vocabulary=50_000, bottleneck=len(weights.down))
+    for rows, width in ((40, 50_000), (3, 9000), (40, 4097), (1, 50_000), (7, 11)):
+        logits, features = randn(rows, width, dtype=torch.float16), randn(rows, 48, dtype=torch.float16)
+        peaks = cuda.peak(logits)
+        scores, _ = cuda.router(features, peaks, weights)
+        mine, out = Peaks(*(torch.empty_like(one) for one in peaks)), torch.empty_like(scores)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        cuda.peak(logits, scratch=scratch, out=mine)
+        cuda.router(features, mine, weights, scratch=scratch, out=(out, None))
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert_same([*mine, out], [*peaks, scores])
+        assert not scratch.counters.any()
+
+
+@pytest.mark.parametrize("padding", [0, 3, 5000, 12_288])
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    "row", [[1.0, 3.0, 3.0], [-0.0, 0.0], [0.0, INF, 2.0, INF], [-INF, -5.0], [INF, NAN, 1.0, NAN], [NAN, 2.0], [-INF]]
+)
+def test_peaks_of_equal_infinite_and_missing_numbers(row: list[float], dtype: torch.dtype, padding: int) -> None:
+    for before, after in ((padding, 0), (0, padding), (padding, padding)):
+        rows = torch.tensor([[-INF] * before + row + [-INF] * after, [0.5] * (before + len(row) + after)])
+        logits = rows.to(DEVICE, dtype)
+        peaks, expected = cuda.peak(logits), reference.peak(logits.cpu())
+        for one, other in zip(peaks, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other, equal_nan=True)
+
+
+@EVERY_DTYPE
+def test_a_router_flags_scores_that_reach_their_threshold_and_no_others(dtype: torch.dtype) -> None:
+    weights = RouterWeights(*router_weights(DEVICE))
+    features, logits = randn(40, 48, dtype=dtype), randn(40, 300, dtype=dtype)
+    features[3] = NAN
+    peaks = cuda.peak(logits)
+    alone, none = cuda.router(features, peaks, weights)
+    assert none is None
+    thresholds = alone.clone()
+    thresholds[10:20] = alone[10:20].nextafter(torch.tensor(2.0, device=DEVICE))
+    thresholds[20:30] = NAN
+    scores, flags = cuda.router(features, peaks, weights, thresholds)
+    assert flags is not None
+    torch.testing.assert_close(scores, alone, rtol=0, atol=0, equal_nan=True)
+    assert flags.tolist() == [*[1] * 3, 0, *[1] * 6, *[0] * 20, *[1] * 10]
+    assert torch.equal(flags, reference.reaches(scores, thresholds))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("width", [1, 3, 8, 576])
+def test_rows_are_gathered_and_scattered_where_the_index_says(dtype: torch.dtype, width: int) -> None:
+    x, index = randn(TABLE_ROWS, width, dtype=dtype), indices(33)
+    index[::4], index[5] = -1, TABLE_ROWS
+    torch.testing.assert_close(
+        cuda.gather_rows(x, index), reference.gather_rows(x, index), rtol=0, atol=0, equal_nan=True
+    )
+    kept = torch.full((33, width), GUARD, dtype=dtype, device=DEVICE)
+    cuda.gather_rows(x, index, out=kept)
+    assert (kept[::4] == GUARD).all()
+    ids = indices(9)
+    assert_same([cuda.embed(ids, x)], [torch.nn.functional.embedding(ids, x)])
+    places = torch.randperm(60, device=DEVICE)[:TABLE_ROWS]
+    places[2], places[7] = -5, 60
+    for true_rows in (None, 0, 31):
+        out = torch.full((60, width), GUARD, dtype=dtype, device=DEVICE)
+        expected = out.clone()
+        cuda.scatter_rows(x, places, out, num_rows=None if true_rows is None else count(true_rows))
+        reference.scatter_rows(x[:true_rows], places[:true_rows], expected)
+        assert_same([out], [expected])
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 1000, 1024, 1025, 5000, 70_001])
+def test_compaction_keeps_the_order_and_counts(rows: int) -> None:
+    for share in (0.0, 0.3, 1.0):
+        flags = (torch.rand(rows, device=DEVICE) < share).int() * 3
+        assert_same(cuda.compact(flags), reference.compact(flags))
+        true_rows = rows * 2 // 3
+        index, found = torch.full((rows,), GUARD, device=DEVICE), count(-1)
+        cuda.compact(flags, num_rows=count(true_rows), out=(index, found))
+        expected = flags[:true_rows].nonzero()[:, 0]
+        assert found.tolist() == [len(expected)]
+        assert torch.equal(index[: len(expected)], expected)
+        assert (index[len(expected) :] == GUARD).all()
+
+
+def test_an_op_runs_on_the_current_stream() -> None:
+    x, weight = randn(64, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16)
+    expected = cuda.rms_norm(x, weight, 1e-5)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        slow = randn(4096, 4096, dtype=torch.float32)
+        for _ in range(8):
+            slow = slow @ slow * 1e-2
+        filled = torch.zeros_like(x).copy_(x)
+        result = cuda.rms_norm(filled, weight, 1e-5)
+        assert not stream.query(), "it was not waited for"
+    stream.synchronize()
+    assert_same([result], [expected])
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("name", list(library_cases("cpu")))
+def test_torch_sees_the_op_as_it_is(name: str, dtype: torch.dtype) -> None:
+    from tide_core.kernels import library  # noqa: F401
+
+    torch.library.opcheck(getattr(torch.ops.tide, name).default, library_cases(DEVICE, dtype)[name])
+
+
+def test_rows_may_be_computed_in_place() -> None:
+    x, weight = randn(9, 576, dtype=torch.bfloat16), randn(576, dtype=torch.bfloat16)
+    expected = cuda.rms_norm(x, weight, 1e-5)
+    own = x.clone()
+    assert_same([cuda.rms_norm(own, weight, 1e-5, out=own)], [expected])
+    gate, up = randn(9, 576, dtype=torch.bfloat16), randn(9, 576, dtype=torch.bfloat16)
+    expected = cuda.silu_mul(gate, up)
+    assert_same([cuda.silu_mul(gate, up, out=gate)], [expected])
+    heads, turn = randn(9, 4, 64, dtype=torch.bfloat16), [randn(9, 64, dtype=torch.bfloat16) for _ in range(2)]
+    expected = cuda.rotary(heads, *turn)
+    assert_same([cuda.rotary(heads, *turn, out=heads)], [expected])
+    states, square = randn(9, 576, dtype=torch.bfloat16), randn(576, 576, dtype=torch.bfloat16)
+    expected = cuda.linear(x, square, residual=states)
+    assert_same([cuda.linear(x, square, residual=states, out=states)], [expected])

@@ -1,0 +1,142 @@
+"""The CUDA module builds where there is a compiler, and stands alone: it loads without a GPU, a driver or Torch's CUDA.
+
+The build is that of one architecture and is kept in build/, so that only the first run takes its time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pybind11
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "cuda-test"
+NVCC = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+
+# Every op through its wrapper and the module's own conversion of arguments, on tensors of the CPU: without a device the
+# launch fails, and the error names the op.
+CALL_EVERY_OP = """
+import importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location("tide_core.kernels._cuda", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print("devices", module.device_count(), "architectures", module.architectures())
+if module.device_count() == 0:
+    from tests.kernels.test_cuda_checks import ARGUMENTS
+    from tide_core.kernels import cuda, cuda_attention, cuda_exits
+    for wrappers in (cuda, cuda_attention, cuda_exits):
+        wrappers.home = lambda tensor: tensor.device
+        wrappers.module = lambda: module
+        wrappers.launch = lambda device, op, *arguments: getattr(module, op)(*arguments, 0)
+    for op, arguments in ARGUMENTS.items():
+        try:
+            getattr(cuda, op)(**arguments())
+        except RuntimeError as error:
+            print(op, "->", error)
+"""
+
+
+def tool(name: str) -> str:
+    own = Path(sys.executable).parent / name
+    found = str(own) if own.exists() else shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    if NVCC is None:
+        pytest.skip("no CUDA compiler")
+    configure = [
+        *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
+        f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        *("-DTIDE_CUDA=ON", "-DTIDE_CUDA_ARCHS=90"),
+    ]
+    for command in (configure, [tool("cmake"), "--build", str(BUILD), "-j1", "--target", "_cuda"]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    suffix = next(suffix for suffix in EXTENSION_SUFFIXES if (BUILD / "cuda" / f"_cuda{suffix}").exists())
+    return BUILD / "cuda" / f"_cuda{suffix}"
+
+
+def binaries(module: Path) -> Iterator[tuple[str, int]]:
+    """The kind and architecture of each piece of device code in a file, as `cuobjdump -lelf -lptx` lists them."""
+    data, container = module.read_bytes(), struct.pack("<I", 0xBA55ED50)
+    at = data.find(container)
+    while at >= 0:
+        header_size, size = struct.unpack_from("<HQ", data, at + 6)
+        at, end = at + header_size, at + header_size + size
+        while at < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, at)
+            yield {1: "ptx", 2: "cubin"}.get(kind, str(kind)), struct.unpack_from("<I", data, at + 28)[0]
+            at += entry_header + entry_size
+        at = data.find(container, end)
+
+
+@pytest.mark.timeout(900)
+def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built: Path) -> None:
+    sources = list((ROOT / "csrc" / "cuda").glob("*.cu"))
+    assert sorted(binaries(built)) == sorted([("cubin", 90), ("ptx", 90)] * len(sources))
+
+
+@pytest.mark.timeout(900)
+def test_the_module_loads_without_a_gpu_and_takes_what_every_wrapper_passes(built: Path) -> None:
+    script = [sys.executable, "-c", CALL_EVERY_OP, str(built)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    first, *calls = done.stdout.splitlines()
+    if not first.startswith("devices 0"):
+        pytest.skip("there is a GPU, where tests/gpu calls the ops")
+    assert first == "devices 0 architectures 90"
+    named = [re.match(r"(\w+) -> (\w+): .*CUDA", line) for line in calls]
+    assert all(named), calls
+    kernels = {"rotary": "rotary_write", "write_kv": "rotary_write"}
+    assert all(match[2] == kernels.get(match[1], match[1]) for match in named if match)
+    assert len(named) == 12
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
+def test_the_module_brings_its_own_runtime_and_shows_none_of_it(built: Path) -> None:
+    dump = subprocess.run(["readelf", "-d", "--dyn-syms", "-W", built], capture_output=True, text=True, check=True)
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dump.stdout)
+    assert needed
+    assert not [library for library in needed if re.match(r"lib(cuda|torch|c10|python|gomp)", library)]
+    assert not re.findall(r" (?:GLOBAL|WEAK) +DEFAULT +\d+ (cuda\w+)", dump.stdout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"TIDE_CUDA": "MAYBE"}, "TIDE_CUDA: got 'MAYBE', expected AUTO, ON or OFF"),
+        ({"TIDE_CUDA": "ON", "TIDE_CUDA_ARCHS": "9.0"}, "TIDE_CUDA_ARCHS: got '9.0', expected numbers such as 90;100"),
+        ({"TIDE_CUDA": "OFF"}, "CUDA module: left out (TIDE_CUDA is OFF)"),
+    ],
+)
+def test_a_setting_may_come_from_the_environment_and_a_wrong_one_is_named(
+    tmp_path: Path, settings: dict[str, str], message: str
+) -> None:
+    if "TIDE_CUDA_ARCHS" in settings and NVCC is None:
+        pytest.skip("no CUDA compiler")
+    configure = [
+        *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(tmp_path), "-G", "Ninja"),
+        f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+    ]
+    done = subprocess.run(configure, capture_output=True, text=True, env={**os.environ, **settings})
+    assert (done.returncode == 0) == (settings["TIDE_CUDA"] == "OFF")
+    assert message in " ".join((done.stdout + done.stderr).split())

@@ -1,0 +1,347 @@
+"""The wrappers of the CUDA ops, without a GPU: what they refuse and how they name it, and what they would launch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.kernel_cases import PagedCase
+from tests.kernels.library_cases import BOTTLENECK, ROWS, WIDTH, router_weights
+from tide_core import kernels
+from tide_core.kernels import cuda, cuda_attention, cuda_exits
+from tide_core.kernels.reference import Peaks, RouterWeights
+
+Launches = list[tuple[str, tuple[Any, ...]]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """The wrappers take CPU tensors for a GPU's, and what they launch is written down instead."""
+    seen: Launches = []
+    sizes = SimpleNamespace(
+        peak_partials=lambda rows, width: 16 * rows,
+        router_counters=lambda rows: rows,
+        paged_attention_workspace=lambda *counts: 64,
+    )
+    for module in (cuda, cuda_attention, cuda_exits):
+        monkeypatch.setattr(module, "home", lambda tensor: tensor.device)
+        monkeypatch.setattr(module, "launch", lambda device, op, *arguments: seen.append((op, arguments)))
+        monkeypatch.setattr(module, "module", lambda: sizes, raising=False)
+    return seen
+
+
+def linear_arguments(**changed: Any) -> dict[str, Any]:
+    return {"x": torch.zeros(2, 8), "weight": torch.zeros(4, 8), "bias": torch.zeros(4), **changed}
+
+
+def rms_norm_arguments(**changed: Any) -> dict[str, Any]:
+    return {"x": torch.zeros(2, 8), "weight": torch.zeros(8), "eps": 1e-5, **changed}
+
+
+def silu_mul_arguments(**changed: Any) -> dict[str, Any]:
+    return {"gate": torch.zeros(2, 8), "up": torch.zeros(2, 8), **changed}
+
+
+def rotary_arguments(**changed: Any) -> dict[str, Any]:
+    return {"x": torch.zeros(3, 2, 8), "cos": torch.zeros(3, 8), "sin": torch.zeros(3, 8), **changed}
+
+
+def rotary_write_arguments(**changed: Any) -> dict[str, Any]:
+    return {
+        "qkv": torch.zeros(3, 8 * 8),
+        "cos": torch.zeros(50, 8),
+        "sin": torch.zeros(50, 8),
+        "positions": torch.arange(3),
+        "slots": torch.arange(3),
+        "k_pool": torch.zeros(4, 2, 16, 8),
+        "v_pool": torch.zeros(4, 2, 16, 8),
+        **changed,
+    }
+
+
+def write_kv_arguments(**changed: Any) -> dict[str, Any]:
+    pools = {"k_pool": torch.zeros(4, 2, 16, 8), "v_pool": torch.zeros(4, 2, 16, 6)}
+    return {"k": torch.zeros(3, 2, 8), "v": torch.zeros(3, 2, 6), **pools, "slots": torch.arange(3), **changed}
+
+
+def paged_attention_arguments(**changed: Any) -> dict[str, Any]:
+    case = PagedCase(contexts=[20, 30], queries=[1, 2])
+    names = ("q", "k_pool", "v_pool", "block_tables", "query_starts", "context_lens", "scaling")
+    return {**dict(zip(names, case.arguments()[: len(names)], strict=True)), **changed}
+
+
+def peak_arguments(**changed: Any) -> dict[str, Any]:
+    return {"logits": torch.zeros(3, 50), **changed}
+
+
+def peaks_of(rows: int) -> Peaks:
+    return Peaks(torch.zeros(rows), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.ones(rows))
+
+
+def router_arguments(**changed: Any) -> dict[str, Any]:
+    weights = RouterWeights(*router_weights("cpu"))
+    return {"features": torch.zeros(ROWS, WIDTH), "peaks": peaks_of(ROWS), "weights": weights, **changed}
+
+
+def gather_rows_arguments(**changed: Any) -> dict[str, Any]:
+    return {"x": torch.zeros(4, 8), "index": torch.zeros(3, dtype=torch.int64), **changed}
+
+
+def scatter_rows_arguments(**changed: Any) -> dict[str, Any]:
+    return {"x": torch.zeros(3, 8), "index": torch.arange(3), "out": torch.zeros(5, 8), **changed}
+
+
+def compact_arguments(**changed: Any) -> dict[str, Any]:
+    return {"flags": torch.zeros(3, dtype=torch.int32), **changed}
+
+
+ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "linear": linear_arguments,
+    "rms_norm": rms_norm_arguments,
+    "silu_mul": silu_mul_arguments,
+    "rotary": rotary_arguments,
+    "rotary_write": rotary_write_arguments,
+    "write_kv": write_kv_arguments,
+    "paged_attention": paged_attention_arguments,
+    "peak": peak_arguments,
+    "router": router_arguments,
+    "gather_rows": gather_rows_arguments,
+    "scatter_rows": scatter_rows_arguments,
+    "compact": compact_arguments,
+}
+INT32, INT64 = torch.int32, torch.int64
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> None:
+    arguments = ARGUMENTS[op]()
+    first = next(iter(arguments))
+    arguments[first] = arguments[first].to(device)
+    with pytest.raises(ValueError, match=f"^{first}: got a tensor on {device}, expected cuda$"):
+        getattr(cuda, op)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("op", "changed", "error", "message"),
+    [
+        ("linear", {"x": torch.zeros(2, 8).double()}, TypeError, "x: got torch.float64, expected float32"),
+        (
+            "linear",
+            {"weight": torch.zeros(4, 8).bfloat16()},
+            TypeError,
+            "weight: got torch.bfloat16, expected torch.fl",
+        ),
+        ("linear", {"x": torch.zeros(2, 7)}, ValueError, r"x: got shape \[2, 7\], expected \[..., 8\]"),
+        ("linear", {"weight": torch.zeros(8, 4).T}, ValueError, "weight: got strides"),
+        ("linear", {"bias": torch.zeros(5)}, ValueError, r"bias: got shape \[5\], expected \[N\] = \[4\]"),
+        ("linear", {"residual": torch.zeros(2, 3)}, ValueError, r"residual: got shape \[2, 3\]"),
+        ("linear", {"residual": torch.zeros(2, 4).half()}, TypeError, "residual: got torch.float16"),
+        ("linear", {"weight": torch.zeros(3, 8), "bias": None, "gated": True}, ValueError, r"weight: .* as of up"),
+        ("linear", {"out": torch.zeros(2, 5)}, ValueError, r"out: got shape \[2, 5\]"),
+        ("linear", {"out": torch.zeros(2, 4, dtype=INT64)}, TypeError, "out: got torch.int64, expected torch.float32"),
+        ("linear", {"out": torch.zeros(4, 2).T}, ValueError, "out: got stride 2 in the last dimension"),
+        ("linear", {"out": torch.zeros(2, 4, device="meta")}, ValueError, "out: got a tensor on meta, expected cpu"),
+        (
+            "linear",
+            {"num_rows": torch.zeros(1, dtype=INT64)},
+            TypeError,
+            "num_rows: got torch.int64, expected torch.in",
+        ),
+        ("linear", {"num_rows": torch.zeros(2, dtype=INT32)}, ValueError, r"num_rows: got shape \[2\], expected one"),
+        ("rms_norm", {"weight": torch.zeros(7)}, ValueError, r"x: got shape \[2, 8\], expected \[..., 7\]"),
+        ("rms_norm", {"index": torch.zeros(2, dtype=INT32)}, TypeError, "index: got torch.int32, expected torch.int64"),
+        ("rms_norm", {"index": torch.zeros(2, 1, dtype=INT64)}, ValueError, r"index: got shape \[2, 1\]"),
+        ("rms_norm", {"x": torch.zeros(1, 2, 8), "index": torch.arange(2)}, ValueError, "x: got shape .* 2 dimensions"),
+        ("silu_mul", {"up": torch.zeros(2, 9)}, ValueError, r"up: got shape \[2, 9\], expected as gate = \[2, 8\]"),
+        ("silu_mul", {"gate": torch.zeros(8, 2).T}, ValueError, "gate: got stride 2 in the last dimension"),
+        ("silu_mul", {"gate": torch.zeros(()), "up": torch.zeros(())}, ValueError, r"gate: got shape \[\]"),
+        (
+            "rotary",
+            {"x": torch.zeros(3, 2, 7), "cos": torch.zeros(3, 7), "sin": torch.zeros(3, 7)},
+            ValueError,
+            "x: .*even",
+        ),
+        ("rotary", {"sin": torch.zeros(2, 8)}, ValueError, r"sin: got shape \[2, 8\], expected \[T, D\] = \[3, 8\]"),
+        ("rotary_write", {"qkv": torch.zeros(3, 60)}, ValueError, r"qkv: got shape \[3, 60\], expected \[T, \(Hq"),
+        ("rotary_write", {"qkv": torch.zeros(3, 16)}, ValueError, r"qkv: got shape \[3, 16\]"),
+        ("rotary_write", {"cos": torch.zeros(50, 4)}, ValueError, r"cos: got shape \[50, 4\], expected \[P, D\]"),
+        ("rotary_write", {"sin": torch.zeros(49, 8)}, ValueError, r"sin: got shape \[49, 8\]"),
+        ("rotary_write", {"positions": torch.zeros(3, dtype=INT32)}, TypeError, "positions: got torch.int32"),
+        ("rotary_write", {"slots": torch.arange(4)}, ValueError, r"slots: got shape \[4\], expected \[T\] = \[3\]"),
+        ("rotary_write", {"q_norm": torch.zeros(9)}, ValueError, r"q_norm: got shape \[9\], expected \[D\] = \[8\]"),
+        ("rotary_write", {"k_norm": torch.zeros(8).half()}, TypeError, "k_norm: got torch.float16"),
+        ("rotary_write", {"v_pool": torch.zeros(4, 2, 16, 6)}, ValueError, "v_pool: got shape .* expected as k_pool"),
+        ("rotary_write", {"out": torch.zeros(3, 4, 9)}, ValueError, r"out: got shape \[3, 4, 9\]"),
+        ("write_kv", {"slots": torch.zeros(3, dtype=INT32)}, TypeError, "slots: got torch.int32"),
+        ("write_kv", {"v": torch.zeros(3, 2, 9)}, ValueError, r"v: got shape \[3, 2, 9\]"),
+        ("paged_attention", {"q": torch.zeros(3, 6, 32)}, ValueError, r"q: got shape \[3, 6, 32\]"),
+        ("paged_attention", {"context_lens": torch.zeros(2).long()}, TypeError, "context_lens: got torch.int64"),
+        ("paged_attention", {"workspace": torch.zeros(8, dtype=torch.uint8)}, ValueError, "workspace: got 8 elements"),
+        ("paged_attention", {"out": torch.zeros(3, 12, 64)[:, ::2]}, ValueError, "out: got strides"),
+        ("peak", {"logits": torch.zeros(3)}, ValueError, r"logits: got shape \[3\], expected 2 dimensions"),
+        ("peak", {"logits": torch.zeros(3, 0)}, ValueError, r"logits: got shape \[3, 0\], expected rows of 1 to"),
+        ("peak", {"out": peaks_of(2)}, ValueError, r"out.best: got shape \[2\]"),
+        ("router", {"features": torch.zeros(ROWS, 9)}, ValueError, r"weights.norm: got shape \[48\], expected \[D\]"),
+        ("router", {"peaks": peaks_of(2)}, ValueError, r"peaks.best: got shape \[2\]"),
+        ("router", {"thresholds": torch.zeros(ROWS).double()}, TypeError, "thresholds: got torch.float64"),
+        (
+            "router",
+            {"out": (torch.zeros(ROWS), torch.zeros(ROWS, dtype=INT32))},
+            ValueError,
+            "flags, thresholds: got o",
+        ),
+        ("gather_rows", {"x": torch.zeros(8)}, ValueError, r"x: got shape \[8\]"),
+        ("gather_rows", {"index": torch.zeros(3)}, TypeError, "index: got torch.float32, expected torch.int64"),
+        ("scatter_rows", {"index": torch.arange(4)}, ValueError, r"index: got shape \[4\], expected \[R\] = \[3\]"),
+        ("scatter_rows", {"out": torch.zeros(5, 9)}, ValueError, r"out: got shape \[5, 9\]"),
+        ("scatter_rows", {"out": torch.zeros(5, 8).half()}, TypeError, "out: got torch.float16"),
+        ("compact", {"flags": torch.zeros(3, dtype=INT64)}, TypeError, "flags: got torch.int64, expected torch.int32"),
+        ("compact", {"flags": torch.zeros(3, 1, dtype=INT32)}, ValueError, r"flags: got shape \[3, 1\]"),
+        (
+            "compact",
+            {"out": (torch.zeros(3, dtype=INT32), torch.zeros(1, dtype=INT32))},
+            TypeError,
+            "index: got torch.int32",
+        ),
+    ],
+)
+def test_a_wrapper_names_the_argument_it_refuses(
+    launches: Launches, op: str, changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        getattr(cuda, op)(**ARGUMENTS[op](**changed))
+    assert launches == []
+    getattr(cuda, op)(**ARGUMENTS[op]())
+    assert [name for name, _ in launches] == ["rotary_write" if op in ("rotary", "write_kv") else op]
+
+
+@pytest.mark.parametrize("field", ["norm", "down", "down_bias", "out", "out_bias"])
+def test_a_router_weight_that_is_not_float32_is_refused_by_name(launches: Launches, field: str) -> None:
+    weights = RouterWeights(*router_weights("cpu"))
+    halved = weights._replace(**{field: getattr(weights, field).half()})
+    with pytest.raises(TypeError, match=rf"^weights.{field}: got torch.float16, expected torch.float32"):
+        cuda.router(**router_arguments(weights=halved))
+
+
+@pytest.mark.parametrize("head_dim", [4, 12, 264])
+def test_heads_that_attention_does_not_know_are_refused(launches: Launches, head_dim: int) -> None:
+    case = PagedCase(contexts=[3], queries=[1], key_dim=head_dim, value_dim=head_dim)
+    with pytest.raises(ValueError, match=f"q: got heads of {head_dim} elements, expected a multiple of 8 up to 256"):
+        cuda.paged_attention(*case.arguments())
+
+
+def test_blocks_that_attention_does_not_know_are_refused(launches: Launches) -> None:
+    with pytest.raises(ValueError, match="k_pool: got blocks of 12 positions, expected a multiple of 8"):
+        cuda.paged_attention(*PagedCase(contexts=[3], queries=[1], block_size=12).arguments())
+
+
+def test_scratch_that_is_too_small_is_refused(launches: Launches) -> None:
+    small = cuda.Scratch(torch.zeros(100, dtype=torch.uint8), torch.zeros(2, dtype=INT32))
+    with pytest.raises(ValueError, match=r"scratch.counters: got 2 elements, expected at least 3"):
+        cuda.peak(torch.zeros(3, 9), scratch=small)
+    with pytest.raises(
+        ValueError, match=rf"scratch.partials: got 100 elements, expected at least {4 * 5 * BOTTLENECK}"
+    ):
+        cuda.router(**router_arguments(scratch=small))
+
+
+EMPTY = {
+    "linear": {"x": torch.zeros(0, 8)},
+    "rms_norm": {"x": torch.zeros(0, 8)},
+    "silu_mul": {"gate": torch.zeros(0, 8), "up": torch.zeros(0, 8)},
+    "rotary": {"x": torch.zeros(0, 2, 8), "cos": torch.zeros(0, 8), "sin": torch.zeros(0, 8)},
+    "peak": {"logits": torch.zeros(0, 8)},
+    "router": {"features": torch.zeros(0, WIDTH), "peaks": peaks_of(0)},
+    "gather_rows": {"index": torch.zeros(0, dtype=INT64)},
+    "scatter_rows": {"x": torch.zeros(0, 8), "index": torch.zeros(0, dtype=INT64)},
+}
+
+
+@pytest.mark.parametrize("op", EMPTY)
+def test_nothing_is_launched_for_no_rows(launches: Launches, op: str) -> None:
+    getattr(cuda, op)(**ARGUMENTS[op](**EMPTY[op]))
+    assert launches == []
+
+
+def test_the_count_of_no_rows_is_still_written(launches: Launches) -> None:
+    cuda.compact(torch.zeros(0, dtype=INT32))
+    assert [name for name, _ in launches] == ["compact"]
+
+
+def test_what_is_given_is_written_and_returned(launches: Launches) -> None:
+    out = torch.zeros(2, 9)[:, :8]
+    assert cuda.rms_norm(**rms_norm_arguments(out=out)) is out
+    assert cuda.silu_mul(**silu_mul_arguments(out=out)) is out
+    assert cuda.linear(torch.zeros(2, 3), torch.zeros(8, 3), out=out) is out
+    peaks, scores = peaks_of(3), (torch.zeros(ROWS), None)
+    assert cuda.peak(torch.zeros(3, 5), out=peaks) is peaks
+    assert cuda.router(**router_arguments(out=scores))[0] is scores[0]
+    _, (_, _, _, address, *_) = launches[0]
+    assert address == out.data_ptr()
+
+
+def test_rows_may_have_a_stride_and_a_single_row_has_none(launches: Launches) -> None:
+    wide = torch.zeros(4, 20)
+    cuda.rms_norm(wide[:, :8], torch.zeros(8), 1e-5)
+    cuda.rms_norm(wide[1:2, :8], torch.zeros(8), 1e-5)
+    cuda.rms_norm(torch.zeros(2, 3, 8), torch.zeros(8), 1e-5)
+    assert [arguments[6:10] for _, arguments in launches] == [(4, 8, 20, 8), (1, 8, 8, 8), (6, 8, 8, 8)]
+
+
+def test_queries_may_be_rotated_where_they_lie(launches: Launches) -> None:
+    arguments = rotary_write_arguments()
+    qkv: Tensor = arguments["qkv"]
+    queries = qkv.view(3, 8, 8)[:, :4]
+    assert cuda.rotary_write(**arguments, out=queries) is queries
+    _, (_, q, k, v, *rest) = launches[0]
+    assert q == (qkv.data_ptr(), 4, 64, 8)
+    assert k == (qkv.data_ptr() + 4 * 32, 2, 64, 8)
+    assert v == (qkv.data_ptr() + 4 * 48, 2, 64, 8)
+    assert rest[6] == qkv.data_ptr()
+    assert rest[-8:-6] == [64, 8]
+
+
+def test_positions_past_the_block_tables_are_not_asked_for(launches: Launches) -> None:
+    cuda.paged_attention(**paged_attention_arguments(), max_context=10_000, max_queries=2)
+    cuda.paged_attention(**paged_attention_arguments(), max_context=7)
+    assert [arguments[10:14] for _, arguments in launches] == [(2, 3, 2, 48), (2, 3, 3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        ("90", (9, 0), True),
+        ("90", (10, 0), True),
+        ("90", (8, 9), False),
+        ("80,90", (8, 9), True),
+        ("86,90", (8, 0), False),
+        ("75,80,86,89,90,100,120", (10, 3), True),
+        ("75,120", (7, 0), False),
+    ],
+)
+def test_the_module_runs_on_later_gpus_of_its_generations_and_on_all_after_the_newest(
+    monkeypatch: pytest.MonkeyPatch, built: str, capability: tuple[int, int], runs: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", SimpleNamespace(architectures=lambda: built))
+    kernels._import_error.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    obstacle = kernels.cuda_obstacle()
+    kernels._import_error.cache_clear()
+    assert (obstacle is None) == runs
+    assert runs or f"compute capability {capability[0]}.{capability[1]}" in str(obstacle)
+
+
+def test_a_module_that_was_never_built_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", None)
+    kernels._import_error.cache_clear()
+    assert "the CUDA module cannot be imported" in str(kernels.cuda_obstacle())
+    kernels._import_error.cache_clear()
+    assert kernels.cuda_obstacle("cpu") == "the CUDA kernels run on a GPU, not on cpu"

@@ -1,0 +1,160 @@
+"""The ops on a GPU, by the CUDA module. For inference only: no gradient flows through them.
+
+`tide_core.kernels.reference` says what each op means. A row's result is bitwise the same alone and in any batch. Every
+op runs on the current stream, waits for nothing and can be captured in a graph. With `out` it allocates nothing.
+
+`num_rows` [1], int32 on the device, is the true number of rows where only the device knows it: rows past it are neither
+read nor written, and in a new tensor they hold anything.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tide_core.kernels import checks, cuda_checks, reference
+from tide_core.kernels.cuda_attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
+from tide_core.kernels.cuda_exits import Scratch, compact, embed, gather_rows, judge, peak, router, scatter_rows
+from tide_core.kernels.cuda_launch import MOST_ROWS, as_rows, at, home, launch, result, row_stride
+
+__all__ = [
+    "Scratch",
+    "attention_workspace",
+    "compact",
+    "embed",
+    "fused_linear_of_any",
+    "gather_rows",
+    "judge",
+    "linear",
+    "linear_of_any",
+    "paged_attention",
+    "peak",
+    "rms_norm",
+    "rotary",
+    "rotary_write",
+    "router",
+    "scatter_rows",
+    "silu_mul",
+    "takes",
+    "write_kv",
+]
+
+_DTYPE_CODES = checks.DTYPE_CODES
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]; as `fused_linear` where more is asked.
+
+    `residual` may be `out`."""
+    device = home(x)
+    checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, device))
+    in_features = x.shape[-1]
+    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = result(out, x, (*x.shape[:-1], out_features), num_rows, device)
+    if y.numel():
+        x, rows = as_rows(x), as_rows(y)
+        added = None if residual is None else as_rows(residual)
+        launch(
+            device,
+            "linear",
+            _DTYPE_CODES[x.dtype],
+            at(x),
+            at(weight),
+            at(bias),
+            at(added),
+            at(rows),
+            at(num_rows),
+            rows.shape[0],
+            in_features,
+            out_features,
+            row_stride(x),
+            row_stride(rows),
+            0 if added is None else row_stride(added),
+            gated,
+        )
+    return y
+
+
+def linear_of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` by whichever is quicker for so many rows: ours, or Torch's."""
+    if x.numel() > MOST_ROWS * x.shape[-1]:
+        return F.linear(x, weight, bias)
+    return linear(x, weight, bias)
+
+
+def fused_linear_of_any(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """`linear` with what follows it, likewise."""
+    if x.numel() > MOST_ROWS * x.shape[-1]:
+        return reference.fused_linear(x, weight, bias, residual, gated)
+    return linear(x, weight, bias, residual=residual, gated=gated)
+
+
+def takes(k_pool: Tensor, v_pool: Tensor) -> bool:
+    """Whether attention knows heads and pages of these sizes."""
+    _, _, block_size, head_dim = k_pool.shape
+    fits = head_dim % 8 == 0 and head_dim <= cuda_checks.MAX_HEAD_DIM and block_size % 8 == 0
+    return fits and k_pool.shape == v_pool.shape
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    index: Tensor | None = None,
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Hugging Face LlamaRMSNorm of `x` [..., D] with `weight` [D], or of the rows that `index` [R] names.
+
+    A negative index leaves its row unset. Without an index `out` may be `x`."""
+    device = home(x)
+    checks.refuse(cuda_checks.rms_norm_faults(x, weight, index, device))
+    shape = tuple(x.shape) if index is None else (index.shape[0], x.shape[-1])
+    y = result(out, x, shape, num_rows, device)
+    if y.numel():
+        x, rows = as_rows(x), as_rows(y)
+        launch(
+            device,
+            "rms_norm",
+            _DTYPE_CODES[x.dtype],
+            at(x),
+            at(weight),
+            at(rows),
+            at(index),
+            at(num_rows),
+            *rows.shape,
+            row_stride(x),
+            row_stride(rows),
+            eps,
+        )
+    return y
+
+
+def silu_mul(gate: Tensor, up: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """silu of `gate` times `up`, of one shape [..., N]; `out` may be either."""
+    device = home(gate)
+    checks.refuse(cuda_checks.silu_mul_faults(gate, up, device))
+    y = result(out, gate, tuple(gate.shape), num_rows, device)
+    if y.numel():
+        gate, up, rows = as_rows(gate), as_rows(up), as_rows(y)
+        strides = row_stride(gate), row_stride(up), row_stride(rows)
+        code = _DTYPE_CODES[gate.dtype]
+        launch(device, "silu_mul", code, at(gate), at(up), at(rows), at(num_rows), *rows.shape, *strides)
+    return y

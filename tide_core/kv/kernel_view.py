@@ -1,0 +1,148 @@
+"""The view of the pool for our CUDA kernels: pages are read where they lie, and nothing waits for the host.
+
+All that a step's layers need of its indices is one buffer, so that it travels in one transfer and a captured pass can
+read it where it always is:
+
+    64-bit   what else comes with the tokens, then their positions and slots
+    32-bit   where each row's queries begin, how long its context is, and its blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide_core.kernels import CudaKernels, Kernels
+from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex
+from tide_core.kv.device_view import DeviceView, flash_takes
+
+FEW_QUERIES = 16
+"""Of a row; with more, Torch's flash attention over gathered contexts is quicker."""
+
+Array = np.ndarray[Any, Any]
+Other = tuple[Array, int]
+"""A number of every token, and what stands for it where there is none."""
+
+
+def view_kind(cache: PagedKV, kernels: Kernels, *, gathers_kv: bool) -> Callable[..., PagedView]:
+    """The view that suits where the pool is; `gathers_kv`: layers must be handed whole contexts."""
+    if gathers_kv:
+        return GatheredView
+    if isinstance(kernels, CudaKernels) and all(kernels.takes(*pools) for pools in cache.pools):
+        return KernelView
+    return DeviceView if cache.device.type == "cuda" else PagedView
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a buffer of indices has room for: tokens, rows, blocks of a row, and other numbers of every token."""
+
+    tokens: int
+    rows: int
+    blocks: int
+    others: int = 0
+
+    @property
+    def size(self) -> int:
+        """In 32-bit numbers."""
+        return 2 * self.tokens * (self.others + 2) + 2 * self.rows + 1 + self.rows * self.blocks
+
+    def fill(self, host: Array, index: StepIndex, others: Sequence[Other] = ()) -> None:
+        """Write a step's indices. What is left of the room belongs to no row and is written nowhere."""
+        wide = host[: 2 * self.tokens * (self.others + 2)].view(np.int64).reshape(-1, self.tokens)
+        narrow = host[wide.size * 2 :]
+        num_tokens, num_rows = len(index.positions), len(index.context_lens)
+        for row, (values, rest) in enumerate((*others, (index.positions, 0), (index.slots, -1))):
+            wide[row, :num_tokens] = values
+            wide[row, num_tokens:] = rest
+        starts, lens, tables = np.split(narrow, (self.rows + 1, 2 * self.rows + 1))
+        starts[: num_rows + 1], starts[num_rows + 1 :] = index.query_starts, num_tokens
+        lens[:num_rows], lens[num_rows:] = index.context_lens, 0
+        tables.reshape(self.rows, self.blocks)[:num_rows, : index.block_tables.shape[1]] = index.block_tables
+
+    def split(self, sent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The buffer as its parts: others and positions and slots, starts, lengths, tables."""
+        wide = sent[: 2 * self.tokens * (self.others + 2)].view(torch.int64).view(-1, self.tokens)
+        starts, lens, tables = torch.split(
+            sent[2 * wide.numel() :], [self.rows + 1, self.rows, self.rows * self.blocks]
+        )
+        return *wide.unbind(), starts, lens, tables.view(self.rows, self.blocks)
+
+
+class KernelView(PagedView):
+    """Same promises as `PagedView`."""
+
+    _kernels: CudaKernels
+
+    def __init__(self, cache: PagedKV, kernels: CudaKernels, spans: Sequence[RowSpan]) -> None:
+        index = StepIndex.build(spans, cache.block_size)
+        room = Room(len(index.positions), *index.block_tables.shape)
+        host = np.empty(room.size, dtype=np.int32)
+        room.fill(host, index)
+        self._take(cache, kernels, index, room.split(torch.from_numpy(host).to(cache.device)))
+        self._spans = spans
+        self._max_queries = int(np.diff(index.query_starts).max(initial=0))
+        self._max_context = int(index.context_lens.max(initial=0))
+
+    def _take(self, cache: PagedKV, kernels: CudaKernels, index: StepIndex, parts: Sequence[torch.Tensor]) -> None:
+        """The last parts of a split buffer: positions, slots, starts, lengths, tables."""
+        self._cache, self._kernels, self._index = cache, kernels, index
+        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
+        self.positions, self.slots = parts[:2]
+        self._starts, self._lens, self._tables = parts[2:]
+
+    @property
+    def kernels(self) -> CudaKernels:
+        return self._kernels
+
+    def attend_paged(
+        self, layer: int, query: torch.Tensor, scaling: float, window: int = 0, softcap: float = 0.0
+    ) -> torch.Tensor:
+        pools = self._cache.pools[layer]
+        if self._max_queries > FEW_QUERIES and softcap <= 0 and flash_takes(*pools):
+            return self._gathering.attend_paged(layer, query, scaling, window)
+        return self._kernels.attend(
+            query,
+            *pools,
+            self._tables,
+            self._starts,
+            self._lens,
+            scaling,
+            window,
+            softcap,
+            max_queries=self._max_queries,
+            max_context=self._max_context,
+            workspace=self._workspace(query),
+        )
+
+    def attend_joined(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor | None, torch.Tensor | None],
+        eps: float,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        """From the joined projection [T, (Hq + 2 H) D] to what attention gives, [T, Hq, D]; K and V are written."""
+        query = self._kernels.rotary_write(qkv, *rotation, None, self.slots, *self._cache.pools[layer], *norms, eps)
+        return self.attend_paged(layer, query, scaling, window)
+
+    def _workspace(self, query: torch.Tensor) -> torch.Tensor:
+        """One for all layers: they run one after another."""
+        num_tokens, num_heads, head_dim = query.shape
+        if (num_heads, head_dim) not in self._workspaces:
+            made = self._kernels.attention_workspace(num_tokens, num_heads, head_dim, self._max_context, query.device)
+            self._workspaces[num_heads, head_dim] = made
+        return self._workspaces[num_heads, head_dim]
+
+    @cached_property
+    def _gathering(self) -> DeviceView:
+        """For long prompts."""
+        return DeviceView(self._cache, self._kernels, self._spans)

@@ -1,0 +1,103 @@
+"""Decoder layers of the Llama kind in eight launches, on a GPU.
+
+A layer of the library's is some twenty small ops. Where all it does is known, it becomes: norm, joined projection,
+rotation with the write of K and V, attention (two), output projection with the residual, norm, gated projection, down
+projection with the residual. Weights are joined in place, not copied twice, and the library's forward stays for views
+that cannot do this: those that only write K and V, or hand out whole contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tide_core.kernels import CudaKernels
+from tide_core.models.kernel_modules import is_gated_silu_mlp, is_plain_rms_norm
+from tide_core.models.stacked import stacked, stacked_bias
+
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Layers that are known to do this and nothing else."""
+
+
+def fuse_layers(layers: Sequence[Any], kernels: CudaKernels) -> int:
+    """Modifies the layers that can be fused; returns how many."""
+    known: dict[type[nn.Module], type[nn.Module]] = {}
+    count = 0
+    for layer in layers:
+        if not _can_be_fused(layer):
+            continue
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        layer._qkv, layer._qkv_bias = stacked(*projections), stacked_bias(*projections)
+        layer._gate_up = stacked(mlp.gate_proj, mlp.up_proj)
+        kind = type(layer)
+        if kind not in known:
+            known[kind] = _fused_kind(kind, kernels)
+        layer.__class__ = known[kind]
+        count += 1
+    return count
+
+
+def _can_be_fused(layer: Any) -> bool:
+    if type(layer).__name__ not in KINDS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    return (
+        all(is_plain_rms_norm(norm) for norm in norms)
+        and is_gated_silu_mlp(mlp)
+        and all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    )
+
+
+def _fused_kind(kind: type[nn.Module], kernels: CudaKernels) -> type[nn.Module]:
+    library: Any = kind.forward
+
+    class FusedLayer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> Any:
+            view, rotation = inputs["attention_mask"], inputs["position_embeddings"]
+            if hasattr(view, "attend_joined") and rotation[0].shape[-1] == self.self_attn.head_dim:
+                return _run(self, hidden_states[0], (rotation[0][0], rotation[1][0]), view, kernels).unsqueeze(0)
+            return library(self, hidden_states, **inputs)
+
+        __call__ = forward
+
+    FusedLayer.__name__ = kind.__name__
+    return FusedLayer
+
+
+def _run(
+    layer: Any, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], view: Any, kernels: CudaKernels
+) -> torch.Tensor:
+    attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
+    eps = before.variance_epsilon
+    normed = kernels.rms_norm(states, before.weight, eps)
+    attended = view.attend_joined(
+        attention.layer_idx,
+        kernels.linear(normed, layer._qkv, layer._qkv_bias),
+        rotation,
+        (_weight(attention, "q_norm"), _weight(attention, "k_norm")),
+        eps,
+        attention.scaling,
+        _window(attention),
+    ).flatten(1)
+    states = kernels.fused_linear(attended, attention.o_proj.weight, attention.o_proj.bias, residual=states)
+    normed = kernels.rms_norm(states, after.weight, after.variance_epsilon)
+    gated = kernels.fused_linear(normed, layer._gate_up, gated=True)
+    return kernels.fused_linear(gated, layer.mlp.down_proj.weight, residual=states)
+
+
+def _weight(module: Any, name: str) -> torch.Tensor | None:
+    norm = getattr(module, name, None)
+    return None if norm is None else norm.weight
+
+
+def _window(attention: Any) -> int:
+    """How far back it sees, 0 for all: some layers say so themselves, in other families the config does for all."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window or 0
+    return getattr(attention.config, "sliding_window", None) or 0
