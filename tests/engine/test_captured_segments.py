@@ -108,6 +108,26 @@ def test_all_layers_of_known_kinds_are_fused_and_no_weight_is_kept_twice(family:
     assert sum(p.numel() for p in model.parameters()) == before
 
 
+def test_layers_that_were_fused_before_keep_their_weights_where_they_are() -> None:
+    """Another engine's graphs may read them there: a swap of exits makes a second one on the same model."""
+    model = copy.deepcopy(tiny_model("qwen2"))
+    layers = list(model.model.layers)
+    fuse_layers(layers, twin_kernels())
+    kinds = [type(layer) for layer in layers]
+    places = [(layer._qkv.data_ptr(), layer._qkv_bias.data_ptr(), layer._gate_up.data_ptr()) for layer in layers]
+    assert fuse_layers(layers, twin_kernels()) == len(layers)
+    assert [type(layer) for layer in layers] == kinds
+    assert places == [
+        (layer._qkv.data_ptr(), layer._qkv_bias.data_ptr(), layer._gate_up.data_ptr()) for layer in layers
+    ]
+    changed = layers[0].self_attn.k_proj
+    changed.weight = torch.nn.Parameter(changed.weight.detach() + 1.0)
+    fuse_layers(layers, twin_kernels())
+    assert torch.equal(
+        layers[0]._qkv, torch.cat([layers[0].self_attn.get_submodule(f"{x}_proj").weight for x in "qkv"])
+    )
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_layers_are_left_alone(family: str) -> None:
     model = copy.deepcopy(tiny_model(family))

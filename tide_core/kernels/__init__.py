@@ -196,11 +196,10 @@ def reference_kernels() -> Kernels:
 
 @functools.cache
 def native_digest() -> str:
-    """Of the file of the native module, so that timings of another build are told apart; empty without one."""
-    if _import_error() is not None:
-        return ""
-    path = importlib.import_module(_NATIVE_MODULE).__file__ or ""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    """Of the files of the native modules, so that timings of another build are told apart; empty without any."""
+    built = [name for name in (_NATIVE_MODULE, _CUDA_MODULE) if _import_error(name) is None]
+    raw = b"".join(Path(importlib.import_module(name).__file__ or "").read_bytes() for name in built)
+    return hashlib.sha256(raw).hexdigest()[:16] if built else ""
 
 
 def set_num_threads(count: int) -> None:

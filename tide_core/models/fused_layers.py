@@ -22,6 +22,10 @@ KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3
 """Layers that are known to do this and nothing else."""
 
 
+class FusedLayer:
+    """A layer that has been fused."""
+
+
 def fuse_layers(layers: Sequence[Any], kernels: CudaKernels) -> int:
     """Modifies the layers that can be fused; returns how many."""
     known: dict[type[nn.Module], type[nn.Module]] = {}
@@ -34,10 +38,12 @@ def fuse_layers(layers: Sequence[Any], kernels: CudaKernels) -> int:
         layer._qkv, layer._qkv_bias = stacked(*projections), stacked_bias(*projections)
         layer._gate_up = stacked(mlp.gate_proj, mlp.up_proj)
         kind = type(layer)
+        count += 1
+        if issubclass(kind, FusedLayer):  # by another engine on this model
+            continue
         if kind not in known:
             known[kind] = _fused_kind(kind, kernels)
         layer.__class__ = known[kind]
-        count += 1
     return count
 
 
@@ -57,7 +63,7 @@ def _can_be_fused(layer: Any) -> bool:
 def _fused_kind(kind: type[nn.Module], kernels: CudaKernels) -> type[nn.Module]:
     library: Any = kind.forward
 
-    class FusedLayer(kind):  # type: ignore[misc, valid-type]
+    class Fused(kind, FusedLayer):  # type: ignore[misc, valid-type]
         def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> Any:
             view, rotation = inputs["attention_mask"], inputs["position_embeddings"]
             if hasattr(view, "attend_joined") and rotation[0].shape[-1] == self.self_attn.head_dim:
@@ -66,8 +72,8 @@ def _fused_kind(kind: type[nn.Module], kernels: CudaKernels) -> type[nn.Module]:
 
         __call__ = forward
 
-    FusedLayer.__name__ = kind.__name__
-    return FusedLayer
+    Fused.__name__ = kind.__name__
+    return Fused
 
 
 def _run(

@@ -17,8 +17,25 @@ def stacked_bias(*linears: nn.Linear) -> torch.Tensor | None:
 
 
 def _join(linears: tuple[nn.Linear, ...], name: str) -> torch.Tensor:
-    stack = torch.cat([getattr(linear, name).detach() for linear in linears])
+    own = [getattr(linear, name).detach() for linear in linears]
+    joined = _joined_before(own)
+    if joined is not None:
+        return joined
+    stack = torch.cat(own)
     parts = torch.split(stack, [linear.out_features for linear in linears])
     for linear, part in zip(linears, parts, strict=True):
         setattr(linear, name, nn.Parameter(part, requires_grad=False))
     return stack
+
+
+def _joined_before(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """What these are already views of, one behind another: it must stay where it is, for graphs may have been captured
+    with it. None if they are not."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if len(parts) == 1 or not same or part.storage_offset() != end or not part.is_contiguous():
+            return None
+        end += part.numel()
+    size = (sum(len(part) for part in parts), *first.shape[1:])
+    return first.as_strided(size, first.stride())
