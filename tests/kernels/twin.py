@@ -23,6 +23,6 @@ def twin_kernels() -> CudaKernels:
         return k_pool.shape == v_pool.shape
 
     ops = reference.linear, reference.rms_norm, reference.silu_mul, reference.rotary, reference.write_kv
-    exits = reference.judge, workspace, reference.scatter_rows
+    exits = lambda logits, _: reference.peak(logits), reference.judge, workspace, reference.scatter_rows
     more = reference.fused_linear, reference.rotary_write, attend, workspace, *exits
     return CudaKernels("cuda", *ops, reference.paged_attention, *more, takes)

@@ -8,22 +8,19 @@ and V lie behind the row's end, where the next tokens will be written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tide_core.engine.captured_pass import TOKEN_SIZES, CapturedPass, Passes, room_for
-from tide_core.engine.cycle import Range, RowCycle
+from tide_core.engine.captured_pass import TOKEN_SIZES, Buffer, CapturedPass, Passes, Step, room_for
+from tide_core.engine.cycle import RowCycle
 from tide_core.engine.exits import Exits, Proposal
 from tide_core.kernels import CudaKernels
-from tide_core.kv.cache import PagedKV, RowSpan, StepIndex
-from tide_core.kv.kernel_view import Other, Room
+from tide_core.kv.cache import PagedKV, StepIndex
+from tide_core.kv.kernel_view import Room
 from tide_core.models.adapter import ModelAdapter
 from tide_core.sampling.adjust import needs_adjusting
-
-Step = tuple[StepIndex, list[Other]]
-"""What one pass of a chain is loaded with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ class CapturedDrafts:
 
     def run(self, rows: Sequence[RowCycle]) -> tuple[torch.Tensor, Proposal]:
         """States at the checkpoint [R, D] and what it proposes; its logits last until the next run."""
-        one = self._ready([self._step(rows, 0)])
+        one = self._ready(rows, [1] * len(rows))
         one.replay()
         scores, best_ids = one.both[0, :, : len(rows)].tolist()
         proposal = Proposal(one.logits[: len(rows)], scores, [int(i) for i in best_ids])
@@ -83,37 +80,42 @@ class CapturedDrafts:
 
     def run_chain(self, rows: Sequence[RowCycle], counts: Sequence[int]) -> Chain:
         """As many passes as the first row drafts; `counts` of the rows do not rise."""
-        steps = []
-        for ahead in range(counts[0]):
-            active = sum(count > ahead for count in counts)
-            steps.append(self._step(rows[:active], ahead))
-        one = self._ready(steps)
+        one = self._ready(rows, counts)
         one.replay()
         both = one.both[:, :, : len(rows)].tolist()
         return Chain(one.states[:, : len(rows)].clone(), [pair[0] for pair in both], [pair[1] for pair in both])
 
-    def _step(self, rows: Sequence[RowCycle], ahead: int) -> Step:
-        """The newest token of each row, or the one so far ahead of it, of which only the place is known."""
-        parts: list[tuple[RowCycle, Range]] = [(row, (len(row.tokens) - 1, len(row.tokens))) for row in rows]
-        spans = [row.span(tokens) for row, tokens in parts]
-        moved = [RowSpan(span.block_ids, span.start + ahead, 1) for span in spans]
-        index = StepIndex.build(moved, self._cache.block_size)
+    def _ready(self, rows: Sequence[RowCycle], counts: Sequence[int]) -> _DraftPass:
+        """The pass for a chain, loaded. All of the chain have one shape."""
+        steps, length = self._steps(rows, counts), counts[0]
+        room = room_for(steps[0][0], 3)
+        return self._passes.ready((room, length), lambda: self._new(room, length), steps)
+
+    def _steps(self, rows: Sequence[RowCycle], counts: Sequence[int]) -> list[Step]:
+        """The newest token of each row, and those ahead of it, of which only the place is known."""
+        size, newest = self._cache.block_size, [len(row.tokens) - 1 for row in rows]
+        last = [
+            row.span((token + count - 1, token + count)) for row, token, count in zip(rows, newest, counts, strict=True)
+        ]
+        tables = StepIndex.build(last, size).block_tables
+        parts = [(row, (token, token + 1)) for row, token in zip(rows, newest, strict=True)]
         origins = self._exits.origins(parts, drafting=True)
         slots, distances = np.zeros((2, len(rows)), dtype=np.int64) if origins is None else origins
-        distances = np.where(distances > 0, distances + ahead, 0)
         tokens = np.asarray([row.tokens[-1] for row in rows], dtype=np.int64)
-        return index, [(tokens, 0), (slots, 0), (distances, 0)]
-
-    def _ready(self, steps: list[Step]) -> _DraftPass:
-        """The pass for a chain, loaded. All of the chain have one shape."""
-        (index, others), *following = steps
-        room = replace(room_for(index, 3), blocks=max(room_for(each, 3).blocks for each, _ in steps))
-        return self._passes.ready((room, len(steps)), lambda: self._new(room, len(steps)), index, others, following)
+        places = np.asarray([row.step.start + token for row, token in zip(rows, newest, strict=True)], dtype=np.int64)
+        steps: list[Step] = []
+        for ahead in range(counts[0]):
+            active = sum(count > ahead for count in counts)
+            index = StepIndex.of_places(places[:active] + ahead, tables[:active], size)
+            away = np.where(distances[:active] > 0, distances[:active] + ahead, 0)
+            steps.append((index, [(tokens[:active], 0), (slots[:active], 0), (away, 0)]))
+        return steps
 
     def _new(self, room: Room, length: int) -> _DraftPass:
-        links = [_DraftPass(self._cache, self._kernels, room) for _ in range(length)]
+        buffer = Buffer.of(room.size * length, self._cache.device)
+        links = [_DraftPass(self._cache, self._kernels, room, part) for part in buffer.parts(length)]
         for link in links:
-            link.prepare(self._adapter, self._exits, self._layers, links[1:])
+            link.prepare(self._adapter, self._exits, self._layers, links, buffer)
         return links[0]
 
 
@@ -127,17 +129,22 @@ class _DraftPass(CapturedPass):
     both: torch.Tensor
     """Scores and best ids, [D, 2, R]."""
 
-    def prepare(self, adapter: ModelAdapter, exits: Exits, layers: range, following: Sequence[_DraftPass]) -> None:
-        self._adapter, self._exits, self._layers, self._following = adapter, exits, layers, following
+    def prepare(
+        self, adapter: ModelAdapter, exits: Exits, layers: range, links: Sequence[_DraftPass], whole: Buffer
+    ) -> None:
+        self._adapter, self._exits, self._layers = adapter, exits, layers
+        self._links, self._whole = links, whole
 
-    def fill(self, following: Sequence[Step]) -> None:
-        for link, (index, others) in zip(self._following, following, strict=True):
-            link.load(index, others)
+    def load(self, steps: Sequence[Step]) -> None:
+        self._whole.wait()
+        for link, step in zip(self._links, steps, strict=True):
+            link.write_down(step)
+        self._whole.send()
 
     def _run(self) -> None:
         states, both = [], []
         tokens = self.others[0]
-        for link in (self, *self._following):
+        for link in self._links:
             at_checkpoint, self.logits, judged = link.draft(tokens)
             states.append(at_checkpoint)
             both.append(judged)

@@ -18,6 +18,8 @@ from tide_core.kv.cache import PagedKV, StepIndex
 from tide_core.kv.kernel_view import FEW_QUERIES, KernelView, Other, Room
 from tide_core.models.adapter import ModelAdapter
 
+Step = tuple[StepIndex, Sequence[Other]]
+"""What a pass is loaded with."""
 TOKEN_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEWEST_BLOCKS = 16
 
@@ -44,30 +46,56 @@ def room_for(index: StepIndex, others: int) -> Room:
     return Room(tokens, tokens, max(FEWEST_BLOCKS, 1 << max(0, blocks - 1).bit_length()), others)
 
 
+class Buffer:
+    """Indices on the host and on the device."""
+
+    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        self.host, self.device, self.numpy = host, device, host.numpy()
+        self._sent: Any = torch.cuda.Event() if device.is_cuda else None  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> Buffer:
+        host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return cls(host, torch.zeros(size, dtype=torch.int32, device=device))
+
+    def parts(self, num: int) -> list[Buffer]:
+        """As many equal parts of it."""
+        return [Buffer(*pair) for pair in zip(self.host.chunk(num), self.device.chunk(num), strict=True)]
+
+    def wait(self) -> None:
+        """Until the last transfer is done, so that the host's side can be written again."""
+        if self._sent is not None and not self._sent.query():
+            self._sent.synchronize()
+
+    def send(self) -> None:
+        self.device.copy_(self.host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
 class CapturedPass(KernelView):
     """The view that the pass's own layers see. What it runs is `_run`, in a class of its own."""
 
-    def __init__(self, cache: PagedKV, kernels: CudaKernels, room: Room) -> None:
+    def __init__(self, cache: PagedKV, kernels: CudaKernels, room: Room, buffer: Buffer | None = None) -> None:
+        """With a `buffer` of its size, or a part of one, it is loaded by whoever has that."""
         self._room = room
-        self._host = torch.zeros(room.size, dtype=torch.int32, pin_memory=cache.device.type == "cuda")
-        self._device = torch.zeros(room.size, dtype=torch.int32, device=cache.device)
-        *self.others, positions, slots, starts, lens, tables = room.split(self._device)
+        self._buffer = Buffer.of(room.size, cache.device) if buffer is None else buffer
+        *self.others, positions, slots, starts, lens, tables = room.split(self._buffer.device)
         self._take(cache, kernels, StepIndex.build([], cache.block_size), (positions, slots, starts, lens, tables))
         self._max_queries, self._max_context = FEW_QUERIES, room.blocks * cache.block_size
         self._graph: Any = None
-        self._sent: Any = None
-        """When the last transfer is done."""
 
-    def load(self, index: StepIndex, others: Sequence[Other]) -> None:
+    def load(self, steps: Sequence[Step]) -> None:
         """Bring a step's indices to the device, and what else the pass reads of every token."""
-        if self._sent is not None:  # the transfer before this one may still read the buffer
-            self._sent.synchronize()
-        self._index = index
-        self._room.fill(self._host.numpy(), index, others)
-        self._device.copy_(self._host, non_blocking=True)
-        if self._device.is_cuda:
-            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
+        self._buffer.wait()
+        [step] = steps
+        self.write_down(step)
+        self._buffer.send()
+
+    def write_down(self, step: Step) -> None:
+        """A step's indices, on the host as yet."""
+        self._index, others = step
+        self._room.fill(self._buffer.numpy, self._index, others)
 
     @property
     def pool(self) -> Any:
@@ -92,8 +120,9 @@ class CapturedPass(KernelView):
         else:
             self._graph.replay()
 
-    def fill(self, more: Any) -> None:
-        """Bring what else the pass takes."""
+    def enter(self, entering: torch.Tensor) -> None:
+        """What the pass takes that is on the device already."""
+        raise NotImplementedError
 
     def _run(self) -> None:
         raise NotImplementedError
@@ -115,17 +144,17 @@ class Passes(Generic[One]):
         self,
         shape: object,
         make: Callable[[], One],
-        index: StepIndex,
-        others: Sequence[Other],
-        more: Any = None,
+        steps: Sequence[Step],
+        entering: torch.Tensor | None = None,
     ) -> One:
         """The pass of this shape, loaded, to be replayed."""
         fresh = shape not in self._by_shape
         if fresh:
             self._by_shape[shape] = make()
         one = self._by_shape[shape]
-        one.load(index, others)
-        one.fill(more)
+        one.load(steps)
+        if entering is not None:
+            one.enter(entering)
         if fresh and self._capture:
             one.capture(self._pool)
             self._pool = one.pool

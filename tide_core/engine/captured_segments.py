@@ -6,8 +6,10 @@ are asked for theirs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +34,8 @@ class Captured:
     normed: torch.Tensor | None = None
     """Behind the last segment."""
     logits: torch.Tensor | None = None
+    best: torch.Tensor | None = None
+    """The largest of the logits and where it stands, [2, T] float64."""
     tapped: dict[int, torch.Tensor] | None = None
     is_remembered: bool = False
     """Whether the exits have been given all that they keep."""
@@ -77,15 +81,14 @@ class CapturedSegments:
         others = [(flat, 0), *(self._kept(index, parts) if keeps else ())]
         room = room_for(index, len(others))
         shape = segment, room, ends, keeps
-        one = self._passes.ready(
-            shape, lambda: self._new(segment, room, entering, ends, keeps), index, others, entering
-        )
+        make = functools.partial(self._new, segment, room, entering, ends=ends, keeps=keeps)
+        one = self._passes.ready(shape, make, [(index, others)], entering)
         one.replay()
         if not is_last:
             return Captured(one.states[:num].clone())
         tapped = {tap: at[:num] for tap, at in one.tapped.items()}
-        logits = one.logits[:num] if ends else None
-        return Captured(one.states[:num], one.normed[:num], logits, tapped, keeps)
+        logits, best = (one.logits[:num], one.best[:, :num]) if ends else (None, None)
+        return Captured(one.states[:num], one.normed[:num], logits, best, tapped, keeps)
 
     def _can_keep(self, parts: Sequence[Part]) -> bool:
         """Whether what the exits keep follows from these tokens alone, in the order they are in."""
@@ -102,7 +105,7 @@ class CapturedSegments:
         deep = np.zeros((2, len(tracked)), dtype=np.int64) if origins is None else origins
         return [(np.where(tracked, index.slots, -1), -1), (deep[0], 0), (deep[1], 0)]
 
-    def _new(self, segment: int, room: Room, entering: torch.Tensor | None, ends: bool, keeps: bool) -> _SegmentPass:
+    def _new(self, segment: int, room: Room, entering: torch.Tensor | None, *, ends: bool, keeps: bool) -> _SegmentPass:
         one = _SegmentPass(self._cache, self._kernels, room)
         one.prepare(self._adapter, self._segments[segment], self._exits, entering, ends=ends, keeps=keeps)
         one.is_last = segment == len(self._segments) - 1
@@ -115,8 +118,10 @@ class _SegmentPass(CapturedPass):
     states: torch.Tensor
     normed: torch.Tensor
     logits: torch.Tensor
+    best: torch.Tensor
     entering: torch.Tensor
     is_last: bool
+    _scratch: Any = None
 
     def prepare(
         self,
@@ -134,9 +139,8 @@ class _SegmentPass(CapturedPass):
         if entering is not None:
             self.entering = entering.new_zeros(self._room.tokens, entering.shape[1])
 
-    def fill(self, entering: torch.Tensor | None) -> None:
-        if entering is not None:
-            self.entering[: len(entering)] = entering
+    def enter(self, entering: torch.Tensor) -> None:
+        self.entering[: len(entering)] = entering
 
     def _run(self) -> None:
         adapter, layers = self._adapter, self._layers
@@ -154,3 +158,10 @@ class _SegmentPass(CapturedPass):
             self._exits.keep(self, entering[0], self.normed, self.tapped, slots, deep_slots, distances)
         if self._ends:
             self.logits = adapter.head(self.normed)
+            peaks = self._kernels.peak(self.logits, self._scratch_for(self.logits))
+            self.best = torch.stack((peaks.best.double(), peaks.best_at.double()))
+
+    def _scratch_for(self, logits: torch.Tensor) -> Any:
+        if self._scratch is None:  # the first run is not captured
+            self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
+        return self._scratch

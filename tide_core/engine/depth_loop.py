@@ -113,10 +113,6 @@ class DepthLoop:
         self._leave([(row, (len(row.tokens) - 1, len(row.tokens))) for row in rows], 0, states)
         self._note(rows, 0)
 
-    def note_newest_of(self, row: RowCycle, states: torch.Tensor) -> None:
-        """Likewise of one row, to these states [1, D]."""
-        self.note_newest([row], states)
-
     def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
         """The states that enter a segment, [1, T, D]."""
         if segment == 0:

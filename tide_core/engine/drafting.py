@@ -81,10 +81,15 @@ class Drafter:
         chain = captured.run_chain(rows, counts)
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             for ahead in range(count):
-                self._depth.note_newest_of(row, chain.states[ahead, place : place + 1])
-                score, best_id = chain.scores[ahead][place], int(chain.best_ids[ahead][place])
-                if self._leave_with(0, [row], Proposal(chain.states[ahead], [score], [best_id])):
+                self._depth.note_newest([row], chain.states[ahead, place : place + 1])
+                score = chain.scores[ahead][place]
+                row.headed[0], row.last_score = len(row.tokens), score
+                if not math.isfinite(score):
+                    row.non_finite += 1
+                if not score >= row.step.policy.draft_thresholds[0]:
                     row.stopped = True
+                    break
+                self._take(row, 0, score, Choice(int(chain.best_ids[ahead][place])))
                 if row.stopped:
                     break
 

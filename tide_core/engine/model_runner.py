@@ -72,7 +72,7 @@ class ModelRunner:
         if self.exits is not None and any(row.tracked for row in rows) and not known.is_remembered:
             normed = self.adapter.norm(deep.states) if normed is None else normed
             self._remember(rows, deep, normed)
-        return StepResult(tuple(self._decide(rows, deep, normed, known.logits)))
+        return StepResult(tuple(self._decide(rows, deep, normed, known)))
 
     def _remember(self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor) -> None:
         """Deep states of this step's tokens, and the heads' K and V that follow from them."""
@@ -95,12 +95,12 @@ class ModelRunner:
             self.exits.refresh(index, joined, same, states)
 
     def _decide(
-        self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor | None, logits: torch.Tensor | None
+        self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor | None, known: Captured
     ) -> list[RowResult]:
         """Full-depth logits where a row wants them, and the tokens that follow."""
         wanted = [_wanted(row, len(self.segments) - 1) for row in rows]
-        if logits is not None:  # of every token, and every token was wanted
-            return self._verifier.settle(rows, wanted, logits)
+        if known.logits is not None:  # of every token, and every token was wanted
+            return self._verifier.settle(rows, wanted, known.logits, known.best)
         states = deep.states if normed is None else normed
         if not any(wanted):
             empty = states.new_empty(0, self.adapter.vocab_size)

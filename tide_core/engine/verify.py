@@ -58,9 +58,14 @@ class Verifier:
         self._num_layers = num_layers
 
     def settle(
-        self, rows: Sequence[RowCycle], wanted: Sequence[Sequence[int]], logits: torch.Tensor
+        self,
+        rows: Sequence[RowCycle],
+        wanted: Sequence[Sequence[int]],
+        logits: torch.Tensor,
+        best: torch.Tensor | None = None,
     ) -> list[RowResult]:
-        """`wanted[r]` are the tokens of row r whose full-depth logits are in `logits`, [sum, V], in that order."""
+        """`wanted[r]` are the tokens of row r whose full-depth logits are in `logits`, [sum, V], in that order. `best`
+        are the largest of each and where they stand, [2, sum], where that is known."""
         where = [(r, token) for r, tokens in enumerate(wanted) for token in tokens]
         # Drafts that were drawn are judged by the rejection rule; everything else is a plain choice at full depth.
         drawn = [i for i, (r, token) in enumerate(where) if _drawn(rows[r], token) is not None]
@@ -70,7 +75,7 @@ class Verifier:
         plain = [i for i in range(len(where)) if said[i].target is None]
         if plain:
             sampling = [rows[r].sampling_row(token) for r, token in (where[i] for i in plain)]
-            chosen = sample(logits if len(plain) == len(where) else logits[plain], sampling)
+            chosen = sample(logits, sampling, best) if len(plain) == len(where) else sample(logits[plain], sampling)
             for i, choice in zip(plain, chosen, strict=True):
                 said[i] = Deep(logits[i], choice)
         by_row: list[dict[int, Deep]] = [{} for _ in rows]

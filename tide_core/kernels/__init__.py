@@ -22,7 +22,7 @@ from torch import Tensor
 from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import elsewhere, reference
-from tide_core.kernels.reference import RouterWeights
+from tide_core.kernels.reference import Peaks, RouterWeights
 
 __all__ = [
     "CudaKernels",
@@ -147,9 +147,10 @@ class CudaKernels(Kernels):
     """`paged_attention`, told at most how many queries and positions a row has."""
     attention_workspace: Callable[[int, int, int, int, torch.device], Tensor]
     """For `attend`: tokens, query heads, their size, positions, and where."""
+    peak: Callable[[Tensor, Any], Peaks]
     judge: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
     judge_scratch: Callable[..., Any]
-    """For `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     takes: Callable[[Tensor, Tensor], bool]
     """Whether `attend` knows keys and values as these pools hold them."""
@@ -184,7 +185,7 @@ def cuda_kernels() -> CudaKernels:
     cuda = importlib.import_module("tide_core.kernels.cuda")
     ops = cuda.linear_of_any, cuda.rms_norm, cuda.silu_mul, cuda.rotary, cuda.write_kv, cuda.paged_attention
     attention = cuda.paged_attention, cuda.attention_workspace
-    exits = cuda.judge, cuda.Scratch.sized
+    exits = cuda.peak, cuda.judge, cuda.Scratch.sized
     more = cuda.fused_linear_of_any, cuda.rotary_write, *attention, *exits, cuda.scatter_rows, cuda.takes
     return CudaKernels("cuda", *ops, *more)
 

@@ -32,7 +32,7 @@ class Scratch:
 
 
 def peak(
-    logits: Tensor, *, num_rows: Tensor | None = None, scratch: Scratch | None = None, out: Peaks | None = None
+    logits: Tensor, scratch: Scratch | None = None, *, num_rows: Tensor | None = None, out: Peaks | None = None
 ) -> Peaks:
     """How each row of `logits` [R, V] ends: best, its index, second and sum of exp(x - best), [R] each."""
     device = home(logits)

@@ -49,8 +49,14 @@ class Room:
 
     @property
     def size(self) -> int:
-        """In 32-bit numbers."""
-        return 2 * self.tokens * (self.others + 2) + 2 * self.rows + 1 + self.rows * self.blocks
+        """In 32-bit numbers; an even one, so that rooms can lie one behind another."""
+        used = 2 * self.tokens * (self.others + 2) + 2 * self.rows + 1 + self.rows * self.blocks
+        return used + used % 2
+
+    @property
+    def _borders(self) -> tuple[int, int, int]:
+        """Where the 32-bit parts end."""
+        return self.rows + 1, 2 * self.rows + 1, 2 * self.rows + 1 + self.rows * self.blocks
 
     def fill(self, host: Array, index: StepIndex, others: Sequence[Other] = ()) -> None:
         """Write a step's indices. What is left of the room belongs to no row and is written nowhere."""
@@ -60,7 +66,7 @@ class Room:
         for row, (values, rest) in enumerate((*others, (index.positions, 0), (index.slots, -1))):
             wide[row, :num_tokens] = values
             wide[row, num_tokens:] = rest
-        starts, lens, tables = np.split(narrow, (self.rows + 1, 2 * self.rows + 1))
+        starts, lens, tables, _ = np.split(narrow, self._borders)
         starts[: num_rows + 1], starts[num_rows + 1 :] = index.query_starts, num_tokens
         lens[:num_rows], lens[num_rows:] = index.context_lens, 0
         tables.reshape(self.rows, self.blocks)[:num_rows, : index.block_tables.shape[1]] = index.block_tables
@@ -68,9 +74,7 @@ class Room:
     def split(self, sent: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The buffer as its parts: others and positions and slots, starts, lengths, tables."""
         wide = sent[: 2 * self.tokens * (self.others + 2)].view(torch.int64).view(-1, self.tokens)
-        starts, lens, tables = torch.split(
-            sent[2 * wide.numel() :], [self.rows + 1, self.rows, self.rows * self.blocks]
-        )
+        starts, lens, tables, _ = torch.tensor_split(sent[2 * wide.numel() :], self._borders)
         return *wide.unbind(), starts, lens, tables.view(self.rows, self.blocks)
 
 

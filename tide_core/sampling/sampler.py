@@ -47,12 +47,13 @@ NO_TOKEN = -1
 AFTER_ADJUSTING = " after bias, masks and penalties"
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose a token for each row of `logits` [R, V]; any float dtype, any device. `logits` is not changed."""
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], known: torch.Tensor | None = None) -> list[SampledToken]:
+    """Choose a token for each row of `logits` [R, V]; any float dtype, any device. `logits` is not changed. `known` are
+    the largest of each row and where it stands, [2, R], where somebody has looked already."""
     assert logits.shape[:-1] == (len(rows),), "one row of logits for each row"
     if not rows:
         return []
-    token_ids, errors = _best(logits)  # 1
+    token_ids, errors = _best(logits, known=known)  # 1
     worked = [r for r, row in enumerate(rows) if r not in errors and (not row.params.is_greedy or needs_adjusting(row))]
     if worked:
         chosen, failed, _, _ = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 11
@@ -134,13 +135,19 @@ def _choose(
     return token_ids, errors, drawn, weights
 
 
-def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, str]]:
+def _best(
+    logits: torch.Tensor, when: str = "", *, known: torch.Tensor | None = None
+) -> tuple[list[int], dict[int, str]]:
     """The largest logit's id in each row of [R, V], the lowest among equals, and errors by row.
 
     The maximum of a row is NaN if any logit is, +inf if any is, and -inf only if all are: one look at it is the whole
     finite check.
     """
-    maxima, best_ids = best(logits)
+    if known is None:
+        maxima, best_ids = best(logits)
+    else:
+        maxima, places = known.tolist()
+        best_ids = [int(place) for place in places]
     errors = {
         r: f"numerical_error: the largest logit of the row is {maximum}{when}"
         for r, maximum in enumerate(maxima)
