@@ -15,6 +15,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 UNIT = Path(__file__).parent / "unit"
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _share_out(items)
     import torch
