@@ -15,9 +15,15 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 UNIT = Path(__file__).parent / "unit"
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """For `-n 2 --dist loadgroup`: one process has all that start Ray, which mostly waits, and begins with them; the
+    other takes file after file, and the rest is shared when one has nothing left."""
+    item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("serve") else str(item.path)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _share_out(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("serve") is None)
     import torch
 
     if torch.cuda.is_available():
@@ -25,16 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _share_out(items: list[pytest.Item]) -> None:
-    """For `-n 2 --dist loadgroup`: one process has all that start Ray, which mostly waits, and begins with them; the
-    other takes file after file, and the rest is shared when one has nothing left."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("serve") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("serve") is None)
 
 
 @pytest.fixture(autouse=True)
