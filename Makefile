@@ -84,7 +84,7 @@ $(STAMPS)/emulator: $(STAMPS)/venv tools/emulator.txt
 	@touch $@
 
 test: setup emulator lint ## Everything CI runs
-	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 protos: ## Generate the gRPC stubs in tide/v1 from protos/
 	@PYTHON=$(PYTHON) tools/generate_protos.sh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,17 +14,26 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 UNIT = Path(__file__).parent / "unit"
+RAY = ("tests/job/", "tests/serve/")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """For `-n 2 --dist loadgroup`: one process has all that start Ray, which mostly waits, and begins with them; the
-    other takes file after file, and the rest is shared when one has nothing left."""
-    item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("serve") else str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2` one process has all that start Ray, which mostly waits, and begins with them; the other takes file
+    after file, and shares the rest when that one has nothing left."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return "ray" if path.startswith(RAY) else path
+
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("serve") is None)
+        items.sort(key=lambda item: not item.nodeid.startswith(RAY))
     import torch
 
     if torch.cuda.is_available():
