@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import Bar, Part
+from benchmarks.byte_tokenizer import byte_tokenizer
 from benchmarks.calibration_runs import Cluster, Run
 
 MORE = 8
@@ -17,7 +18,6 @@ MORE = 8
 SHARD_SEQUENCES = 16
 HELD_OUT = {"min_calibration": 4 * SHARD_SEQUENCES, "min_test": 2 * SHARD_SEQUENCES}
 DOCUMENT_WORDS = 700
-END = "<|end|>"
 
 COMMON: dict[str, Any] = {
     "greedy_share": 1.0,
@@ -35,19 +35,13 @@ COMMON: dict[str, Any] = {
 def make_model(folder: Path, *, hidden: int, layers: int) -> Path:
     """A random Llama over bytes."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    vocabulary = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    raw = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=raw, **dict.fromkeys(("eos_token", "pad_token"), END)).save_pretrained(
-        folder
-    )
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,

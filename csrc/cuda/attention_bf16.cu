@@ -2,6 +2,6 @@
 
 namespace tide::cuda {
 
-template bool launch_attention_tiles<__nv_bfloat16>(const PagedAttentionParams&, cudaStream_t);
+template bool launch_attention_tiles<__nv_bfloat16>(const PagedAttentionParams&, bool&, cudaStream_t);
 
 }  // namespace tide::cuda

@@ -16,7 +16,7 @@ constexpr int kDimsPerThread = kMaxHeadDim / 32;
 constexpr int kDimsPerEighth = kMaxHeadDim / 8;
 
 template <typename T>
-__global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_constant__ PagedAttentionParams p) {
+__global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_constant__ AttentionWork p) {
     __shared__ PieceFinder<kPlainThreads, kPlainLanes> finder;
     const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int dims = static_cast<int>(p.head_dim), block_size = static_cast<int>(p.block_size);
@@ -27,16 +27,18 @@ __global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_co
     wait_for_previous();
     const Partials to = partials(p);
     finder.count(p);
-    for (int64_t index = blockIdx.x; index < finder.total(); index += gridDim.x) {
-        const Piece piece = finder.find(p, index);
-        __syncthreads();  // all have their copy
+    const int total_pieces = finder.total();
+    for (int64_t index = blockIdx.x; index < total_pieces; index += gridDim.x) {
+        const Piece piece = finder.find(p, static_cast<int>(index));
+        if (warp >= piece.num_lanes) continue;  // the same for the whole warp
         const Lane lane = lane_of(p, piece, warp);
-        const Target target = target_of(p, lane, piece.chunk, to.chunks);
-        if (!target.needed) continue;  // the same for the whole warp; the next find() syncs
+        if (!lane.sees(piece.chunk)) continue;
+        const int64_t partial = lane.row(p) * to.chunks + piece.chunk;
         const int begin = chunk_begin(piece.chunk);
         const int end = min(chunk_begin(piece.chunk + 1), lane.span.high);
-        const int32_t* table = p.block_tables + piece.row_index * p.max_blocks;
-        const T* query = static_cast<const T*>(p.q) + lane.token * p.q_token_stride + lane.head * p.q_head_stride;
+        const int32_t* table = p.block_tables + int64_t{piece.row} * p.max_blocks;
+        const T* query =
+            static_cast<const T*>(p.q) + int64_t{lane.token} * p.q_token_stride + lane.head * p.q_head_stride;
         float q[kDimsPerEighth];
 #pragma unroll
         for (int i = 0; i < kDimsPerEighth; ++i) {
@@ -92,13 +94,13 @@ __global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_co
         for (int i = 0; i < kDimsPerThread; ++i) {
             const int dim = i * 32 + thread;
             if (dim >= dims) continue;
-            if (target.whole) {
-                static_cast<T*>(p.out)[target.out + dim] = from_float<T>(sums[i] * inverse);
+            if (lane.is_whole()) {
+                static_cast<T*>(p.out)[lane.row(p) * p.head_dim + dim] = from_float<T>(sums[i] * inverse);
             } else {
-                to.sums[target.partial * p.head_dim + dim] = sums[i];
+                to.sums[partial * p.head_dim + dim] = sums[i];
             }
         }
-        if (!target.whole && thread == 0) to.stats[target.partial] = make_float2(peak, total);
+        if (!lane.is_whole() && thread == 0) to.stats[partial] = make_float2(peak, total);
     }
 }
 
@@ -106,7 +108,7 @@ template <typename T>
 void launch_attention_plain(const PagedAttentionParams& p, cudaStream_t stream) {
     constexpr int64_t kCtasPerSm = 8;
     const int64_t resident = current_device("paged_attention").num_sms * kCtasPerSm;
-    launch("paged_attention", attention_plain<T>, {resident, kPlainThreads}, stream, p);
+    launch("paged_attention", attention_plain<T>, {resident, kPlainThreads}, stream, AttentionWork(p));
 }
 
 }  // namespace tide::cuda

@@ -1,4 +1,4 @@
-// How paged attention is cut into pieces, and how a CTA finds the pieces that are its own.
+// How paged attention is cut into pieces, and how a warp finds the pieces that are its CTA's own.
 //
 // The context is cut into chunks whose borders depend on the position alone, so a query adds up the same chunks in the
 // same order whatever else is in the batch. A piece is one chunk of one row for one kv head and up to kLanes of its
@@ -11,163 +11,214 @@
 
 namespace tide::cuda {
 
-// Chunks of 512 positions up to 32 Ki, of 1024 up to 64 Ki, then of 2048, so that partial results stay few.
+// Chunks of 512 positions up to 32 Ki, then of 1024, so that partial results stay few.
 constexpr int kChunk = 512;
-constexpr int kLargestChunk = 4 * kChunk;
-constexpr int kFirstLong = 32 * 1024, kFirstLonger = 64 * 1024;
+constexpr int kLargestChunk = 2 * kChunk;
+constexpr int kFirstLong = 32 * 1024;
 constexpr int kChunksBeforeLong = kFirstLong / kChunk;
-constexpr int kChunksBeforeLonger = kChunksBeforeLong + (kFirstLonger - kFirstLong) / (2 * kChunk);
 
 __host__ __device__ inline int chunk_begin(int chunk) {
     if (chunk < kChunksBeforeLong) return chunk * kChunk;
-    if (chunk < kChunksBeforeLonger) return kFirstLong + (chunk - kChunksBeforeLong) * (2 * kChunk);
-    return kFirstLonger + (chunk - kChunksBeforeLonger) * kLargestChunk;
+    return kFirstLong + (chunk - kChunksBeforeLong) * kLargestChunk;
 }
 
 __host__ __device__ inline int chunk_of(int position) {
     if (position < kFirstLong) return position / kChunk;
-    if (position < kFirstLonger) return kChunksBeforeLong + (position - kFirstLong) / (2 * kChunk);
-    return kChunksBeforeLonger + (position - kFirstLonger) / kLargestChunk;
+    return kChunksBeforeLong + (position - kFirstLong) / kLargestChunk;
 }
 
 __host__ __device__ inline int64_t num_chunks(int64_t context) {
     return context > 0 ? chunk_of(static_cast<int>(context - 1)) + 1 : 0;
 }
 
-// The workspace: sums [T, num_heads, chunks, head_dim], then the largest score and the total of each.
+// The workspace: counters of finished chunks, zero between calls and always in the same place; then sums
+// [T, num_heads, chunks, head_dim]; then the largest score and the total of each.
+constexpr int64_t kCounters = 64 * 1024;
+
 struct Partials {
+    int32_t* counters;
     float* sums;
     float2* stats;  // x: largest score in units of log2(e), y: sum of exp2(score - largest)
-    int64_t chunks;
+    int chunks;
 };
 
 __host__ __device__ inline Partials partials(const PagedAttentionParams& p) {
     const int64_t chunks = num_chunks(p.max_context);
-    float* sums = static_cast<float*>(p.workspace);
-    return {sums, reinterpret_cast<float2*>(sums + p.num_tokens * p.num_heads * chunks * p.head_dim), chunks};
+    int32_t* counters = static_cast<int32_t*>(p.workspace);
+    float* sums = reinterpret_cast<float*>(counters + kCounters);
+    return {counters, sums, reinterpret_cast<float2*>(sums + p.num_tokens * p.num_heads * chunks * p.head_dim),
+            static_cast<int>(chunks)};
 }
+
+// Divides numbers below 2^31 by a number known to the host: a division on the device takes longer than a read of the
+// second-level cache, and a CTA needs several of them before its first read of keys.
+struct Divider {
+    uint32_t factor;
+    int shift;
+
+    explicit Divider(int64_t by) : shift(31) {
+        while ((int64_t{1} << (shift - 31)) < by) ++shift;
+        factor = static_cast<uint32_t>(((uint64_t{1} << shift) + by - 1) / by);
+    }
+    __device__ int operator()(int v) const {
+        return static_cast<int>((static_cast<uint64_t>(static_cast<uint32_t>(v)) * factor) >> shift);
+    }
+};
+
+// The params, and what the host makes of them for the kernels. Counts of heads and positions are 32 bits wide.
+struct AttentionWork : PagedAttentionParams {
+    int group, kv_heads, page_units;  // query heads of a kv head; kv heads; 8 positions each, of a page
+    int seen;                         // the most positions a query sees
+    Divider by_group, by_kv_heads, by_page_units;
+    bool counted = false;  // chunks are counted, and whoever stores the last one adds them up
+
+    explicit AttentionWork(const PagedAttentionParams& p)
+        : PagedAttentionParams(p),
+          group(static_cast<int>(p.num_heads / p.num_kv_heads)),
+          kv_heads(static_cast<int>(p.num_kv_heads)),
+          page_units(static_cast<int>(p.block_size / kPageUnit)),
+          seen(p.window > 0 && p.window < INT32_MAX ? static_cast<int>(p.window) : INT32_MAX),
+          by_group(group),
+          by_kv_heads(kv_heads),
+          by_page_units(page_units) {}
+
+    static constexpr int kPageUnit = 8;
+};
 
 // Positions [low, high) that a query at `position` sees.
 struct Span {
     int low, high;
 };
 
-__device__ inline Span span_of(const PagedAttentionParams& p, int position) {
-    const int64_t low = p.window > 0 ? int64_t{position} - p.window + 1 : 0;
-    return {low > 0 ? static_cast<int>(low) : 0, position + 1};
+__host__ __device__ inline Span span_of(const AttentionWork& p, int position) {
+    const int low = position + 1 - p.seen;
+    return {low > 0 ? low : 0, position + 1};
 }
 
 // One row: its queries are the last of `length` positions and see chunks first_chunk to last_chunk.
 struct RowWork {
-    int first_query, num_queries, length, first_chunk, last_chunk, num_groups;
+    int first_query, num_queries, length;
+    int first_chunk, last_chunk, lanes;  // lanes of one kv head
 
-    __device__ int64_t num_pieces(int64_t num_kv_heads) const {
-        return num_queries > 0 && length > 0 ? (last_chunk - first_chunk + 1) * num_groups * num_kv_heads : 0;
+    __device__ RowWork(const AttentionWork& p, int first_query, int num_queries, int length)
+        : first_query(first_query), num_queries(num_queries), length(length), lanes(num_queries * p.group) {
+        first_chunk = chunk_of(span_of(p, max(length - num_queries, 0)).low);
+        last_chunk = chunk_of(max(length - 1, 0));
+    }
+    template <int kLanes>
+    __device__ int num_groups() const {
+        return (lanes + kLanes - 1) / kLanes;
+    }
+    template <int kLanes>
+    __device__ int num_pieces(const AttentionWork& p) const {
+        if (num_queries <= 0 || length <= 0) return 0;
+        return (last_chunk - first_chunk + 1) * num_groups<kLanes>() * p.kv_heads;
     }
 };
 
-template <int kLanes>
-__device__ inline RowWork row_work(const PagedAttentionParams& p, int64_t row) {
-    RowWork w;
-    w.first_query = p.query_starts[row];
-    w.num_queries = p.query_starts[row + 1] - w.first_query;
-    w.length = p.context_lens[row];
-    const int64_t lanes = w.num_queries * (p.num_heads / p.num_kv_heads);
-    w.num_groups = static_cast<int>((lanes + kLanes - 1) / kLanes);
-    w.first_chunk = chunk_of(span_of(p, max(w.length - w.num_queries, 0)).low);
-    w.last_chunk = chunk_of(max(w.length - 1, 0));
-    return w;
-}
-
 struct Piece {
-    RowWork row;
-    int64_t row_index;
-    int kv_head, chunk, first_lane;
+    int row, first_query, num_queries, length;
+    int kv_head, chunk, first_lane, num_lanes;
+    int num_chunks;  // that the queries of the row see, all together
+
+    __device__ int begin() const { return chunk_begin(chunk); }
+    __device__ int end() const { return min(chunk_begin(chunk + 1), length); }
+    // Queries past the last one count on: nothing of theirs is kept.
+    __device__ int position_of(int query) const { return length - num_queries + query; }
 };
 
-// Thread i counts the pieces of the i-th share of neighbouring rows; whoever has the piece wanted tells the others.
-// All of it lies in shared memory: the kernels need their registers for sums.
+// Thread i counts the pieces of the i-th share of neighbouring rows. All of it lies in shared memory: the kernels need
+// their registers for sums. There are less than 2^31 pieces, for each is a page of memory or more.
 template <int kThreads, int kLanes>
 struct PieceFinder {
-    int64_t begins[kThreads + 1];  // pieces of the shares before, and of all
-    int64_t warp_totals[kThreads / 32];
-    Piece found;
+    int begins[kThreads + 1];  // pieces of the shares before, and of all
+    int warp_totals[kThreads / 32];
+    int first_rows[kThreads][3];  // of each share: first query, queries, length
 
-    // All threads of the CTA call these; count() comes first, after wait_for_previous(). Both end with a barrier.
-    __device__ void count(const PagedAttentionParams& p) {
-        const int64_t rows = count_rows(p.num_rows, p.rows), share = rows_per_thread(rows);
-        const int64_t first_row = share * threadIdx.x, last_row = min(first_row + share, rows);
-        int64_t mine = 0;
-        for (int64_t row = first_row; row < last_row; ++row)
-            mine += row_work<kLanes>(p, row).num_pieces(p.num_kv_heads);
+    // All threads of the CTA call it, after wait_for_previous(). Ends with a barrier.
+    __device__ void count(const AttentionWork& p) {
+        const int rows = static_cast<int>(p.rows), share = rows_per_thread(p);
+        const int first_row = share * threadIdx.x, last_row = min(first_row + share, rows);
+        const int true_rows = static_cast<int>(count_rows(p.num_rows, p.rows));
+        int upto = 0;
+        for (int row = first_row; row < last_row; ++row) {
+            const RowWork work = read_row(p, row);  // without waiting for true_rows
+            upto += row < true_rows ? work.template num_pieces<kLanes>(p) : 0;
+            if (row > first_row) continue;
+            first_rows[threadIdx.x][0] = work.first_query;
+            first_rows[threadIdx.x][1] = work.num_queries;
+            first_rows[threadIdx.x][2] = work.length;
+        }
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        int64_t upto = mine;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            const int64_t other = __shfl_up_sync(~0u, upto, step);
+            const int other = __shfl_up_sync(~0u, upto, step);
             if (lane >= step) upto += other;
         }
         if (lane == 31) warp_totals[warp] = upto;
         __syncthreads();
-        for (int w = 0; w < warp; ++w) upto += warp_totals[w];
+#pragma unroll
+        for (int w = 0; w < kThreads / 32; ++w) upto += w < warp ? warp_totals[w] : 0;
         begins[threadIdx.x + 1] = upto;
         if (threadIdx.x == 0) begins[0] = 0;
         __syncthreads();
     }
 
-    __device__ int64_t total() const { return begins[kThreads]; }
+    __device__ int total() const { return begins[kThreads]; }
 
-    // `index` is below total(). Sync before the next call: it overwrites the piece.
-    __device__ const Piece& find(const PagedAttentionParams& p, int64_t index) {
-        if (begins[threadIdx.x] <= index && index < begins[threadIdx.x + 1]) {
-            int64_t rest = index - begins[threadIdx.x];
-            for (int64_t row = rows_per_thread(count_rows(p.num_rows, p.rows)) * threadIdx.x;; ++row) {
-                const RowWork work = row_work<kLanes>(p, row);
-                const int64_t pieces = work.num_pieces(p.num_kv_heads);
-                if (rest < pieces) {
-                    const int in_row = static_cast<int>(rest), heads = static_cast<int>(p.num_kv_heads);
-                    found = {work, row, in_row / work.num_groups % heads,
-                             work.first_chunk + in_row / work.num_groups / heads, in_row % work.num_groups * kLanes};
-                    break;
-                }
-                rest -= pieces;
-            }
-        }
-        __syncthreads();
-        return found;
+    // All lanes of a warp call it and get the same piece. `index` is below total().
+    __device__ Piece find(const AttentionWork& p, int index) const {
+        const int lane = threadIdx.x % 32;
+        int share = 0;  // as many as end at or before the piece
+#pragma unroll
+        for (int i = 0; i < kThreads / 32; ++i) share += __popc(__ballot_sync(~0u, begins[i * 32 + lane + 1] <= index));
+        int row = rows_per_thread(p) * share, rest = index - begins[share];
+        const int* first = first_rows[share];
+        RowWork work(p, first[0], first[1], first[2]);
+        for (int pieces; rest >= (pieces = work.template num_pieces<kLanes>(p)); rest -= pieces)
+            work = read_row(p, ++row);
+        const int groups = work.template num_groups<kLanes>();
+        const int head_and_chunk = groups == 1 ? rest : rest / groups;
+        const int first_lane = (rest - head_and_chunk * groups) * kLanes;
+        const int chunk = p.by_kv_heads(head_and_chunk);
+        return {row,
+                work.first_query,
+                work.num_queries,
+                work.length,
+                head_and_chunk - chunk * p.kv_heads,
+                work.first_chunk + chunk,
+                first_lane,
+                min(kLanes, work.lanes - first_lane),
+                work.last_chunk - work.first_chunk + 1};
     }
 
-    __device__ static int64_t rows_per_thread(int64_t rows) { return (rows + kThreads - 1) / kThreads; }
+    __device__ static RowWork read_row(const AttentionWork& p, int row) {
+        const int first_query = p.query_starts[row];
+        return {p, first_query, p.query_starts[row + 1] - first_query, p.context_lens[row]};
+    }
+    __device__ static int rows_per_thread(const AttentionWork& p) {
+        return (static_cast<int>(p.rows) + kThreads - 1) / kThreads;
+    }
 };
 
-// A lane of a piece: where its result goes.
+// A lane of a piece: a query head of a query, the positions it sees and the chunks they lie in. A lane that sees one
+// chunk only has its result at once; the others leave a partial one.
 struct Lane {
-    bool exists;
-    int64_t token;
-    int64_t head;
+    int token, head;
     Span span;
+    int first_chunk, last_chunk;
+
+    __device__ bool sees(int chunk) const { return first_chunk <= chunk && chunk <= last_chunk; }
+    __device__ bool is_whole() const { return first_chunk == last_chunk; }
+    __device__ int64_t row(const AttentionWork& p) const { return int64_t{token} * p.num_heads + head; }
 };
 
-__device__ inline Lane lane_of(const PagedAttentionParams& p, const Piece& piece, int lane) {
-    const int group = static_cast<int>(p.num_heads / p.num_kv_heads);
-    const int index = piece.first_lane + lane, query = index / group;
-    const int position = piece.row.length - piece.row.num_queries + query;
-    return {query < piece.row.num_queries, int64_t{piece.row.first_query} + query,
-            int64_t{piece.kv_head} * group + index % group, span_of(p, position)};
-}
-
-// A lane that sees one chunk only has its result at once; the others leave a partial one. Where this chunk's goes:
-struct Target {
-    bool needed;  // the lane exists and sees some of the chunk
-    bool whole;   // into `out`
-    int64_t out;  // element offset
-    int64_t partial;
-};
-
-__device__ inline Target target_of(const PagedAttentionParams& p, const Lane& lane, int chunk, int64_t chunks) {
-    const int first = chunk_of(lane.span.low), last = chunk_of(max(lane.span.high - 1, 0));
-    const int64_t row = lane.token * p.num_heads + lane.head;
-    return {lane.exists && first <= chunk && chunk <= last, first == last, row * p.head_dim, row * chunks + chunk};
+// `lane` is below piece.num_lanes.
+__device__ inline Lane lane_of(const AttentionWork& p, const Piece& piece, int lane) {
+    const int index = piece.first_lane + lane, query = p.by_group(index);
+    const Span span = span_of(p, piece.position_of(query));
+    return {piece.first_query + query, piece.kv_head * p.group + index - query * p.group, span, chunk_of(span.low),
+            chunk_of(max(span.high - 1, 0))};
 }
 
 __device__ inline float exp2_fast(float v) {
@@ -180,7 +231,7 @@ __device__ inline float exp2_fast(float v) {
 struct ScoreScale {
     float scale, cap;
 
-    __device__ explicit ScoreScale(const PagedAttentionParams& p) {
+    __device__ explicit ScoreScale(const AttentionWork& p) {
         constexpr float kLog2E = 1.4426950408889634f;
         cap = p.softcap > 0.0f ? p.softcap * kLog2E : 0.0f;
         scale = p.softcap > 0.0f ? p.scaling / p.softcap : p.scaling * kLog2E;
@@ -188,6 +239,12 @@ struct ScoreScale {
     __device__ float operator()(float dot) const {
         const float scaled = dot * scale;
         return cap > 0.0f ? cap * tanhf(scaled) : scaled;
+    }
+    // The same within a few 1e-7 of the cap, with little code: for the inner loop of half-width types.
+    __device__ float quick(float dot) const {
+        constexpr float kTwoLog2E = 2.8853900817779268f;
+        const float scaled = dot * scale;
+        return cap > 0.0f ? cap - __fdividef(2.0f * cap, exp2_fast(scaled * kTwoLog2E) + 1.0f) : scaled;
     }
 };
 

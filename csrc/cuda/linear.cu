@@ -1,6 +1,4 @@
 // Which kernel and which tile a linear gets. The kernel depends on dtype, width and alignment, never on the rows.
-#include <algorithm>
-
 #include "cuda/linear_plain.cuh"
 #include "cuda/linear_tiles.h"
 #include "cuda/ops.h"
@@ -19,40 +17,46 @@ bool can_read(const LinearParams& p, int64_t vector, int64_t element_bytes) {
            is_aligned(p.weight, vector * element_bytes);
 }
 
-// Microseconds that a tile should take, from what it asks of memory, of the second-level cache (x comes from there once
-// per CTA) and of the busiest multiprocessor. Bytes per microsecond as measured on the H200.
-double tile_cost(const LinearTile& tile, int64_t row_tiles, int64_t rows, int64_t in_features, int num_sms) {
-    constexpr double kMemoryRate = 4.1e6, kCacheRate = 6.0e6, kSmRate = 52e3;
-    const int64_t ctas = (row_tiles + tile.row_tiles - 1) / tile.row_tiles * tile.cluster;
-    const double column_bytes = 2.0 * static_cast<double>(in_features);
-    const double cta_bytes = (16.0 * tile.row_tiles + static_cast<double>(rows)) * column_bytes / tile.cluster;
-    const double memory = 16.0 * static_cast<double>(row_tiles) * column_bytes / kMemoryRate;
-    const double cache = static_cast<double>(ctas) * cta_bytes / kCacheRate;
-    const double sm = static_cast<double>((ctas + num_sms - 1) / num_sms) * cta_bytes / kSmRate;
-    return std::max({memory, cache, sm});
+// One CTA of the deep tiles fits a multiprocessor, or two of any other, and there are clusters: sm_90 and its like.
+bool is_roomy(const DeviceInfo& device) {
+    constexpr int kSharedBytes = 227 * 1024;
+    int most_shared = 0;
+    check("linear", cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
+    return device.major >= 9 && most_shared >= kSharedBytes;
 }
 
 }  // namespace
 
+// As measured on the H200, by how often the row tiles go round the multiprocessors.
 LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
-    const int num_sms = device.num_sms;
-    LinearTile best = {1, 1};
-    while (best.token_tiles < kMaxTokenTiles && best.token_tiles * 8 < p.rows) best.token_tiles *= 2;
-    const int64_t tile_columns = p.gated ? 8 : 16;
+    const int64_t tile_columns = p.gated ? 8 : 16, num_sms = device.num_sms;
     const int64_t row_tiles = (p.out_features + tile_columns - 1) / tile_columns;
+    const auto ctas = [&](int per_cta) { return (row_tiles + per_cta - 1) / per_cta; };
+    int tokens = 1;
+    while (tokens < kMaxTokenTiles && tokens * 8 < p.rows) tokens *= 2;
     // Little work is a matter of latency: as many CTAs as there can be.
     constexpr int64_t kLittleBytesPerSm = 64 * 1024;
-    if (row_tiles * 16 * p.in_features * 2 < num_sms * kLittleBytesPerSm) return best;
-    const int64_t rows = std::min<int64_t>(p.rows, best.token_tiles * 8);
-    const auto cost = [&](const LinearTile& tile) { return tile_cost(tile, row_tiles, rows, p.in_features, num_sms); };
-    constexpr double kClearlyBetter = 0.97;
-    const int most = best.token_tiles == 1 ? 2 : best.token_tiles == kMaxTokenTiles ? 3 : 4;
-    best.row_tiles = 2;
-    for (const int row_tiles_here : {1, 3, 4}) {
-        const LinearTile tile = {row_tiles_here, best.token_tiles};
-        if (row_tiles_here <= most && cost(tile) < kClearlyBetter * cost(best)) best = tile;
+    if (row_tiles * 16 * p.in_features * 2 < num_sms * kLittleBytesPerSm) return {1, tokens};
+    constexpr int64_t kLongRow = 8192;
+    const bool roomy = is_roomy(device), many = row_tiles > 4 * num_sms;
+    const bool pairs_fit = roomy && 2 * ctas(4) <= num_sms;  // clusters of two, all at the same time
+    switch (tokens) {
+        case 1:
+            // x through shared memory pays when it is read often.
+            if (roomy && many && p.rows > 4 && p.in_features >= 2048) return {4, 1, 1, true};
+            return {2, 1};
+        case 2:
+            if (pairs_fit && p.in_features >= kLongRow) return {4, 2, 2, true, true};
+            return {row_tiles <= 2 * num_sms ? 1 : many ? 4 : 2, 2};
+        case 4:
+            if (pairs_fit) return {4, 4, 2, true, true};
+            if (roomy && ctas(3) <= num_sms) return {3, 4, 1, true, true};
+            return {many ? 4 : 2, 4};
+        default:
+            if (roomy && row_tiles <= 2 * num_sms) return {4, 8, 2};
+            if (roomy && ctas(3) <= num_sms) return {3, 8, 1, true, true};
+            return {2, 8};
     }
-    return best;
 }
 
 void linear(DType dtype, const LinearParams& params, cudaStream_t stream) {

@@ -19,12 +19,13 @@ constexpr int kStepColumns = 32;
 constexpr int kStepsPerBlock = kBlockColumns / kStepColumns;
 constexpr int kEightRowBytes = 8 * kStepColumns * 2;
 
-template <int kRowTiles, int kTokenTiles, int kCluster>
+// kDeep: for grids of one CTA per multiprocessor, which then needs all of the memory to have enough on its way.
+template <int kRowTiles, int kTokenTiles, int kCluster, bool kDeep>
 struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster> {
     static constexpr int kStageBytes = (2 * kRowTiles + kTokenTiles) * kEightRowBytes;
-    static constexpr int kWarpBytes = 14 * 1024 * kCluster;  // so that two CTAs fit a multiprocessor of sm_90
-    static constexpr int kStages = std::min(6, kWarpBytes / kStageBytes);
-    static constexpr int kCtasPerSm = kRowTiles * kTokenTiles > 16 ? 1 : 2;  // by registers
+    static constexpr int kCtasPerSm = kDeep || kRowTiles * kTokenTiles > 16 ? 1 : 2;  // the latter by registers
+    static constexpr int kWarpBytes = (kDeep ? 28 : 14) * 1024 * kCluster;            // one or two CTAs fit sm_90
+    static constexpr int kStages = std::min(kDeep ? 8 : 6, kWarpBytes / kStageBytes);
 };
 
 #if TIDE_HAS_TENSOR_CORE_PATH
@@ -75,12 +76,12 @@ struct StagedWeight {
 
 #endif
 
-template <typename T, int kRowTiles, int kTokenTiles, int kCluster>
-__global__ void __launch_bounds__(kSlices / kCluster * 32, (StagedLayout<kRowTiles, kTokenTiles, kCluster>::kCtasPerSm))
+template <typename T, typename Layout>
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     linear_staged(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
 #if TIDE_HAS_TENSOR_CORE_PATH
-    using Layout = StagedLayout<kRowTiles, kTokenTiles, kCluster>;
-    constexpr int kStages = Layout::kStages;
+    constexpr int kStages = Layout::kStages, kCluster = Layout::kCluster;
+    constexpr int kRowTiles = Layout::kRowTiles, kTokenTiles = Layout::kTokenTiles;
     extern __shared__ __align__(16) char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = blockIdx.x % kCluster;
@@ -170,35 +171,39 @@ __global__ void __launch_bounds__(kSlices / kCluster * 32, (StagedLayout<kRowTil
 #endif
 }
 
-template <typename T, int kRowTiles, int kTokenTiles, int kCluster>
+template <typename T, typename Layout>
 void launch_staged(const LinearParams& p, cudaStream_t stream) {
-    using Layout = StagedLayout<kRowTiles, kTokenTiles, kCluster>;
-    const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
+    const int64_t columns = Layout::kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
     const int stages = std::min(Layout::kStages, kStepsPerBlock * blocks_before(p.in_features, 0));
     const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
-    const LaunchShape shape = {row_blocks * token_blocks * kCluster, Layout::kThreads, warp_bytes * Layout::kWarps,
-                               kCluster};
-    launch("linear", linear_staged<T, kRowTiles, kTokenTiles, kCluster>, shape, stream, p,
-           static_cast<uint32_t>(token_blocks), warp_bytes);
+    const LaunchShape shape = {row_blocks * token_blocks * Layout::kCluster, Layout::kThreads,
+                               warp_bytes * Layout::kWarps, Layout::kCluster};
+    launch("linear", linear_staged<T, Layout>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
 }
 
-template <typename T, int kTokenTiles>
+template <typename T, int kTokenTiles, bool kDeep>
 void launch_staged_rows(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
     // Four row tiles with eight token tiles would not fit the registers.
     constexpr int kMost = kTokenTiles == kMaxTokenTiles ? 3 : 4;
-    if (tile.cluster == 2) return launch_staged<T, kMost, kTokenTiles, 2>(p, stream);
+    if (tile.cluster == 2) return launch_staged<T, StagedLayout<kMost, kTokenTiles, 2, kDeep>>(p, stream);
     switch (tile.row_tiles) {
         case 1:
-            return launch_staged<T, 1, kTokenTiles, 1>(p, stream);
+            return launch_staged<T, StagedLayout<1, kTokenTiles, 1, false>>(p, stream);
         case 2:
-            return launch_staged<T, 2, kTokenTiles, 1>(p, stream);
+            return launch_staged<T, StagedLayout<2, kTokenTiles, 1, kDeep>>(p, stream);
         case 3:
-            return launch_staged<T, 3, kTokenTiles, 1>(p, stream);
+            return launch_staged<T, StagedLayout<3, kTokenTiles, 1, kDeep>>(p, stream);
         default:
-            return launch_staged<T, kMost, kTokenTiles, 1>(p, stream);
+            return launch_staged<T, StagedLayout<kMost, kTokenTiles, 1, false>>(p, stream);
     }
+}
+
+template <typename T, int kTokenTiles>
+void launch_staged_tokens(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
+    if (tile.deep) return launch_staged_rows<T, kTokenTiles, true>(p, tile, stream);
+    launch_staged_rows<T, kTokenTiles, false>(p, tile, stream);
 }
 
 }  // namespace tide::cuda

@@ -196,14 +196,14 @@ template <typename T>
 void launch_linear_tiles(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
     switch (tile.token_tiles) {
         case 1:
-            if (tile.staged) return launch_staged_rows<T, 1>(p, tile, stream);
+            if (tile.staged) return launch_staged_rows<T, 1, false>(p, tile, stream);
             return tile.row_tiles == 1 ? launch_tile<T, 1>(p, stream) : launch_tile<T, 2>(p, stream);
         case 2:
-            return launch_staged_rows<T, 2>(p, tile, stream);
+            return launch_staged_tokens<T, 2>(p, tile, stream);
         case 4:
-            return launch_staged_rows<T, 4>(p, tile, stream);
+            return launch_staged_tokens<T, 4>(p, tile, stream);
         default:
-            return launch_staged_rows<T, 8>(p, tile, stream);
+            return launch_staged_tokens<T, 8>(p, tile, stream);
     }
 }
 

@@ -16,6 +16,8 @@ struct LinearTile {
     int token_tiles;      // 8 rows of x each, per CTA: 1, 2, 4 or 8
     int cluster = 1;      // CTAs that share the slices among them: 1, or 2 with as many row tiles as there can be
     bool staged = false;  // x goes through shared memory; always so with more than one token tile
+    bool deep = false;    // more of it on the way, one CTA per multiprocessor: 2 or 3 row tiles or a cluster, 2 or more
+                          // token tiles; means nothing elsewhere
 };
 
 // The tile that should be fastest on this device.

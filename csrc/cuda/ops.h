@@ -18,7 +18,8 @@ void linear(DType dtype, const LinearParams& params, cudaStream_t stream);
 // the fast path.
 void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream);
 
-// Bytes of workspace that serve any call with at most these counts.
+// Bytes of workspace that serve any call with at most these counts. Its first 256 KiB count finished chunks: the caller
+// clears them once, before the first call; every call leaves them cleared. Calls that share it must not overlap.
 size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t max_context);
 
 }  // namespace tide::cuda

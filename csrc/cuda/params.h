@@ -39,7 +39,7 @@ struct PagedAttentionParams {
     const int32_t* query_starts;  // [rows + 1]
     const int32_t* context_lens;  // [rows]
     void* out;                    // [T, num_heads, head_dim], contiguous
-    void* workspace;              // paged_attention_workspace(...) bytes, 16-byte aligned; need not be cleared
+    void* workspace;              // paged_attention_workspace(...) bytes, 16-byte aligned, cleared once (see ops.h)
     const int32_t* num_rows;      // [1] or null
     int64_t rows;
     int64_t num_tokens;   // T: query_starts[rows] is at most this

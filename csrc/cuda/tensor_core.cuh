@@ -57,6 +57,11 @@ __device__ inline void wait_copy_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kOpen) : "memory");
 }
 
+// Returns when all of this thread's copies have arrived, also those that no group was closed for.
+__device__ inline void wait_all_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 __device__ inline uint4 load_shared(uint32_t from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,0 +1,30 @@
+// Checks and times the CUDA linear and paged attention. Arguments: any of check, linear, chain, attention; none: all.
+#include <cstring>
+
+#include "cuda/bench/support.cuh"
+
+int main(int argc, char** argv) {
+    using namespace tide::cuda::bench;
+    const auto wanted = [&](const char* part) {
+        if (argc == 1) return true;
+        for (int i = 1; i < argc; ++i) {
+            if (std::strcmp(argv[i], part) == 0) return true;
+        }
+        return false;
+    };
+    if (wanted("check")) {
+        check_linear();
+        check_attention();
+        std::printf("{\"checks\": %d, \"failed\": %d}\n", num_checks, num_failures);
+        std::fflush(stdout);
+    }
+    if (wanted("linear") || wanted("chain") || wanted("attention")) {
+        const int64_t bytes = wanted("chain") ? int64_t{16} << 30 : int64_t{2} << 30;
+        const Buffer arena(bytes);
+        fill(arena.get<__nv_bfloat16>(), bytes / 2, 8, 0.02f);
+        if (wanted("linear")) time_linear(arena);
+        if (wanted("chain")) time_chain(arena);
+        if (wanted("attention")) time_attention(arena);
+    }
+    return num_failures > 0;
+}

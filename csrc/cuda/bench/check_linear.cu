@@ -1,0 +1,162 @@
+// The linear against double precision, and against itself: every row count, tile and num_rows must give the same bits.
+#include <memory>
+
+#include "cuda/bench/support.cuh"
+#include "cuda/linear_tiles.h"
+
+namespace tide::cuda::bench {
+namespace {
+
+template <typename T>
+__global__ void reference(LinearParams p, double* ref, double* tol, double eps) {
+    const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+    if (i >= p.rows * p.out_features) return;
+    const int64_t m = i / p.out_features, n = i % p.out_features;
+    double sums[2] = {}, sizes[2] = {};
+    for (int half = 0; half < (p.gated ? 2 : 1); ++half) {
+        const int64_t row = n + half * p.out_features;
+        for (int64_t k = 0; k < p.in_features; ++k) {
+            const double product = double(to_float(static_cast<const T*>(p.x)[m * p.x_stride + k])) *
+                                   to_float(static_cast<const T*>(p.weight)[row * p.in_features + k]);
+            sums[half] += product;
+            sizes[half] += fabs(product);
+        }
+        if (p.bias) sums[half] += to_float(static_cast<const T*>(p.bias)[row]);
+    }
+    constexpr double kSumError = 1e-5;  // of float32 sums, relative to the sum of sizes
+    double value = sums[0], error = kSumError * sizes[0] + eps * fabs(sums[0]);
+    if (p.gated) {
+        const double gate = sums[0], silu = gate / (1.0 + exp(-gate));
+        const double up_error = kSumError * sizes[1] + eps * fabs(sums[1]);
+        value = silu * sums[1];
+        error = 1.1 * error * fabs(sums[1]) + fabs(silu) * up_error + 1.1 * error * up_error + 2.0 * eps * fabs(value);
+    }
+    if (p.residual) {
+        value += to_float(static_cast<const T*>(p.residual)[m * p.residual_stride + n]);
+        error += eps * fabs(value);
+    }
+    ref[i] = value;
+    tol[i] = error + 1e-7;
+}
+
+struct Case {
+    int64_t n, k;
+    bool bias, residual, gated, strided;
+};
+
+constexpr int64_t kRows = 131;
+const int64_t kRowCounts[] = {1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65};
+
+template <typename T>
+void check_case(const Case& c) {
+    const int64_t x_stride = c.k + (c.strided ? 16 : 0), y_stride = c.n + (c.strided ? 3 : 0);
+    const int64_t weight_rows = c.gated ? 2 * c.n : c.n;
+    const Buffer x(kRows * x_stride * sizeof(T)), weight(weight_rows * c.k * sizeof(T)), bias(weight_rows * sizeof(T));
+    const Buffer residual(kRows * c.n * sizeof(T)), base((kRows + 1) * y_stride * sizeof(T));
+    const Buffer y((kRows + 1) * y_stride * sizeof(T)), ref(kRows * c.n * 8), tol(kRows * c.n * 8), count(4);
+    fill(x.get<T>(), kRows * x_stride, 1, 1.0f);
+    fill(weight.get<T>(), weight_rows * c.k, 2, 0.1f);
+    fill(bias.get<T>(), weight_rows, 3, 1.0f);
+    fill(residual.get<T>(), kRows * c.n, 4, 3.0f);
+    base.fill_bytes(kGuard);
+    LinearParams p = {};
+    p.x = x.get();
+    p.weight = weight.get();
+    p.bias = c.bias ? bias.get() : nullptr;
+    p.residual = c.residual ? residual.get() : nullptr;
+    p.y = base.get();
+    p.rows = kRows;
+    p.in_features = c.k;
+    p.out_features = c.n;
+    p.x_stride = x_stride;
+    p.y_stride = y_stride;
+    p.residual_stride = c.n;
+    p.gated = c.gated;
+    const std::string name = std::string("linear ") + name_of<T>() + " n=" + std::to_string(c.n) +
+                             " k=" + std::to_string(c.k) + (c.bias ? " bias" : "") + (c.residual ? " residual" : "") +
+                             (c.gated ? " gated" : "") + (c.strided ? " strided" : "");
+    Counter counter;
+
+    linear(dtype_of<T>(), p, nullptr);
+    reference<T><<<static_cast<unsigned int>((kRows * c.n + 127) / 128), 128>>>(p, ref.get<double>(), tol.get<double>(),
+                                                                                epsilon<T>());
+    compare<T>
+        <<<256, 256>>>(base.get<T>(), ref.get<double>(), tol.get<double>(), kRows, c.n, y_stride, counter.reset());
+    const Counts wrong = counter.read();
+    expect(wrong.first == 0, name + ": " + std::to_string(wrong.first) + " wrong, worst error/tolerance " +
+                                 std::to_string(wrong.second / 1000.0));
+
+    // Rows [first, first + live) of the batch with `rows` rows declared, on `run`'s choice of kernel.
+    const auto same = [&](const std::string& what, int64_t first, int64_t rows, int64_t live, bool in_place,
+                          const std::function<void(const LinearParams&)>& run) {
+        LinearParams q = p;
+        q.x = x.get<T>() + first * x_stride;
+        q.residual = c.residual ? residual.get<T>() + first * c.n : nullptr;
+        q.y = y.get();
+        q.rows = rows;
+        if (live < rows) {
+            count.put(std::vector<int32_t>{static_cast<int32_t>(live)});
+            q.num_rows = count.get<int32_t>();
+        }
+        y.fill_bytes(kGuard);
+        if (in_place && c.residual && live > 0) {
+            require(cudaMemcpy2D(y.get(), y_stride * sizeof(T), q.residual, c.n * sizeof(T), c.n * sizeof(T), live,
+                                 cudaMemcpyDeviceToDevice));
+            q.residual = y.get();
+            q.residual_stride = y_stride;
+        }
+        run(q);
+        compare_bits<T><<<256, 256>>>(y.get<T>(), y_stride, (kRows + 1) * y_stride, base.get<T>() + first * y_stride,
+                                      y_stride, live, c.n, kGuard, counter.reset());
+        const Counts counts = counter.read();
+        expect(counts.first == 0 && counts.second == 0,
+               name + " " + what + " rows=" + std::to_string(rows) + " live=" + std::to_string(live) + ": " +
+                   std::to_string(counts.first) + " differ, " + std::to_string(counts.second) + " written outside");
+    };
+    const auto op = [](const LinearParams& q) { linear(dtype_of<T>(), q, nullptr); };
+    for (const int64_t rows : kRowCounts) same("batch", 0, rows, rows, false, op);
+    for (const int64_t row : {0, 7, 64, 130}) same("alone", row, 1, 1, false, op);
+    same("in place", 3, 33, 33, true, op);
+    for (const int64_t live : {0, 1, 7, 8, 13, 40}) same("num_rows", 0, 64, live, false, op);
+    same("num_rows", 0, 131, 66, false, op);
+    same("nothing", 0, 0, 0, false, op);
+    if constexpr (sizeof(T) == 2) {
+        if (c.k % 8 != 0) return;
+        std::vector<LinearTile> tiles = {{1, 1}, {2, 1}};
+        for (const int token_tiles : {1, 2, 4, 8}) {
+            for (const int row_tiles : {1, 2, 3, 4}) tiles.push_back({row_tiles, token_tiles, 1, true});
+            tiles.push_back({4, token_tiles, 2, true});
+            if (token_tiles == 1) continue;
+            for (const int row_tiles : {2, 3}) tiles.push_back({row_tiles, token_tiles, 1, true, true});
+            tiles.push_back({4, token_tiles, 2, true, true});
+        }
+        for (const LinearTile& tile : tiles) {
+            same("tile " + name_of(tile), 5, 64, 43, false,
+                 [&](const LinearParams& q) { launch_linear_tiles<T>(q, tile, nullptr); });
+        }
+    }
+}
+
+template <typename T>
+void check_type() {
+    const Case cases[] = {
+        {64, 64, false, false, false, false},    {100, 72, true, true, false, true},
+        {17, 8, true, false, false, false},      {960, 576, false, false, false, false},
+        {1536, 576, false, false, true, false},  {333, 1000, true, true, true, true},
+        {50, 33, true, true, false, false},      {7, 5, false, false, true, false},
+        {48, 130, true, true, true, true},       {1, 4096, false, true, false, false},
+        {4096, 4096, false, true, false, false}, {203, 14336, true, false, false, true},
+        {1000, 14344, false, true, true, false},
+    };
+    for (const Case& c : cases) check_case<T>(c);
+}
+
+}  // namespace
+
+void check_linear() {
+    check_type<__nv_bfloat16>();
+    check_type<__half>();
+    check_type<float>();
+}
+
+}  // namespace tide::cuda::bench

@@ -1,0 +1,187 @@
+// What checks and timings share: device memory, numbers out of nothing, comparisons, and timed graphs.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cuda/convert.cuh"
+#include "cuda/launch.h"
+#include "cuda/linear_tiles.h"
+#include "cuda/ops.h"
+
+namespace tide::cuda::bench {
+
+inline int num_failures = 0;
+inline int num_checks = 0;
+
+inline void require(cudaError_t error) {
+    if (error == cudaSuccess) return;
+    std::printf("{\"failed\": \"%s\"}\n", cudaGetErrorString(error));
+    std::exit(2);
+}
+
+inline void expect(bool good, const std::string& what) {
+    ++num_checks;
+    if (good) return;
+    ++num_failures;
+    std::printf("{\"check\": \"%s\", \"ok\": false}\n", what.c_str());
+    std::fflush(stdout);
+}
+
+class Buffer {
+  public:
+    explicit Buffer(int64_t bytes) : bytes_(bytes > 0 ? bytes : 1) { require(cudaMalloc(&data_, bytes_)); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { cudaFree(data_); }
+    template <typename T = void>
+    T* get() const {
+        return static_cast<T*>(data_);
+    }
+    int64_t bytes() const { return bytes_; }
+    void fill_bytes(int value) const { require(cudaMemset(data_, value, bytes_)); }
+    template <typename T>
+    void put(const std::vector<T>& values) const {
+        require(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+
+  private:
+    void* data_ = nullptr;
+    int64_t bytes_;
+};
+
+__host__ __device__ inline float noise(uint64_t index, uint64_t seed) {  // in [-1, 1)
+    uint64_t v = (index + 1) * 0x9E3779B97F4A7C15ull ^ seed * 0xD1B54A32D192ED03ull;
+    v = (v ^ v >> 29) * 0xBF58476D1CE4E5B9ull;
+    v ^= v >> 32;
+    return static_cast<float>(static_cast<uint32_t>(v)) * (2.0f / 4294967296.0f) - 1.0f;
+}
+
+template <typename T>
+__global__ void fill_noise(T* to, int64_t count, uint64_t seed, float scale) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x)
+        to[i] = from_float<T>(noise(i, seed) * scale);
+}
+
+template <typename T>
+void fill(T* to, int64_t count, uint64_t seed, float scale) {
+    if (count > 0) fill_noise<T><<<1024, 256>>>(to, count, seed, scale);
+    require(cudaGetLastError());
+}
+
+// [0]: how many of the numbers differ from ref by more than tol (or are no numbers); [1]: worst ratio, in thousandths.
+template <typename T>
+__global__ void compare(const T* got, const double* ref, const double* tol, int64_t rows, int64_t columns,
+                        int64_t stride, unsigned int* result) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * columns;
+         i += int64_t{gridDim.x} * blockDim.x) {
+        const double error = fabs(to_float(got[i / columns * stride + i % columns]) - ref[i]);
+        if (!(error <= tol[i])) atomicAdd(&result[0], 1u);
+        atomicMax(&result[1], static_cast<unsigned int>(fmin(error / tol[i] * 1000.0, 1e9)));
+    }
+}
+
+// Counts the elements of [rows, columns] that differ bit by bit, and of what lies around them in `got` (up to
+// `got_elements`) those that no longer have the byte `guard`.
+template <typename T>
+__global__ void compare_bits(const T* got, int64_t got_stride, int64_t got_elements, const T* want, int64_t want_stride,
+                             int64_t rows, int64_t columns, int guard, unsigned int* result) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < got_elements;
+         i += int64_t{gridDim.x} * blockDim.x) {
+        const int64_t row = i / got_stride, column = i % got_stride;
+        const unsigned char* here = reinterpret_cast<const unsigned char*>(got + i);
+        const bool inside = row < rows && column < columns;
+        const unsigned char* there = reinterpret_cast<const unsigned char*>(want + row * want_stride + column);
+        bool same = true;
+        for (size_t b = 0; b < sizeof(T); ++b) same &= here[b] == (inside ? there[b] : guard);
+        if (!same) atomicAdd(&result[inside ? 0 : 1], 1u);
+    }
+}
+
+struct Counts {
+    unsigned int first, second;
+};
+
+class Counter {
+  public:
+    unsigned int* reset() {
+        buffer_.fill_bytes(0);
+        return buffer_.get<unsigned int>();
+    }
+    Counts read() const {
+        Counts counts = {};
+        require(cudaDeviceSynchronize());
+        require(cudaMemcpy(&counts, buffer_.get(), sizeof(counts), cudaMemcpyDeviceToHost));
+        return counts;
+    }
+
+  private:
+    Buffer buffer_{8};
+};
+
+constexpr int kGuard = 0x5A;
+
+template <typename T>
+constexpr double epsilon() {  // distance of neighbours relative to the number
+    return sizeof(T) == 4 ? 1.2e-7 : std::is_same_v<T, __half> ? 1.0 / 1024 : 1.0 / 128;
+}
+
+template <typename T>
+constexpr DType dtype_of() {
+    return sizeof(T) == 4 ? DType::kFloat32 : std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+}
+
+template <typename T>
+const char* name_of() {
+    return sizeof(T) == 4 ? "fp32" : std::is_same_v<T, __half> ? "fp16" : "bf16";
+}
+
+// Row tiles x token tiles / CTAs of a cluster, s: x goes through shared memory, d: deep.
+inline std::string name_of(const LinearTile& tile) {
+    return std::to_string(tile.row_tiles) + "x" + std::to_string(tile.token_tiles) + "/" +
+           std::to_string(tile.cluster) + (tile.staged || tile.token_tiles > 1 ? "s" : "") + (tile.deep ? "d" : "");
+}
+
+// Microseconds of one of `launches` calls of enqueue(i, stream) in a graph: the best of a few replays.
+inline double time_graph(int launches, const std::function<void(int, cudaStream_t)>& enqueue) {
+    cudaStream_t stream;
+    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < launches; ++i) enqueue(i, stream);
+    require(cudaStreamEndCapture(stream, &graph));
+    require(cudaGraphInstantiate(&exec, graph, 0));
+    cudaEvent_t begin, end;
+    require(cudaEventCreate(&begin));
+    require(cudaEventCreate(&end));
+    float best = 1e30f;
+    for (int i = 0; i < 5; ++i) {
+        require(cudaEventRecord(begin, stream));
+        require(cudaGraphLaunch(exec, stream));
+        require(cudaEventRecord(end, stream));
+        require(cudaEventSynchronize(end));
+        float ms;
+        require(cudaEventElapsedTime(&ms, begin, end));
+        if (i > 0 && ms < best) best = ms;
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+    return best * 1000.0 / launches;
+}
+
+constexpr double kPeakBytesPerUs = 4.1e6;  // 4.1 TB/s: what reads reach on the H200
+
+void check_linear();
+void check_attention();
+void time_linear(const Buffer& arena);
+void time_chain(const Buffer& arena);
+void time_attention(const Buffer& arena);
+
+}  // namespace tide::cuda::bench
