@@ -93,4 +93,7 @@ def _brief(value: object) -> object:
             return _Summary(shown)
         return _Summary(f"a {type(value).__name__} of {len(value)} entries")
     text = value if isinstance(value, str) else str(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
+    if len(text) <= MAX_SHOWN_CHARS:
+        return text
+    end = MAX_SHOWN_CHARS // 2 if "/" in text and " " not in text else 0  # of a path or a URL it says the most
+    return f"{text[: MAX_SHOWN_CHARS - 1 - end]}…{text[len(text) - end :]}"

@@ -54,3 +54,13 @@ def test_client_errors_and_engine_errors_can_be_told_apart_by_type() -> None:
     assert issubclass(RequestError, FieldError)
     assert not issubclass(RequestError, EngineError)
     assert issubclass(EngineDeadError, EngineError)
+
+
+def test_what_is_too_long_is_cut_and_of_a_path_the_end_stays() -> None:
+    path = f"/{'folder/' * 30}config.yaml"
+    error = ConfigError("config", path, "a file")
+    assert "folder/config.yaml'" in str(error)
+    assert len(str(error)) < 130
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(ConfigError("note", "word " * 40, "less")).startswith("note: got 'word word word ")
+    assert "…'" in str(ConfigError("note", "word " * 40, "less"))
