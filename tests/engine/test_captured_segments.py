@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
-from tests.factories import make_config, make_parts, random_prompts
+from tests.factories import make_parts, random_prompts
 from tests.kernels.twin import twin_kernels
 from tests.tiny_models import tiny_model
 from tide_core.engine import assemble
@@ -152,5 +152,3 @@ def test_a_step_of_many_tokens_is_left_to_the_plain_path(monkeypatch: pytest.Mon
     with poisoned(make_parts(max_rows=4, max_batch_tokens=32)) as engine:
         engine.generate([random_prompts(1, 64)[0]], SamplingParams(max_tokens=1, ignore_eos=True))
     assert not runs
-    assert torch.is_inference_mode_enabled() is False
-    assert make_config().kernels == "auto"

@@ -30,7 +30,7 @@ class Captured:
     """What a segment leaves, until the next pass runs; [T, D] and [T, V]."""
 
     states: torch.Tensor
-    """These last."""
+    """Those of an earlier segment last."""
     normed: torch.Tensor | None = None
     """Behind the last segment."""
     logits: torch.Tensor | None = None
