@@ -15,6 +15,7 @@ from torch import nn
 
 from tide_core import __version__
 from tide_core.config import EngineConfig
+from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_drafts import CapturedDrafts
 from tide_core.engine.captured_pass import obstacle
 from tide_core.engine.captured_segments import CapturedSegments
@@ -147,7 +148,7 @@ def assemble_loaded(
             config, adapter, num_segments=len(segments), max_model_len=max_model_len, artefact=artefact
         )
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
-    drafts, passes = _captured(adapter, cache, kernels, exits, segments)
+    captured = _captured(adapter, cache, kernels, exits, segments)
     runner = ModelRunner(
         adapter,
         cache,
@@ -156,8 +157,7 @@ def assemble_loaded(
         exits=exits,
         audit_share=config.audit_share,
         prompt_exits=config.prompt_exits,
-        captured_drafts=drafts,
-        captured_segments=passes,
+        **captured,
     )
     planner = None
     if artefact is not None:
@@ -222,17 +222,19 @@ def bind_exits(
 
 def _captured(
     adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, exits: Exits | None, segments: tuple[range, ...]
-) -> tuple[CapturedDrafts | None, CapturedSegments | None]:
+) -> dict[str, Any]:
     """What runs as graphs."""
     why_not = obstacle(adapter, cache, kernels)
     if why_not is not None:
         logger.debug("no pass is captured: %s", why_not)
-        return None, None
+        return {}
     assert isinstance(kernels, CudaKernels)
-    passes = CapturedSegments(adapter, cache, kernels, segments, exits)
-    if exits is None or len(exits.checkpoints) > 1:  # a token that leaves nowhere at the first goes on to the next
-        return None, passes
-    return CapturedDrafts(adapter, cache, kernels, exits, segments[0]), passes
+    captured: dict[str, Any] = {"captured_segments": CapturedSegments(adapter, cache, kernels, segments, exits)}
+    if exits is None or len(exits.checkpoints) == 1:  # with more, a token that leaves nowhere goes on to the next one
+        captured["captured_cycles"] = CapturedCycles(adapter, cache, kernels, exits)
+    if exits is not None and len(exits.checkpoints) == 1:
+        captured["captured_drafts"] = CapturedDrafts(adapter, cache, kernels, exits, segments[0])
+    return captured
 
 
 def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:

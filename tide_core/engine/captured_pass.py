@@ -42,8 +42,18 @@ def obstacle(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels) -> str | N
 def room_for(index: StepIndex, others: int) -> Room:
     """The smallest shape that holds a step; its rows are as many as its tokens."""
     num_tokens, blocks = len(index.positions), index.block_tables.shape[1]
-    tokens = next(size for size in TOKEN_SIZES if size >= num_tokens)
-    return Room(tokens, tokens, max(FEWEST_BLOCKS, 1 << max(0, blocks - 1).bit_length()), others)
+    tokens = size_for(num_tokens)
+    return Room(tokens, tokens, blocks_for(blocks), others)
+
+
+def size_for(count: int) -> int:
+    """The size of passes with so many tokens."""
+    return next(size for size in TOKEN_SIZES if size >= count)
+
+
+def blocks_for(count: int) -> int:
+    """The size of tables of so many blocks."""
+    return max(FEWEST_BLOCKS, 1 << max(0, count - 1).bit_length())
 
 
 class Buffer:
@@ -73,29 +83,10 @@ class Buffer:
             self._sent.record()
 
 
-class CapturedPass(KernelView):
-    """The view that the pass's own layers see. What it runs is `_run`, in a class of its own."""
+class Replayed:
+    """Work of fixed shape, `_run` in a class of its own, which is captured once and replayed from then on."""
 
-    def __init__(self, cache: PagedKV, kernels: CudaKernels, room: Room, buffer: Buffer | None = None) -> None:
-        """With a `buffer` of its size, or a part of one, it is loaded by whoever has that."""
-        self._room = room
-        self._buffer = Buffer.of(room.size, cache.device) if buffer is None else buffer
-        *self.others, positions, slots, starts, lens, tables = room.split(self._buffer.device)
-        self._take(cache, kernels, StepIndex.build([], cache.block_size), (positions, slots, starts, lens, tables))
-        self._max_queries, self._max_context = FEW_QUERIES, room.blocks * cache.block_size
-        self._graph: Any = None
-
-    def load(self, steps: Sequence[Step]) -> None:
-        """Bring a step's indices to the device, and what else the pass reads of every token."""
-        self._buffer.wait()
-        [step] = steps
-        self.write_down(step)
-        self._buffer.send()
-
-    def write_down(self, step: Step) -> None:
-        """A step's indices, on the host as yet."""
-        self._index, others = step
-        self._room.fill(self._buffer.numpy, self._index, others)
+    _graph: Any = None
 
     @property
     def pool(self) -> Any:
@@ -103,7 +94,7 @@ class CapturedPass(KernelView):
         return self._graph.pool()
 
     def capture(self, pool: Any) -> None:
-        """Capture the pass as it is loaded. It runs once beforehand, which writes only what it will write again."""
+        """Capture the work as it is loaded. It runs once beforehand, which writes only what it will write again."""
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -120,11 +111,35 @@ class CapturedPass(KernelView):
         else:
             self._graph.replay()
 
-    def enter(self, entering: torch.Tensor) -> None:
-        """What the pass takes that is on the device already."""
+    def _run(self) -> None:
         raise NotImplementedError
 
-    def _run(self) -> None:
+
+class CapturedPass(Replayed, KernelView):
+    """The view that the pass's own layers see."""
+
+    def __init__(self, cache: PagedKV, kernels: CudaKernels, room: Room, buffer: Buffer | None = None) -> None:
+        """With a `buffer` of its size, or a part of one, it is loaded by whoever has that."""
+        self._room = room
+        self._buffer = Buffer.of(room.size, cache.device) if buffer is None else buffer
+        *self.others, positions, slots, starts, lens, tables = room.split(self._buffer.device)
+        self._take(cache, kernels, StepIndex.build([], cache.block_size), (positions, slots, starts, lens, tables))
+        self.limit(FEW_QUERIES, room.blocks * cache.block_size)
+
+    def load(self, steps: Sequence[Step]) -> None:
+        """Bring a step's indices to the device, and what else the pass reads of every token."""
+        self._buffer.wait()
+        [step] = steps
+        self.write_down(step)
+        self._buffer.send()
+
+    def write_down(self, step: Step) -> None:
+        """A step's indices, on the host as yet."""
+        self._index, others = step
+        self._room.fill(self._buffer.numpy, self._index, others)
+
+    def enter(self, entering: torch.Tensor) -> None:
+        """What the pass takes that is on the device already."""
         raise NotImplementedError
 
 

@@ -137,8 +137,22 @@ class Exits:
         *,
         chosen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Op by op, and nothing waits for the device: logits [T, S], and scores and best ids [2, T] in float64, which
-        holds ids exactly; of the tokens `chosen` alone where given."""
+        """Logits [T, S], and scores and best ids [2, T] in float64, which holds ids exactly."""
+        logits, score, best = self.score(index, view, states, deep, distances, chosen=chosen)
+        return logits, torch.stack((score.double(), self.shortlist[best].double()))
+
+    def score(
+        self,
+        index: int,
+        view: PagedView,
+        states: torch.Tensor,
+        deep: torch.Tensor | None,
+        distances: torch.Tensor | None,
+        *,
+        chosen: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Op by op, and nothing waits for the device: logits [T, S], scores [T] and where in the shortlist the largest
+        logits stand, [T]; of the tokens `chosen` alone where given."""
         checkpoint = self.checkpoints[index]
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -150,10 +164,8 @@ class Exits:
             features = features[chosen]
         logits = self._narrow_head(self._adapter.norm(features))
         if self._judges and len(features) <= MOST_JUDGED:
-            score, best = self._judges[index](features, logits)
-        else:
-            score, best = checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
-        return logits, torch.stack((score.double(), self.shortlist[best].double()))
+            return logits, *self._judges[index](features, logits)
+        return logits, checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
 
     @property
     def taps(self) -> tuple[int, ...]:

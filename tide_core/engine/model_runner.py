@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tide_core.batch import RowResult, ScheduledBatch, StepResult
+from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
+from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_drafts import CapturedDrafts
 from tide_core.engine.captured_segments import Captured, CapturedSegments
 from tide_core.engine.cycle import RowCycle
@@ -35,12 +36,15 @@ class ModelRunner:
         prompt_exits: bool = False,
         captured_drafts: CapturedDrafts | None = None,
         captured_segments: CapturedSegments | None = None,
+        captured_cycles: CapturedCycles | None = None,
     ) -> None:
+        """With `captured_cycles`, rows that it takes are left to it."""
         self.adapter = adapter
         self.cache = cache
         self.kernels = kernels
         self.segments = segments
         self.exits = exits
+        self._cycles = captured_cycles
         taps = () if exits is None else exits.taps
         self._depth = DepthLoop(adapter, cache, kernels, segments, taps, captured_segments)
         self._prompt_exits = prompt_exits
@@ -60,8 +64,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
-        """One cycle: what rows may draft, all that is pending through the deep layers, and what comes of it."""
-        rows = [RowCycle.begin(step, len(self.segments)) for step in batch.rows]
+        """One cycle of every row."""
+        rows, cycles = batch.rows, self._cycles
+        mine = [] if cycles is None else [r for r, row in enumerate(rows) if cycles.takes(row)]
+        if cycles is None or not mine:
+            return StepResult(tuple(self._run_rows(rows)))
+        started = cycles.start([rows[r] for r in mine])
+        results: dict[int, RowResult] = {}
+        if len(mine) < len(rows):  # while the device is busy
+            others = sorted({*range(len(rows))} - {*mine})
+            results.update(zip(others, self._run_rows([rows[r] for r in others]), strict=True))
+        results.update(zip(mine, started.results(), strict=True))
+        return StepResult(tuple(results[r] for r in range(len(rows))))
+
+    def _run_rows(self, steps: Sequence[RowStep]) -> list[RowResult]:
+        """What rows may draft, all that is pending through the deep layers, and what comes of it."""
+        rows = [RowCycle.begin(step, len(self.segments)) for step in steps]
         if self._drafter is not None:
             self._drafter.draft([row for row in rows if row.step.num_drafts])
             if self._prompt_exits:
@@ -72,7 +90,7 @@ class ModelRunner:
         if self.exits is not None and any(row.tracked for row in rows) and not known.is_remembered:
             normed = self.adapter.norm(deep.states) if normed is None else normed
             self._remember(rows, deep, normed)
-        return StepResult(tuple(self._decide(rows, deep, normed, known)))
+        return self._decide(rows, deep, normed, known)
 
     def _remember(self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor) -> None:
         """Deep states of this step's tokens, and the heads' K and V that follow from them."""

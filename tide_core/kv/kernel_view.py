@@ -93,6 +93,17 @@ class KernelView(PagedView):
         self._max_queries = int(np.diff(index.query_starts).max(initial=0))
         self._max_context = int(index.context_lens.max(initial=0))
 
+    @classmethod
+    def of_tensors(cls, cache: PagedKV, kernels: CudaKernels, parts: Sequence[torch.Tensor]) -> KernelView:
+        """Over indices that are on the device already: positions, slots, starts, lengths, tables."""
+        view = cls.__new__(cls)
+        view._take(cache, kernels, StepIndex.build([], cache.block_size), parts)
+        return view
+
+    def limit(self, max_queries: int, max_context: int) -> None:
+        """Most queries and positions of a row, where the host does not know the indices."""
+        self._max_queries, self._max_context = max_queries, max_context
+
     def _take(self, cache: PagedKV, kernels: CudaKernels, index: StepIndex, parts: Sequence[torch.Tensor]) -> None:
         """The last parts of a split buffer: positions, slots, starts, lengths, tables."""
         self._cache, self._kernels, self._index = cache, kernels, index

@@ -1,0 +1,223 @@
+"""A whole cycle on a GPU as one launch and one read, for rows that decode and take the likeliest token.
+
+Where nothing is drawn at random and no layer is skipped, the host has nothing to say between the first draft and the
+last layer: each draft pass begins with the token the one before it found likeliest, and the deep pass runs the newest
+token and all drafts of every row through all layers. The first layers are run again there: the newest token needs
+them anyway, and reading their weights takes as long for one token as for several. A row that may not draft is one with
+a number of drafts of 0, so that a step at full depth is such a cycle too.
+
+Then the host reads what every pass said, and `greedy` makes results of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tide_core.batch import RowResult, RowStep
+from tide_core.engine.captured_pass import TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
+from tide_core.engine.cycle_room import CycleIndex, CycleRoom, device_parts
+from tide_core.engine.exits import Exits
+from tide_core.engine.greedy import Drafted, Settler
+from tide_core.engine.policy import changes_the_choice
+from tide_core.kernels import CudaKernels
+from tide_core.kv.cache import PagedKV
+from tide_core.kv.kernel_view import FEW_QUERIES, KernelView
+from tide_core.models.adapter import ModelAdapter
+
+Said = tuple[list[list[float]], list[list[int]], list[float], list[int]]
+"""Scores and token ids [drafts][rows], and the largest logits at full depth and their ids [tokens]."""
+Reading = Callable[[], list[RowResult]]
+
+
+class CapturedCycles:
+    """Cycles by their shape, each made when it is first wanted. Graphs share memory: one runs at a time."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        cache: PagedKV,
+        kernels: CudaKernels,
+        exits: Exits | None = None,
+        *,
+        capture: bool | None = None,
+    ) -> None:
+        """`exits` of one checkpoint. Without `capture` the same passes run op by op, as they do on a CPU."""
+        self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
+        self._capture = cache.device.type == "cuda" if capture is None else capture
+        self._cycles: dict[CycleRoom, _Cycle] = {}
+        self._pool: Any = None
+        layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
+        self._settler = Settler(layer, adapter.num_layers)
+
+    @staticmethod
+    def takes(row: RowStep) -> bool:
+        """Whether all that follows for this row can be known on the device."""
+        params = row.request.params
+        return (
+            len(row.token_ids) == 1
+            and row.samples
+            and row.num_drafts < FEW_QUERIES
+            and not row.policy.skips_layers
+            and params.logprobs is None
+            and not changes_the_choice(params)
+        )
+
+    def start(self, rows: Sequence[RowStep]) -> Started:
+        """Begin a cycle of these rows, to be read before the next one is started."""
+        most = max((row.num_drafts for row in rows), default=0)
+        limit = max(size for size in TOKEN_SIZES if size * (most + 1) <= TOKEN_SIZES[-1])
+        order = sorted(range(len(rows)), key=lambda r: -rows[r].num_drafts)
+        groups = [order[at : at + limit] for at in range(0, len(order), limit)]
+        return Started(rows, groups, self._launch)
+
+    def _launch(self, rows: Sequence[RowStep]) -> Reading:
+        size = self._cache.block_size
+        blocks = max((row.start + row.num_drafts) // size + 1 for row in rows)
+        room = CycleRoom(size_for(len(rows)), rows[0].num_drafts, blocks_for(blocks))
+        cycle = self._cycles.get(room)
+        if cycle is None:
+            cycle = self._cycles[room] = _Cycle(self._adapter, self._cache, self._kernels, self._exits, room)
+        cycle.wait()
+        begins = cycle.index.fill(rows)
+        if self._capture and not cycle.is_captured:
+            cycle.capture(self._pool)
+            self._pool = cycle.pool
+        cycle.replay()
+        return lambda: self._results(rows, begins, cycle.read())
+
+    def _results(self, rows: Sequence[RowStep], begins: Sequence[int], said: Said) -> list[RowResult]:
+        scores, token_ids, best, best_ids = said
+        results = []
+        for place, (row, begin) in enumerate(zip(rows, begins, strict=True)):
+            count = row.num_drafts
+            drafted = Drafted([said[place] for said in scores[:count]], [said[place] for said in token_ids[:count]])
+            end = begin + count + 1
+            results.append(self._settler.row(row, drafted, best[begin:end], best_ids[begin:end]))
+        return results
+
+
+class Started:
+    """A cycle on its way. More rows than one launch can take go in several, each when the one before it was read."""
+
+    def __init__(self, rows: Sequence[RowStep], groups: list[list[int]], launch: Callable[..., Reading]) -> None:
+        self._rows, self._groups, self._launch = rows, groups, launch
+        self._reading = self._next() if groups else None
+
+    def _next(self) -> Reading:
+        return self._launch([self._rows[r] for r in self._groups[0]])
+
+    def results(self) -> list[RowResult]:
+        """Wait for the device; one result for each row."""
+        found: dict[int, RowResult] = {}
+        while self._reading is not None:
+            found.update(zip(self._groups.pop(0), self._reading(), strict=True))
+            self._reading = self._next() if self._groups else None
+        return [found[r] for r in range(len(self._rows))]
+
+
+class _Cycle(Replayed):
+    """The passes of one shape, from the host's buffer to the host's results."""
+
+    def __init__(
+        self, adapter: ModelAdapter, cache: PagedKV, kernels: CudaKernels, exits: Exits | None, room: CycleRoom
+    ) -> None:
+        self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
+        self._room = room
+        self._buffer = Buffer.of(room.size, cache.device)
+        self.index = CycleIndex(room, self._buffer.numpy, cache.block_size)
+        self._parts = parts = device_parts(room, self._buffer.device)
+        self._drafts = [
+            self._view(*(parts[f"draft_{name}"][ahead] for name in ("positions", "slots", "starts", "lens")), queries=1)
+            for ahead in range(room.drafts)
+        ]
+        indices = (parts[name] for name in ("positions", "slots", "starts", "lens"))
+        self._deep = self._view(*indices, queries=room.drafts + 1)
+        pinned = cache.device.type == "cuda"
+        per_draft, per_token = (room.drafts, room.rows), (room.tokens,)
+        self._results = [
+            torch.empty(shape, dtype=dtype, pin_memory=pinned)
+            for shape in (per_draft, per_token)
+            for dtype in (torch.float32, torch.int64)
+        ]
+        self._scratch: Any = None
+        self._is_open = False
+
+    def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
+        view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._parts["tables"]))
+        view.limit(queries, self._room.blocks * self._cache.block_size)
+        return view
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
+
+    def wait(self) -> None:
+        """Until the host may write: at once, unless what was launched last was never read."""
+        if self._is_open and self._cache.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._is_open = False
+
+    def replay(self) -> None:
+        self._is_open = True
+        super().replay()
+
+    def read(self) -> Said:
+        self.wait()
+        scores, token_ids, best, best_ids = (result.tolist() for result in self._results)
+        return scores, token_ids, best, best_ids
+
+    def _run(self) -> None:
+        self._buffer.device.copy_(self._buffer.host, non_blocking=True)
+        tokens = [self._parts["newest"]]
+        scores = []
+        for ahead, view in enumerate(self._drafts):
+            score, token_ids = self._draft(ahead, view, tokens[-1])
+            scores.append(score)
+            tokens.append(token_ids)
+        best, best_at = self._run_deep(torch.cat(tokens).index_select(0, self._parts["sources"]))
+        if scores:
+            self._hand_over(self._results[:2], (torch.stack(scores), torch.stack(tokens[1:])))
+        self._hand_over(self._results[2:], (best, best_at))
+
+    def _hand_over(self, results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+        for result, here in zip(results, found, strict=True):
+            result.copy_(here, non_blocking=True)
+
+    def _draft(self, ahead: int, view: KernelView, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and likeliest tokens behind these tokens."""
+        adapter, exits, parts = self._adapter, self._exits, self._parts
+        assert exits is not None
+        [checkpoint] = exits.checkpoints
+        inputs = adapter.layer_inputs(view.positions, view)
+        states = adapter.run_layers(adapter.embed(token_ids, view.positions), 0, checkpoint.layer, inputs)[0]
+        deep = None
+        if checkpoint.head.spec.deep:
+            deep = self._cache.deep_states[0].index_select(0, parts["draft_deep_slots"])
+        _, score, best = exits.score(0, view, states, deep, parts["draft_distances"][ahead])
+        return score, exits.shortlist[best]
+
+    def _run_deep(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logits behind these tokens, and their ids."""
+        adapter, exits, view, parts = self._adapter, self._exits, self._deep, self._parts
+        inputs = adapter.layer_inputs(view.positions, view)
+        states = adapter.embed(token_ids, view.positions)
+        tapped: dict[int, torch.Tensor] = {}
+        layer = 0
+        if exits is not None:
+            layer = exits.checkpoints[0].layer
+            states = adapter.run_layers(states, 0, layer, inputs)
+            tapped = dict.fromkeys(exits.taps, states[0])
+        at_checkpoint = states[0]
+        states = adapter.run_layers(states, layer, adapter.num_layers, inputs, tapped=tapped)
+        normed = adapter.norm(states[0])
+        if exits is not None:
+            slots = (parts[name] for name in ("kept_slots", "deep_slots", "distances"))
+            exits.keep(view, at_checkpoint, normed, tapped, *slots)
+        logits = adapter.head(normed)
+        if self._scratch is None:  # the first run is not captured
+            self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
+        peaks = self._kernels.peak(logits, self._scratch)
+        return peaks.best, peaks.best_at
