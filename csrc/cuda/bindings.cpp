@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/ops.h"
+#include "cuda/plan_cycle.h"
 #include "cuda/small_ops.h"
 #include "released_gil.h"
 
@@ -193,6 +194,13 @@ void compact(Address flags, Address index, Address count, Address num_rows, int6
                         stream_of(stream));
 }
 
+void plan_cycle(Address about, Address tables, Address wide, Address narrow, int64_t rows, int64_t drafts,
+                int64_t blocks, int64_t block_size, Address stream) {
+    tide::cuda::plan_cycle({in<int32_t>(about), in<int32_t>(tables), out<int64_t>(wide), out<int32_t>(narrow), rows,
+                            drafts, blocks, block_size},
+                           stream_of(stream));
+}
+
 // 0 where there is no driver.
 int device_count() {
     int count = 0;
@@ -221,6 +229,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
     m.def("compact", &compact, no_gil, "The rows whose flag is set, in order, and their count.");
+    m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from what is said of its rows.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tide_core.kernels import CudaKernels, reference
+from tide_core.kernels import CudaKernels, cycle_plan, reference
 
 
 def twin_kernels() -> CudaKernels:
@@ -23,6 +23,12 @@ def twin_kernels() -> CudaKernels:
         return k_pool.shape == v_pool.shape
 
     ops = reference.linear, reference.rms_norm, reference.silu_mul, reference.rotary, reference.write_kv
-    exits = lambda logits, _: reference.peak(logits), reference.judge, workspace, reference.scatter_rows
+    exits = (
+        lambda logits, _: reference.peak(logits),
+        reference.judge,
+        workspace,
+        reference.scatter_rows,
+        cycle_plan.plan_cycle,
+    )
     more = reference.fused_linear, reference.rotary_write, attend, workspace, *exits
     return CudaKernels("cuda", *ops, reference.paged_attention, *more, takes)

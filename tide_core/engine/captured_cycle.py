@@ -18,11 +18,11 @@ import torch
 
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine.captured_pass import TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
-from tide_core.engine.cycle_room import CycleIndex, CycleRoom, device_parts
+from tide_core.engine.cycle_room import CycleRoom, CycleRows
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Drafted, Settler
 from tide_core.engine.policy import changes_the_choice
-from tide_core.kernels import CudaKernels
+from tide_core.kernels import CudaKernels, cycle_plan
 from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import FEW_QUERIES, KernelView
 from tide_core.models.adapter import ModelAdapter
@@ -81,7 +81,7 @@ class CapturedCycles:
         if cycle is None:
             cycle = self._cycles[room] = _Cycle(self._adapter, self._cache, self._kernels, self._exits, room)
         cycle.wait()
-        begins = cycle.index.fill(rows)
+        begins = cycle.rows.fill(rows)
         if self._capture and not cycle.is_captured:
             cycle.capture(self._pool)
             self._pool = cycle.pool
@@ -127,14 +127,15 @@ class _Cycle(Replayed):
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._room = room
         self._buffer = Buffer.of(room.size, cache.device)
-        self.index = CycleIndex(room, self._buffer.numpy, cache.block_size)
-        self._parts = parts = device_parts(room, self._buffer.device)
-        self._drafts = [
-            self._view(*(parts[f"draft_{name}"][ahead] for name in ("positions", "slots", "starts", "lens")), queries=1)
-            for ahead in range(room.drafts)
-        ]
-        indices = (parts[name] for name in ("positions", "slots", "starts", "lens"))
-        self._deep = self._view(*indices, queries=room.drafts + 1)
+        self.rows = CycleRows(room, self._buffer.numpy, cache.block_size)
+        self._about, self._tables = room.split(self._buffer.device)
+        wide, narrow = cycle_plan.sizes(room.rows, room.drafts)
+        self._wide = torch.empty(wide, dtype=torch.int64, device=cache.device)
+        self._narrow = torch.empty(narrow, dtype=torch.int32, device=cache.device)
+        self._parts = parts = cycle_plan.split(self._wide, self._narrow, room.rows, room.drafts)
+        of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
+        self._drafts = [self._view(*(part[ahead] for part in of_drafts), queries=1) for ahead in range(room.drafts)]
+        self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=room.drafts + 1)
         pinned = cache.device.type == "cuda"
         per_draft, per_token = (room.drafts, room.rows), (room.tokens,)
         self._results = [
@@ -146,7 +147,7 @@ class _Cycle(Replayed):
         self._is_open = False
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
-        view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._parts["tables"]))
+        view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
         view.limit(queries, self._room.blocks * self._cache.block_size)
         return view
 
@@ -171,13 +172,15 @@ class _Cycle(Replayed):
 
     def _run(self) -> None:
         self._buffer.device.copy_(self._buffer.host, non_blocking=True)
-        tokens = [self._parts["newest"]]
+        size, drafts = self._cache.block_size, self._room.drafts
+        self._kernels.plan_cycle(self._about, self._tables, size, drafts, self._wide, self._narrow)
+        tokens = [self._parts.newest]
         scores = []
         for ahead, view in enumerate(self._drafts):
             score, token_ids = self._draft(ahead, view, tokens[-1])
             scores.append(score)
             tokens.append(token_ids)
-        best, best_at = self._run_deep(torch.cat(tokens).index_select(0, self._parts["sources"]))
+        best, best_at = self._run_deep(torch.cat(tokens).index_select(0, self._parts.sources))
         if scores:
             self._hand_over(self._results[:2], (torch.stack(scores), torch.stack(tokens[1:])))
         self._hand_over(self._results[2:], (best, best_at))
@@ -195,8 +198,8 @@ class _Cycle(Replayed):
         states = adapter.run_layers(adapter.embed(token_ids, view.positions), 0, checkpoint.layer, inputs)[0]
         deep = None
         if checkpoint.head.spec.deep:
-            deep = self._cache.deep_states[0].index_select(0, parts["draft_deep_slots"])
-        _, score, best = exits.score(0, view, states, deep, parts["draft_distances"][ahead])
+            deep = self._cache.deep_states[0].index_select(0, parts.draft_deep_slots)
+        _, score, best = exits.score(0, view, states, deep, parts.draft_distances[ahead])
         return score, exits.shortlist[best]
 
     def _run_deep(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,8 +217,7 @@ class _Cycle(Replayed):
         states = adapter.run_layers(states, layer, adapter.num_layers, inputs, tapped=tapped)
         normed = adapter.norm(states[0])
         if exits is not None:
-            slots = (parts[name] for name in ("kept_slots", "deep_slots", "distances"))
-            exits.keep(view, at_checkpoint, normed, tapped, *slots)
+            exits.keep(view, at_checkpoint, normed, tapped, parts.kept_slots, parts.deep_slots, parts.distances)
         logits = adapter.head(normed)
         if self._scratch is None:  # the first run is not captured
             self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])

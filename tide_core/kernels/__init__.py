@@ -152,6 +152,8 @@ class CudaKernels(Kernels):
     judge_scratch: Callable[..., Any]
     """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
+    plan_cycle: Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
+    """`tide_core.kernels.cycle_plan` says what it makes."""
     takes: Callable[[Tensor, Tensor], bool]
     """Whether `attend` knows keys and values as these pools hold them."""
 
@@ -183,10 +185,19 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
 def cuda_kernels() -> CudaKernels:
     """The CUDA ops, or Torch's where a step has more rows than they are made for."""
     cuda = importlib.import_module("tide_core.kernels.cuda")
+    cycle = importlib.import_module("tide_core.kernels.cuda_cycle")
     ops = cuda.linear_of_any, cuda.rms_norm, cuda.silu_mul, cuda.rotary, cuda.write_kv, cuda.paged_attention
     attention = cuda.paged_attention, cuda.attention_workspace
     exits = cuda.peak, cuda.judge, cuda.Scratch.sized
-    more = cuda.fused_linear_of_any, cuda.rotary_write, *attention, *exits, cuda.scatter_rows, cuda.takes
+    more = (
+        cuda.fused_linear_of_any,
+        cuda.rotary_write,
+        *attention,
+        *exits,
+        cuda.scatter_rows,
+        cycle.plan_cycle,
+        cuda.takes,
+    )
     return CudaKernels("cuda", *ops, *more)
 
 
