@@ -40,7 +40,7 @@ def test_a_replayed_cycle_says_what_its_passes_say_op_by_op(artefact: dict[str, 
         with poisoned(cycle_parts(artefact, capture=capture)) as engine:
             answers.append(engine.generate(random_prompts(num_rows, 11), params))
             again = engine.generate(random_prompts(num_rows, 11), params)  # every cycle is a replay now
-        assert all_ids(again) == all_ids(answers[-1])
+        assert mode == "bounded" or all_ids(again) == all_ids(answers[-1])  # its bound may have broken meanwhile
     plain, replayed = answers
     assert all_ids(replayed) == all_ids(plain)
     assert [exit_layers(answer) for answer in replayed] == [exit_layers(answer) for answer in plain]
