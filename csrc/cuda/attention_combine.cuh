@@ -1,4 +1,4 @@
-// How the chunks of a lane become its result: in order, sixteen at a time, whoever does it.
+// How the chunks of a lane become its result: in order, eight at a time, whoever does it.
 #pragma once
 
 #include "cuda/attention_work.cuh"
@@ -10,7 +10,7 @@ namespace tide::cuda {
 // read past the first-level cache.
 __device__ inline float4 combine_chunks(const PagedAttentionParams& p, const Partials& from, int64_t row, int first,
                                         int last, int dim) {
-    constexpr int kChunksAtOnce = 16;  // loads in flight
+    constexpr int kChunksAtOnce = 8;  // loads in flight
     const float2* stats = from.stats + row * from.chunks;
     const float* sums = from.sums + row * from.chunks * p.head_dim + dim;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

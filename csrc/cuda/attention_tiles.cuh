@@ -8,8 +8,8 @@
 // piece later, when all its threads meet anyway. With many lanes that is too much for one CTA: another kernel does it.
 #pragma once
 
-#include "cuda/attention_combine.cuh"
 #include "cuda/attention_state.cuh"
+#include "cuda/attention_store.cuh"
 #include "cuda/attention_tiles.h"
 
 namespace tide::cuda {
@@ -59,73 +59,6 @@ __device__ inline void wait_copies(int open) {
     if (kMost >= 2 && open == 2) return wait_copy_groups<2>();
     if (kMost >= 1 && open == 1) return wait_copy_groups<1>();
     wait_all_copies();
-}
-
-// Adds the warps' results in order and stores them: whole ones to `out`, others to the workspace. These are the lanes
-// of the piece from `first_lane` on.
-template <typename T, typename Layout>
-__device__ inline void store_lanes(const AttentionWork& p, const Piece& piece, int first_lane, const char* warp_sums,
-                                   const float2 (*stats)[Layout::kSumRows * 8]) {
-    constexpr int kVectors = Layout::kDim / 4;
-    const int num_lanes = min(piece.num_lanes - first_lane, Layout::kSumRows * 8);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < num_lanes * kVectors; i += Layout::kThreads) {
-        const int row = i / kVectors, dim = i % kVectors * 4;
-        const Lane lane = lane_of(p, piece, first_lane + row);
-        if (!lane.sees(piece.chunk) || dim >= p.head_dim) continue;
-        float peak = kNothing;
-#pragma unroll
-        for (int w = 0; w < Layout::kWarps; ++w) peak = fmaxf(peak, stats[w][row].x);
-        const float base = base_of(peak);
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float total = 0.0f;
-#pragma unroll
-        for (int w = 0; w < Layout::kWarps; ++w) {
-            const float2 stat = stats[w][row];
-            const float factor = exp2_fast(stat.x - base);
-            const float4 v = *reinterpret_cast<const float4*>(warp_sums + w * Layout::kSumBytes +
-                                                              sum_index<Layout::kSumStride>(row, dim) * 4);
-            sum.x = fmaf(v.x, factor, sum.x);
-            sum.y = fmaf(v.y, factor, sum.y);
-            sum.z = fmaf(v.z, factor, sum.z);
-            sum.w = fmaf(v.w, factor, sum.w);
-            total = fmaf(stat.y, factor, total);
-        }
-        if (lane.is_whole()) {
-            const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-            store_four(static_cast<T*>(p.out) + lane.row(p) * p.head_dim + dim,
-                       make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
-        } else {
-            const Partials to = partials(p);
-            const int64_t partial = lane.row(p) * to.chunks + piece.chunk;
-            *reinterpret_cast<float4*>(to.sums + partial * p.head_dim + dim) = sum;
-            if (dim == 0) to.stats[partial] = make_float2(peak, total);
-        }
-    }
-}
-
-// Counts a piece that all threads have stored and fenced. True: it was the last of its lanes.
-__device__ inline bool count_piece(const AttentionWork& p, const Piece& piece) {
-    const int64_t first_lane = int64_t{piece.first_query} * p.group + piece.first_lane;
-    int32_t* counter = partials(p).counters + first_lane * p.kv_heads + piece.kv_head;
-    const bool is_last = atomicAdd(counter, 1) == piece.num_chunks - 1;
-    if (is_last) *counter = 0;  // for the next call
-    return is_last;
-}
-
-template <typename T, typename Layout>
-__device__ inline void combine_piece(const AttentionWork& p, const Piece& piece) {
-    constexpr int kVectors = Layout::kDim / 4;
-    __threadfence();
-    const Partials from = partials(p);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < piece.num_lanes * kVectors; i += Layout::kThreads) {
-        const Lane lane = lane_of(p, piece, i / kVectors);
-        const int dim = i % kVectors * 4;
-        if (lane.is_whole() || dim >= p.head_dim) continue;
-        store_four(static_cast<T*>(p.out) + lane.row(p) * p.head_dim + dim,
-                   combine_chunks(p, from, lane.row(p), lane.first_chunk, lane.last_chunk, dim));
-    }
 }
 
 #endif
@@ -219,7 +152,11 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) attention_tiles(const __g
                         g, t);
             if (row == 0) wait_copies<kStages - 1>(open - 1);  // the queries of the next piece
             __syncthreads();
-            store_lanes<T, Layout>(p, piece, row * 8, sums, shared.stats);
+            store_lanes<T, Layout::kDim, Layout::kThreads, Layout::kWarps, Layout::kSumRows * 8>(
+                p, piece, row * 8, shared.stats, [&](int w, int r, int dim) {
+                    return *reinterpret_cast<const float4*>(sums + w * Layout::kSumBytes +
+                                                            sum_index<Layout::kSumStride>(r, dim) * 4);
+                });
         }
         if (kCounts) {
             bool combine = waiting && shared.is_last;
@@ -227,7 +164,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) attention_tiles(const __g
             waiting = !is_first && piece.num_chunks > 1 && p.counted;
 #pragma unroll 1
             while (true) {
-                if (combine) combine_piece<T, Layout>(p, pieces[which_piece]);
+                if (combine) combine_piece<T, Layout::kDim, Layout::kThreads>(p, pieces[which_piece]);
                 if (more || !waiting) break;
                 __threadfence();  // this was the last piece: nobody counts it later
                 __syncthreads();

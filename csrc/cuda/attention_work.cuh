@@ -127,6 +127,29 @@ struct Piece {
     __device__ int position_of(int query) const { return length - num_queries + query; }
 };
 
+__device__ inline RowWork read_row(const AttentionWork& p, int row) {
+    const int first_query = p.query_starts[row];
+    return {p, first_query, p.query_starts[row + 1] - first_query, p.context_lens[row]};
+}
+
+// The piece of a row that `rest` others of it come before.
+template <int kLanes>
+__device__ inline Piece piece_of(const AttentionWork& p, const RowWork& work, int row, int rest) {
+    const int groups = work.template num_groups<kLanes>();
+    const int head_and_chunk = groups == 1 ? rest : rest / groups;
+    const int first_lane = (rest - head_and_chunk * groups) * kLanes;
+    const int chunk = p.by_kv_heads(head_and_chunk);
+    return {row,
+            work.first_query,
+            work.num_queries,
+            work.length,
+            head_and_chunk - chunk * p.kv_heads,
+            work.first_chunk + chunk,
+            first_lane,
+            min(kLanes, work.lanes - first_lane),
+            work.last_chunk - work.first_chunk + 1};
+}
+
 // Thread i counts the pieces of the i-th share of neighbouring rows. All of it lies in shared memory: the kernels need
 // their registers for sums. There are less than 2^31 pieces, for each is a page of memory or more.
 template <int kThreads, int kLanes>
@@ -177,25 +200,9 @@ struct PieceFinder {
         RowWork work(p, first[0], first[1], first[2]);
         for (int pieces; rest >= (pieces = work.template num_pieces<kLanes>(p)); rest -= pieces)
             work = read_row(p, ++row);
-        const int groups = work.template num_groups<kLanes>();
-        const int head_and_chunk = groups == 1 ? rest : rest / groups;
-        const int first_lane = (rest - head_and_chunk * groups) * kLanes;
-        const int chunk = p.by_kv_heads(head_and_chunk);
-        return {row,
-                work.first_query,
-                work.num_queries,
-                work.length,
-                head_and_chunk - chunk * p.kv_heads,
-                work.first_chunk + chunk,
-                first_lane,
-                min(kLanes, work.lanes - first_lane),
-                work.last_chunk - work.first_chunk + 1};
+        return piece_of<kLanes>(p, work, row, rest);
     }
 
-    __device__ static RowWork read_row(const AttentionWork& p, int row) {
-        const int first_query = p.query_starts[row];
-        return {p, first_query, p.query_starts[row + 1] - first_query, p.context_lens[row]};
-    }
     __device__ static int rows_per_thread(const AttentionWork& p) {
         return (static_cast<int>(p.rows) + kThreads - 1) / kThreads;
     }

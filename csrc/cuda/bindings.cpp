@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "cuda/branches.h"
 #include "cuda/ops.h"
 #include "cuda/plan_cycle.h"
 #include "cuda/small_ops.h"
@@ -45,13 +46,14 @@ Heads heads_of(const HeadsTuple& heads) {
     return {in(std::get<0>(heads)), std::get<1>(heads), std::get<2>(heads), std::get<3>(heads)};
 }
 
-void linear(int dtype, Address x, Address weight, Address bias, Address residual, Address y, Address num_rows,
-            int64_t rows, int64_t in_features, int64_t out_features, int64_t x_stride, int64_t y_stride,
-            int64_t residual_stride, bool gated, Address stream) {
+void linear(int dtype, Address x, Address weight, Address bias, Address norm, Address residual, Address y,
+            Address num_rows, int64_t rows, int64_t in_features, int64_t out_features, int64_t x_stride,
+            int64_t y_stride, int64_t residual_stride, double norm_eps, bool gated, Address stream) {
     tide::cuda::LinearParams params = {};
     params.x = in(x);
     params.weight = in(weight);
     params.bias = in(bias);
+    params.norm = in(norm);
     params.residual = in(residual);
     params.y = out(y);
     params.num_rows = in<int32_t>(num_rows);
@@ -61,6 +63,7 @@ void linear(int dtype, Address x, Address weight, Address bias, Address residual
     params.x_stride = x_stride;
     params.y_stride = y_stride;
     params.residual_stride = residual_stride;
+    params.norm_eps = static_cast<float>(norm_eps);
     params.gated = gated;
     tide::cuda::linear(dtype_of(dtype), params, stream_of(stream));
 }
@@ -96,6 +99,57 @@ void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Addre
     params.window = window;
     params.softcap = static_cast<float>(softcap);
     tide::cuda::paged_attention(dtype_of(dtype), params, stream_of(stream));
+}
+
+void attend_joined(int dtype, const HeadsTuple& q, const HeadsTuple& k, const HeadsTuple& v, Address q_norm,
+                   Address k_norm, Address cos, Address sin, Address positions, Address slots, Address k_pool,
+                   Address v_pool, Address block_tables, Address query_starts, Address context_lens, Address y,
+                   Address workspace, int64_t rows, int64_t num_tokens, int64_t max_queries, int64_t max_context,
+                   int64_t head_dim, int64_t num_positions, int64_t num_blocks, int64_t block_size, int64_t max_blocks,
+                   double eps, double scaling, int64_t window, double softcap, Address stream) {
+    tide::cuda::RotaryWriteParams rotary = {};
+    rotary.q = heads_of(q);
+    rotary.k = heads_of(k);
+    rotary.v = heads_of(v);
+    rotary.q_norm = in(q_norm);
+    rotary.k_norm = in(k_norm);
+    rotary.cos = in(cos);
+    rotary.sin = in(sin);
+    rotary.positions = in<int64_t>(positions);
+    rotary.slots = in<int64_t>(slots);
+    rotary.k_pool = out(k_pool);
+    rotary.v_pool = out(v_pool);
+    rotary.rows = num_tokens;
+    rotary.key_dim = head_dim;
+    rotary.value_dim = head_dim;
+    rotary.num_positions = num_positions;
+    rotary.num_blocks = num_blocks;
+    rotary.block_size = block_size;
+    rotary.eps = static_cast<float>(eps);
+    tide::cuda::PagedAttentionParams params = {};
+    params.q = rotary.q.data;
+    params.k_pool = in(k_pool);
+    params.v_pool = in(v_pool);
+    params.block_tables = in<int32_t>(block_tables);
+    params.query_starts = in<int32_t>(query_starts);
+    params.context_lens = in<int32_t>(context_lens);
+    params.out = out(y);
+    params.workspace = out(workspace);
+    params.rows = rows;
+    params.num_tokens = num_tokens;
+    params.max_queries = max_queries;
+    params.max_context = max_context;
+    params.num_heads = rotary.q.heads;
+    params.num_kv_heads = rotary.k.heads;
+    params.head_dim = head_dim;
+    params.block_size = block_size;
+    params.max_blocks = max_blocks;
+    params.q_token_stride = rotary.q.token_stride;
+    params.q_head_stride = rotary.q.head_stride;
+    params.scaling = static_cast<float>(scaling);
+    params.window = window;
+    params.softcap = static_cast<float>(softcap);
+    tide::cuda::attend_joined(dtype_of(dtype), params, rotary, stream_of(stream));
 }
 
 void rms_norm(int dtype, Address x, Address weight, Address y, Address index, Address num_rows, int64_t rows,
@@ -189,9 +243,15 @@ void rows_op(int dtype, Address x, Address y, Address index, Address num_rows, i
        stream_of(stream));
 }
 
-void compact(Address flags, Address index, Address count, Address num_rows, int64_t rows, Address stream) {
-    tide::cuda::compact({in<int32_t>(flags), out<int64_t>(index), out<int32_t>(count), in<int32_t>(num_rows), rows},
-                        stream_of(stream));
+void exit_input(int dtype, Address states, Address state_norm, Address deep, Address deep_norm, Address table,
+                Address deep_slots, Address distances, Address y, Address num_rows, int64_t rows, int64_t width,
+                int64_t num_deep, int64_t max_distance, int64_t states_stride, int64_t deep_stride, int64_t y_stride,
+                double eps, Address stream) {
+    tide::cuda::exit_input(dtype_of(dtype),
+                           {in(states), in(state_norm), in(deep), in(deep_norm), in(table), in<int64_t>(deep_slots),
+                            in<int64_t>(distances), out(y), in<int32_t>(num_rows), rows, width, num_deep, max_distance,
+                            states_stride, deep_stride, y_stride, static_cast<float>(eps)},
+                           stream_of(stream));
 }
 
 void plan_cycle(Address about, Address tables, Address wide, Address narrow, int64_t rows, int64_t drafts,
@@ -199,6 +259,19 @@ void plan_cycle(Address about, Address tables, Address wide, Address narrow, int
     tide::cuda::plan_cycle({in<int32_t>(about), in<int32_t>(tables), out<int64_t>(wide), out<int32_t>(narrow), rows,
                             drafts, blocks, block_size},
                            stream_of(stream));
+}
+
+void nth_best(int dtype, Address x, Address ranks, Address index, int64_t rows, int64_t width, int64_t x_stride,
+              Address stream) {
+    tide::cuda::nth_best(dtype_of(dtype), {in(x), in<int32_t>(ranks), out<int64_t>(index), rows, width, x_stride},
+                         stream_of(stream));
+}
+
+void copy_slots(Address pools, Address from, Address to, int64_t num_pools, int64_t count, int64_t block_size,
+                int64_t unit, Address stream) {
+    tide::cuda::copy_slots(
+        {in<tide::cuda::SlotPool>(pools), in<int32_t>(from), in<int32_t>(to), num_pools, count, block_size, unit},
+        stream_of(stream));
 }
 
 // 0 where there is no driver.
@@ -214,9 +287,16 @@ int device_count() {
 PYBIND11_MODULE(_cuda, m) {
     m.doc() = "CUDA kernels on raw addresses; use tide_core.kernels.cuda, which checks what it passes here.";
     const auto no_gil = py::call_guard<ReleasedGil>();
-    m.def("linear", &linear, no_gil, "y = x weight^T + bias (+ residual), or silu(gate) * up of two such products.");
+    m.def("linear", &linear, no_gil,
+          "y = x weight^T + bias (+ residual), or silu(gate) * up of two such products; x is normed where there is a "
+          "norm.");
     m.def("paged_attention", &paged_attention, no_gil,
           "Causal attention of ragged queries over paged keys and values.");
+    m.def(
+        "attend_joined", &attend_joined, no_gil,
+        "Norm, rotary positions and page writes of a joined projection, and attention of its queries, in one launch.");
+    m.def("takes_joined", &tide::cuda::takes_joined,
+          "Whether attend_joined runs on the current device with heads and blocks of these sizes.");
     m.def("paged_attention_workspace", &tide::cuda::paged_attention_workspace,
           "Bytes of workspace for calls with at most so many tokens, heads, elements of a head and positions.");
     m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows, those that an index names.");
@@ -225,11 +305,13 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("peak", &peak, no_gil, "Largest number of each row, its index, the second, and the sum of exp(x - best).");
     m.def("peak_partials", &tide::cuda::peak_partials, "Bytes of partials that peak needs.");
     m.def("router", &router, no_gil, "Scores of a router and whether they reach their thresholds.");
-    m.def("router_counters", &tide::cuda::router_counters, "Counters that router needs.");
     m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
-    m.def("compact", &compact, no_gil, "The rows whose flag is set, in order, and their count.");
     m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from what is said of its rows.");
+    m.def("nth_best", &nth_best, no_gil, "Where the number of some rank stands in each row.");
+    m.def("copy_slots", &copy_slots, no_gil, "Slots of all pools to other slots.");
+    m.def("exit_input", &exit_input, no_gil,
+          "Normed states beside normed deep states, plus the row of their distance.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },

@@ -23,16 +23,20 @@ __device__ inline float block_sum(float value, float* shared) {
     return warp_sum(lane < blockDim.x / kWarp ? shared[lane] : 0.0f);
 }
 
-// Whether this CTA is the last of `count` to come here; it then sees what the others wrote before. The counter is 0
-// beforehand and afterwards. Every thread of the CTA must call it.
+// Whether the calling thread is the last of `count` to come here; it then sees what the others, and those whom they
+// have waited for, wrote before. The counter is 0 beforehand and afterwards.
+__device__ inline bool count_last(uint32_t* counter, uint32_t count) {
+    __threadfence();
+    const bool last = atomicInc(counter, count - 1) == count - 1;
+    __threadfence();
+    return last;
+}
+
+// The same for the CTAs, of which every thread must call it.
 __device__ inline bool last_to_finish(uint32_t* counter, uint32_t count) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicInc(counter, count - 1) == count - 1;
-        __threadfence();
-    }
+    if (threadIdx.x == 0) last = count_last(counter, count);
     __syncthreads();
     return last;
 }

@@ -11,10 +11,10 @@ bool is_aligned(const void* pointer, int64_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// Can x and weight be read `vector` elements at a time?
+// Can x, weight and norm be read `vector` elements at a time?
 bool can_read(const LinearParams& p, int64_t vector, int64_t element_bytes) {
     return p.in_features % vector == 0 && p.x_stride % vector == 0 && is_aligned(p.x, vector * element_bytes) &&
-           is_aligned(p.weight, vector * element_bytes);
+           is_aligned(p.weight, vector * element_bytes) && is_aligned(p.norm, vector * element_bytes);
 }
 
 // One CTA of the deep tiles fits a multiprocessor, or two of any other, and there are clusters: sm_90 and its like.
@@ -51,16 +51,18 @@ LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
         case 4:
             if (pairs_fit) return {4, 4, 2, true, true};
             if (roomy && ctas(3) <= num_sms) return {3, 4, 1, true, true};
-            return {many ? 4 : 2, 4};
+            return {many && !p.norm ? 4 : 2, 4};  // a norm wants registers, here and below
         default:
             if (roomy && row_tiles <= 2 * num_sms) return {4, 8, 2};
             if (roomy && ctas(3) <= num_sms) return {3, 8, 1, true, true};
+            if (roomy && p.norm) return {3, 8, 1, true};
             return {2, 8};
     }
 }
 
 void linear(DType dtype, const LinearParams& params, cudaStream_t stream) {
     if (params.rows <= 0 || params.out_features <= 0) return;
+    if (params.norm && dtype == DType::kFloat16) throw std::runtime_error("linear: float16 has no norm");
     const int64_t bytes = element_size(dtype);
     const DeviceInfo device = current_device("linear");
     const bool tiles = dtype != DType::kFloat32 && device.major >= kTensorCoreMajor && can_read(params, kVector, bytes);
@@ -71,8 +73,9 @@ void linear(DType dtype, const LinearParams& params, cudaStream_t stream) {
         });
     }
     const LinearTile tile = choose_tile(params, device);
-    if (dtype == DType::kFloat16) return launch_linear_tiles<__half>(params, tile, stream);
-    launch_linear_tiles<__nv_bfloat16>(params, tile, stream);
+    if (dtype == DType::kFloat16) return launch_linear_tiles<__half, false>(params, tile, stream);
+    if (params.norm) return launch_linear_tiles<__nv_bfloat16, true>(params, tile, stream);
+    launch_linear_tiles<__nv_bfloat16, false>(params, tile, stream);
 }
 
 }  // namespace tide::cuda

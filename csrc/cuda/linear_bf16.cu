@@ -2,6 +2,6 @@
 
 namespace tide::cuda {
 
-template void launch_linear_tiles<__nv_bfloat16>(const LinearParams&, const LinearTile&, cudaStream_t);
+template void launch_linear_tiles<__nv_bfloat16, false>(const LinearParams&, const LinearTile&, cudaStream_t);
 
 }  // namespace tide::cuda

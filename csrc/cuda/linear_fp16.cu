@@ -2,6 +2,6 @@
 
 namespace tide::cuda {
 
-template void launch_linear_tiles<__half>(const LinearParams&, const LinearTile&, cudaStream_t);
+template void launch_linear_tiles<__half, false>(const LinearParams&, const LinearTile&, cudaStream_t);
 
 }  // namespace tide::cuda

@@ -1,10 +1,12 @@
 // The linear for everything the tensor-core kernel does not take: float32, odd widths, loose alignment, old devices.
 //
 // A warp owns four weight rows (gated: two of the gate, two of up) and eight rows of x. Lane l adds up columns
-// 128 i + 4 l + (0..3) in order, then the lanes are added in a fixed tree: nothing depends on the other rows.
+// 128 i + 4 l + (0..3) in order, then the lanes are added in a fixed tree: nothing depends on the other rows. For a
+// norm it adds up the squares of x in the same way (linear_norm.cuh).
 #pragma once
 
 #include "cuda/launch.h"
+#include "cuda/linear_norm.cuh"
 #include "cuda/linear_output.cuh"
 
 namespace tide::cuda {
@@ -30,7 +32,7 @@ __device__ inline void load_four(const T* from, int64_t left, float (&to)[kPlain
     }
 }
 
-template <typename T, bool kAligned>
+template <typename T, bool kAligned, bool kNormed>
 __global__ void __launch_bounds__(kPlainWarps * 32)
     linear_plain(const __grid_constant__ LinearParams p, uint32_t token_blocks) {
     let_next_start();
@@ -54,15 +56,23 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
     for (int m = 0; m < kPlainTokens; ++m)
         x[m] = static_cast<const T*>(p.x) + min(first_token + m, rows - 1) * p.x_stride;
 
-    float sums[kPlainColumns][kPlainTokens] = {};
+    float sums[kPlainColumns][kPlainTokens] = {}, squares[kPlainTokens] = {};
     for (int64_t k = lane * kPlainVector; k < p.in_features; k += 32 * kPlainVector) {
-        float w[kPlainColumns][kPlainVector];
+        float w[kPlainColumns][kPlainVector], norm[kPlainVector];
 #pragma unroll
         for (int n = 0; n < kPlainColumns; ++n) load_four<T, kAligned>(weight[n] + k, p.in_features - k, w[n]);
+        if constexpr (kNormed) load_four<T, kAligned>(static_cast<const T*>(p.norm) + k, p.in_features - k, norm);
 #pragma unroll
         for (int m = 0; m < kPlainTokens; ++m) {
             float v[kPlainVector];
             load_four<T, kAligned>(x[m] + k, p.in_features - k, v);
+            if constexpr (kNormed) {
+#pragma unroll
+                for (int i = 0; i < kPlainVector; ++i) {
+                    squares[m] = fmaf(v[i], v[i], squares[m]);
+                    v[i] = round_to<T>(v[i] * norm[i]);
+                }
+            }
 #pragma unroll
             for (int n = 0; n < kPlainColumns; ++n) {
 #pragma unroll
@@ -72,7 +82,7 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
     }
 
     // Lane n * 8 + m keeps output (n, m).
-    float mine = 0.0f;
+    float mine = 0.0f, factor = 1.0f;
 #pragma unroll
     for (int n = 0; n < kPlainColumns; ++n) {
 #pragma unroll
@@ -82,6 +92,16 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
             for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
             if (lane == n * kPlainTokens + m) mine = sum;
         }
+    }
+    if constexpr (kNormed) {
+#pragma unroll
+        for (int m = 0; m < kPlainTokens; ++m) {
+            float sum = squares[m];
+#pragma unroll
+            for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            if (lane % kPlainTokens == m) factor = norm_factor(p, sum, 1.0f / static_cast<float>(p.in_features));
+        }
+        mine = __fmul_rn(mine, factor);
     }
     const float up = __shfl_down_sync(~0u, mine, 16);  // of output n, two weight rows further on
     const int n = lane / kPlainTokens, m = lane % kPlainTokens;
@@ -94,8 +114,11 @@ void launch_linear_plain(const LinearParams& p, bool aligned, cudaStream_t strea
     const int64_t columns = kPlainWarps * (p.gated ? kPlainColumns / 2 : kPlainColumns);
     const int64_t token_blocks = (p.rows + kPlainTokens - 1) / kPlainTokens;
     const LaunchShape shape = {(p.out_features + columns - 1) / columns * token_blocks, kPlainWarps * 32};
-    const auto kernel = aligned ? linear_plain<T, true> : linear_plain<T, false>;
-    launch("linear", kernel, shape, stream, p, static_cast<uint32_t>(token_blocks));
+    const auto run = [&](auto kernel) {
+        launch("linear", kernel, shape, stream, p, static_cast<uint32_t>(token_blocks));
+    };
+    if (!p.norm) return run(aligned ? linear_plain<T, true, false> : linear_plain<T, false, false>);
+    run(aligned ? linear_plain<T, true, true> : linear_plain<T, false, true>);
 }
 
 }  // namespace tide::cuda

@@ -2,11 +2,12 @@
 //
 // A stage of a warp, copied in the background:
 //
-//     16 weight rows x 64 bytes for each row tile, then 8 rows of x x 64 bytes for each token tile
+//     16 weight rows x 64 bytes for each row tile, then 8 rows of x x 64 bytes for each token tile, then, with a norm,
+//     64 bytes of its weight
 //
 // Lane l copies vector l % 4 of row l / 4 of every 8 rows, and that is what it feeds to the products: the stages are
-// queues of one lane each, nobody waits for another lane. See linear_tiles.cuh for the order of the sums; it is the
-// same here, bit for bit.
+// queues of one lane each, nobody waits for another lane (but for the norm, which four lanes copy for all). See
+// linear_tiles.cuh for the order of the sums; it is the same here, bit for bit.
 #pragma once
 
 #include <algorithm>
@@ -20,11 +21,14 @@ constexpr int kStepsPerBlock = kBlockColumns / kStepColumns;
 constexpr int kEightRowBytes = 8 * kStepColumns * 2;
 
 // kDeep: for grids of one CTA per multiprocessor, which then needs all of the memory to have enough on its way.
-template <int kRowTiles, int kTokenTiles, int kCluster, bool kDeep>
-struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster> {
-    static constexpr int kStageBytes = (2 * kRowTiles + kTokenTiles) * kEightRowBytes;
+template <int kRowTiles, int kTokenTiles, int kCluster, bool kDeep, bool kNormed>
+struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed> {
+    static constexpr int kXOffset = 2 * kRowTiles * kEightRowBytes;
+    static constexpr int kNormOffset = kXOffset + kTokenTiles * kEightRowBytes;
+    static constexpr int kStageBytes = kNormOffset + (kNormed ? kStepColumns * 2 : 0);
     static constexpr int kCtasPerSm = kDeep || kRowTiles * kTokenTiles > 16 ? 1 : 2;  // the latter by registers
-    static constexpr int kWarpBytes = (kDeep ? 28 : 14) * 1024 * kCluster;            // one or two CTAs fit sm_90
+    using Shape = LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed>;
+    static constexpr int kWarpBytes = 227 * 1024 / Shape::kWarps / (kDeep ? 1 : 2);  // one or two CTAs fit sm_90
     static constexpr int kStages = std::min(kDeep ? 8 : 6, kWarpBytes / kStageBytes);
 };
 
@@ -82,6 +86,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
 #if TIDE_HAS_TENSOR_CORE_PATH
     constexpr int kStages = Layout::kStages, kCluster = Layout::kCluster;
     constexpr int kRowTiles = Layout::kRowTiles, kTokenTiles = Layout::kTokenTiles;
+    constexpr bool kNormed = Layout::kNormed;
     extern __shared__ __align__(16) char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = blockIdx.x % kCluster;
@@ -92,7 +97,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     const int64_t slice_begin = (rank * Layout::kWarps + warp) * kBlockColumns;
     const int count = kStepsPerBlock * blocks_before(p.in_features, slice_begin);
     const int64_t columns = p.in_features - slice_begin - lane % 4 * kVector;  // left from this lane's vector
-    const uint32_t mine = shared_address(shared) + warp * warp_bytes + lane * kVectorBytes;
+    const uint32_t mine = shared_address(shared) + warp * warp_bytes;
     const StagedWeight<kRowTiles> weight(p, row_block, slice_begin, lane);
     const auto first_column = [](int step) {  // of the step, from the begin of the slice
         return static_cast<int64_t>(step / kStepsPerBlock) * kTurnColumns + step % kStepsPerBlock * kStepColumns;
@@ -102,6 +107,9 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     const bool all_rows = __all_sync(~0u, weight.valid == (1u << 2 * kRowTiles) - 1);
     const int whole_weight = all_rows ? whole : 0;
     const auto copy_weight = [&](int step, uint32_t to) {
+        if constexpr (kNormed)
+            copy_norm<kStepColumns / kVector>(p, slice_begin + first_column(step), to + Layout::kNormOffset);
+        to += lane * kVectorBytes;
         if (step < whole_weight) return weight.copy(to, first_column(step) * 2);
         weight.copy_edge(to, first_column(step) * 2, first_column(step) < columns, p.weight);
     };
@@ -123,14 +131,14 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     const char* x =
         static_cast<const char*>(p.x) + ((first_token + lane / 4) * p.x_stride + slice_begin + lane % 4 * kVector) * 2;
     const int64_t x_tile_step = kTileTokens * p.x_stride * 2;
-    constexpr int kXOffset = 2 * kRowTiles * kEightRowBytes;
     const auto copy_x = [&](int step, uint32_t to) {
         const bool here = step < whole || first_column(step) < columns;
         const char* source = here ? x + first_column(step) * 2 : x;
+        to += lane * kVectorBytes;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
             if (n * kTileTokens < tokens)
-                copy_async_or_zero(to + kXOffset + n * kEightRowBytes, source + n * x_tile_step, here);
+                copy_async_or_zero(to + Layout::kXOffset + n * kEightRowBytes, source + n * x_tile_step, here);
         }
     };
 #pragma unroll 1
@@ -141,16 +149,27 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
 
     // 3. The slice.
     float sums[kRowTiles][kTokenTiles][4] = {};
+    RowSquares<kTokenTiles> squares;
     uint32_t stage = mine;
     for (int step = 0; step < count; ++step) {
         wait_copy_groups<kStages - 1>();
+        const uint32_t own = stage + lane * kVectorBytes;
         uint4 xs[kTokenTiles];
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) xs[n] = load_shared(stage + kXOffset + n * kEightRowBytes);
+        for (int n = 0; n < kTokenTiles; ++n) xs[n] = load_shared(own + Layout::kXOffset + n * kEightRowBytes);
+        if constexpr (kNormed) {
+            __syncwarp();  // the other lanes' copies have arrived too
+            const uint4 norm = load_shared(stage + Layout::kNormOffset + lane % 4 * kVectorBytes);
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n) {
+                squares.add(n, xs[n]);
+                xs[n] = multiply_vector(xs[n], norm);
+            }
+        }
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-            const uint4 low = load_shared(stage + 2 * m * kEightRowBytes);
-            const uint4 high = load_shared(stage + (2 * m + 1) * kEightRowBytes);
+            const uint4 low = load_shared(own + 2 * m * kEightRowBytes);
+            const uint4 high = load_shared(own + (2 * m + 1) * kEightRowBytes);
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
                 multiply_tile(sums[m][n], low.x, high.x, low.y, high.y, xs[n].x, xs[n].y, T{});
@@ -158,6 +177,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
             for (int n = 0; n < kTokenTiles; ++n)
                 multiply_tile(sums[m][n], low.z, high.z, low.w, high.w, xs[n].z, xs[n].w, T{});
         }
+        if constexpr (kNormed) __syncwarp();  // all lanes have read the norm before it is filled again
         if (step + kStages < count) {
             copy_weight(step + kStages, stage);
             copy_x(step + kStages, stage);
@@ -167,7 +187,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
             stage + Layout::kStageBytes == mine + kStages * Layout::kStageBytes ? mine : stage + Layout::kStageBytes;
     }
     __syncwarp();  // the sums go where other lanes' stages were
-    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, rank, row_block, first_token, rows);
+    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, rank, row_block, first_token, rows);
 #endif
 }
 
@@ -183,27 +203,27 @@ void launch_staged(const LinearParams& p, cudaStream_t stream) {
     launch("linear", linear_staged<T, Layout>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
 }
 
-template <typename T, int kTokenTiles, bool kDeep>
+template <typename T, int kTokenTiles, bool kDeep, bool kNormed>
 void launch_staged_rows(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
     // Four row tiles with eight token tiles would not fit the registers.
     constexpr int kMost = kTokenTiles == kMaxTokenTiles ? 3 : 4;
-    if (tile.cluster == 2) return launch_staged<T, StagedLayout<kMost, kTokenTiles, 2, kDeep>>(p, stream);
+    if (tile.cluster == 2) return launch_staged<T, StagedLayout<kMost, kTokenTiles, 2, kDeep, kNormed>>(p, stream);
     switch (tile.row_tiles) {
         case 1:
-            return launch_staged<T, StagedLayout<1, kTokenTiles, 1, false>>(p, stream);
+            return launch_staged<T, StagedLayout<1, kTokenTiles, 1, false, kNormed>>(p, stream);
         case 2:
-            return launch_staged<T, StagedLayout<2, kTokenTiles, 1, kDeep>>(p, stream);
+            return launch_staged<T, StagedLayout<2, kTokenTiles, 1, kDeep, kNormed>>(p, stream);
         case 3:
-            return launch_staged<T, StagedLayout<3, kTokenTiles, 1, kDeep>>(p, stream);
+            return launch_staged<T, StagedLayout<3, kTokenTiles, 1, kDeep, kNormed>>(p, stream);
         default:
-            return launch_staged<T, StagedLayout<kMost, kTokenTiles, 1, false>>(p, stream);
+            return launch_staged<T, StagedLayout<kMost, kTokenTiles, 1, false, kNormed>>(p, stream);
     }
 }
 
-template <typename T, int kTokenTiles>
+template <typename T, int kTokenTiles, bool kNormed>
 void launch_staged_tokens(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
-    if (tile.deep) return launch_staged_rows<T, kTokenTiles, true>(p, tile, stream);
-    launch_staged_rows<T, kTokenTiles, false>(p, tile, stream);
+    if (tile.deep) return launch_staged_rows<T, kTokenTiles, true, kNormed>(p, tile, stream);
+    launch_staged_rows<T, kTokenTiles, false, kNormed>(p, tile, stream);
 }
 
 }  // namespace tide::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/launch.h"
+#include "cuda/linear_norm.cuh"
 #include "cuda/linear_output.cuh"
 #include "cuda/linear_tiles.h"
 #include "cuda/tensor_core.cuh"
@@ -14,14 +15,16 @@ constexpr int kTileRows = 16;
 constexpr int kTileTokens = 8;
 
 // A CTA of a cluster of kCluster: a warp for each of its slices.
-template <int kRowTiles_, int kTokenTiles_, int kCluster_>
+template <int kRowTiles_, int kTokenTiles_, int kCluster_, bool kNormed_>
 struct LinearShape {
     static constexpr int kRowTiles = kRowTiles_, kTokenTiles = kTokenTiles_, kCluster = kCluster_;
+    static constexpr bool kNormed = kNormed_;
     static constexpr int kWarps = kSlices / kCluster;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kTokens = kTokenTiles * kTileTokens;
-    static constexpr int kSumStride = kRowTiles * kTileRows + 4;  // floats; the 4 keep quads in different banks
-    static constexpr int kSumBytes = kTokens * kSumStride * 4;    // of one warp
+    static constexpr int kSquares = kRowTiles * kTileRows;  // where a token's sum of squares stands, behind its sums
+    static constexpr int kSumStride = kSquares + 4;         // floats; the 4 keep quads in different banks
+    static constexpr int kSumBytes = kTokens * kSumStride * 4;  // of one warp
 };
 
 // Blocks of the slice that begin before column `end`, for a slice that begins at `begin`.
@@ -52,9 +55,11 @@ __device__ inline float load_cluster(uint32_t address, uint32_t rank) {
 // Adds the slices in order and writes the outputs. Each warp leaves its sums where its stages were, `warp_bytes` apart.
 template <typename T, typename Shape>
 __device__ inline void finish_outputs(const LinearParams& p, char* shared, int warp_bytes,
-                                      const float (&sums)[Shape::kRowTiles][Shape::kTokenTiles][4], int rank,
-                                      int64_t row_block, int64_t first_token, int64_t rows) {
+                                      const float (&sums)[Shape::kRowTiles][Shape::kTokenTiles][4],
+                                      const RowSquares<Shape::kTokenTiles>& squares, int rank, int64_t row_block,
+                                      int64_t first_token, int64_t rows) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const float share = 1.0f / static_cast<float>(p.in_features);
     float* partial = reinterpret_cast<float*>(shared + warp * warp_bytes);
 #pragma unroll
     for (int m = 0; m < Shape::kRowTiles; ++m) {
@@ -64,6 +69,13 @@ __device__ inline void finish_outputs(const LinearParams& p, char* shared, int w
             for (int i = 0; i < 4; ++i)
                 partial[(n * kTileTokens + t * 2 + i % 2) * Shape::kSumStride + m * kTileRows + g + i / 2 * 8] =
                     sums[m][n][i];
+        }
+    }
+    if constexpr (Shape::kNormed) {
+#pragma unroll
+        for (int n = 0; n < Shape::kTokenTiles; ++n) {
+            if (squares.has(n))
+                partial[(n * kTileTokens + g) * Shape::kSumStride + Shape::kSquares] = squares.sums[n / 4];
         }
     }
     if constexpr (Shape::kCluster > 1) {
@@ -93,8 +105,14 @@ __device__ inline void finish_outputs(const LinearParams& p, char* shared, int w
         const int token = i / columns, column = i % columns;
         const int row = column / tile_columns * kTileRows + column % tile_columns;
         if (first_column + column >= p.out_features) continue;
-        const float up = p.gated ? add_slices(token, row + kTileRows / 2) : 0.0f;
-        write_output<T>(p, first_token + token, first_column + column, add_slices(token, row), up);
+        float up = p.gated ? add_slices(token, row + kTileRows / 2) : 0.0f;
+        float sum = add_slices(token, row);
+        if constexpr (Shape::kNormed) {
+            const float factor = norm_factor(p, add_slices(token, Shape::kSquares), share);
+            sum = __fmul_rn(sum, factor);  // in no tile joined with an addition
+            up = __fmul_rn(up, factor);
+        }
+        write_output<T>(p, first_token + token, first_column + column, sum, up);
     }
     if constexpr (Shape::kCluster > 1) cluster_barrier();  // the other CTA may still be reading here
 }

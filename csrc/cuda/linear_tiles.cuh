@@ -5,6 +5,7 @@
 // memory in long runs. A warp streams its slice of the weight through shared memory, a block a stage:
 //
 //     stage, per 16 weight rows:  row i = 8 vectors of 16 bytes, the halves swapped in odd rows (no bank conflicts)
+//     then, with a norm:          8 vectors of its weight
 //
 // x goes straight to registers, one block ahead. Inside 32 columns the order of k is free as long as both operands
 // agree: thread t of a quad takes columns 8t to 8t + 7, one vector, for two products. Each output is the sum of its
@@ -24,10 +25,11 @@ constexpr int kRowBytes = kBlockColumns * 2;
 constexpr int kTileBytes = kTileRows * kRowBytes;  // of one stage of one row tile
 constexpr int kLoadsPerTile = 4;                   // a warp's 32 vectors are 4 rows of a tile
 
-template <int kRowTiles>
-struct LinearLayout : LinearShape<kRowTiles, 1, 1> {
+template <int kRowTiles, bool kNormed>
+struct LinearLayout : LinearShape<kRowTiles, 1, 1, kNormed> {
     static constexpr int kStages = kRowTiles % 2 ? 4 : 3;
-    static constexpr int kStageBytes = kRowTiles * kTileBytes;
+    static constexpr int kNormOffset = kRowTiles * kTileBytes;
+    static constexpr int kStageBytes = kNormOffset + (kNormed ? kRowBytes : 0);
 };
 
 #if TIDE_HAS_TENSOR_CORE_PATH
@@ -38,7 +40,7 @@ struct WeightStream {
     const char* from;                // this lane's vector of the first row tile at column 0 of the slice
     const char* safe;                // an address that can always be named
     int64_t tile_step, step1, half;  // bytes between row tiles, and between the four loads of a tile (see offset)
-    uint32_t to;                     // this lane's place in stage 0
+    uint32_t to;                     // this lane's place in a stage
     uint32_t valid;                  // bit tile * 4 + load: that row exists
     int64_t columns;                 // left from this lane's vector at column 0 of the slice
 
@@ -46,10 +48,10 @@ struct WeightStream {
         return tile * tile_step + (load & 1) * step1 + (load >> 1) * half;
     }
 
-    // `block` counts blocks of the slice, `slot` says where it goes.
-    __device__ void copy(int64_t block, int slot, bool all_valid) const {
+    // `block` counts blocks of the slice.
+    __device__ void copy(int64_t block, uint32_t stage, bool all_valid) const {
         const char* source = from + block * (kSlices * kRowBytes);
-        const uint32_t target = to + slot * (kRowTiles * kTileBytes);
+        const uint32_t target = stage + to;
         if (all_valid) {
 #pragma unroll
             for (int i = 0; i < kRowTiles * kLoadsPerTile; ++i)
@@ -69,7 +71,7 @@ struct WeightStream {
 
 template <int kRowTiles>
 __device__ inline WeightStream<kRowTiles> weight_stream(const LinearParams& p, int64_t row_block, int64_t first_column,
-                                                        uint32_t shared, int lane) {
+                                                        int lane) {
     WeightStream<kRowTiles> s;
     const int row = lane / 8, vector = lane % 8;  // row of the first load; the others follow 4 rows apart
     const int64_t row_bytes = p.in_features * 2;
@@ -80,7 +82,7 @@ __device__ inline WeightStream<kRowTiles> weight_stream(const LinearParams& p, i
     s.tile_step = tile_columns * row_bytes;
     s.step1 = 4 * row_bytes;
     s.half = p.gated ? p.out_features * row_bytes : 8 * row_bytes;
-    s.to = shared + row * kRowBytes + (vector ^ ((row & 1) << 2)) * kVectorBytes;
+    s.to = row * kRowBytes + (vector ^ ((row & 1) << 2)) * kVectorBytes;
     s.columns = p.in_features - first_column - vector * kVector;
     s.valid = 0;
 #pragma unroll
@@ -104,11 +106,11 @@ __device__ inline uint4 load_x(const char* from, bool valid) {
 
 #endif
 
-template <typename T, int kRowTiles>
+template <typename T, int kRowTiles, bool kNormed>
 __global__ void __launch_bounds__(kSlices * 32)
     linear_tiles(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
 #if TIDE_HAS_TENSOR_CORE_PATH
-    using Layout = LinearLayout<kRowTiles>;
+    using Layout = LinearLayout<kRowTiles, kNormed>;
     constexpr int kStages = Layout::kStages;
     extern __shared__ __align__(16) char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -119,13 +121,18 @@ __global__ void __launch_bounds__(kSlices * 32)
     const int64_t slice_begin = warp * kBlockColumns;
     const int count = blocks_before(p.in_features, slice_begin);
     const uint32_t mine = shared_address(shared) + warp * warp_bytes;
-    const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, mine, lane);
+    const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, lane);
     constexpr uint32_t kAllRows = (1u << (kRowTiles * kLoadsPerTile)) - 1;
     const bool all_rows = __all_sync(~0u, weight.valid == kAllRows);
     const int full_blocks = all_rows ? blocks_before(p.in_features / kBlockColumns * kBlockColumns, slice_begin) : 0;
+    const auto copy_stage = [&](int b, uint32_t stage) {
+        weight.copy(b, stage, b < full_blocks);
+        if constexpr (kNormed)
+            copy_norm<kBlockColumns / kVector>(p, slice_begin + int64_t{b} * kTurnColumns, stage + Layout::kNormOffset);
+    };
 #pragma unroll 1  // little code: it is fetched while nothing else can be done
     for (int s = 0; s < kStages; ++s) {
-        if (s < count) weight.copy(s, s, s < full_blocks);
+        if (s < count) copy_stage(s, mine + s * Layout::kStageBytes);
         close_copy_group();
     }
     let_next_start();
@@ -151,59 +158,72 @@ __global__ void __launch_bounds__(kSlices * 32)
 
     // 3. The slice: 64 columns a turn.
     float sums[kRowTiles][1][4] = {};
+    RowSquares<1> squares;
     const uint32_t a_offset = g * kRowBytes + (t ^ ((g & 1) << 2)) * kVectorBytes;
     int slot = 0;
     for (int b = 0; b < count; ++b) {
         wait_copy_groups<kStages - 1>();
         __syncwarp();  // the other lanes' copies have arrived too
         const uint32_t stage = mine + slot * Layout::kStageBytes;
+        uint4 raw[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint32_t at = stage + (a_offset ^ (half * (kRowBytes / 2)));
+            uint4 x_here = xs[half];
+            if constexpr (kNormed) {
+                raw[half] = x_here;
+                const uint32_t norm = stage + Layout::kNormOffset + half * (kRowBytes / 2) + t * kVectorBytes;
+                x_here = multiply_vector(x_here, load_shared(norm));
+            }
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
                 const uint4 low = load_shared(at + m * kTileBytes);
                 const uint4 high = load_shared(at + m * kTileBytes + 8 * kRowBytes);
-                multiply_tile(sums[m][0], low.x, high.x, low.y, high.y, xs[half].x, xs[half].y, T{});
-                multiply_tile(sums[m][0], low.z, high.z, low.w, high.w, xs[half].z, xs[half].w, T{});
+                multiply_tile(sums[m][0], low.x, high.x, low.y, high.y, x_here.x, x_here.y, T{});
+                multiply_tile(sums[m][0], low.z, high.z, low.w, high.w, x_here.z, x_here.w, T{});
             }
             fetch_x(half, b + 1);
         }
         __syncwarp();  // all lanes have read the stage before it is filled again
-        if (b + kStages < count) weight.copy(b + kStages, slot, b + kStages < full_blocks);
+        if (b + kStages < count) copy_stage(b + kStages, stage);
         close_copy_group();
+        if constexpr (kNormed) {  // after the copies, which must not wait for it
+            squares.add(0, raw[0]);
+            squares.add(0, raw[1]);
+        }
         slot = slot + 1 == kStages ? 0 : slot + 1;
     }
 
     // 4. The slices' sums, in order.
-    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, 0, row_block, first_token, rows);
+    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, 0, row_block, first_token, rows);
 #endif
 }
 
-template <typename T, int kRowTiles>
+template <typename T, int kRowTiles, bool kNormed>
 void launch_tile(const LinearParams& p, cudaStream_t stream) {
-    using Layout = LinearLayout<kRowTiles>;
+    using Layout = LinearLayout<kRowTiles, kNormed>;
     const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
     const int64_t token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
     const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
     const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks, Layout::kThreads, warp_bytes * Layout::kWarps};
-    launch("linear", linear_tiles<T, kRowTiles>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
+    launch("linear", linear_tiles<T, kRowTiles, kNormed>, shape, stream, p, static_cast<uint32_t>(token_blocks),
+           warp_bytes);
 }
 
-template <typename T>
+template <typename T, bool kNormed>
 void launch_linear_tiles(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
     switch (tile.token_tiles) {
         case 1:
-            if (tile.staged) return launch_staged_rows<T, 1, false>(p, tile, stream);
-            return tile.row_tiles == 1 ? launch_tile<T, 1>(p, stream) : launch_tile<T, 2>(p, stream);
+            if (tile.staged) return launch_staged_rows<T, 1, false, kNormed>(p, tile, stream);
+            return tile.row_tiles == 1 ? launch_tile<T, 1, kNormed>(p, stream) : launch_tile<T, 2, kNormed>(p, stream);
         case 2:
-            return launch_staged_tokens<T, 2>(p, tile, stream);
+            return launch_staged_tokens<T, 2, kNormed>(p, tile, stream);
         case 4:
-            return launch_staged_tokens<T, 4>(p, tile, stream);
+            return launch_staged_tokens<T, 4, kNormed>(p, tile, stream);
         default:
-            return launch_staged_tokens<T, 8>(p, tile, stream);
+            return launch_staged_tokens<T, 8, kNormed>(p, tile, stream);
     }
 }
 

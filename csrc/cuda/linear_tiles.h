@@ -23,8 +23,9 @@ struct LinearTile {
 // The tile that should be fastest on this device.
 LinearTile choose_tile(const LinearParams& params, const DeviceInfo& device);
 
-// T is __half or __nv_bfloat16. in_features, x_stride and the pointers must be multiples of 16 bytes.
-template <typename T>
+// T is __half or __nv_bfloat16; kNormed says that there is a norm, for __nv_bfloat16 only. in_features, x_stride and
+// the pointers must be multiples of 16 bytes.
+template <typename T, bool kNormed>
 void launch_linear_tiles(const LinearParams& params, const LinearTile& tile, cudaStream_t stream);
 
 }  // namespace tide::cuda

@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "cuda/params.h"
+#include "cuda/small_params.h"
 
 namespace tide::cuda {
 
@@ -17,6 +18,16 @@ void linear(DType dtype, const LinearParams& params, cudaStream_t stream);
 // head_dim: a multiple of 8 up to 256. Half-width types need q, its strides and the pools to be 16-byte aligned for
 // the fast path.
 void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream);
+
+// rotary_write, then paged_attention of its queries, with the same bits, in one launch. `rotary` has no q_out and no
+// num_rows; a token that no row owns is neither read nor written. Half-width numbers, and what takes_joined() takes;
+// else it throws.
+void attend_joined(DType dtype, const PagedAttentionParams& params, const RotaryWriteParams& rotary,
+                   cudaStream_t stream);
+
+// Whether the current device streams such pages: heads of 64 or 128, blocks of whole 16 positions, compute capability 9
+// or above and the shared memory for it. Never depends on the rows.
+bool takes_joined(int64_t head_dim, int64_t block_size);
 
 // Bytes of workspace that serve any call with at most these counts. Its first 256 KiB count finished chunks: the caller
 // clears them once, before the first call; every call leaves them cleared. Calls that share it must not overlap.

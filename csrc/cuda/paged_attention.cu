@@ -2,6 +2,7 @@
 // never on the rows.
 #include "cuda/attention_combine.cuh"
 #include "cuda/attention_plain.cuh"
+#include "cuda/attention_stream.h"
 #include "cuda/attention_tiles.h"
 #include "cuda/ops.h"
 #include "cuda/tensor_core.cuh"
@@ -44,19 +45,47 @@ void launch_combine(const PagedAttentionParams& p, cudaStream_t stream) {
            static_cast<uint32_t>(queries));
 }
 
+bool is_aligned(const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
+}
+
 bool can_use_tiles(const PagedAttentionParams& p) {
-    const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0; };
     return current_device("paged_attention").major >= kTensorCoreMajor && p.q_token_stride % kVector == 0 &&
-           p.q_head_stride % kVector == 0 && aligned(p.q) && aligned(p.k_pool) && aligned(p.v_pool) && aligned(p.out);
+           p.q_head_stride % kVector == 0 && is_aligned(p.q) && is_aligned(p.k_pool) && is_aligned(p.v_pool) &&
+           is_aligned(p.out);
+}
+
+void launch_stream(DType dtype, const PagedAttentionParams& p, const RotaryWriteParams* rotary, bool& combined,
+                   cudaStream_t stream) {
+    if (dtype == DType::kFloat16) return launch_attention_stream<__half>(p, rotary, combined, stream);
+    launch_attention_stream<__nv_bfloat16>(p, rotary, combined, stream);
 }
 
 bool launched_tiles(DType dtype, const PagedAttentionParams& p, bool& combined, cudaStream_t stream) {
     if (dtype == DType::kFloat32 || !can_use_tiles(p)) return false;
+    if (takes_joined(p.head_dim, p.block_size)) {
+        launch_stream(dtype, p, nullptr, combined, stream);
+        return true;
+    }
     return dtype == DType::kFloat16 ? launch_attention_tiles<__half>(p, combined, stream)
                                     : launch_attention_tiles<__nv_bfloat16>(p, combined, stream);
 }
 
+void combine_if_needed(DType dtype, const PagedAttentionParams& p, bool combined, cudaStream_t stream) {
+    if (combined || num_chunks(p.max_context) <= 1) return;
+    with_storage("paged_attention", dtype,
+                 [&](auto storage) { launch_combine<typename decltype(storage)::Type>(p, stream); });
+}
+
 }  // namespace
+
+bool takes_joined(int64_t head_dim, int64_t block_size) {
+    const DeviceInfo device = current_device("attend_joined");
+    int shared = 0;
+    check("attend_joined", cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
+    return (head_dim == 64 || head_dim == 128) && block_size > 0 && block_size % 16 == 0 &&
+           device.major >= kStreamMajor && shared >= kStreamShared;
+}
 
 size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t max_context) {
     const int64_t chunks = num_chunks(max_context);
@@ -76,10 +105,23 @@ void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream
         with_storage("paged_attention", dtype,
                      [&](auto storage) { launch_attention_plain<typename decltype(storage)::Type>(params, stream); });
     }
-    if (!combined && num_chunks(params.max_context) > 1) {
-        with_storage("paged_attention", dtype,
-                     [&](auto storage) { launch_combine<typename decltype(storage)::Type>(params, stream); });
-    }
+    combine_if_needed(dtype, params, combined, stream);
+}
+
+void attend_joined(DType dtype, const PagedAttentionParams& params, const RotaryWriteParams& rotary,
+                   cudaStream_t stream) {
+    if (params.rows <= 0 || params.num_tokens <= 0 || params.max_context <= 0) return;
+    if (params.max_context > INT32_MAX) throw std::runtime_error("attend_joined: max_context is too large");
+    if (dtype == DType::kFloat32 || !takes_joined(params.head_dim, params.block_size) || !is_aligned(params.k_pool) ||
+        !is_aligned(params.v_pool) || !is_aligned(params.out))
+        throw std::runtime_error(
+            "attend_joined: needs half-width heads of 64 or 128, blocks of whole 16 positions and compute capability "
+            "9");
+    if (rotary.cos == nullptr || rotary.sin == nullptr) throw std::runtime_error("attend_joined: needs cos and sin");
+    if (params.max_queries > kMostJoinedQueries) throw std::runtime_error("attend_joined: max_queries is at most 8");
+    bool combined = false;
+    launch_stream(dtype, params, &rotary, combined, stream);
+    combine_if_needed(dtype, params, combined, stream);
 }
 
 }  // namespace tide::cuda

@@ -11,12 +11,15 @@
 namespace tide::cuda {
 
 // y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], rounded; then, with a residual, + residual[m, n], rounded again.
+// With a norm x[m] is the RMS norm of that row: x[m, k] * norm[k] is rounded once, the row's factor goes to the sum.
+// float16 has no norm, since the product may overflow before it is scaled down.
 // Gated: weight and bias have 2 * out_features rows, first those of the gate, then those of up, and
 // y = silu(gate) * up. Gate, up and silu(gate) are rounded to the storage type before they are used.
 struct LinearParams {
     const void* x;            // [rows, in_features], row stride below
     const void* weight;       // [out_features, in_features], contiguous; gated: [2 * out_features, in_features]
     const void* bias;         // [out_features] or null; gated: [2 * out_features]
+    const void* norm;         // [in_features] or null
     const void* residual;     // [rows, out_features], row stride below, or null; may be y
     void* y;                  // [rows, out_features], row stride below
     const int32_t* num_rows;  // [1] or null
@@ -26,11 +29,12 @@ struct LinearParams {
     int64_t x_stride;
     int64_t y_stride;
     int64_t residual_stride;
+    float norm_eps;
     bool gated;
 };
 
 // Causal attention of ragged queries over paged keys and values. Row r owns the queries query_starts[r] to
-// query_starts[r + 1], the last of its context_lens[r] positions. Nothing at or past context_lens[r] is read.
+// query_starts[r + 1], the last of its context_lens[r] positions. Nothing at or past context_lens[r] is used.
 struct PagedAttentionParams {
     const void* q;                // [T, num_heads, head_dim], strides below, last dim contiguous
     const void* k_pool;           // [num_blocks, num_kv_heads, block_size, head_dim], contiguous

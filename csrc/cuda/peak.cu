@@ -1,7 +1,8 @@
 // How a row of logits ends: its largest number and where it stands, the one behind it, and the sum of all exponentials.
 // Rows are cut into chunks at fixed places, a CTA for each, and the last CTA of a row to finish joins its chunks in
 // their order: one launch fills the device even for one row of a whole vocabulary, and a row's result never depends on
-// how many rows there are.
+// how many rows there are. Numbers are compared as integers in the same order, which a warp compares in one
+// instruction; each warp adds up exponentials on its own largest number, so that a CTA waits for its warps once.
 #include "cuda/block.cuh"
 #include "cuda/launch.h"
 #include "cuda/pack.cuh"
@@ -11,117 +12,139 @@ namespace tide::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPacks = 2;
-constexpr int64_t kChunk = kThreads * kPacks * kPack;
-constexpr int32_t kNowhere = 0x7fffffff;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int64_t kChunk = kThreads * kPack;
+constexpr uint32_t kNowhere = 0xffffffffu;
+constexpr uint32_t kSign = 0x80000000u, kMissing = 0;  // below every number
 
-struct Top {
-    float best;
-    float second;
-    int32_t index;
+// Greater numbers have greater keys, equal ones the same; NaN stands above every number, so that it is seen.
+__device__ uint32_t key_of(float value) {
+    const uint32_t bits = __float_as_uint(value + 0.0f);  // -0 becomes 0
+    return isnan(value) ? kNowhere : bits & kSign ? ~bits : bits | kSign;
+}
+
+__device__ float number_of(uint32_t key) {
+    if (key == kMissing) return -INFINITY;
+    return __uint_as_float(key & kSign ? key ^ kSign : ~key);
+}
+
+// A part of a row; 16 bytes, so that one access moves it.
+struct alignas(16) Part {
+    uint32_t best;
+    uint32_t second;
+    uint32_t index;
+    float sum;  // of exp(x - best)
 };
 
-struct Partial {
-    Top top;
-    float sum;
-};
-
-// NaN stands above every number, so that it is seen.
-__device__ bool beats(float a, float b) {
-    return a > b || (isnan(a) && !isnan(b));
+__device__ uint32_t warp_max(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(kAllLanes, value);
+#else
+    for (int distance = kWarp / 2; distance > 0; distance /= 2)
+        value = max(value, __shfl_xor_sync(kAllLanes, value, distance));
+    return value;
+#endif
 }
 
-__device__ Top joined(const Top& a, const Top& b) {
-    const bool first = beats(a.best, b.best) || (!beats(b.best, a.best) && a.index < b.index);
-    const float beaten = first ? b.best : a.best, second = first ? a.second : b.second;
-    return {first ? a.best : b.best, beats(beaten, second) ? beaten : second, first ? a.index : b.index};
+// The parts of all lanes as one, without the sum: the first of the largest, and the largest of the others.
+__device__ Part warp_best(const Part& mine) {
+    const uint32_t best = warp_max(mine.best);
+    const uint32_t index = ~warp_max(mine.best == best ? ~mine.index : 0);
+    return {best, warp_max(mine.index == index ? mine.second : mine.best), index, 0.0f};
 }
 
-__device__ Top warp_top(Top top) {
-#pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-        const Top other = {__shfl_xor_sync(kAllLanes, top.best, distance),
-                           __shfl_xor_sync(kAllLanes, top.second, distance),
-                           __shfl_xor_sync(kAllLanes, top.index, distance)};
-        top = joined(top, other);
-    }
-    return top;
+// exp(value - best) where there is a number; a row of -inf has no sum before its end.
+__device__ float above(float value, float best) {
+    return value == -INFINITY ? 0.0f : expf(value - best);
 }
 
-__device__ Top block_top(Top top, Top* shared) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    top = warp_top(top);
-    if (lane == 0) shared[warp] = top;
-    __syncthreads();
-    return warp_top(lane < kThreads / kWarp ? shared[lane] : Top{-INFINITY, -INFINITY, kNowhere});
+__device__ Part warp_joined(const Part& mine) {
+    Part all = warp_best(mine);
+    const float scale = above(number_of(mine.best), number_of(all.best));
+    all.sum = warp_sum(scale == 0.0f ? 0.0f : mine.sum * scale);
+    return all;
 }
 
-// The chunk's numbers stay in registers between the search and the sum.
+__device__ Part joined(const Part& a, const Part& b) {
+    const bool first = a.best > b.best || (a.best == b.best && a.index < b.index);
+    const uint32_t best = first ? a.best : b.best, beaten = first ? b.best : a.best;
+    const float scale = above(number_of(beaten), number_of(best)), more = first ? b.sum : a.sum;
+    const float sum = (first ? a.sum : b.sum) + (scale == 0.0f ? 0.0f : more * scale);
+    return {best, max(beaten, first ? a.second : b.second), first ? a.index : b.index, sum};
+}
+
 template <typename T>
-__device__ Partial peak_of_chunk(const T* row, int64_t start, int64_t width, bool aligned) {
-    __shared__ Top tops[kThreads / kWarp];
-    __shared__ float sums[kThreads / kWarp];
-    Pack packs[kPacks];
-    Top top = {-INFINITY, -INFINITY, kNowhere};
+__device__ Part part_of_warp(const T* row, int64_t at, int64_t width, bool aligned) {
+    const Pack pack = load_pack(row + at, width - at, aligned);
+    Part mine = {kMissing, kMissing, kNowhere, 0.0f};
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
-        const int64_t at = start + (j * kThreads + threadIdx.x) * kPack;
-        packs[j] = load_pack(row + at, width - at, aligned, -INFINITY);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) {
-            const float value = packs[j].at[i];
-            if (beats(value, top.best)) {
-                top = {value, top.best, static_cast<int32_t>(at + i)};
-            } else if (beats(value, top.second)) {
-                top.second = value;
-            }
-        }
+    for (int i = 0; i < kPack; ++i) {
+        const uint32_t key = at + i < width ? key_of(pack.at[i]) : kMissing;
+        mine.index = key > mine.best ? static_cast<uint32_t>(at + i) : mine.index;
+        mine.second = max(mine.second, min(key, mine.best));
+        mine.best = max(mine.best, key);
     }
-    top = block_top(top, tops);
-    const float base = top.best == -INFINITY ? 0.0f : top.best;  // -inf minus itself is no number
+    Part all = warp_best(mine);
+    const float best = number_of(all.best);
     float sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kPacks; ++j) {
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) sum += expf(packs[j].at[i] - base);
-    }
-    return {top, block_sum(sum, sums)};
+    for (int i = 0; i < kPack; ++i) sum += at + i < width ? above(pack.at[i], best) : 0.0f;
+    all.sum = warp_sum(sum);
+    return all;
 }
 
 // By one warp.
-__device__ void write_row(const PeakParams& p, int64_t row, const Partial* partials, int64_t chunks) {
-    const int lane = threadIdx.x % kWarp;
-    Top top = {-INFINITY, -INFINITY, kNowhere};
-    for (int64_t chunk = lane; chunk < chunks; chunk += kWarp) top = joined(top, partials[chunk].top);
-    top = warp_top(top);
-    float sum = 0.0f;
-    for (int64_t chunk = lane; chunk < chunks; chunk += kWarp) {
-        sum += partials[chunk].sum * expf(partials[chunk].top.best - top.best);
+__device__ Part joined_chunks(const Part* parts, uint32_t chunks) {
+    Part mine = {kMissing, kMissing, kNowhere, 0.0f};
+    for (uint32_t chunk = threadIdx.x; chunk < chunks; chunk += kWarp) {
+        const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(parts) + chunk);
+        mine = joined(mine, {raw.x, raw.y, raw.z, __uint_as_float(raw.w)});
     }
-    sum = warp_sum(sum);
-    if (lane != 0) return;
-    p.best[row] = top.best;
-    p.second[row] = top.second;
-    p.index[row] = top.index == kNowhere ? 0 : top.index;  // every number is -inf
-    p.sum[row] = sum;
+    return warp_joined(mine);
+}
+
+__device__ void write_row(const PeakParams& p, int64_t row, const Part& all) {
+    const float best = number_of(all.best);
+    p.best[row] = best;
+    p.second[row] = number_of(all.second);
+    p.index[row] = all.index;
+    p.sum[row] = isfinite(best) ? all.sum : NAN;
+}
+
+// By one warp, with the part of its own CTA; only the last CTA of a row knows the row.
+__device__ void finish_row(const PeakParams& p, int64_t row, uint32_t chunk, uint32_t chunks, Part part) {
+    if (chunks > 1) {
+        Part* parts = static_cast<Part*>(p.partials) + row * chunks;
+        bool last = false;
+        if (threadIdx.x == 0) {
+            parts[chunk] = part;
+            last = count_last(p.counters + row, chunks);
+        }
+        if (!__shfl_sync(kAllLanes, last, 0)) return;
+        part = joined_chunks(parts, chunks);
+    }
+    if (threadIdx.x == 0) write_row(p, row, part);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, int64_t chunks, bool aligned) {
-    __shared__ Partial only;
+__global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, uint32_t chunks, bool aligned) {
+    __shared__ Part warps[kWarps];
     let_next_start();
     wait_for_previous();
     const int64_t tasks = count_rows(p.num_rows, p.rows) * chunks;
     for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
         const int64_t row = task / chunks, chunk = task - row * chunks;
         const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-        const Partial partial = peak_of_chunk(x, chunk * kChunk, p.width, aligned);
-        Partial* partials = chunks == 1 ? &only : static_cast<Partial*>(p.partials) + row * chunks;
-        if (threadIdx.x == 0) partials[chunk] = partial;
-        const bool last = chunks == 1 || last_to_finish(p.counters + row, static_cast<uint32_t>(chunks));
+        const int64_t at = chunk * kChunk + int64_t{threadIdx.x} * kPack;
+        const Part mine = part_of_warp(x, at, p.width, aligned);
+        if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = mine;
         __syncthreads();
-        if (last && threadIdx.x < kWarp) write_row(p, row, partials, chunks);
-        __syncthreads();
+        if (threadIdx.x < kWarp) {
+            Part part = {kMissing, kMissing, kNowhere, 0.0f};
+            if (threadIdx.x < kWarps) part = warps[threadIdx.x];
+            finish_row(p, row, static_cast<uint32_t>(chunk), chunks, warp_joined(part));
+        }
+        __syncthreads();  // before the next task's warps
     }
 }
 
@@ -129,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, int64_t ch
 
 int64_t peak_partials(int64_t rows, int64_t width) {
     const int64_t chunks = (width + kChunk - 1) / kChunk;
-    return chunks == 1 ? 0 : rows * chunks * static_cast<int64_t>(sizeof(Partial));
+    return chunks == 1 ? 0 : rows * chunks * static_cast<int64_t>(sizeof(Part));
 }
 
 void peak(DType dtype, const PeakParams& p, cudaStream_t stream) {
@@ -137,8 +160,8 @@ void peak(DType dtype, const PeakParams& p, cudaStream_t stream) {
     const int64_t chunks = (p.width + kChunk - 1) / kChunk;
     with_storage("peak", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
-        launch("peak", peak_kernel<T>, LaunchShape{grid_of(p.rows * chunks), kThreads}, stream, p, chunks,
-               is_aligned(p.x, p.x_stride, sizeof(T)));
+        launch("peak", peak_kernel<T>, LaunchShape{grid_of(p.rows * chunks), kThreads}, stream, p,
+               static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
     });
 }
 

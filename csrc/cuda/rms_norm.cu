@@ -1,20 +1,14 @@
 // Hugging Face LlamaRMSNorm: float32 inside, rounded to the storage type, then times the weight. A CTA for each row.
-#include <algorithm>
-
-#include "cuda/block.cuh"
 #include "cuda/launch.h"
-#include "cuda/pack.cuh"
+#include "cuda/norm_row.cuh"
 #include "cuda/small_ops.h"
 
 namespace tide::cuda {
 namespace {
 
-constexpr int kMaxThreads = 1024;
-
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(RmsNormParams p, bool aligned) {
-    __shared__ float sums[kMaxThreads / kWarp];
-    const int64_t first = static_cast<int64_t>(threadIdx.x) * kPack, step = static_cast<int64_t>(blockDim.x) * kPack;
+__global__ void __launch_bounds__(kMaxNormThreads, 1) rms_norm_kernel(RmsNormParams p, bool aligned) {
+    __shared__ float sums[kMaxNormThreads / kWarp];
     const T* weight = static_cast<const T*>(p.weight);
     let_next_start();
     wait_for_previous();
@@ -24,18 +18,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(RmsNormParams 
         if (from < 0) continue;
         const T* x = static_cast<const T*>(p.x) + from * p.x_stride;
         T* y = static_cast<T*>(p.y) + row * p.y_stride;
-        float squares = 0.0f;
-        for (int64_t at = first; at < p.width; at += step) {
-            const Pack pack = load_pack(x + at, p.width - at, aligned);
-#pragma unroll
-            for (int i = 0; i < kPack; ++i) squares = fmaf(pack.at[i], pack.at[i], squares);
-        }
-        const float scale = rsqrtf(block_sum(squares, sums) / static_cast<float>(p.width) + p.eps);
-        for (int64_t at = first; at < p.width; at += step) {
+        const float factor = row_norm_factor(x, p.width, aligned, p.eps, sums);
+        for (int64_t at = int64_t{threadIdx.x} * kPack; at < p.width; at += int64_t{blockDim.x} * kPack) {
             Pack pack = load_pack(x + at, p.width - at, aligned);
-            const Pack factors = load_pack(weight + at, p.width - at, aligned);
+            const Pack weights = load_pack(weight + at, p.width - at, aligned);
 #pragma unroll
-            for (int i = 0; i < kPack; ++i) pack.at[i] = round_to<T>(pack.at[i] * scale) * factors.at[i];
+            for (int i = 0; i < kPack; ++i) pack.at[i] = round_to<T>(pack.at[i] * factor) * weights.at[i];
             store_pack(y + at, pack, p.width - at, aligned);
         }
         __syncthreads();  // before the next row's sums
@@ -46,14 +34,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(RmsNormParams 
 
 void rms_norm(DType dtype, const RmsNormParams& p, cudaStream_t stream) {
     if (p.rows == 0 || p.width == 0) return;
-    // By the width alone, so that a row's sum has one order.
-    const int64_t warps = std::min<int64_t>((packs_of(p.width) + kWarp - 1) / kWarp, kMaxThreads / kWarp);
     with_storage("rms_norm", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         const bool aligned = is_aligned(p.x, p.x_stride, sizeof(T)) && is_aligned(p.y, p.y_stride, sizeof(T)) &&
                              is_aligned(p.weight, 0, sizeof(T));
-        launch("rms_norm", rms_norm_kernel<T>, LaunchShape{grid_of(p.rows), static_cast<int>(warps) * kWarp}, stream, p,
-               aligned);
+        launch("rms_norm", rms_norm_kernel<T>, LaunchShape{grid_of(p.rows), norm_threads(p.width)}, stream, p, aligned);
     });
 }
 

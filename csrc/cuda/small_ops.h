@@ -13,12 +13,10 @@ void silu_mul(DType dtype, const SiluMulParams& params, cudaStream_t stream);
 void rotary_write(DType dtype, const RotaryWriteParams& params, cudaStream_t stream);
 void gather_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
 void scatter_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
-void compact(const CompactParams& params, cudaStream_t stream);
+void exit_input(DType dtype, const ExitInputParams& params, cudaStream_t stream);
 
 void peak(DType dtype, const PeakParams& params, cudaStream_t stream);
 int64_t peak_partials(int64_t rows, int64_t width);  // bytes
-
 void router(DType dtype, const RouterParams& params, cudaStream_t stream);
-int64_t router_counters(int64_t rows);
 
 }  // namespace tide::cuda

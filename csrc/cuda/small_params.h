@@ -96,7 +96,7 @@ struct RouterParams {
     float* scores;            // [rows]
     int32_t* flags;           // [rows] whether the score reaches the threshold, or null
     float* partials;          // [rows, bottleneck]
-    uint32_t* counters;       // [router_counters(rows)], all zero, and zero again afterwards
+    uint32_t* counters;       // [rows], all zero, and zero again afterwards
     const int32_t* num_rows;
     int64_t rows;
     int64_t width;
@@ -119,12 +119,26 @@ struct RowsParams {
     int64_t y_stride;
 };
 
-struct CompactParams {
-    const int32_t* flags;  // [rows]
-    int64_t* index;        // [rows] the rows whose flag is not 0, in order; what is past the count stays as it was
-    int32_t* count;        // [1]
+// y[i] = [norm of states[i] | norm of deep[deep_slots[i]]] + table[min(distances[i], max_distance)]. The deep state is
+// zeros where the distance is 0 or the slot negative, and NaN where the slot is past the end.
+struct ExitInputParams {
+    const void* states;         // [rows, width]
+    const void* state_norm;     // [width]
+    const void* deep;           // [num_deep, width]
+    const void* deep_norm;      // [width]
+    const void* table;          // [max_distance + 1, 2 * width], contiguous
+    const int64_t* deep_slots;  // [rows]
+    const int64_t* distances;   // [rows]
+    void* y;                    // [rows, 2 * width]
     const int32_t* num_rows;
     int64_t rows;
+    int64_t width;
+    int64_t num_deep;
+    int64_t max_distance;
+    int64_t states_stride;
+    int64_t deep_stride;
+    int64_t y_stride;
+    float eps;
 };
 
 }  // namespace tide::cuda

@@ -46,8 +46,16 @@ def indices(rows: int, limit: int = TABLE_ROWS) -> Tensor:
 
 
 def linear(
-    dtype: torch.dtype, out: int, inner: int, *, bias: bool = False, residual: bool = False, gated: bool = False
+    dtype: torch.dtype,
+    out: int,
+    inner: int,
+    *,
+    bias: bool = False,
+    residual: bool = False,
+    gated: bool = False,
+    normed: bool = False,
 ) -> RowOp:
+    norm = (randn(inner, dtype=dtype), 1e-5) if normed else None
     weight = randn(out * (2 if gated else 1), inner, dtype=dtype, scale=inner**-0.5)
     added = randn(weight.shape[0], dtype=dtype) if bias else None
 
@@ -57,10 +65,13 @@ def linear(
 
     def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
         more = given[1] if residual else None
-        return cuda.linear(given[0], weight, added, residual=more, gated=gated, num_rows=num_rows, out=results[0])
+        around = {"residual": more, "norm": norm}
+        return cuda.linear(given[0], weight, added, gated=gated, num_rows=num_rows, out=results[0], **around)
 
     def expected(given: Sequence[Tensor]) -> list[Tensor]:
-        wide = reference.linear(given[0].float(), weight.float(), None if added is None else added.float())
+        x = given[0].float()
+        x = x if norm is None else reference.rms_norm(x, norm[0].float(), norm[1])  # the roundings are ours alone
+        wide = reference.linear(x, weight.float(), None if added is None else added.float())
         y = wide.to(dtype)
         y = reference.silu_mul(*y.chunk(2, dim=-1)) if gated else y
         return [given[1] + y if residual else y]
@@ -157,6 +168,25 @@ def gather_rows(dtype: torch.dtype, width: int) -> RowOp:
     )
 
 
+def exit_input(dtype: torch.dtype, width: int) -> RowOp:
+    deep, table = randn(TABLE_ROWS, width, dtype=dtype, scale=5.0), randn(6, 2 * width, dtype=dtype)
+    norms = randn(width, dtype=dtype), randn(width, dtype=dtype)
+
+    def inputs(rows: int) -> list[Tensor]:
+        return [randn(rows, width, dtype=dtype, scale=5.0), indices(rows), indices(rows, 9)]
+
+    def arguments(given: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+        states, slots, distances = given
+        return states, norms[0], deep, slots, norms[1], distances, table, 1e-5
+
+    return RowOp(
+        inputs,
+        lambda rows: [empty(rows, 2 * width, dtype=dtype)],
+        lambda given, results, num_rows: cuda.exit_input(*arguments(given), num_rows=num_rows, out=results[0]),
+        lambda given: [reference.exit_input(*arguments(given))],
+    )
+
+
 ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "linear 5 of 7": lambda dtype: linear(dtype, 5, 7, bias=True),
     "linear 960 of 576": lambda dtype: linear(dtype, 960, 576),
@@ -164,6 +194,13 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "linear 4096 of 4096, residual": lambda dtype: linear(dtype, 4096, 4096, residual=True),
     "linear 1536 of 576, gated": lambda dtype: linear(dtype, 1536, 576, gated=True),
     "linear 33 of 100, gated, bias": lambda dtype: linear(dtype, 33, 100, gated=True, bias=True),
+    "linear 5 of 7, normed": lambda dtype: linear(dtype, 5, 7, bias=True, normed=True),
+    "linear 960 of 576, normed": lambda dtype: linear(dtype, 960, 576, normed=True),
+    "linear 6144 of 4096, normed": lambda dtype: linear(dtype, 6144, 4096, normed=True),
+    "linear 1536 of 576, gated, normed": lambda dtype: linear(dtype, 1536, 576, gated=True, normed=True),
+    "linear 1001 of 1544, everything": lambda dtype: linear(
+        dtype, 1001, 1544, bias=True, residual=True, gated=True, normed=True
+    ),
     "rms_norm 7": lambda dtype: rms_norm(dtype, 7),
     "rms_norm 576": lambda dtype: rms_norm(dtype, 576),
     "rms_norm 4096": lambda dtype: rms_norm(dtype, 4096),
@@ -177,8 +214,8 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "rotary 2 of 256": lambda dtype: rotary(dtype, 2, 256),
     "peak 1": lambda dtype: peak(dtype, 1),
     "peak 7": lambda dtype: peak(dtype, 7),
-    "peak 4096": lambda dtype: peak(dtype, 4096),
-    "peak 4097": lambda dtype: peak(dtype, 4097),
+    "peak 2048": lambda dtype: peak(dtype, 2048),
+    "peak 2049": lambda dtype: peak(dtype, 2049),
     "peak 128256": lambda dtype: peak(dtype, 128256),
     "router 1 of 1": lambda dtype: router(dtype, 1, 1),
     "router 5 of 33": lambda dtype: router(dtype, 33, 5),
@@ -186,6 +223,9 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "router 128 of 4096": lambda dtype: router(dtype, 4096, 128),
     "gather_rows 3": lambda dtype: gather_rows(dtype, 3),
     "gather_rows 576": lambda dtype: gather_rows(dtype, 576),
+    "exit_input 7": lambda dtype: exit_input(dtype, 7),
+    "exit_input 576": lambda dtype: exit_input(dtype, 576),
+    "exit_input 4096": lambda dtype: exit_input(dtype, 4096),
 }
 NARROW = [
     "linear 5 of 7",
@@ -196,6 +236,7 @@ NARROW = [
     "peak 7",
     "router 5 of 33",
     "gather_rows 3",
+    "exit_input 7",
 ]
 
 

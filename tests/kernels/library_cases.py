@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tide_core.kernels.cycle_plan import sizes
+
 ROWS, WIDTH, VOCABULARY, BOTTLENECK = 5, 48, 5000, 12
 HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 2, 16, 8, 6
 
@@ -42,7 +44,8 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
     thresholds = torch.full((ROWS,), 0.5, device=device)
     index = integers([3, 0, -1, 4, 1], torch.int64)
     positions, slots = integers([0, 1, 9, 3, 2], torch.int64), integers([0, 1, 17, -1, 40], torch.int64)
-    flags = integers([0, 1, 1, 0, 7], torch.int32)
+    distances = integers([1, 0, 2, 9, 3], torch.int64)
+    exit_input = residual, norm, randn(7, WIDTH), index, randn(WIDTH), distances, randn(4, 2 * WIDTH), 1e-5
     num_rows = integers([3], torch.int32)
     cos, sin = randn(10, HEAD_DIM), randn(10, HEAD_DIM)
     qkv, heads = randn(ROWS, (4 + 2 * HEADS) * HEAD_DIM), randn(ROWS, HEADS, HEAD_DIM)
@@ -58,20 +61,24 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
     floats = [empty(ROWS, like=torch.float32) for _ in range(4)]
     places = empty(ROWS, like=torch.int64)
     return {
-        "linear": (x, weight, randn(2 * WIDTH), residual, True),
+        "linear": (x, weight, randn(2 * WIDTH), residual, True, norm, 1e-5),
         "rms_norm": (x, norm, 1e-5),
         "silu_mul": (x, residual),
         "rotary": (heads, cos[:ROWS], sin[:ROWS]),
         "rotary_write": (qkv, cos, sin, positions, slots, *pools(device, dtype), *head_norms, 1e-6),
         "write_kv": (heads, heads + 1, *pools(device, dtype), slots),
         "paged_attention": (q, *pools(device, dtype), *attention, 0.25, 4, 3.0),
+        "attend_joined": (
+            *(qkv, cos, sin, positions, slots, *pools(device, dtype), *head_norms, 1e-6),
+            *(*attention, 0.25, 4, 3.0, 3, 16),
+        ),
         "peak": (logits,),
         "router": (x, *peaks, *router_weights(device), thresholds),
         "gather_rows": (x, index),
         "scatter_rows": (x, index, randn(7, WIDTH)),
         "embed": (index.abs(), weight),
-        "compact": (flags,),
-        "linear_out": (x, weight, randn(2 * WIDTH), residual, True, num_rows, empty(ROWS, WIDTH)),
+        "exit_input": exit_input,
+        "linear_out": (x, weight, randn(2 * WIDTH), residual, True, norm, 1e-5, num_rows, empty(ROWS, WIDTH)),
         "rms_norm_out": (x, norm, 1e-5, index, num_rows, empty(ROWS, WIDTH)),
         "silu_mul_out": (x, residual, num_rows, empty(ROWS, WIDTH)),
         "rotary_write_out": (
@@ -88,5 +95,10 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
             *(floats[3], empty(ROWS, like=torch.int32)),
         ),
         "gather_rows_out": (x, index, num_rows, empty(ROWS, WIDTH)),
-        "compact_out": (flags, num_rows, places, empty(1, like=torch.int32)),
+        "exit_input_out": (*exit_input, num_rows, empty(ROWS, 2 * WIDTH)),
+        "plan_cycle": (
+            *(integers([7, 3, 2, 1], torch.int32).view(4, 1), integers([[3]], torch.int32), BLOCK_SIZE, 2),
+            *(empty(size, like=kind) for size, kind in zip(sizes(1, 2), (torch.int64, torch.int32), strict=True)),
+        ),
+        "nth_best": (logits, integers([0, 1, 2, 3, 0], torch.int32)),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.kernels.kernel_cases import PagedCase
 from tests.kernels.library_cases import BOTTLENECK, ROWS, WIDTH, router_weights
 from tide_core import kernels
-from tide_core.kernels import cuda, cuda_attention, cuda_exits
+from tide_core.kernels import cuda, cuda_attention, cuda_exits, cuda_joined
 from tide_core.kernels.reference import Peaks, RouterWeights
 
 Launches = list[tuple[str, tuple[Any, ...]]]
@@ -26,10 +26,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     seen: Launches = []
     sizes = SimpleNamespace(
         peak_partials=lambda rows, width: 16 * rows,
-        router_counters=lambda rows: rows,
         paged_attention_workspace=lambda *counts: 64,
     )
-    for module in (cuda, cuda_attention, cuda_exits):
+    for module in (cuda, cuda_attention, cuda_exits, cuda_joined):
         monkeypatch.setattr(module, "home", lambda tensor: tensor.device)
         monkeypatch.setattr(module, "launch", lambda device, op, *arguments: seen.append((op, arguments)))
         monkeypatch.setattr(module, "module", lambda: sizes, raising=False)
@@ -76,6 +75,29 @@ def paged_attention_arguments(**changed: Any) -> dict[str, Any]:
     return {**dict(zip(names, case.arguments()[: len(names)], strict=True)), **changed}
 
 
+def attend_joined_arguments(**changed: Any) -> dict[str, Any]:
+    pool = torch.zeros(4, 2, 16, 64).half()
+    return {
+        "qkv": torch.zeros(3, 10 * 64).half(),
+        "cos": torch.zeros(50, 64).half(),
+        "sin": torch.zeros(50, 64).half(),
+        "positions": torch.arange(3),
+        "slots": torch.arange(3),
+        "k_pool": pool,
+        "v_pool": pool.clone(),
+        "q_norm": None,
+        "k_norm": None,
+        "eps": 1e-6,
+        "block_tables": torch.zeros(2, 2, dtype=INT32),
+        "query_starts": torch.tensor([0, 1, 3], dtype=INT32),
+        "context_lens": torch.tensor([1, 20], dtype=INT32),
+        "scaling": 0.125,
+        "max_queries": 2,
+        "max_context": 20,
+        **changed,
+    }
+
+
 def peak_arguments(**changed: Any) -> dict[str, Any]:
     return {"logits": torch.zeros(3, 50), **changed}
 
@@ -97,10 +119,21 @@ def scatter_rows_arguments(**changed: Any) -> dict[str, Any]:
     return {"x": torch.zeros(3, 8), "index": torch.arange(3), "out": torch.zeros(5, 8), **changed}
 
 
-def compact_arguments(**changed: Any) -> dict[str, Any]:
-    return {"flags": torch.zeros(3, dtype=torch.int32), **changed}
+def exit_input_arguments(**changed: Any) -> dict[str, Any]:
+    return {
+        "states": torch.zeros(3, 8),
+        "state_norm": torch.zeros(8),
+        "deep_states": torch.zeros(5, 8),
+        "deep_slots": torch.zeros(3, dtype=torch.int64),
+        "deep_norm": torch.zeros(8),
+        "distances": torch.zeros(3, dtype=torch.int64),
+        "table": torch.zeros(4, 16),
+        "eps": 1e-5,
+        **changed,
+    }
 
 
+INT32, INT64 = torch.int32, torch.int64
 ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "linear": linear_arguments,
     "rms_norm": rms_norm_arguments,
@@ -109,13 +142,13 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "rotary_write": rotary_write_arguments,
     "write_kv": write_kv_arguments,
     "paged_attention": paged_attention_arguments,
+    "attend_joined": attend_joined_arguments,
     "peak": peak_arguments,
     "router": router_arguments,
     "gather_rows": gather_rows_arguments,
     "scatter_rows": scatter_rows_arguments,
-    "compact": compact_arguments,
+    "exit_input": exit_input_arguments,
 }
-INT32, INT64 = torch.int32, torch.int64
 
 
 @pytest.mark.parametrize("op", ARGUMENTS)
@@ -185,6 +218,14 @@ def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> 
         ("paged_attention", {"context_lens": torch.zeros(2).long()}, TypeError, "context_lens: got torch.int64"),
         ("paged_attention", {"workspace": torch.zeros(8, dtype=torch.uint8)}, ValueError, "workspace: got 8 elements"),
         ("paged_attention", {"out": torch.zeros(3, 12, 64)[:, ::2]}, ValueError, "out: got strides"),
+        ("attend_joined", {"qkv": torch.zeros(3, 60).half()}, ValueError, r"qkv: got shape \[3, 60\]"),
+        ("attend_joined", {"slots": torch.arange(4)}, ValueError, r"slots: got shape \[4\], expected \[T\] = \[3\]"),
+        ("attend_joined", {"positions": None}, ValueError, r"cos: got shape .* without positions"),
+        ("attend_joined", {"context_lens": torch.zeros(2).long()}, TypeError, "context_lens: got torch.int64"),
+        ("attend_joined", {"query_starts": torch.zeros(2, dtype=INT32)}, ValueError, r"query_starts: got shape \[2\]"),
+        ("attend_joined", {"max_queries": 9}, ValueError, "max_queries: got 9, expected 1 to 8"),
+        ("attend_joined", {"workspace": torch.zeros(8, dtype=torch.uint8)}, ValueError, "workspace: got 8 elements"),
+        ("attend_joined", {"out": torch.zeros(3, 12, 64).half()[:, ::2]}, ValueError, "out: got strides"),
         ("peak", {"logits": torch.zeros(3)}, ValueError, r"logits: got shape \[3\], expected 2 dimensions"),
         ("peak", {"logits": torch.zeros(3, 0)}, ValueError, r"logits: got shape \[3, 0\], expected rows of 1 to"),
         ("peak", {"out": peaks_of(2)}, ValueError, r"out.best: got shape \[2\]"),
@@ -202,14 +243,23 @@ def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> 
         ("scatter_rows", {"index": torch.arange(4)}, ValueError, r"index: got shape \[4\], expected \[R\] = \[3\]"),
         ("scatter_rows", {"out": torch.zeros(5, 9)}, ValueError, r"out: got shape \[5, 9\]"),
         ("scatter_rows", {"out": torch.zeros(5, 8).half()}, TypeError, "out: got torch.float16"),
-        ("compact", {"flags": torch.zeros(3, dtype=INT64)}, TypeError, "flags: got torch.int64, expected torch.int32"),
-        ("compact", {"flags": torch.zeros(3, 1, dtype=INT32)}, ValueError, r"flags: got shape \[3, 1\]"),
+        ("linear", {"norm": (torch.zeros(7), 1e-5)}, ValueError, r"norm: got shape \[7\], expected \[K\] = \[8\]"),
+        ("linear", {"norm": (torch.zeros(8).half(), 1e-5)}, TypeError, "norm: got torch.float16, expected torch.fl"),
+        ("exit_input", {"states": torch.zeros(8)}, ValueError, r"states: got shape \[8\], expected 2 dimensions"),
+        ("exit_input", {"state_norm": torch.zeros(9)}, ValueError, r"state_norm: got shape \[9\]"),
+        ("exit_input", {"deep_norm": torch.zeros(8).half()}, TypeError, "deep_norm: got torch.float16"),
+        ("exit_input", {"deep_states": torch.zeros(5, 9)}, ValueError, r"deep_states: got shape \[5, 9\]"),
+        ("exit_input", {"deep_states": torch.zeros(5, 8).half()}, TypeError, "deep_states: got torch.float16"),
+        ("exit_input", {"deep_slots": torch.zeros(3, dtype=INT32)}, TypeError, "deep_slots: got torch.int32"),
+        ("exit_input", {"distances": torch.arange(4)}, ValueError, r"distances: got shape \[4\], expected \[T\]"),
+        ("exit_input", {"table": torch.zeros(0, 16)}, ValueError, r"table: .* a row for every distance"),
         (
-            "compact",
-            {"out": (torch.zeros(3, dtype=INT32), torch.zeros(1, dtype=INT32))},
-            TypeError,
-            "index: got torch.int32",
+            "exit_input",
+            {"table": torch.zeros(4, 8)},
+            ValueError,
+            r"table: got shape \[4, 8\], expected \[M \+ 1",
         ),
+        ("exit_input", {"out": torch.zeros(3, 8)}, ValueError, r"out: got shape \[3, 8\]"),
     ],
 )
 def test_a_wrapper_names_the_argument_it_refuses(
@@ -242,6 +292,40 @@ def test_blocks_that_attention_does_not_know_are_refused(launches: Launches) -> 
         cuda.paged_attention(*PagedCase(contexts=[3], queries=[1], block_size=12).arguments())
 
 
+@pytest.mark.parametrize(
+    ("pool", "error", "message"),
+    [
+        (torch.zeros(4, 2, 16, 64), TypeError, "k_pool: got torch.float32, expected torch.float16 or torch.bfloat16"),
+        (torch.zeros(4, 2, 16, 96).half(), ValueError, "k_pool: got heads of 96 elements, expected 64 or 128"),
+        (torch.zeros(4, 2, 24, 64).half(), ValueError, "k_pool: got blocks of 24 positions, expected a multiple of 16"),
+    ],
+)
+def test_what_the_joined_op_does_not_know_is_refused_and_not_taken(
+    launches: Launches, pool: Tensor, error: type[Exception], message: str
+) -> None:
+    width = pool.shape[3]
+    tables = {name: torch.zeros(50, width, dtype=pool.dtype) for name in ("cos", "sin")}
+    pools = {"k_pool": pool, "v_pool": pool.clone()}
+    with pytest.raises(error, match=f"^{message}"):
+        cuda.attend_joined(
+            **attend_joined_arguments(qkv=torch.zeros(3, 10 * width, dtype=pool.dtype), **tables, **pools)
+        )
+    assert not cuda.takes_joined(pool, pool)
+    assert launches == []
+
+
+def test_a_workspace_is_handed_out_again_while_it_is_large_enough(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SimpleNamespace(paged_attention_workspace=lambda tokens, heads, dim, context: tokens * context)
+    monkeypatch.setattr(cuda_attention, "module", lambda: sizes)
+    cpu = torch.device("cpu")
+    held = cuda.attention_workspace(8, 4, 64, 100, cpu)
+    assert cuda.attention_workspace(2, 4, 64, 100, cpu, held=held) is held
+    grown = cuda.attention_workspace(8, 4, 64, 200, cpu, held=held)
+    assert (held.numel(), grown.numel(), int(grown.sum())) == (800, 1600, 0)
+
+
 def test_scratch_that_is_too_small_is_refused(launches: Launches) -> None:
     small = cuda.Scratch(torch.zeros(100, dtype=torch.uint8), torch.zeros(2, dtype=INT32))
     with pytest.raises(ValueError, match=r"scratch.counters: got 2 elements, expected at least 3"):
@@ -261,6 +345,11 @@ EMPTY = {
     "router": {"features": torch.zeros(0, WIDTH), "peaks": peaks_of(0)},
     "gather_rows": {"index": torch.zeros(0, dtype=INT64)},
     "scatter_rows": {"x": torch.zeros(0, 8), "index": torch.zeros(0, dtype=INT64)},
+    "exit_input": {
+        "states": torch.zeros(0, 8),
+        "deep_slots": torch.zeros(0, dtype=INT64),
+        "distances": torch.zeros(0, dtype=INT64),
+    },
 }
 
 
@@ -270,9 +359,26 @@ def test_nothing_is_launched_for_no_rows(launches: Launches, op: str) -> None:
     assert launches == []
 
 
-def test_the_count_of_no_rows_is_still_written(launches: Launches) -> None:
-    cuda.compact(torch.zeros(0, dtype=INT32))
-    assert [name for name, _ in launches] == ["compact"]
+def test_a_norm_is_part_of_the_linear_but_for_float16_where_it_could_overflow(launches: Launches) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, weight, norm = (torch.zeros(size, dtype=dtype) for size in ((2, 8), (4, 8), (8,)))
+        cuda.fused_linear_of_any(x, weight, norm=(norm, 1e-5))
+    assert [name for name, _ in launches] == ["linear", "linear", "rms_norm", "linear"]
+    assert [arguments[4] != 0 for name, arguments in launches if name == "linear"] == [True, True, False]
+
+
+def test_many_rows_are_normed_before_the_linear_of_torch(launches: Launches) -> None:
+    x, weight = torch.zeros(257, 8), torch.zeros(4, 8)
+    cuda.fused_linear_of_any(x, weight, norm=(torch.zeros(8), 1e-5))
+    assert [name for name, _ in launches] == ["rms_norm"]
+
+
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_wide_rows_are_normed_apart_however_many_they_are(rows: int, launches: Launches) -> None:
+    for width in (cuda.WIDEST_NORMED, 2 * cuda.WIDEST_NORMED):
+        x, weight = torch.zeros(rows, width), torch.zeros(4, width)
+        cuda.fused_linear_of_any(x, weight, norm=(torch.zeros(width), 1e-5))
+    assert [name for name, _ in launches] == ["linear", "rms_norm", "linear"]
 
 
 def test_what_is_given_is_written_and_returned(launches: Launches) -> None:

@@ -14,7 +14,7 @@ from tests.kernels.kernel_cases import DTYPES, assert_near, assert_same_bits
 from tide_core.kernels import reference
 from tide_core.kernels.best import best
 from tide_core.kernels.reference import Peaks, RouterWeights
-from tide_core.routing.heads import HeadRMSNorm
+from tide_core.routing.heads import ExitHead, HeadRMSNorm, HeadSpec
 from tide_core.routing.router import Router, confidence_of
 
 INF, NAN = math.inf, math.nan
@@ -146,13 +146,30 @@ def test_rows_are_gathered_scattered_and_embedded_by_index() -> None:
     assert_same_bits(out, torch.stack((table[2], torch.zeros(3), torch.zeros(3), table[0])))
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"), [([], []), ([0, 0], []), ([1, 0, 5, -1], [0, 2, 3]), ([0, 1, 0, 0], [1])]
-)
-def test_compaction_keeps_the_order(flags: list[int], expected: list[int]) -> None:
-    index, count = reference.compact(torch.tensor(flags, dtype=torch.int32))
-    assert index.tolist() == expected + [-1] * (len(flags) - len(expected))
-    assert (count.tolist(), count.dtype) == ([len(expected)], torch.int32)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_normed_linear_is_a_norm_and_a_linear(dtype: torch.dtype) -> None:
+    norm = HeadRMSNorm(24, 1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    linear = torch.nn.Linear(24, 40).to(dtype)
+    x = (torch.randn(3, 24) * 9).to(dtype)
+    with torch.no_grad():
+        fused = reference.fused_linear(x, linear.weight, linear.bias, norm=(norm.weight, 1e-5))
+        assert_near(fused, linear(norm(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_input_of_an_exit_is_what_its_head_mixes(dtype: torch.dtype) -> None:
+    head = ExitHead(HeadSpec(kind="affine", width=24, deep=True, max_distance=3)).to(dtype)
+    for weight in (head.state_norm.weight, head.deep_norm.weight, head.distance.weight):
+        torch.nn.init.normal_(weight)
+    torch.nn.init.normal_(head.mix.weight, std=0.1)  # it would see the state alone
+    states, deep = ((torch.randn(rows, 24) * 5).to(dtype) for rows in (6, 4))
+    slots, distances = torch.tensor([3, 0, 99, 1, -1, 2]), torch.tensor([1, 3, 0, 7, 0, 2])
+    fed = deep[slots.clamp(0, 3)].masked_fill((distances == 0)[:, None], NAN)  # must not be looked at
+    with torch.no_grad():
+        norms = head.state_norm.weight, deep, slots, head.deep_norm.weight
+        inputs = reference.exit_input(states, *norms, distances, head.distance.weight, head.spec.norm_eps)
+        assert_near(head.mix(inputs), head.embed(states, fed, distances))
 
 
 def test_a_peak_has_the_fields_that_scores_need() -> None:

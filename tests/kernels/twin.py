@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from tide_core.kernels import CudaKernels, cycle_plan, reference
+from tide_core.kernels import CudaKernels, branching, cycle_plan, reference
 
 
 def twin_kernels() -> CudaKernels:
     def workspace(*sizes: Any, **more: Any) -> torch.Tensor:
-        return torch.zeros(1)
+        held = sizes[5] if len(sizes) > 5 else None
+        return torch.zeros(1) if held is None else held
 
     def attend(*tensors: Any, max_queries: int, max_context: int, workspace: torch.Tensor) -> torch.Tensor:
         _, _, _, tables, starts, lens, *_ = tensors
@@ -19,16 +20,36 @@ def twin_kernels() -> CudaKernels:
         assert int(starts.diff().max()) <= max_queries
         return reference.paged_attention(*tensors)
 
+    def attend_joined(*tensors: Any, max_queries: int, max_context: int, workspace: torch.Tensor) -> torch.Tensor:
+        qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, eps, *rest = tensors
+        q = reference.rotary_write(qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, eps)
+        return attend(q, k_pool, v_pool, *rest, max_queries=max_queries, max_context=max_context, workspace=workspace)
+
     def takes(k_pool: torch.Tensor, v_pool: torch.Tensor) -> bool:
         return k_pool.shape == v_pool.shape
 
-    ops = reference.linear, reference.rms_norm, reference.silu_mul, reference.rotary, reference.write_kv
-    exits = (
-        lambda logits, _: reference.peak(logits),
-        reference.judge,
-        workspace,
-        reference.scatter_rows,
-        cycle_plan.plan_cycle,
+    return CudaKernels(
+        name="cuda",
+        linear=reference.linear,
+        rms_norm=reference.rms_norm,
+        silu_mul=reference.silu_mul,
+        rotary=reference.rotary,
+        write_kv=reference.write_kv,
+        paged_attention=reference.paged_attention,
+        fused_linear=reference.fused_linear,
+        rotary_write=reference.rotary_write,
+        attend=attend,
+        attention_workspace=workspace,
+        peak=lambda logits, _: reference.peak(logits),
+        judge=reference.judge,
+        judge_scratch=workspace,
+        exit_input=reference.exit_input,
+        embed=reference.embed,
+        scatter_rows=reference.scatter_rows,
+        plan_cycle=cycle_plan.plan_cycle,
+        nth_best=branching.nth_best,
+        slot_copier=branching.slot_copier,
+        takes=takes,
+        attend_joined=attend_joined,
+        takes_joined=takes,
     )
-    more = reference.fused_linear, reference.rotary_write, attend, workspace, *exits
-    return CudaKernels("cuda", *ops, reference.paged_attention, *more, takes)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from torch import Tensor
 from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import elsewhere, reference
-from tide_core.kernels.reference import Peaks, RouterWeights
+from tide_core.kernels.reference import Norm, Peaks, RouterWeights
 
 __all__ = [
     "CudaKernels",
@@ -99,6 +99,7 @@ class FusedLinearOp(Protocol):
         *,
         residual: Tensor | None = None,
         gated: bool = False,
+        norm: Norm | None = None,
     ) -> Tensor: ...
 
 
@@ -137,6 +138,46 @@ class AttendOp(Protocol):
     ) -> Tensor: ...
 
 
+class ExitInputOp(Protocol):
+    def __call__(
+        self,
+        states: Tensor,
+        state_norm: Tensor,
+        deep_states: Tensor,
+        deep_slots: Tensor,
+        deep_norm: Tensor,
+        distances: Tensor,
+        table: Tensor,
+        eps: float,
+    ) -> Tensor: ...
+
+
+class AttendJoinedOp(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        slots: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        *,
+        max_queries: int,
+        max_context: int,
+        workspace: Tensor,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class CudaKernels(Kernels):
     """All indices are on the device, and nothing waits for it."""
@@ -145,17 +186,27 @@ class CudaKernels(Kernels):
     rotary_write: RotaryWriteOp
     attend: AttendOp
     """`paged_attention`, told at most how many queries and positions a row has."""
-    attention_workspace: Callable[[int, int, int, int, torch.device], Tensor]
-    """For `attend`: tokens, query heads, their size, positions, and where."""
+    attention_workspace: Callable[..., Tensor]
+    """For `attend` and `attend_joined`: the most tokens, query heads, elements of a head and positions; where; and as
+    `held` one that is handed back where it is large enough."""
     peak: Callable[[Tensor, Any], Peaks]
     judge: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
     judge_scratch: Callable[..., Any]
     """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    exit_input: ExitInputOp
+    embed: Callable[[Tensor, Tensor], Tensor]
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     plan_cycle: Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
     """`tide_core.kernels.cycle_plan` says what it makes."""
+    nth_best: Callable[[Tensor, Tensor], Tensor]
+    slot_copier: Callable[[Sequence[Tensor], int], Callable[[Tensor, Tensor], None]]
+    """`tide_core.kernels.branching` says what these do."""
     takes: Callable[[Tensor, Tensor], bool]
     """Whether `attend` knows keys and values as these pools hold them."""
+    attend_joined: AttendJoinedOp
+    """`rotary_write`, then `attend`, for rows of few queries."""
+    takes_joined: Callable[[Tensor, Tensor], bool]
+    """Whether `attend_joined` does; what it does not take stays with the two ops."""
 
 
 def select_kernels(choice: str, device: torch.device | str) -> Kernels:
@@ -186,19 +237,32 @@ def cuda_kernels() -> CudaKernels:
     """The CUDA ops, or Torch's where a step has more rows than they are made for."""
     cuda = importlib.import_module("tide_core.kernels.cuda")
     cycle = importlib.import_module("tide_core.kernels.cuda_cycle")
-    ops = cuda.linear_of_any, cuda.rms_norm, cuda.silu_mul, cuda.rotary, cuda.write_kv, cuda.paged_attention
-    attention = cuda.paged_attention, cuda.attention_workspace
-    exits = cuda.peak, cuda.judge, cuda.Scratch.sized
-    more = (
-        cuda.fused_linear_of_any,
-        cuda.rotary_write,
-        *attention,
-        *exits,
-        cuda.scatter_rows,
-        cycle.plan_cycle,
-        cuda.takes,
+    branches = importlib.import_module("tide_core.kernels.cuda_branches")
+    return CudaKernels(
+        name="cuda",
+        linear=cuda.linear_of_any,
+        rms_norm=cuda.rms_norm,
+        silu_mul=cuda.silu_mul,
+        rotary=cuda.rotary,
+        write_kv=cuda.write_kv,
+        paged_attention=cuda.paged_attention,
+        fused_linear=cuda.fused_linear_of_any,
+        rotary_write=cuda.rotary_write,
+        attend=cuda.paged_attention,
+        attention_workspace=cuda.attention_workspace,
+        peak=cuda.peak,
+        judge=cuda.judge,
+        judge_scratch=cuda.Scratch.sized,
+        exit_input=cuda.exit_input,
+        embed=cuda.embed,
+        scatter_rows=cuda.scatter_rows,
+        plan_cycle=cycle.plan_cycle,
+        nth_best=branches.nth_best,
+        slot_copier=branches.slot_copier,
+        takes=cuda.takes,
+        attend_joined=cuda.attend_joined,
+        takes_joined=cuda.takes_joined,
     )
-    return CudaKernels("cuda", *ops, *more)
 
 
 def reference_kernels() -> Kernels:

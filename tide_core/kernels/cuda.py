@@ -9,19 +9,23 @@ read nor written, and in a new tensor they hold anything.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tide_core.kernels import checks, cuda_checks, reference
 from tide_core.kernels.cuda_attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
-from tide_core.kernels.cuda_exits import Scratch, compact, embed, gather_rows, judge, peak, router, scatter_rows
+from tide_core.kernels.cuda_exits import Scratch, embed, exit_input, gather_rows, judge, peak, router, scatter_rows
+from tide_core.kernels.cuda_joined import attend_joined, takes_joined
 from tide_core.kernels.cuda_launch import MOST_ROWS, as_rows, at, home, launch, result, row_stride
+from tide_core.kernels.reference import Norm
 
 __all__ = [
     "Scratch",
+    "attend_joined",
     "attention_workspace",
-    "compact",
     "embed",
+    "exit_input",
     "fused_linear_of_any",
     "gather_rows",
     "judge",
@@ -36,10 +40,13 @@ __all__ = [
     "scatter_rows",
     "silu_mul",
     "takes",
+    "takes_joined",
     "write_kv",
 ]
 
 _DTYPE_CODES = checks.DTYPE_CODES
+WIDEST_NORMED = 2048
+"""Inputs up to this width are normed inside the linear."""
 
 
 def linear(
@@ -49,14 +56,19 @@ def linear(
     *,
     residual: Tensor | None = None,
     gated: bool = False,
+    norm: Norm | None = None,
     num_rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]; as `fused_linear` where more is asked.
 
-    `residual` may be `out`."""
+    `residual` may be `out`. A norm is worked into the products: its weight meets `x` in one rounding, the factor of the
+    row meets the float32 sum. In float16 that could overflow, so there it is an op of its own with a result of its own.
+    """
     device = home(x)
-    checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, device))
+    checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, norm, device))
+    if norm is not None and x.dtype is torch.float16:
+        x, norm = rms_norm(x, *norm, num_rows=num_rows), None
     in_features = x.shape[-1]
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
     y = result(out, x, (*x.shape[:-1], out_features), num_rows, device)
@@ -70,6 +82,7 @@ def linear(
             at(x),
             at(weight),
             at(bias),
+            at(None if norm is None else norm[0]),
             at(added),
             at(rows),
             at(num_rows),
@@ -79,6 +92,7 @@ def linear(
             row_stride(x),
             row_stride(rows),
             0 if added is None else row_stride(added),
+            0.0 if norm is None else norm[1],
             gated,
         )
     return y
@@ -98,11 +112,15 @@ def fused_linear_of_any(
     *,
     residual: Tensor | None = None,
     gated: bool = False,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """`linear` with what follows it, likewise."""
+    """`linear` with what stands around it, likewise. Of wide rows the norm is a launch of its own: the products would
+    lose more time. It is one or the other for all steps of a model, so that bits never depend on the rows."""
+    if norm is not None and x.shape[-1] > WIDEST_NORMED:
+        x, norm = rms_norm(x, *norm), None
     if x.numel() > MOST_ROWS * x.shape[-1]:
-        return reference.fused_linear(x, weight, bias, residual, gated)
-    return linear(x, weight, bias, residual=residual, gated=gated)
+        return reference.fused_linear(x if norm is None else rms_norm(x, *norm), weight, bias, residual, gated)
+    return linear(x, weight, bias, residual=residual, gated=gated, norm=norm)
 
 
 def takes(k_pool: Tensor, v_pool: Tensor) -> bool:

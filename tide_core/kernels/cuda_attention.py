@@ -19,7 +19,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, num_rows: Tensor | None = Non
     checks.refuse(checks.rotary_faults(x, cos, sin, device))
     y = result(out, x, tuple(x.shape), num_rows, device, strided_heads=True)
     if y.numel():
-        heads = (_heads(x), _NO_HEADS, _NO_HEADS)
+        heads = (heads_of(x), _NO_HEADS, _NO_HEADS)
         _rotary_write(device, x, heads, (x.shape[2], 0), q_out=y, tables=(cos, sin), num_rows=num_rows)
     return y
 
@@ -50,7 +50,7 @@ def rotary_write(
     num_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     num_query_heads = heads.shape[1] - 2 * num_heads
-    q, k, v = (_heads(part) for part in heads.tensor_split((num_query_heads, num_query_heads + num_heads), dim=1))
+    q, k, v = (heads_of(part) for part in heads.tensor_split((num_query_heads, num_query_heads + num_heads), dim=1))
     y = result(out, qkv, (qkv.shape[0], num_query_heads, head_dim), num_rows, device, strided_heads=True)
     if qkv.numel():
         _rotary_write(
@@ -78,17 +78,25 @@ def write_kv(
     checks.refuse(checks.write_kv_faults(k, v, k_pool, v_pool, slots, device))
     checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
     if k.numel() or v.numel():
-        heads = (_NO_HEADS, _heads(k), _heads(v))
+        heads = (_NO_HEADS, heads_of(k), heads_of(v))
         dims = k.shape[2], v.shape[2]
         _rotary_write(device, k, heads, dims, slots=slots, pools=(k_pool, v_pool), num_rows=num_rows)
 
 
 def attention_workspace(
-    num_tokens: int, num_heads: int, head_dim: int, max_context: int, device: torch.device
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    max_context: int,
+    device: torch.device,
+    held: Tensor | None = None,
 ) -> Tensor:
-    """Memory for calls of paged attention with at most these counts, one at a time. It begins with counters, which are
-    0 before a call and after it."""
+    """Memory for calls of paged attention with at most these counts, one at a time; `held` where that is enough.
+
+    It begins with counters, which are 0 before a call and after it, so calls of any counts may take turns with it."""
     size = module().paged_attention_workspace(num_tokens, num_heads, head_dim, max_context)
+    if held is not None and held.numel() >= size and held.device == device:
+        return held
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
@@ -160,7 +168,8 @@ def paged_attention(
     return y
 
 
-def _heads(x: Tensor) -> _Heads:
+def heads_of(x: Tensor) -> _Heads:
+    """As the CUDA module is told of `x` [T, H, D]."""
     return x.data_ptr(), x.shape[1], x.stride(0), x.stride(1)
 
 

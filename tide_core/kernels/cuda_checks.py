@@ -10,20 +10,31 @@ from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.checks import Faults
-from tide_core.kernels.reference import Peaks, RouterWeights
+from tide_core.kernels.reference import Norm, Peaks, RouterWeights
 
 MAX_HEAD_DIM = 256
 """Of paged attention."""
 
+MOST_JOINED_QUERIES = 8
+"""Of a row, where attention also rotates and writes."""
+
 
 def linear_faults(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, device: torch.device
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    norm: Norm | None,
+    device: torch.device,
 ) -> Faults:
     yield checks.float_fault("x", x, None, device)
     yield checks.float_fault("weight", weight, x.dtype, device)
     yield from checks.linear_faults(x, weight, bias, device)
     if gated and weight.shape[0] % 2:
         yield checks.shape_error("weight", weight, "[2 N, K]: as many rows of the gate as of up")
+    if norm is not None:
+        yield from checks.exact_faults("norm", norm[0], x.dtype, (x.shape[-1],), "[K]", device)
     if residual is not None:
         width = weight.shape[0] // 2 if gated else weight.shape[0]
         yield checks.float_fault("residual", residual, x.dtype, device)
@@ -102,6 +113,18 @@ def paged_attention_faults(
         yield ValueError(f"k_pool: got blocks of {k_pool.shape[2]} positions, expected a multiple of 8")
 
 
+def joined_fault(k_pool: Tensor, v_pool: Tensor) -> Exception | None:
+    """Why attention cannot also rotate and write with pools such as these, or None."""
+    if k_pool.dtype not in (torch.float16, torch.bfloat16):
+        return TypeError(f"k_pool: got {k_pool.dtype}, expected torch.float16 or torch.bfloat16")
+    _, _, block_size, head_dim = k_pool.shape
+    if head_dim not in (64, 128):
+        return ValueError(f"k_pool: got heads of {head_dim} elements, expected 64 or 128")
+    if block_size == 0 or block_size % 16:
+        return ValueError(f"k_pool: got blocks of {block_size} positions, expected a multiple of 16")
+    return checks.shape_fault("v_pool", v_pool, tuple(k_pool.shape), "as k_pool")
+
+
 def peak_faults(logits: Tensor, device: torch.device) -> Faults:
     yield from matrix_faults("logits", logits, device)
     if not 0 < logits.shape[1] < 2**31:
@@ -129,6 +152,30 @@ def router_faults(
         yield from checks.exact_faults(f"weights.{name}", getattr(weights, name), torch.float32, shape, letters, device)
     if thresholds is not None:
         yield from checks.exact_faults("thresholds", thresholds, torch.float32, (num_rows,), "[R]", device)
+
+
+def exit_input_faults(
+    states: Tensor,
+    state_norm: Tensor,
+    deep_states: Tensor,
+    deep_slots: Tensor,
+    deep_norm: Tensor,
+    distances: Tensor,
+    table: Tensor,
+    *,
+    device: torch.device,
+) -> Faults:
+    yield from matrix_faults("states", states, device)
+    num_tokens, width = states.shape
+    yield from matrix_faults("deep_states", deep_states, device, states.dtype, width)
+    for name, weight in (("state_norm", state_norm), ("deep_norm", deep_norm)):
+        yield from checks.exact_faults(name, weight, states.dtype, (width,), "[D]", device)
+    for name, numbers in (("deep_slots", deep_slots), ("distances", distances)):
+        yield from checks.exact_faults(name, numbers, torch.int64, (num_tokens,), "[T]", device)
+    yield checks.dims_fault("table", table, 2)
+    if table.shape[0] == 0:
+        yield checks.shape_error("table", table, "a row for every distance from 0 on")
+    yield from checks.exact_faults("table", table, states.dtype, (table.shape[0], 2 * width), "[M + 1, 2 D]", device)
 
 
 def index_faults(index: Tensor, device: torch.device) -> Faults:

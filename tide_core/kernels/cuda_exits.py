@@ -1,4 +1,6 @@
-"""What exits need on a GPU: peaks of logits, scores of routers, rows by index. See `tide_core.kernels.cuda`."""
+"""What exits need on a GPU: inputs of heads, peaks of logits, scores of routers, rows by index.
+
+See `tide_core.kernels.cuda`."""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def router(
     scores, flags = _scores(out, rows, thresholds, num_rows, device)
     if rows:
         scratch = scratch or Scratch.sized(device, rows, bottleneck=bottleneck)
-        _refuse_small(scratch, 4 * rows * bottleneck, module().router_counters(rows), device)
+        _refuse_small(scratch, 4 * rows * bottleneck, rows, device)
         launch(
             device,
             "router",
@@ -134,23 +136,43 @@ def embed(ids: Tensor, weight: Tensor, *, num_rows: Tensor | None = None, out: T
     return gather_rows(weight, ids, num_rows=num_rows, out=out)
 
 
-def compact(
-    flags: Tensor, *, num_rows: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """The rows whose flag [R], int32, is not 0, in order, and their count [1]. What is past the count stays as it was
-    (-1 in a new tensor)."""
-    device = home(flags)
-    checks.refuse([checks.dims_fault("flags", flags, 1)])
-    rows = flags.shape[0]
-    checks.refuse(checks.exact_faults("flags", flags, torch.int32, (rows,), "[R]", device))
-    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
-    index, count = out or (None, None)
-    checks.refuse(cuda_checks.out_faults("index", index, torch.int64, (rows,), device))
-    checks.refuse(cuda_checks.out_faults("count", count, torch.int32, (1,), device))
-    index = flags.new_full((rows,), -1, dtype=torch.int64) if index is None else index
-    count = flags.new_empty((1,)) if count is None else count
-    launch(device, "compact", at(flags), at(index), at(count), at(num_rows), rows)
-    return index, count
+def exit_input(
+    states: Tensor,
+    state_norm: Tensor,
+    deep_states: Tensor,
+    deep_slots: Tensor,
+    deep_norm: Tensor,
+    distances: Tensor,
+    table: Tensor,
+    eps: float,
+    *,
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What an exit head is fed with, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
+    device = home(states)
+    checks.refuse(
+        cuda_checks.exit_input_faults(
+            states, state_norm, deep_states, deep_slots, deep_norm, distances, table, device=device
+        )
+    )
+    rows, width = states.shape
+    y = result(out, states, (rows, 2 * width), num_rows, device)
+    if y.numel():
+        launch(
+            device,
+            "exit_input",
+            _DTYPE_CODES[states.dtype],
+            *(at(part) for part in (states, state_norm, deep_states, deep_norm, table, deep_slots, distances, y)),
+            at(num_rows),
+            rows,
+            width,
+            deep_states.shape[0],
+            table.shape[0] - 1,
+            *(row_stride(part) for part in (states, deep_states, y)),
+            eps,
+        )
+    return y
 
 
 def _copy_rows(

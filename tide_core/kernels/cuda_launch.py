@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tide_core.kernels import checks, cuda_checks
 
-MOST_ROWS = 64
-"""Up to so many the linear is made for; with more, Torch's is the better one."""
+MOST_ROWS = 256
+"""Up to so many our linear is used, which is all that a cycle has: a row gets the same bits in every step, so that what
+is verified is what full depth would say. It is made for 64; prompts have more than this, and Torch's is quicker."""
 
 
 @functools.cache

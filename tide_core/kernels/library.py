@@ -1,239 +1,322 @@
 """The ops as `torch.ops.tide.*`, so that `torch.compile` and graphs see what each reads, writes and returns.
 
-On a GPU an op is the one of `tide_core.kernels.cuda`, on the CPU its reference. Those that write into given tensors
-(`linear_out` ...) are in `library_out`; importing this module registers all of them.
+Importing this module registers all of them. On a GPU an op is the one of `tide_core.kernels.cuda`, on the CPU its
+reference. Those whose name ends in `_out` write into given tensors and allocate nothing on a GPU. What an op writes,
+its results and memory it works in, is marked with `!` in its schema. `num_rows` is that of `tide_core.kernels.cuda`.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tide_core.kernels import cuda, library_out, reference
+from tide_core.kernels import branching, cuda, cuda_branches, cuda_cycle, cycle_plan, reference
 from tide_core.kernels.reference import Peaks, RouterWeights
 
-__all__ = ["library_out"]
+__all__: list[str] = []
 
-_POOLS = ("k_pool", "v_pool")
+Run = Callable[..., Any]
 
-
-@custom_op("tide::linear", mutates_args=(), device_types="cuda")
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
-) -> Tensor:
-    return cuda.linear(x, weight, bias, residual=residual, gated=gated)
-
-
-@linear.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]))
-
-
-@custom_op("tide::rms_norm", mutates_args=(), device_types="cuda")
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return cuda.rms_norm(x, weight, eps)
-
-
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
+_POOLS = "Tensor(a!) k_pool, Tensor(b!) v_pool"
+_LINEAR = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, bool gated, Tensor? norm, float eps"
+_ROTARY = "Tensor qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots"
+_HEAD_NORMS = "Tensor? q_norm, Tensor? k_norm, float eps"
+_ATTENTION = "Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_tables, Tensor query_starts, Tensor context_lens"
+_SCORES = "float scaling, int window, float softcap"
+_SCRATCH = "Tensor(a!) partials, Tensor(b!) counters"
+_PEAKS = "Tensor(c!) best, Tensor(d!) best_at, Tensor(e!) second, Tensor(f!) sum"
+_ROUTER = (
+    "Tensor features, Tensor best, Tensor second, Tensor sum, Tensor norm, Tensor down, Tensor down_bias, Tensor out, "
+    "Tensor out_bias, float eps, Tensor thresholds"
+)
+_EXIT_INPUT = (
+    "Tensor states, Tensor state_norm, Tensor deep_states, Tensor deep_slots, Tensor deep_norm, Tensor distances, "
+    "Tensor table, float eps"
+)
+_OUT = "Tensor? num_rows, Tensor(z!) out"
 
 
-@custom_op("tide::silu_mul", mutates_args=(), device_types="cuda")
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return cuda.silu_mul(gate, up)
+def _returning(name: str, arguments: str, on_cuda: Run, on_cpu: Run, fake: Run, results: str = "Tensor") -> None:
+    """An op that returns what it finds; `fake` makes tensors of the same shapes."""
+    _register(name, f"({arguments}) -> {results}", on_cuda, on_cpu).register_fake(fake)
 
 
-@silu_mul.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
+def _writing(name: str, arguments: str, on_cuda: Run, on_cpu: Run) -> None:
+    """An op that returns nothing, whatever its kernels do."""
+
+    def quietly(run: Run) -> Run:
+        def quiet(*given: Any) -> None:
+            run(*given)
+
+        return quiet
+
+    _register(name, f"({arguments}) -> ()", quietly(on_cuda), quietly(on_cpu))
 
 
-@custom_op("tide::rotary", mutates_args=(), device_types="cuda")
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return cuda.rotary(x, cos, sin)
+def _register(name: str, schema: str, on_cuda: Run, on_cpu: Run) -> Any:
+    written = re.findall(r"!\) (\w+)", schema)
+    op = custom_op(f"tide::{name}", on_cuda, mutates_args=written, device_types="cuda", schema=schema)
+    op.register_kernel("cpu")(on_cpu)
+    return op
 
 
-@rotary.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _count(num_rows: Tensor | None, rows: int) -> int:
+    return rows if num_rows is None else min(rows, int(num_rows))
 
 
-@custom_op("tide::rotary_write", mutates_args=_POOLS, device_types="cuda")
-def rotary_write(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    return cuda.rotary_write(qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, eps)
+def _put(out: Tensor, result: Tensor, num_rows: Tensor | None, index: Tensor | None = None) -> None:
+    """The true rows of `result` into `out`, those left out that a negative index names."""
+    count = _count(num_rows, out.shape[0])
+    if index is None:
+        out[:count] = result[:count]
+    else:
+        named = index[:count] >= 0
+        out[:count][named] = result[:count][named]
 
 
-@rotary_write.register_fake
-def _(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    num_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
-    return qkv.new_empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_heads, head_dim))
+def _norm(weight: Tensor | None, eps: float) -> reference.Norm | None:
+    return None if weight is None else (weight, eps)
 
 
-@custom_op("tide::write_kv", mutates_args=_POOLS, device_types="cuda")
-def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    cuda.write_kv(k, v, k_pool, v_pool, slots)
+def _rotary_write_rows(*given: Any) -> None:
+    qkv, cos, sin, positions, slots, *more, num_rows, out = given
+    count = _count(num_rows, qkv.shape[0])
+    out[:count] = reference.rotary_write(qkv[:count], cos, sin, positions[:count], slots[:count], *more)
 
 
-@custom_op("tide::paged_attention", mutates_args=(), device_types="cuda")
-def paged_attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    scaling: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    tables = block_tables, query_starts, context_lens
-    return cuda.paged_attention(q, k_pool, v_pool, *tables, scaling, window, softcap)
+def _attend_rows(*given: Any) -> None:
+    q, k_pool, v_pool, tables, starts, lens, *scores, _, _, num_rows, _, out = given
+    rows = _count(num_rows, lens.shape[0])
+    owned = int(starts[rows])
+    tables, starts, lens = tables[:rows], starts[: rows + 1], lens[:rows]
+    out[:owned] = reference.paged_attention(q[:owned], k_pool, v_pool, tables, starts, lens, *scores)
 
 
-@paged_attention.register_fake
-def _(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    scaling: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], v_pool.shape[3]))
+def _attend_out(*given: Any) -> None:
+    *tensors, max_queries, max_context, num_rows, workspace, out = given
+    more = {"num_rows": num_rows, "workspace": workspace, "out": out}
+    cuda.paged_attention(*tensors, max_queries=max_queries, max_context=max_context, **more)
 
 
-@custom_op("tide::peak", mutates_args=(), device_types="cuda")
-def peak(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    best, best_at, second, total = cuda.peak(logits)
-    return best, best_at, second, total
+def _attend_joined(*given: Any) -> Tensor:
+    projected, attended, (max_queries, max_context) = given[:10], given[10:16], given[16:]
+    k_pool, v_pool = projected[5:7]
+    limits = {"max_queries": max_queries, "max_context": max_context}
+    if cuda.takes_joined(k_pool, v_pool):
+        return cuda.attend_joined(*projected, *attended, **limits)
+    query = cuda.rotary_write(*projected)
+    return cuda.paged_attention(query, k_pool, v_pool, *attended, **limits)
 
 
-@peak.register_fake
-def _(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = logits.shape[0]
+def _peak_fake(logits: Tensor) -> tuple[Tensor, ...]:
     dtypes = (torch.float32, torch.int64, torch.float32, torch.float32)
-    best, best_at, second, total = (logits.new_empty((rows,), dtype=dtype) for dtype in dtypes)
-    return best, best_at, second, total
+    return tuple(logits.new_empty(logits.shape[:1], dtype=dtype) for dtype in dtypes)
 
 
-@custom_op("tide::router", mutates_args=(), device_types="cuda")
-def router(
-    features: Tensor,
-    best: Tensor,
-    second: Tensor,
-    sum: Tensor,
-    norm: Tensor,
-    down: Tensor,
-    down_bias: Tensor,
-    out: Tensor,
-    out_bias: Tensor,
-    eps: float,
-    thresholds: Tensor,
-) -> tuple[Tensor, Tensor]:
-    weights = RouterWeights(norm, down, down_bias, out, out_bias, eps)
-    scores, flags = cuda.router(features, Peaks(best, best, second, sum), weights, thresholds)
-    assert flags is not None
-    return scores, flags
+def _put_peaks(logits: Tensor, num_rows: Tensor | None, *more: Tensor) -> None:
+    for out, part in zip(more[2:], reference.peak(logits), strict=True):
+        _put(out, part, num_rows)
 
 
-@router.register_kernel("cpu")
-def _(
-    features: Tensor,
-    best: Tensor,
-    second: Tensor,
-    sum: Tensor,
-    norm: Tensor,
-    down: Tensor,
-    down_bias: Tensor,
-    out: Tensor,
-    out_bias: Tensor,
-    eps: float,
-    thresholds: Tensor,
-) -> tuple[Tensor, Tensor]:
-    weights = RouterWeights(norm, down, down_bias, out, out_bias, eps)
-    scores = reference.router(features, Peaks(best, best, second, sum), weights)
-    return scores, reference.reaches(scores, thresholds)
+def _router_arguments(given: tuple[Any, ...]) -> tuple[Tensor, Peaks, RouterWeights]:
+    features, best, second, total, *weights = given
+    return features, Peaks(best, best, second, total), RouterWeights(*weights)
 
 
-@router.register_fake
-def _(features: Tensor, *others: Tensor | float) -> tuple[Tensor, Tensor]:
-    rows = features.shape[0]
-    return features.new_empty((rows,), dtype=torch.float32), features.new_empty((rows,), dtype=torch.int32)
+def _scores(*given: Any) -> tuple[Tensor, Tensor]:
+    scores = reference.router(*_router_arguments(given[:-1]))
+    return scores, reference.reaches(scores, given[-1])
 
 
-@custom_op("tide::gather_rows", mutates_args=(), device_types="cuda")
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    return cuda.gather_rows(x, index)
+def _router_out(*given: Any) -> None:
+    *inputs, thresholds, num_rows, partials, counters, scores, flags = given
+    scratch = cuda.Scratch(partials, counters)
+    more = _router_arguments(tuple(inputs))
+    cuda.router(*more, thresholds, num_rows=num_rows, scratch=scratch, out=(scores, flags))
 
 
-@gather_rows.register_fake
-def _(x: Tensor, index: Tensor) -> Tensor:
-    return x.new_empty((index.shape[0], x.shape[1]))
+def _put_scores(*given: Any) -> None:
+    *inputs, num_rows, _, _, scores, flags = given
+    for out, part in zip((scores, flags), _scores(*inputs), strict=True):
+        _put(out, part, num_rows)
 
 
-@custom_op("tide::scatter_rows", mutates_args=("out",), device_types="cuda")
-def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
-    cuda.scatter_rows(x, index, out)
+def _router_fake(features: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    rows = features.shape[:1]
+    return features.new_empty(rows, dtype=torch.float32), features.new_empty(rows, dtype=torch.int32)
 
 
-@custom_op("tide::embed", mutates_args=(), device_types="cuda")
-def embed(ids: Tensor, weight: Tensor) -> Tensor:
-    return cuda.embed(ids, weight)
-
-
-@embed.register_fake
-def _(ids: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty((ids.shape[0], weight.shape[1]))
-
-
-@custom_op("tide::compact", mutates_args=(), device_types="cuda")
-def compact(flags: Tensor) -> tuple[Tensor, Tensor]:
-    return cuda.compact(flags)
-
-
-@compact.register_fake
-def _(flags: Tensor) -> tuple[Tensor, Tensor]:
-    return flags.new_empty(flags.shape, dtype=torch.int64), flags.new_empty((1,), dtype=torch.int32)
-
-
-linear.register_kernel("cpu")(reference.fused_linear)
-rms_norm.register_kernel("cpu")(reference.rms_norm)
-silu_mul.register_kernel("cpu")(reference.silu_mul)
-rotary.register_kernel("cpu")(reference.rotary)
-rotary_write.register_kernel("cpu")(reference.rotary_write)
-write_kv.register_kernel("cpu")(reference.write_kv)
-paged_attention.register_kernel("cpu")(reference.paged_attention)
-peak.register_kernel("cpu")(lambda logits: tuple(reference.peak(logits)))
-gather_rows.register_kernel("cpu")(reference.gather_rows)
-scatter_rows.register_kernel("cpu")(reference.scatter_rows)
-embed.register_kernel("cpu")(reference.embed)
-compact.register_kernel("cpu")(reference.compact)
+_returning(
+    "linear",
+    _LINEAR,
+    lambda x, w, bias, added, gated, n, eps: cuda.linear(x, w, bias, residual=added, gated=gated, norm=_norm(n, eps)),
+    lambda x, w, bias, added, gated, n, eps: reference.fused_linear(x, w, bias, added, gated, _norm(n, eps)),
+    lambda x, w, bias, added, gated, *_: x.new_empty((*x.shape[:-1], w.shape[0] // 2 if gated else w.shape[0])),
+)
+_writing(
+    "linear_out",
+    f"{_LINEAR}, {_OUT}",
+    lambda x, w, bias, added, gated, n, eps, num_rows, out: cuda.linear(
+        x, w, bias, residual=added, gated=gated, norm=_norm(n, eps), num_rows=num_rows, out=out
+    ),
+    lambda x, w, bias, added, gated, n, eps, num_rows, out: _put(
+        out, reference.fused_linear(x, w, bias, added, gated, _norm(n, eps)), num_rows
+    ),
+)
+_returning(
+    "rms_norm",
+    "Tensor x, Tensor weight, float eps",
+    cuda.rms_norm,
+    reference.rms_norm,
+    lambda x, *_: x.new_empty(x.shape),
+)
+_writing(
+    "rms_norm_out",
+    f"Tensor x, Tensor weight, float eps, Tensor? index, {_OUT}",
+    lambda x, w, eps, index, num_rows, out: cuda.rms_norm(x, w, eps, index=index, num_rows=num_rows, out=out),
+    lambda x, w, eps, index, num_rows, out: _put(
+        out, reference.rms_norm(x if index is None else reference.gather_rows(x, index), w, eps), num_rows, index
+    ),
+)
+_returning(
+    "silu_mul",
+    "Tensor gate, Tensor up",
+    cuda.silu_mul,
+    reference.silu_mul,
+    lambda gate, _: gate.new_empty(gate.shape),
+)
+_writing(
+    "silu_mul_out",
+    f"Tensor gate, Tensor up, {_OUT}",
+    lambda gate, up, num_rows, out: cuda.silu_mul(gate, up, num_rows=num_rows, out=out),
+    lambda gate, up, num_rows, out: _put(out, reference.silu_mul(gate, up), num_rows),
+)
+_returning(
+    "rotary",
+    "Tensor x, Tensor cos, Tensor sin",
+    cuda.rotary,
+    reference.rotary,
+    lambda x, *_: x.new_empty(x.shape),
+)
+_returning(
+    "rotary_write",
+    f"{_ROTARY}, {_POOLS}, {_HEAD_NORMS}",
+    cuda.rotary_write,
+    reference.rotary_write,
+    lambda qkv, cos, sin, positions, slots, k_pool, *_: qkv.new_empty(
+        (qkv.shape[0], qkv.shape[1] // k_pool.shape[3] - 2 * k_pool.shape[1], k_pool.shape[3])
+    ),
+)
+_writing(
+    "rotary_write_out",
+    f"{_ROTARY}, {_POOLS}, {_HEAD_NORMS}, {_OUT}",
+    lambda *given: cuda.rotary_write(*given[:-2], num_rows=given[-2], out=given[-1]),
+    _rotary_write_rows,
+)
+_writing("write_kv", f"Tensor k, Tensor v, {_POOLS}, Tensor slots", cuda.write_kv, reference.write_kv)
+_returning(
+    "paged_attention",
+    f"{_ATTENTION}, {_SCORES}",
+    cuda.paged_attention,
+    reference.paged_attention,
+    lambda q, k_pool, v_pool, *_: q.new_empty((q.shape[0], q.shape[1], v_pool.shape[3])),
+)
+_writing(
+    "paged_attention_out",
+    f"{_ATTENTION}, {_SCORES}, int max_queries, int max_context, Tensor? num_rows, Tensor(a!) workspace, "
+    "Tensor(z!) out",
+    _attend_out,
+    _attend_rows,
+)
+_returning(
+    "attend_joined",
+    f"Tensor qkv, Tensor cos, Tensor sin, Tensor? positions, Tensor slots, {_POOLS}, {_HEAD_NORMS}, "
+    f"Tensor block_tables, Tensor query_starts, Tensor context_lens, {_SCORES}, int max_queries, int max_context",
+    _attend_joined,
+    lambda *given: reference.attend_joined(*given[:-2]),
+    lambda qkv, cos, sin, positions, slots, k_pool, *_: qkv.new_empty(
+        (qkv.shape[0], qkv.shape[1] // k_pool.shape[3] - 2 * k_pool.shape[1], k_pool.shape[3])
+    ),
+)
+_returning(
+    "peak",
+    "Tensor logits",
+    lambda logits: tuple(cuda.peak(logits)),
+    lambda logits: tuple(reference.peak(logits)),
+    _peak_fake,
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
+_writing(
+    "peak_out",
+    f"Tensor logits, Tensor? num_rows, {_SCRATCH}, {_PEAKS}",
+    lambda logits, num_rows, partials, counters, *out: cuda.peak(
+        logits, num_rows=num_rows, scratch=cuda.Scratch(partials, counters), out=Peaks(*out)
+    ),
+    _put_peaks,
+)
+_returning(
+    "router",
+    _ROUTER,
+    lambda *given: cuda.router(*_router_arguments(given[:-1]), given[-1]),
+    _scores,
+    _router_fake,
+    "(Tensor, Tensor)",
+)
+_writing(
+    "router_out",
+    f"{_ROUTER}, Tensor? num_rows, {_SCRATCH}, Tensor(c!) scores, Tensor(d!) flags",
+    _router_out,
+    _put_scores,
+)
+_returning(
+    "exit_input",
+    _EXIT_INPUT,
+    cuda.exit_input,
+    reference.exit_input,
+    lambda states, *_: states.new_empty((states.shape[0], 2 * states.shape[1])),
+)
+_writing(
+    "exit_input_out",
+    f"{_EXIT_INPUT}, {_OUT}",
+    lambda *given: cuda.exit_input(*given[:-2], num_rows=given[-2], out=given[-1]),
+    lambda *given: _put(given[-1], reference.exit_input(*given[:-2]), given[-2]),
+)
+_returning(
+    "gather_rows",
+    "Tensor x, Tensor index",
+    cuda.gather_rows,
+    reference.gather_rows,
+    lambda x, index: x.new_empty((index.shape[0], x.shape[1])),
+)
+_writing(
+    "gather_rows_out",
+    f"Tensor x, Tensor index, {_OUT}",
+    lambda x, index, num_rows, out: cuda.gather_rows(x, index, num_rows=num_rows, out=out),
+    lambda x, index, num_rows, out: _put(out, reference.gather_rows(x, index), num_rows, index),
+)
+_writing("scatter_rows", "Tensor x, Tensor index, Tensor(a!) out", cuda.scatter_rows, reference.scatter_rows)
+_returning(
+    "embed",
+    "Tensor ids, Tensor weight",
+    cuda.embed,
+    reference.embed,
+    lambda ids, weight: weight.new_empty((ids.shape[0], weight.shape[1])),
+)
+_writing(
+    "plan_cycle",
+    "Tensor about, Tensor tables, int block_size, int drafts, Tensor(a!) wide, Tensor(b!) narrow",
+    cuda_cycle.plan_cycle,
+    cycle_plan.plan_cycle,
+)
+_returning(
+    "nth_best",
+    "Tensor logits, Tensor ranks",
+    cuda_branches.nth_best,
+    branching.nth_best,
+    lambda logits, _: logits.new_empty(logits.shape[:1], dtype=torch.int64),
+)

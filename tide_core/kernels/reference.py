@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Norm = tuple[Tensor, float]
+"""Weight [K] and eps of an RMS norm."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]. A bfloat16 weight may meet a float32 `x`."""
@@ -19,11 +22,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fused_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gated: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """`linear` and what follows it in a layer: `gated` means that `weight` [2 N, K] holds the rows of a gate and then
-    those of `up`, and that the result [..., N] is silu(gate) * up; `residual` is added last."""
-    y = linear(x, weight, bias)
+    """`linear` and what stands around it in a layer: `x` is normed first, where there is a norm; `gated` means that
+    `weight` [2 N, K] holds the rows of a gate and then those of `up`, and that the result [..., N] is silu(gate) * up;
+    `residual` is added last."""
+    y = linear(x if norm is None else rms_norm(x, *norm), weight, bias)
     if gated:
         y = silu_mul(*y.chunk(2, dim=-1))
     return y if residual is None else residual + y
@@ -117,6 +126,30 @@ def paged_attention(
                 q[first:last], k_pool, v_pool, block_tables[row], length, scaling, window, softcap
             )
     return out
+
+
+def attend_joined(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scaling: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`rotary_write`, then `paged_attention` of its queries; returns [T, Hq, D]. Results of tokens that no row owns are
+    unset."""
+    q = rotary_write(qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, eps)
+    return paged_attention(q, k_pool, v_pool, block_tables, query_starts, context_lens, scaling, window, softcap)
 
 
 def attend_row(
@@ -255,9 +288,20 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
     return gather_rows(weight, ids)
 
 
-def compact(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows whose flag [R] is not 0, in order, filled up with -1 to [R], and how many they are, [1] int32."""
-    set_rows = flags.nonzero()[:, 0]
-    index = flags.new_full(flags.shape, -1, dtype=torch.int64)
-    index[: len(set_rows)] = set_rows
-    return index, torch.tensor([len(set_rows)], dtype=torch.int32, device=flags.device)
+def exit_input(
+    states: Tensor,
+    state_norm: Tensor,
+    deep_states: Tensor,
+    deep_slots: Tensor,
+    deep_norm: Tensor,
+    distances: Tensor,
+    table: Tensor,
+    eps: float,
+) -> Tensor:
+    """What an exit head is fed with, [T, 2 D]: the normed `states` [T, D] beside the normed rows `deep_slots` [T] of
+    `deep_states` [N, D], plus row `distances` [T], or the last, of `table` [M + 1, 2 D].
+
+    A distance of 0 says that there is no deep state: zeros stand for it, whatever the slot."""
+    deep = gather_rows(deep_states, deep_slots.masked_fill(distances <= 0, -1))
+    both = torch.cat((rms_norm(states, state_norm, eps), rms_norm(deep, deep_norm, eps)), -1)
+    return both + table[distances.clamp(0, table.shape[0] - 1)]

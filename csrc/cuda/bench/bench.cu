@@ -1,4 +1,4 @@
-// Checks and times the CUDA linear and paged attention. Arguments: any of check, linear, chain, attention; none: all.
+// Checks and times the CUDA ops. Arguments: any of check, linear, chain, attention, small; none: all.
 #include <cstring>
 
 #include "cuda/bench/support.cuh"
@@ -15,16 +15,19 @@ int main(int argc, char** argv) {
     if (wanted("check")) {
         check_linear();
         check_attention();
+        check_small();
+        check_joined();
         std::printf("{\"checks\": %d, \"failed\": %d}\n", num_checks, num_failures);
         std::fflush(stdout);
     }
-    if (wanted("linear") || wanted("chain") || wanted("attention")) {
+    if (wanted("linear") || wanted("chain") || wanted("attention") || wanted("small")) {
         const int64_t bytes = wanted("chain") ? int64_t{16} << 30 : int64_t{2} << 30;
         const Buffer arena(bytes);
         fill(arena.get<__nv_bfloat16>(), bytes / 2, 8, 0.02f);
         if (wanted("linear")) time_linear(arena);
         if (wanted("chain")) time_chain(arena);
         if (wanted("attention")) time_attention(arena);
+        if (wanted("small")) time_small(arena);
     }
     return num_failures > 0;
 }

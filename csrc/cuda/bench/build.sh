@@ -1,11 +1,11 @@
-#!/bin/sh
-# Builds the bench program into build/cuda_bench. ARCH: the compute capability, 90 by default.
+#!/ bin / sh
+#Builds the bench program into build / cuda_bench.ARCH : the compute capability, 90 by default.
 set -eu
 cd "$(dirname "$0")/../../.."
 arch=${ARCH:-90}
 mkdir -p build && rm -f build/bench_*.o
 objects=
-for source in csrc/cuda/linear*.cu csrc/cuda/attention*.cu csrc/cuda/paged_attention.cu csrc/cuda/bench/*.cu; do
+for source in csrc/cuda/*.cu csrc/cuda/bench/*.cu; do
     object=build/bench_$(basename "$source" .cu).o
     nvcc -O3 -std=c++17 -Icsrc -gencode "arch=compute_$arch,code=sm_$arch" -c "$source" -o "$object" &
     objects="$objects $object"

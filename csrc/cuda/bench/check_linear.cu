@@ -7,27 +7,41 @@
 namespace tide::cuda::bench {
 namespace {
 
+constexpr double kSumError = 1e-5;  // of float32 sums, relative to the sum of sizes
+
 template <typename T>
 __global__ void reference(LinearParams p, double* ref, double* tol, double eps) {
     const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
     if (i >= p.rows * p.out_features) return;
     const int64_t m = i / p.out_features, n = i % p.out_features;
-    double sums[2] = {}, sizes[2] = {};
+    double factor = 1.0;
+    if (p.norm) {
+        double squares = 0.0;
+        for (int64_t k = 0; k < p.in_features; ++k) {
+            const double v = to_float(static_cast<const T*>(p.x)[m * p.x_stride + k]);
+            squares += v * v;
+        }
+        factor = 1.0 / sqrt(squares / static_cast<double>(p.in_features) + p.norm_eps);
+    }
+    double sums[2] = {}, sizes[2] = {}, errors[2] = {};
     for (int half = 0; half < (p.gated ? 2 : 1); ++half) {
         const int64_t row = n + half * p.out_features;
         for (int64_t k = 0; k < p.in_features; ++k) {
-            const double product = double(to_float(static_cast<const T*>(p.x)[m * p.x_stride + k])) *
-                                   to_float(static_cast<const T*>(p.weight)[row * p.in_features + k]);
+            double product = double(to_float(static_cast<const T*>(p.x)[m * p.x_stride + k])) *
+                             to_float(static_cast<const T*>(p.weight)[row * p.in_features + k]);
+            if (p.norm) product *= to_float(static_cast<const T*>(p.norm)[k]) * factor;
             sums[half] += product;
             sizes[half] += fabs(product);
+            errors[half] += product * product;
         }
+        // The roundings of x times the norm go up and down: many of them are far less than as many times one.
+        errors[half] = kSumError * sizes[half] + (p.norm ? 3.0 * eps * sqrt(errors[half]) : 0.0);
         if (p.bias) sums[half] += to_float(static_cast<const T*>(p.bias)[row]);
     }
-    constexpr double kSumError = 1e-5;  // of float32 sums, relative to the sum of sizes
-    double value = sums[0], error = kSumError * sizes[0] + eps * fabs(sums[0]);
+    double value = sums[0], error = errors[0] + eps * fabs(sums[0]);
     if (p.gated) {
         const double gate = sums[0], silu = gate / (1.0 + exp(-gate));
-        const double up_error = kSumError * sizes[1] + eps * fabs(sums[1]);
+        const double up_error = errors[1] + eps * fabs(sums[1]);
         value = silu * sums[1];
         error = 1.1 * error * fabs(sums[1]) + fabs(silu) * up_error + 1.1 * error * up_error + 2.0 * eps * fabs(value);
     }
@@ -42,6 +56,7 @@ __global__ void reference(LinearParams p, double* ref, double* tol, double eps) 
 struct Case {
     int64_t n, k;
     bool bias, residual, gated, strided;
+    bool norm = false;
 };
 
 constexpr int64_t kRows = 131;
@@ -52,17 +67,20 @@ void check_case(const Case& c) {
     const int64_t x_stride = c.k + (c.strided ? 16 : 0), y_stride = c.n + (c.strided ? 3 : 0);
     const int64_t weight_rows = c.gated ? 2 * c.n : c.n;
     const Buffer x(kRows * x_stride * sizeof(T)), weight(weight_rows * c.k * sizeof(T)), bias(weight_rows * sizeof(T));
-    const Buffer residual(kRows * c.n * sizeof(T)), base((kRows + 1) * y_stride * sizeof(T));
+    const Buffer norm(c.k * sizeof(T)), residual(kRows * c.n * sizeof(T)), base((kRows + 1) * y_stride * sizeof(T));
     const Buffer y((kRows + 1) * y_stride * sizeof(T)), ref(kRows * c.n * 8), tol(kRows * c.n * 8), count(4);
     fill(x.get<T>(), kRows * x_stride, 1, 1.0f);
     fill(weight.get<T>(), weight_rows * c.k, 2, 0.1f);
     fill(bias.get<T>(), weight_rows, 3, 1.0f);
+    fill(norm.get<T>(), c.k, 10, 2.0f);
     fill(residual.get<T>(), kRows * c.n, 4, 3.0f);
     base.fill_bytes(kGuard);
     LinearParams p = {};
     p.x = x.get();
     p.weight = weight.get();
     p.bias = c.bias ? bias.get() : nullptr;
+    p.norm = c.norm ? norm.get() : nullptr;
+    p.norm_eps = 1e-5f;
     p.residual = c.residual ? residual.get() : nullptr;
     p.y = base.get();
     p.rows = kRows;
@@ -74,7 +92,7 @@ void check_case(const Case& c) {
     p.gated = c.gated;
     const std::string name = std::string("linear ") + name_of<T>() + " n=" + std::to_string(c.n) +
                              " k=" + std::to_string(c.k) + (c.bias ? " bias" : "") + (c.residual ? " residual" : "") +
-                             (c.gated ? " gated" : "") + (c.strided ? " strided" : "");
+                             (c.gated ? " gated" : "") + (c.strided ? " strided" : "") + (c.norm ? " norm" : "");
     Counter counter;
 
     linear(dtype_of<T>(), p, nullptr);
@@ -132,7 +150,7 @@ void check_case(const Case& c) {
         }
         for (const LinearTile& tile : tiles) {
             same("tile " + name_of(tile), 5, 64, 43, false,
-                 [&](const LinearParams& q) { launch_linear_tiles<T>(q, tile, nullptr); });
+                 [&](const LinearParams& q) { launch_tiles<T>(q, tile, nullptr); });
         }
     }
 }
@@ -149,6 +167,15 @@ void check_type() {
         {1000, 14344, false, true, true, false},
     };
     for (const Case& c : cases) check_case<T>(c);
+    if constexpr (std::is_same_v<T, __half>) return;
+    const Case normed[] = {
+        {100, 72, true, true, false, true, true},      {17, 8, true, false, false, false, true},
+        {960, 576, false, false, false, false, true},  {1536, 576, false, false, true, false, true},
+        {50, 33, true, true, false, false, true},      {48, 130, true, true, true, true, true},
+        {4096, 4096, false, true, false, false, true}, {333, 1000, true, true, true, true, true},
+        {1000, 14344, false, true, true, false, true},
+    };
+    for (const Case& c : normed) check_case<T>(c);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/convert.cuh"
@@ -145,6 +146,14 @@ inline std::string name_of(const LinearTile& tile) {
            std::to_string(tile.cluster) + (tile.staged || tile.token_tiles > 1 ? "s" : "") + (tile.deep ? "d" : "");
 }
 
+template <typename T>
+void launch_tiles(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        if (p.norm) return launch_linear_tiles<T, true>(p, tile, stream);
+    }
+    launch_linear_tiles<T, false>(p, tile, stream);
+}
+
 // Microseconds of one of `launches` calls of enqueue(i, stream) in a graph: the best of a few replays.
 inline double time_graph(int launches, const std::function<void(int, cudaStream_t)>& enqueue) {
     cudaStream_t stream;
@@ -180,8 +189,11 @@ constexpr double kPeakBytesPerUs = 4.1e6;  // 4.1 TB/s: what reads reach on the 
 
 void check_linear();
 void check_attention();
+void check_small();
+void check_joined();
 void time_linear(const Buffer& arena);
 void time_chain(const Buffer& arena);
 void time_attention(const Buffer& arena);
+void time_small(const Buffer& arena);
 
 }  // namespace tide::cuda::bench

@@ -1,9 +1,9 @@
 // How fast the ops are, in captured graphs, over more memory than the second-level cache holds. One JSON line a case.
 #include <algorithm>
-#include <numeric>
 
 #include "cuda/bench/support.cuh"
 #include "cuda/linear_tiles.h"
+#include "cuda/small_ops.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -57,32 +57,37 @@ void time_linear(const Buffer& arena) {
                                   {"narrow head", 4096, 576, false, false},
                                   {"narrow head", 16384, 4096, false, false}};
     const Buffer x(int64_t{64} * 14336 * 2), y(int64_t{64} * 128256 * 2);
+    const Buffer norm(int64_t{14336} * 2);
     fill(x.get<T>(), int64_t{64} * 14336, 5, 1.0f);
+    fill(norm.get<T>(), 14336, 10, 1.0f);
     for (const LinearShape& s : shapes) {
         const int64_t bytes = (s.weight_bytes() + 255) / 256 * 256;
         const int64_t copies = std::max<int64_t>(1, std::min(arena.bytes(), kMoreThanCache) / bytes);
         const auto weight = [&](int i) { return arena.get<char>() + i % copies * bytes; };
         // A graph goes over all the copies, so that a replay does not find the first ones in the cache.
         const int launches = static_cast<int>(std::max<int64_t>(kLaunches, std::min<int64_t>(copies, 400)));
-        const auto report = [&](int64_t rows, const LinearTile& tile, bool chosen) {
+        const auto report = [&](int64_t rows, const LinearTile& tile, bool chosen, bool normed) {
             const double us = time_graph(launches, [&](int i, cudaStream_t stream) {
-                const LinearParams p = params_of(s, x.get(), s.k, weight(i), y.get(), rows);
+                LinearParams p = params_of(s, x.get(), s.k, weight(i), y.get(), rows);
+                p.norm = normed ? norm.get() : nullptr;
                 if (chosen) return linear(DType::kBFloat16, p, stream);
-                launch_linear_tiles<T>(p, tile, stream);
+                launch_tiles<T>(p, tile, stream);
             });
             const double total = static_cast<double>(s.weight_bytes() + rows * (s.k + s.n) * 2);
             std::printf(
-                "{\"op\": \"linear\", \"case\": \"%s\", \"n\": %ld, \"k\": %ld, \"gated\": %d, \"rows\": %ld, "
-                "\"tile\": \"%s\", \"chosen\": %d, \"us\": %.2f, \"gb_s\": %.0f, \"share\": %.3f}\n",
-                s.name, s.n, s.k, s.gated, rows, name_of(tile).c_str(), chosen, us, total / us * 1e-3,
+                "{\"op\": \"linear\", \"case\": \"%s\", \"n\": %ld, \"k\": %ld, \"gated\": %d, \"norm\": %d, "
+                "\"rows\": %ld, \"tile\": \"%s\", \"chosen\": %d, \"us\": %.2f, \"gb_s\": %.0f, \"share\": %.3f}\n",
+                s.name, s.n, s.k, s.gated, normed, rows, name_of(tile).c_str(), chosen, us, total / us * 1e-3,
                 total / us / kPeakBytesPerUs);
             std::fflush(stdout);
         };
         const DeviceInfo device = current_device("bench");
         for (const int64_t rows : {1, 2, 4, 8, 16, 24, 32, 64}) {
-            const LinearParams p = params_of(s, x.get(), s.k, weight(0), y.get(), rows);
+            LinearParams p = params_of(s, x.get(), s.k, weight(0), y.get(), rows);
             const LinearTile best = choose_tile(p, device);
-            report(rows, best, true);
+            report(rows, best, true, false);
+            p.norm = norm.get();
+            report(rows, choose_tile(p, device), true, true);
             if (!s.sweep || rows == 2 || rows == 4) continue;
             std::vector<LinearTile> others;
             if (rows <= 8) others = {{1, 1}, {2, 1}};
@@ -97,7 +102,7 @@ void time_linear(const Buffer& arena) {
                 }
             }
             for (const LinearTile& tile : others) {
-                if (name_of(tile) != name_of(best)) report(rows, tile, false);
+                if (name_of(tile) != name_of(best)) report(rows, tile, false, false);
             }
         }
     }
@@ -111,13 +116,25 @@ void time_chain(const Buffer& arena) {
     if (arena.bytes() < total) return;
     const Buffer hidden(int64_t{64} * 4096 * 2), qkv(int64_t{64} * 6144 * 2), act(int64_t{64} * 14336 * 2);
     const Buffer logits(int64_t{64} * 128256 * 2);
-    for (const int64_t rows : {1, 8, 32}) {
+    const Buffer normed(int64_t{64} * 4096 * 2), norm(int64_t{4096} * 2);
+    fill(norm.get<T>(), 4096, 10, 1.0f);
+    enum Norms { kNoNorms, kApart, kFused };
+    const char* names[] = {"none", "apart", "fused"};
+    const auto time = [&](int64_t rows, Norms norms) {
         fill(hidden.get<T>(), int64_t{64} * 4096, 6, 1.0f);
         const double us = time_graph(1, [&](int, cudaStream_t stream) {
             const char* weight = arena.get<char>();
             const auto step = [&](const LinearShape& s, const Buffer& x, int64_t x_stride, const Buffer& y, bool add) {
                 LinearParams p = params_of(s, x.get(), x_stride, weight, y.get(), rows);
                 if (add) p.residual = y.get();
+                if (!add && norms == kFused) p.norm = norm.get();
+                if (!add && norms == kApart) {
+                    const RmsNormParams n = {x.get(), norm.get(), normed.get(), nullptr, nullptr,
+                                             rows,    s.k,        x_stride,     s.k,     1e-5f};
+                    rms_norm(DType::kBFloat16, n, stream);
+                    p.x = normed.get();
+                    p.x_stride = s.k;
+                }
                 linear(DType::kBFloat16, p, stream);
                 weight += s.weight_bytes();
             };
@@ -129,76 +146,14 @@ void time_chain(const Buffer& arena) {
             }
             step(kHead, hidden, 4096, logits, false);
         });
-        std::printf("{\"op\": \"chain\", \"rows\": %ld, \"ms\": %.3f, \"gb\": %.2f, \"share\": %.3f}\n", rows,
-                    us * 1e-3, static_cast<double>(total) * 1e-9, static_cast<double>(total) / us / kPeakBytesPerUs);
-        std::fflush(stdout);
-    }
-}
-
-void time_attention(const Buffer& arena) {
-    constexpr int64_t kHeads = 32, kKvHeads = 8, kDim = 128, kBlock = 16;
-    struct Case {
-        int64_t rows, context, queries, max_context;
-    };
-    const Case cases[] = {
-        {1, 128, 1, 128},     {1, 512, 1, 512},     {1, 512, 1, 4096},    {1, 512, 8, 512},      {1, 2048, 1, 2048},
-        {1, 8192, 1, 8192},   {4, 512, 1, 512},     {8, 512, 1, 512},     {8, 512, 1, 8192},     {8, 512, 8, 512},
-        {8, 2048, 1, 2048},   {8, 2048, 8, 2048},   {16, 512, 1, 512},    {32, 512, 1, 512},     {64, 512, 1, 512},
-        {64, 512, 4, 512},    {64, 512, 8, 512},    {64, 512, 1, 32768},  {32, 1000, 1, 1000},   {32, 1000, 16, 1000},
-        {64, 2048, 1, 2048},  {64, 2048, 8, 2048},  {8, 8192, 1, 8192},   {8, 8192, 4, 8192},    {8, 8192, 8, 8192},
-        {2, 32768, 1, 32768}, {2, 32768, 8, 32768}, {1, 32768, 1, 32768}, {1, 131072, 1, 131072}};
-    for (const Case& c : cases) {
-        const int64_t blocks = (c.context + kBlock - 1) / kBlock, tokens = c.rows * c.queries;
-        const int64_t block_bytes = kKvHeads * kBlock * kDim * 2, copy_blocks = c.rows * blocks;
-        const int64_t half = arena.bytes() / 2 / 256 * 256;
-        const int64_t copies = std::max<int64_t>(
-            1,
-            std::min<int64_t>({half / (copy_blocks * block_bytes), kMoreThanCache / (copy_blocks * block_bytes), 64}));
-        std::vector<int32_t> order(copies * copy_blocks), starts, lengths(c.rows, static_cast<int32_t>(c.context));
-        std::iota(order.begin(), order.end(), 0);
-        for (int64_t i = static_cast<int64_t>(order.size()) - 1; i > 0; --i)  // pages lie anywhere
-            std::swap(order[i], order[static_cast<int64_t>((noise(i, 9) + 1.0f) * 0.5f * static_cast<float>(i))]);
-        for (int64_t r = 0; r <= c.rows; ++r) starts.push_back(static_cast<int32_t>(r * c.queries));
-        const Buffer tables(static_cast<int64_t>(order.size()) * 4), query_starts((c.rows + 1) * 4), lens(c.rows * 4);
-        const Buffer q(tokens * kHeads * kDim * 2), out(tokens * kHeads * kDim * 2);
-        const Buffer workspace(paged_attention_workspace(tokens, kHeads, kDim, c.max_context));
-        workspace.fill_bytes(0);
-        tables.put(order);
-        query_starts.put(starts);
-        lens.put(lengths);
-        fill(q.get<T>(), tokens * kHeads * kDim, 7, 1.0f);
-        const int launches = static_cast<int>(std::max<int64_t>(kLaunches, copies));
-        const double us = time_graph(launches, [&](int i, cudaStream_t stream) {
-            PagedAttentionParams p = {};
-            p.q = q.get();
-            p.k_pool = arena.get();
-            p.v_pool = arena.get<char>() + half;
-            p.block_tables = tables.get<int32_t>() + i % copies * copy_blocks;
-            p.query_starts = query_starts.get<int32_t>();
-            p.context_lens = lens.get<int32_t>();
-            p.out = out.get();
-            p.workspace = workspace.get();
-            p.rows = c.rows;
-            p.num_tokens = tokens;
-            p.max_queries = c.queries;
-            p.max_context = c.max_context;
-            p.num_heads = kHeads;
-            p.num_kv_heads = kKvHeads;
-            p.head_dim = kDim;
-            p.block_size = kBlock;
-            p.max_blocks = blocks;
-            p.q_token_stride = kHeads * kDim;
-            p.q_head_stride = kDim;
-            p.scaling = 0.088f;
-            paged_attention(DType::kBFloat16, p, stream);
-        });
-        const double total = static_cast<double>(c.rows * c.context * kKvHeads * kDim * 2 * 2);
         std::printf(
-            "{\"op\": \"paged_attention\", \"rows\": %ld, \"context\": %ld, \"queries\": %ld, "
-            "\"max_context\": %ld, \"us\": %.2f, \"kv_mb\": %.1f, \"gb_s\": %.0f, \"share\": %.3f}\n",
-            c.rows, c.context, c.queries, c.max_context, us, total * 1e-6, total / us * 1e-3,
-            total / us / kPeakBytesPerUs);
+            "{\"op\": \"chain\", \"norms\": \"%s\", \"rows\": %ld, \"ms\": %.3f, \"gb\": %.2f, \"share\": %.3f}\n",
+            names[norms], rows, us * 1e-3, static_cast<double>(total) * 1e-9,
+            static_cast<double>(total) / us / kPeakBytesPerUs);
         std::fflush(stdout);
+    };
+    for (const int64_t rows : {1, 8, 32}) {
+        for (const Norms norms : {kNoNorms, kApart, kFused}) time(rows, norms);
     }
 }
 

@@ -1,0 +1,77 @@
+// How the results of a piece's warps become one, where it goes, and who adds up the chunks of some lanes.
+#pragma once
+
+#include "cuda/attention_combine.cuh"
+
+namespace tide::cuda {
+
+__device__ inline void add_scaled(float4& sum, const float4& v, float factor) {
+    sum.x = fmaf(v.x, factor, sum.x);
+    sum.y = fmaf(v.y, factor, sum.y);
+    sum.z = fmaf(v.z, factor, sum.z);
+    sum.w = fmaf(v.w, factor, sum.w);
+}
+
+// Adds the warps' results in order and stores them: whole ones to `out`, others to the workspace. These are up to kRows
+// lanes of the piece from `first_lane` on; sum_of(warp, row, dim) has four dims of a warp's sum.
+template <typename T, int kDim, int kThreads, int kWarps, int kRows, typename SumOf>
+__device__ inline void store_lanes(const AttentionWork& p, const Piece& piece, int first_lane,
+                                   const float2 (*stats)[kRows], SumOf&& sum_of) {
+    constexpr int kVectors = kDim / 4;
+    const int num_lanes = min(piece.num_lanes - first_lane, kRows);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_lanes * kVectors; i += kThreads) {
+        const int row = i / kVectors, dim = i % kVectors * 4;
+        const Lane lane = lane_of(p, piece, first_lane + row);
+        if (!lane.sees(piece.chunk) || dim >= p.head_dim) continue;
+        float peak = kNothing;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, stats[w][row].x);
+        const float base = base_of(peak);
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            const float2 stat = stats[w][row];
+            const float factor = exp2_fast(stat.x - base);
+            add_scaled(sum, sum_of(w, row, dim), factor);
+            total = fmaf(stat.y, factor, total);
+        }
+        if (lane.is_whole()) {
+            const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+            store_four(static_cast<T*>(p.out) + lane.row(p) * p.head_dim + dim,
+                       make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
+        } else {
+            const Partials to = partials(p);
+            const int64_t partial = lane.row(p) * to.chunks + piece.chunk;
+            *reinterpret_cast<float4*>(to.sums + partial * p.head_dim + dim) = sum;
+            if (dim == 0) to.stats[partial] = make_float2(peak, total);
+        }
+    }
+}
+
+// Counts a piece that all threads have stored and fenced. True: it was the last of its lanes.
+__device__ inline bool count_piece(const AttentionWork& p, const Piece& piece) {
+    const int64_t first_lane = int64_t{piece.first_query} * p.group + piece.first_lane;
+    int32_t* counter = partials(p).counters + first_lane * p.kv_heads + piece.kv_head;
+    const bool is_last = atomicAdd(counter, 1) == piece.num_chunks - 1;
+    if (is_last) *counter = 0;  // for the next call
+    return is_last;
+}
+
+template <typename T, int kDim, int kThreads>
+__device__ inline void combine_piece(const AttentionWork& p, const Piece& piece) {
+    constexpr int kVectors = kDim / 4;
+    __threadfence();
+    const Partials from = partials(p);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < piece.num_lanes * kVectors; i += kThreads) {
+        const Lane lane = lane_of(p, piece, i / kVectors);
+        const int dim = i % kVectors * 4;
+        if (lane.is_whole() || dim >= p.head_dim) continue;
+        store_four(static_cast<T*>(p.out) + lane.row(p) * p.head_dim + dim,
+                   combine_chunks(p, from, lane.row(p), lane.first_chunk, lane.last_chunk, dim));
+    }
+}
+
+}  // namespace tide::cuda
