@@ -29,6 +29,27 @@ def test_allocation_takes_only_the_blocks_tokens_need() -> None:
     assert blocks.num_owned == 2
 
 
+def test_a_row_has_room_up_to_the_end_of_its_blocks_and_no_further() -> None:
+    blocks = make_blocks(8, block_size=4)
+    table = blocks.new_table()
+    assert blocks.has_room(table, 0)
+    assert not blocks.has_room(table, 1)
+    blocks.allocate(table, 5)
+    assert blocks.has_room(table, 8)
+    assert not blocks.has_room(table, 9)
+
+
+def test_tokens_are_valid_where_the_deepest_segment_has_them() -> None:
+    table = make_blocks(8, num_segments=3).new_table()
+    table.advance_all(5)
+    assert table.lengths == [5, 5, 5]
+    table.advance(0, 2)
+    table.advance(1, 1)
+    assert table.num_valid == 5
+    table.advance_all(1)
+    assert (table.lengths, table.num_valid) == ([8, 7, 6], 6)
+
+
 def test_rows_never_share_a_block_without_a_common_prefix() -> None:
     blocks = make_blocks(8)
     tables = [fill(blocks, [i, i, i, i, i]) for i in range(3)]

@@ -110,6 +110,23 @@ def test_nothing_is_drafted_beyond_the_rows_of_the_table() -> None:
     assert DraftPlanner(4, Acceptance.prior([0.9], 4), CostTable(())).plan(1, 1) == Plan(0, 1.0)
 
 
+def test_a_plan_follows_the_table_and_the_limit_in_force() -> None:
+    changed = planner(0.9, point(1, draft=0.5))
+    assert changed.plan(1, 1).drafts == MAX_DRAFTS
+    changed.max_drafts = 2
+    assert changed.plan(1, 1).drafts == 2
+    changed.table = CostTable((point(1, draft=20.0),))
+    assert changed.plan(1, 1).drafts == 0
+
+
+def test_the_same_question_has_the_same_answer_each_time() -> None:
+    asked = planner(0.7)
+    kinds = [(drafting, rows) for rows in (1, 3, 8, 20) for drafting in range(1, rows + 1)]
+    first = [asked.plan(*kind) for kind in kinds]
+    assert [asked.plan(*kind) for kind in kinds] == first == [planner(0.7).plan(*kind) for kind in kinds]
+    assert len(set(first)) > 3
+
+
 def test_a_fixed_plan_is_always_the_same_whatever_the_load_and_the_acceptance() -> None:
     fixed = DraftPlanner(3, Acceptance.prior([0.0], 3))
     assert [fixed(rows, rows) for rows in (1, 50, 5000)] == [3, 3, 3]

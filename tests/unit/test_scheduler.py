@@ -14,6 +14,7 @@ from tide_core.request import ExitPolicy
 
 SPACE = b"space"
 EXITS = ExitPolicy("verified", draft_thresholds=(0.5,), exit_thresholds=(math.inf,))
+FAST = ExitPolicy("fast", draft_thresholds=(0.5,), exit_thresholds=(0.5,))
 
 
 def add(scheduler: Scheduler, name: str, prompt_len: int, first: int = 2, **params: Any) -> Row:
@@ -179,12 +180,52 @@ def test_drafts_and_a_prompt_share_the_budget() -> None:
     assert len(batch.rows[1].token_ids) == 4, "a quarter of the budget is the prompt's, whatever others would draft"
 
 
+def test_rows_that_skip_layers_draft_what_they_can_whatever_is_planned() -> None:
+    scheduler = make_scheduler(drafts=0)
+    scheduler.max_drafts = 4
+    add(scheduler, "fast", 3, policy=FAST)
+    add(scheduler, "ends soon", 3, policy=FAST, first=50, max_tokens=4)
+    add(scheduler, "verified", 3, policy=EXITS, first=100)
+    step(scheduler)
+    _, batch = scheduler.schedule()
+    assert [share.num_drafts for share in batch.rows] == [4, 2, 0]
+
+
+def test_a_row_drafts_by_the_policy_in_force_not_by_that_of_its_request() -> None:
+    scheduler = make_scheduler(drafts=3)
+    row = add(scheduler, "r", 3, policy=EXITS)
+    step(scheduler)
+    row.use(ExitPolicy())
+    _, batch = scheduler.schedule()
+    assert [(share.num_drafts, share.policy) for share in batch.rows] == [(0, ExitPolicy())]
+    row.use(EXITS)
+    _, batch = scheduler.schedule()
+    assert batch.rows[0].num_drafts == 3
+
+
+def test_a_row_that_gives_way_after_it_was_given_its_share_does_not_run() -> None:
+    scheduler = make_scheduler(num_blocks=2, prefix_caching=False)
+    old, young = add(scheduler, "old", 3), add(scheduler, "young", 3, first=100)
+    scheduler.running = [old, young]
+    scheduler.waiting.clear()
+    for row in (old, young):
+        scheduler.blocks.allocate(row.table, 4)
+        scheduler.advance(row, 3, [1])
+    scheduler.advance(old, 0, [1])  # two tokens to run, so it comes after the young row, and needs a block more
+    rows, batch = scheduler.schedule()
+    assert rows == [old]
+    assert [share.token_ids for share in batch.rows] == [[1, 1]]
+    assert list(scheduler.waiting) == [young]
+    scheduler.check_integrity()
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make_scheduler(num_blocks=9, max_rows=4, max_batch_tokens=8, drafts=3)
+        self.scheduler.max_drafts = 2
         self.rows: list[Row] = []
         self.count = 0
 
@@ -192,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_len=st.integers(1, 20),
         max_tokens=st.integers(1, 14),
         first=st.sampled_from([2, 3, 100]),
-        policy=st.sampled_from([None, EXITS]),
+        policy=st.sampled_from([None, EXITS, FAST]),
     )
     def arrive(self, prompt_len: int, max_tokens: int, first: int, policy: ExitPolicy | None) -> None:
         if prompt_len + max_tokens <= 36:

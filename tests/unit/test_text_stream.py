@@ -188,6 +188,85 @@ def test_a_character_split_between_prompt_and_output_does_not_harm_what_follows(
         assert text.endswith("hi")
 
 
+# Texts that are looked up are those that would be decoded.
+
+
+@functools.cache
+def with_suffix() -> Tokenizer:
+    """What a token reads as depends on the next one: a space is written only where another word follows."""
+    raw = RawTokenizer(models.BPE(vocab={"hi</w>": 0, "h": 1, "ho</w>": 2}, merges=[]))
+    raw.decoder = decoders.BPEDecoder()
+    return wrap(raw)
+
+
+@functools.cache
+def replacing(pattern: str, content: str) -> Tokenizer:
+    raw = RawTokenizer(models.BPE(vocab={"h": 0, "i": 1, "▁": 2}, merges=[]))
+    raw.decoder = decoders.Sequence([decoders.Replace(pattern, content), decoders.Fuse()])
+    return wrap(raw)
+
+
+class Changed(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A model's own class may do more than the library when it decodes."""
+
+    def _decode(self, *args: object, **options: object) -> str:
+        text: str = super()._decode(*args, **options)
+        return text.replace(" ", "_")
+
+
+def plain_stream(tokenizer: Tokenizer, prompt_ids: list[int], stop: tuple[str, ...]) -> TextStream:
+    """One that looks nothing up and decodes by the library's own way."""
+    return TextStream(replace(tokenizer._id_text, decode=tokenizer._decode, whole=None), prompt_ids, stop)
+
+
+@every_tokenizer
+@no_deadline
+@given(data=st.data())
+def test_every_piece_is_the_same_with_and_without_looking_up(make: Make, data: st.DataObject) -> None:
+    tokenizer = make()
+    prompt_ids = data.draw(id_lists(tokenizer, 4))
+    ids = data.draw(id_lists(tokenizer, 30))
+    text = tokenizer.encode(data.draw(st.text(max_size=10)))
+    stop = tuple(data.draw(st.lists(st.text("ahi e", min_size=1, max_size=3), max_size=2)))
+    ids = [*ids, *text, *ids]  # the second time there is something to look up
+    expected, stream = plain_stream(tokenizer, prompt_ids, stop), tokenizer.stream(prompt_ids, stop)
+    for token_id in ids:
+        assert (stream.push(token_id), stream.stopped) == (expected.push(token_id), expected.stopped)
+    assert (stream.finish(), stream.stopped) == (expected.finish(), expected.stopped)
+
+
+@pytest.mark.parametrize("make", [byte_level, llama_style, metaspace])
+def test_a_text_met_before_is_not_decoded_again_behind_another_anchor(make: Make) -> None:
+    tokenizer = make()
+    first, other = tokenizer.encode("hi"), tokenizer.encode("h")
+    decoded: list[list[int]] = []
+
+    def counting(ids: Sequence[int]) -> str:
+        decoded.append(list(ids))
+        return tokenizer.decode(ids)
+
+    id_text = replace(tokenizer._id_text, decode=counting, whole={})
+    before = run(TextStream(id_text, first, ()), first + other)
+    stream = TextStream(id_text, other, ())
+    decoded.clear()
+    assert run(stream, first + other) == before
+    assert decoded == []
+
+
+def test_nothing_is_looked_up_where_neighbours_may_change_a_text() -> None:
+    assert with_suffix()._id_text.whole is None
+    assert replacing("hi", "x")._id_text.whole is None
+    assert replacing("▁", "")._id_text.whole is None
+    assert replacing("▁", " ")._id_text.whole is not None
+
+
+def test_a_model_class_with_a_way_of_its_own_to_decode_keeps_it() -> None:
+    tokenizer = Tokenizer(Changed(tokenizer_object=metaspace()._hf.backend_tokenizer))
+    hi = tokenizer.encode("hi")
+    assert tokenizer._id_text.whole is None
+    assert "".join(run(tokenizer.stream(hi, ()), hi + hi)) == "_hi_hi"
+
+
 # Stop strings.
 
 
@@ -297,7 +376,7 @@ def most_ids_decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
         sizes.append(len(window))
         return tokenizer.decode(window)
 
-    stream = TextStream(replace(tokenizer._id_text, decode=counting), [], ())
+    stream = TextStream(replace(tokenizer._id_text, decode=counting, whole=None), [], ())
     for i in ids:
         stream.push(i)
     return max(sizes)

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.audit import AuditBook
@@ -23,21 +23,31 @@ from tide_core.engine.policy import without_exits
 from tide_core.engine.scheduler import Row, Scheduler
 from tide_core.engine.tokenizer import TextStream, Tokenizer
 from tide_core.errors import EngineError, RequestError
+from tide_core.quick import quick
 from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 
 logger = logging.getLogger("tide")
 
+make_token, make_output = quick(TokenOutput), quick(RequestOutput)
+
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """What the core keeps of a request beside its row: text and times."""
+    """What the core keeps of a request beside its row: text, times, and what its usage will say."""
 
     row: Row
     text: TextStream
-    exits: ExitStats
+    end_ids: frozenset[int]
+    """Ids that end the text and are no part of it."""
     arrived_at: float
     started_at: float | None = None
     first_token_at: float | None = None
+    exits: dict[int, int] = field(default_factory=dict)
+    """Output tokens by exit layer."""
+    layers_run: int = 0
+    deep_passes: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -93,8 +103,10 @@ class EngineCore:
         is_broken = epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken
         row = self.scheduler.add(request, self._cache_namespace(request))
         if is_broken:
-            row.policy = without_exits(row.policy)
-        self._open[request.request_id] = Progress(row, text, ExitStats(self._num_layers), self._clock())
+            row.use(without_exits(row.policy))
+        params = request.params
+        end_ids = frozenset(params.stop_ids if params.ignore_eos else (*params.stop_ids, *request.eos_ids))
+        self._open[request.request_id] = Progress(row, text, end_ids, self._clock())
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any phase; None if it is not open."""
@@ -104,10 +116,12 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """One step of all rows that fit in it."""
         rows, batch = self.scheduler.schedule()
-        self._note_start(rows)
+        began_at = self._begin()
         result = self._run_fenced(batch)
-        outputs = [self._commit(row, step, got) for row, step, got in zip(rows, batch.rows, result.rows, strict=True)]
-        return [output for output in outputs if output is not None]
+        committed = [
+            self._commit(row, step, got, began_at) for row, step, got in zip(rows, batch.rows, result.rows, strict=True)
+        ]
+        return [output for output in committed if output is not None]
 
     def check_idle(self) -> None:
         """With no request open, every block must be back."""
@@ -115,14 +129,11 @@ class EngineCore:
         if not self.scheduler.has_work and self.scheduler.blocks.num_owned:
             raise EngineError(f"KV pool: {self.scheduler.blocks.num_owned} blocks are owned by no request")
 
-    def _note_start(self, rows: list[Row]) -> None:
-        now = self._clock()
-        for row in rows:
-            progress = self._open[row.request.request_id]
-            if progress.started_at is None:
-                progress.started_at = now
+    def _begin(self) -> float:
+        """Count a step; the time it begins at."""
         self.counters.num_steps += 1
         self.counters.max_blocks_owned = max(self.counters.max_blocks_owned, self.scheduler.blocks.num_owned)
+        return self._clock()
 
     def _run_fenced(self, batch: ScheduledBatch) -> StepResult:
         """Run the batch; if that raises, run its rows one by one and give those that raise again an error."""
@@ -156,8 +167,10 @@ class EngineCore:
         except Exception as error:
             return RowResult(error=f"{type(error).__name__}: {error}")
 
-    def _commit(self, row: Row, step: RowStep, result: RowResult) -> RequestOutput | None:
+    def _commit(self, row: Row, step: RowStep, result: RowResult, began_at: float) -> RequestOutput | None:
         progress = self._open[row.request.request_id]
+        if progress.started_at is None:
+            progress.started_at = began_at
         if result.error is not None:
             return self._finish(progress, FinishReason.ERROR, error=EngineError(result.error))
         self.counters.num_prompt_tokens += len(step.token_ids) - bool(row.output_ids)
@@ -174,57 +187,69 @@ class EngineCore:
 
     def _emit(self, progress: Progress, step: RowStep, result: RowResult) -> RequestOutput:
         """The tokens the row has gained as an output; tokens past the end are dropped with the drafts they were."""
-        row = progress.row
+        row, mode = progress.row, step.policy.mode
+        num_before = len(row.output_ids)
         outputs: list[TokenOutput] = []
+        token_ids: list[int] = []
         reason: FinishReason | None = None
         for token in result.tokens:
-            text, reason = self._text(progress, token.token_id, len(row.output_ids) + len(outputs) + 1)
+            token_id = token.token_id
+            token_ids.append(token_id)
+            text, reason = self._text(progress, token_id, num_before + len(token_ids))
             outputs.append(
-                TokenOutput(
-                    token.token_id,
+                make_token(
+                    token_id,
                     text,
                     token.exit_layer,
                     token.logprob,
                     token.top_logprobs,
                     token.score,
                     token.audit,
-                    step.policy.mode,
+                    mode,
                 )
             )
             if reason is not None:
                 break
         dropped = len(result.tokens) - len(outputs)
         self._account(progress, step, result, outputs)
-        self.scheduler.advance(row, result.num_valid - dropped, [token.token_id for token in outputs])
+        self.scheduler.advance(row, result.num_valid - dropped, token_ids)
         if reason is None:
-            return RequestOutput(row.request.request_id, tuple(outputs))
+            return make_output(row.request.request_id, tuple(outputs))
         return self._finish(progress, reason, tokens=tuple(outputs))
 
     def _text(self, progress: Progress, token_id: int, num_output: int) -> tuple[str, FinishReason | None]:
         """The text that output token number `num_output` releases, and the reason if it is the last."""
-        request, params = progress.row.request, progress.row.request.params
-        ends = token_id in params.stop_ids or (token_id in request.eos_ids and not params.ignore_eos)
-        text = "" if ends else progress.text.push(token_id)
-        last = ends or num_output >= params.max_tokens
-        if last and not progress.text.stopped:
-            text += progress.text.finish()  # what was held back; a stop string may be complete only now
-        if ends or progress.text.stopped:
-            return text, FinishReason.STOP
-        return text, FinishReason.LENGTH if last else None
+        stream = progress.text
+        ends = token_id in progress.end_ids
+        text = "" if ends else stream.push(token_id)
+        last = ends or num_output >= progress.row.request.params.max_tokens
+        if not (last or stream.stopped):
+            return text, None
+        if not stream.stopped:
+            text += stream.finish()  # what was held back; a stop string may be complete only now
+        return text, FinishReason.STOP if ends or stream.stopped else FinishReason.LENGTH
 
     def _account(self, progress: Progress, step: RowStep, result: RowResult, outputs: list[TokenOutput]) -> None:
         """Count what was emitted and what truly ran for it, and hear what full depth says about it."""
         self.counters.num_output_tokens += len(outputs)
-        for stats in (progress.exits, self.exits):
-            stats.record(
-                [(token.exit_layer, token.audit) for token in outputs],
-                # A prompt's layers are not the output's; its last token ran all of them for the first output token.
-                layers_run=result.layers_run if len(step.token_ids) == 1 else self._num_layers,
-                deep_passes=1,
-                drafts=result.counts.drafted,
-                accepted=min(result.counts.accepted, len(outputs)),
-                non_finite_scores=result.counts.non_finite,
-            )
+        # A prompt's layers are not the output's; its last token ran all of them for the first output token.
+        layers_run = result.layers_run if len(step.token_ids) == 1 else self._num_layers
+        counts = result.counts
+        accepted = min(counts.accepted, len(outputs))
+        self.exits.record(
+            [(token.exit_layer, token.audit) for token in outputs],
+            layers_run=layers_run,
+            deep_passes=1,
+            drafts=counts.drafted,
+            accepted=accepted,
+            non_finite_scores=counts.non_finite,
+        )
+        for token in outputs:
+            progress.exits[token.exit_layer] = progress.exits.get(token.exit_layer, 0) + 1
+        progress.layers_run += layers_run
+        progress.deep_passes += 1
+        progress.num_drafts += counts.drafted
+        progress.num_accepted += accepted
         if self._on_result is not None:
             self._on_result(step, result)
         policy = step.policy
@@ -243,7 +268,7 @@ class EngineCore:
     def _fall_back(self, epsilon: float) -> None:
         for row in (*self.scheduler.running, *self.scheduler.waiting):
             if row.policy.epsilon == epsilon:
-                row.policy = without_exits(row.policy)
+                row.use(without_exits(row.policy))
 
     def _finish(
         self,
@@ -264,11 +289,11 @@ class EngineCore:
             output_tokens=len(row.output_ids),
             cached_tokens=row.cached_tokens,
             num_preemptions=row.num_preemptions,
-            layers_run=progress.exits.layers_run,
-            deep_passes=progress.exits.deep_passes,
-            num_drafts=progress.exits.drafts,
-            num_accepted=progress.exits.accepted,
-            exits=dict(progress.exits.tokens_per_layer),
+            layers_run=progress.layers_run,
+            deep_passes=progress.deep_passes,
+            num_drafts=progress.num_drafts,
+            num_accepted=progress.num_accepted,
+            exits=progress.exits,
             queue_s=(now if progress.started_at is None else progress.started_at) - progress.arrived_at,
             first_token_s=(now if progress.first_token_at is None else progress.first_token_at) - progress.arrived_at,
             total_s=now - progress.arrived_at,

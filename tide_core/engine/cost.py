@@ -22,6 +22,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tide_core.batch import RowResult, RowStep
 
@@ -31,6 +32,7 @@ PRIOR_WEIGHT = 30.0
 """Of what calibration found, in cycles."""
 MEMORY = 500.0
 """Cycles after which older ones fade: what counts is the text served now."""
+_FADE = 1.0 - 1.0 / MEMORY
 PRIOR_REACH = 0.85
 """Chance that a draft follows a draft, before anything was seen."""
 PROBE_EVERY = 64
@@ -69,6 +71,32 @@ class CostTable:
         return _interpolate([p.rows for p in self.points], [p.cycle(drafts) for p in self.points], rows)
 
 
+@dataclass(slots=True)
+class Prices:
+    """What a table says, kept by number of rows: a table does not change, and it is asked in every step."""
+
+    table: CostTable
+    max_drafts: int
+    _full: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _slopes: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def full(self, num_rows: int) -> tuple[float, float]:
+        """Rows per second at full depth, and seconds of a cycle without drafts."""
+        found = self._full.get(num_rows)
+        if found is None:
+            found = num_rows / self.table.full(num_rows), self.table.cycle(num_rows, 0)
+            self._full[num_rows] = found
+        return found
+
+    def slopes(self, num_drafting: int) -> tuple[float, ...]:
+        """Seconds that each draft adds, from the first on."""
+        found = self._slopes.get(num_drafting)
+        if found is None:
+            cycles = [self.table.cycle(num_drafting, drafts) for drafts in range(self.max_drafts + 1)]
+            found = self._slopes[num_drafting] = tuple(max(0.0, more - less) for less, more in pairwise(cycles))
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A number of drafts and what it promises."""
@@ -84,11 +112,6 @@ class Chance:
 
     hits: float
     tries: float
-
-    def observe(self, hit: bool) -> None:
-        fade = 1.0 - 1.0 / MEMORY if self.tries > MEMORY else 1.0
-        self.hits = self.hits * fade + hit
-        self.tries = self.tries * fade + 1.0
 
     @property
     def value(self) -> float:
@@ -113,11 +136,8 @@ class Acceptance:
 
     def observe(self, allowed: int, drafted: int, accepted: int) -> None:
         """One cycle of one row that was allowed so many drafts."""
-        for index in range(min(allowed, len(self.kept))):
-            if drafted >= index:
-                self.reached[index].observe(drafted > index)
-            if accepted >= index:
-                self.kept[index].observe(accepted > index)
+        _observe(self.reached[:allowed], drafted)
+        _observe(self.kept[:allowed], accepted)
 
     def reach(self, draft: int) -> float:
         """Chance that a row makes its `draft`-th draft; 1 for the 0th."""
@@ -141,6 +161,7 @@ class DraftPlanner:
     num_full: int = 0
     """Plans that sent rows that may exit to full depth."""
     last: Plan = field(default=Plan(0, 1.0))
+    _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.calibrated is None:
@@ -163,25 +184,38 @@ class DraftPlanner:
             return Plan(self.max_drafts, 1.0)
         if num_rows > self.table.max_rows:
             return Plan(0, 1.0)
-        full_rate = num_rows / self.table.full(num_rows)
-        best = Plan(0, 1.0)
-        seconds = self.table.cycle(num_rows, 0)
+        prices = self._prices
+        if prices is None or prices.table is not self.table or prices.max_drafts != self.max_drafts:
+            prices = self._prices = Prices(self.table, self.max_drafts)
+        full_rate, seconds = prices.full(num_rows)
+        best, best_gain = 0, LEAST_GAIN
         tokens = float(num_rows)
-        for drafts in range(1, self.max_drafts + 1):
-            slope = max(0.0, self.table.cycle(num_drafting, drafts) - self.table.cycle(num_drafting, drafts - 1))
-            seconds += slope * (1.0 - (1.0 - acceptance.reach(drafts - 1)) ** num_drafting)
-            tokens += num_drafting * acceptance.keep(drafts)
+        reach = keep = 1.0
+        for drafts, slope in enumerate(prices.slopes(num_drafting), 1):
+            seconds += slope * (1.0 - (1.0 - reach) ** num_drafting)
+            reach *= acceptance.reached[drafts - 1].value
+            keep *= acceptance.kept[drafts - 1].value
+            tokens += num_drafting * keep
             gain = tokens / seconds / full_rate
-            if gain > max(best.gain, LEAST_GAIN):
-                best = Plan(drafts, gain)
-        return best
+            if gain > best_gain:
+                best, best_gain = drafts, gain
+        return Plan(best, best_gain) if best else Plan(0, 1.0)
 
     def observe(self, step: RowStep, result: RowResult) -> None:
         """Learn from a row's cycle, if its drafting is like that of any other: by calibrated thresholds, verified."""
+        if not step.num_drafts or step.policy.skips_layers:
+            return
         params = step.request.params
-        plain = not step.policy.skips_layers and params.threshold is None and not params.logit_bias
-        if step.num_drafts and plain:
+        if params.threshold is None and not params.logit_bias:
             self.acceptance.observe(step.num_drafts, result.counts.drafted, result.counts.accepted)
+
+
+def _observe(chances: Sequence[Chance], num_hits: int) -> None:
+    """Count hits in a row and the miss that ends them; about what would have followed nothing is known."""
+    for index, chance in enumerate(chances[: num_hits + 1]):
+        fade = _FADE if chance.tries > MEMORY else 1.0
+        chance.hits = chance.hits * fade + (index < num_hits)
+        chance.tries = chance.tries * fade + 1.0
 
 
 def _product(chances: Sequence[Chance]) -> float:

@@ -20,6 +20,8 @@ _COUNTS = ("layers_run", "deep_passes", "drafts", "accepted", "non_finite_scores
 class ExitStats:
     """Counts since the beginning or the last merge; not locked: one thread writes."""
 
+    __slots__ = ("audits", "num_layers", "tokens_per_layer", *_COUNTS)
+
     def __init__(self, num_layers: int) -> None:
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ConfigError("num_layers", num_layers, "an integer of at least 1")
@@ -47,11 +49,12 @@ class ExitStats:
         non_finite_scores: int = 0,
     ) -> None:
         """Add what one row did in one step: exit layer and audit of each token it gained, and what ran for it."""
+        tokens_per_layer, audits, num_layers = self.tokens_per_layer, self.audits, self.num_layers
         for layer, audit in exits:
-            if not 1 <= layer <= self.num_layers:
-                raise ConfigError("exit_layer", layer, f"a layer in 1..{self.num_layers}")
-            self.tokens_per_layer[layer] += 1
-            self.audits[audit] += 1
+            if not 1 <= layer <= num_layers:
+                raise ConfigError("exit_layer", layer, f"a layer in 1..{num_layers}")
+            tokens_per_layer[layer] += 1
+            audits[audit] += 1
         self.layers_run += layers_run
         self.deep_passes += deep_passes
         self.drafts += drafts

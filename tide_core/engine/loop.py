@@ -12,7 +12,7 @@ import atexit
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from queue import SimpleQueue
@@ -29,45 +29,53 @@ IDLE_CHECK_S = 5.0
 
 
 class Sink(Protocol):
-    """Where a request's outputs go. `event_loop` is None for a sink any thread may put to."""
+    """Where the outputs of requests go. `event_loop` is None for a sink any thread may put to."""
 
     event_loop: asyncio.AbstractEventLoop | None
 
-    def put(self, output: RequestOutput) -> None: ...
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take outputs of one step, in their order."""
+        ...
 
 
 class ThreadSink:
-    """Outputs for a thread that waits. Several requests may share one."""
+    """Outputs for one thread that waits. Several requests may share one."""
 
     def __init__(self) -> None:
         self.event_loop: asyncio.AbstractEventLoop | None = None
-        self._queue: SimpleQueue[RequestOutput] = SimpleQueue()
+        self._steps: SimpleQueue[Sequence[RequestOutput]] = SimpleQueue()
+        self._taken: deque[RequestOutput] = deque()
 
-    def put(self, output: RequestOutput) -> None:
-        self._queue.put(output)
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        self._steps.put(outputs)
 
     def get(self) -> RequestOutput:
-        return self._queue.get()
+        while not self._taken:
+            self._taken += self._steps.get()
+        return self._taken.popleft()
 
 
 class AsyncSink:
-    """Outputs for a coroutine on `event_loop`."""
+    """Outputs of one request, for a coroutine on `event_loop`."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop: asyncio.AbstractEventLoop | None = event_loop
-        self._queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._outputs: list[RequestOutput] = []
+        self._reader: asyncio.Future[None] | None = None
 
-    def put(self, output: RequestOutput) -> None:
-        self._queue.put_nowait(output)
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        self._outputs += outputs
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> RequestOutput:
         """The next output; if several wait, all of them as one: whoever reads slowly gets larger pieces."""
-        output = await self._queue.get()
-        if self._queue.empty():
-            return output
-        outputs = [output]
-        while not self._queue.empty():
-            outputs.append(self._queue.get_nowait())
+        while not self._outputs:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        outputs, self._outputs = self._outputs, []
+        if len(outputs) == 1:
+            return outputs[0]
         tokens = tuple(token for each in outputs for token in each.tokens)
         return replace(outputs[-1], tokens=tokens)
 
@@ -89,7 +97,8 @@ class Turns:
     def __exit__(self, *exc_info: object) -> None:
         with self._changed:
             self._served += 1
-            self._changed.notify_all()
+            if self._served != self._asked:
+                self._changed.notify_all()
 
 
 class EngineLoop:
@@ -171,6 +180,8 @@ class EngineLoop:
 
     def _take_inbox(self) -> bool:
         """Carry out what has come in; sleep while there is nothing to do. False when asked to stop."""
+        if not (self._inbox or self._stopping or len(self._cores) > 1) and self._cores[0].has_work:
+            return True  # what comes in meanwhile is seen before the next step
         with self._wake:
             if not (self._inbox or self._stopping or any(core.has_work for core in self._cores)):
                 for core in self._cores:
@@ -201,21 +212,28 @@ class EngineLoop:
         return True
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Put outputs into their sinks: one call per event loop, however many requests wait there."""
-        by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Sink, RequestOutput]]] = defaultdict(list)
-        for output in outputs:
-            with self._wake:
-                sink = self._sinks.pop(output.request_id) if output.finished else self._sinks[output.request_id]
+        """Put outputs into their sinks: one call per sink or event loop, however many requests wait there."""
+        if not outputs:
+            return
+        by_sink: dict[Sink, list[RequestOutput]] = {}
+        with self._wake:
+            for output in outputs:
+                request_id = output.request_id
+                sink = self._sinks[request_id] if output.finish_reason is None else self._sinks.pop(request_id)
+                by_sink.setdefault(sink, []).append(output)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Sink, list[RequestOutput]]]] = {}
+        for sink, mine in by_sink.items():
             if sink.event_loop is None:
-                sink.put(output)
+                sink.put(mine)
             else:
-                by_loop[sink.event_loop].append((sink, output))
+                by_loop.setdefault(sink.event_loop, []).append((sink, mine))
         for event_loop, items in by_loop.items():
             try:
                 event_loop.call_soon_threadsafe(_put_all, items)
             except RuntimeError:  # the event loop is closed: nobody is left to read
-                for _, output in items:
-                    self.abort(output.request_id)
+                for _, mine in items:
+                    for output in mine:
+                        self.abort(output.request_id)
 
     def _end_all(self, reason: FinishReason, error: Exception | None) -> None:
         with self._wake:
@@ -228,6 +246,6 @@ class EngineLoop:
         return f"the engine loop died: {type(self._death).__name__}: {self._death}"
 
 
-def _put_all(items: list[tuple[Sink, RequestOutput]]) -> None:
-    for sink, output in items:
-        sink.put(output)
+def _put_all(items: list[tuple[Sink, list[RequestOutput]]]) -> None:
+    for sink, outputs in items:
+        sink.put(outputs)

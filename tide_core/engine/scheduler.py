@@ -20,10 +20,13 @@ from dataclasses import dataclass, field
 
 from tide_core.batch import RowStep, ScheduledBatch
 from tide_core.kv.block_manager import BlockManager, BlockTable
+from tide_core.quick import quick
 from tide_core.request import ExitPolicy, Request
 
 PROMPT_SHARE = 0.25
 """Of the token budget, kept from drafts as long as a prompt is there to run."""
+
+make_step = quick(RowStep)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +42,24 @@ class Row:
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     num_preemptions: int = 0
+    may_exit: bool = field(init=False)
+    """What its policy says, kept: every step asks."""
+
+    def __post_init__(self) -> None:
+        self.may_exit = self.policy.may_exit
+
+    def use(self, policy: ExitPolicy) -> None:
+        """Go on under another policy."""
+        self.policy, self.may_exit = policy, policy.may_exit
 
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens still to run: 1 for a row that is talking."""
+        return len(self.request.prompt_ids) + len(self.output_ids) - self.table.num_valid
 
     def tokens(self, start: int, stop: int) -> list[int]:
         prompt = self.request.prompt_ids
@@ -95,26 +112,18 @@ class Scheduler:
     def schedule(self) -> tuple[list[Row], ScheduledBatch]:
         """Choose the next step: rows and their share of it, in arrival order. Empty only when there is no row."""
         self._admit()
-        planned, reserved = self._plan()
-        budget = self.max_batch_tokens - reserved
-        shares: dict[int, int] = {}
-        by_need = sorted(self.running, key=lambda row: self._missing(row) > 1)  # stable: arrival order within both
-        for row in by_need:
-            if row not in self.running:
-                continue  # preempted for the sake of an earlier row of this loop
-            share = min(self._missing(row), budget)
-            if share and self._make_room(row, row.table.num_valid + share):
-                shares[id(row)] = share
-                budget -= share
-        rows = [row for row in self.running if id(row) in shares]
-        drafts = self._allocate_drafts(rows, planned)
-        return rows, ScheduledBatch(tuple(self._step(row, shares[id(row)], drafts.get(id(row), 0)) for row in rows))
+        missing = {row: row.num_missing for row in self.running}
+        drafting = self._drafting(missing)
+        planned, reserved = self._plan(drafting, missing)
+        shares = self._shares(missing, self.max_batch_tokens - reserved)
+        drafts = self._allocate_drafts(drafting, planned, shares)
+        steps = [_step(row, share, missing[row], drafts.get(row, 0)) for row, share in shares.items()]
+        return list(shares), ScheduledBatch(tuple(steps))
 
     def advance(self, row: Row, num_valid: int, token_ids: Sequence[int]) -> None:
         """Record by how much a row's valid length has grown, and the tokens it has gained."""
         row.output_ids += token_ids
-        for segment in range(self.blocks.num_segments):
-            row.table.advance(segment, num_valid)
+        row.table.advance_all(num_valid)
         if row.namespace is not None:
             self.blocks.seal(row.table, row.tokens, row.namespace)
 
@@ -140,6 +149,23 @@ class Scheduler:
                 row.cached_tokens = row.table.num_valid
             self.running.append(self.waiting.popleft())
 
+    def _shares(self, missing: dict[Row, int], budget: int) -> dict[Row, int]:
+        """How many tokens each row runs, with blocks for them, in arrival order."""
+        shares: dict[Row, int] = {}
+        by_need = [row for row, num in missing.items() if num <= 1]
+        if len(by_need) < len(missing):
+            by_need += [row for row, num in missing.items() if num > 1]
+        num_preemptions, has_room = self.num_preemptions, self.blocks.has_room
+        for row in by_need:
+            if self.num_preemptions != num_preemptions and row not in self.running:
+                continue  # preempted for the sake of an earlier row of this loop
+            share = min(missing[row], budget)
+            num_tokens = row.table.num_valid + share
+            if share and (has_room(row.table, num_tokens) or self._make_room(row, num_tokens)):
+                shares[row] = share
+                budget -= share
+        return {row: shares[row] for row in self.running if row in shares}
+
     def _make_room(self, row: Row, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens of the row, at the expense of younger rows; False if it gave way itself."""
         if not self.blocks.can_allocate(row.table, num_tokens):
@@ -153,39 +179,51 @@ class Scheduler:
         self.blocks.allocate(row.table, num_tokens)
         return True
 
-    def _drafts_of(self, row: Row, planned: int) -> int:
-        """How many of the planned drafts a row can use: the deep pass gives it one token more."""
-        if not row.policy.may_exit or self._missing(row) != 1:
-            return 0
-        if row.policy.skips_layers:
-            planned = self.max_drafts
-        return max(0, min(planned, row.request.params.max_tokens - len(row.output_ids) - 1))
+    def _drafting(self, missing: dict[Row, int]) -> dict[Row, tuple[int, int]]:
+        """The rows that may draft: the fewest drafts of each, whatever is planned, and the most it can use."""
+        drafting: dict[Row, tuple[int, int]] = {}
+        for row, num in missing.items():
+            if row.may_exit and num == 1:
+                most = row.request.params.max_tokens - len(row.output_ids) - 1  # the deep pass gives it one token more
+                least = 0
+                if row.policy.skips_layers:
+                    least = most = min(most, self.max_drafts)
+                if most > 0:
+                    drafting[row] = least, most
+        return drafting
 
-    def _plan(self) -> tuple[int, int]:
+    def _plan(self, drafting: dict[Row, tuple[int, int]], missing: dict[Row, int]) -> tuple[int, int]:
         """Drafts of each row that may make some, -1 for none at all, and the part of the token budget they take."""
-        talking = [row for row in self.running if self._missing(row) == 1]
-        drafting = [row for row in talking if self._drafts_of(row, 1)]
         if not drafting or self.plan_drafts is None:
             return 0, 0
-        budget = self.max_batch_tokens - len(talking)
-        if len(talking) < len(self.running):
+        num_talking = sum([num == 1 for num in missing.values()])
+        budget = self.max_batch_tokens - num_talking
+        if num_talking < len(missing):
             budget -= int(self.max_batch_tokens * PROMPT_SHARE)
-        planned = self.plan_drafts(len(drafting), len(talking))
-        while planned > 0 and sum(self._drafts_of(row, planned) for row in drafting) > budget:
+        planned = self.plan_drafts(len(drafting), num_talking)
+        while True:
+            reserved = sum([_num_drafts(planned, *limits) for limits in drafting.values()])
+            if reserved <= budget:
+                return planned, reserved
+            if planned <= 0:
+                return -1, 0
             planned -= 1
-        reserved = sum(self._drafts_of(row, planned) for row in drafting)
-        return (planned, reserved) if reserved <= budget else (-1, 0)
 
-    def _allocate_drafts(self, rows: list[Row], planned: int) -> dict[int, int]:
-        """Blocks for the drafts of each row, as far as the pool has them."""
-        drafts = {}
-        for row in rows if planned >= 0 else ():
-            useful = self._drafts_of(row, planned)
-            while useful > 0 and not self.blocks.can_allocate(row.table, row.num_tokens + useful):
-                useful -= 1
-            if useful > 0:
+    def _allocate_drafts(
+        self, drafting: dict[Row, tuple[int, int]], planned: int, shares: dict[Row, int]
+    ) -> dict[Row, int]:
+        """Blocks for the drafts of each row that runs, as far as the pool has them."""
+        drafts: dict[Row, int] = {}
+        for row, limits in drafting.items() if planned >= 0 else ():
+            if row not in shares:
+                continue
+            useful = _num_drafts(planned, *limits)
+            if not self.blocks.has_room(row.table, row.num_tokens + useful):
+                while useful > 0 and not self.blocks.can_allocate(row.table, row.num_tokens + useful):
+                    useful -= 1
                 self.blocks.allocate(row.table, row.num_tokens + useful)
-                drafts[id(row)] = useful
+            if useful > 0:
+                drafts[row] = useful
         return drafts
 
     def _preempt(self, row: Row) -> None:
@@ -195,17 +233,20 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(row)
 
-    def _missing(self, row: Row) -> int:
-        return row.num_tokens - row.table.num_valid
 
-    def _step(self, row: Row, share: int, num_drafts: int) -> RowStep:
-        start = row.table.num_valid
-        return RowStep(
-            request=row.request,
-            table=row.table,
-            token_ids=row.tokens(start, start + share),
-            output_ids=row.output_ids,
-            samples=start + share == row.num_tokens,
-            policy=row.policy,
-            num_drafts=num_drafts,
-        )
+def _num_drafts(planned: int, least: int, most: int) -> int:
+    return least or min(planned, most)
+
+
+def _step(row: Row, share: int, num_missing: int, num_drafts: int) -> RowStep:
+    start = row.table.num_valid
+    output_ids = row.output_ids
+    return make_step(
+        row.request,
+        row.table,
+        output_ids[-1:] if num_missing == 1 and output_ids else row.tokens(start, start + share),
+        output_ids,
+        share == num_missing,
+        row.policy,
+        num_drafts,
+    )

@@ -12,6 +12,7 @@ Text is released once no later token can change it. Until then its ids are held:
 so a push decodes the anchor and a few held ids, however long the output is. Held are:
 - ids whose text ends in U+FFFD: it may be a character with bytes still to come;
 - a run of byte ids (`<0xE2>`): such a run is text only if all of it is, which its end decides.
+Where one id reads the same behind every anchor, its text is looked up the next time instead of decoded.
 The `DecodeStream` of the tokenizers library keeps a window too, but has no end to release what it holds, and fails on
 byte runs.
 """
@@ -40,6 +41,8 @@ class IdText:
     """Ids that `decode` leaves out: special tokens, and numbers that stand for no token."""
     byte_ids: frozenset[int]
     """Ids that stand for one byte each."""
+    whole: dict[int, str] | None = None
+    """Texts met so far of ids that are text by themselves. None: what an id reads as may depend on the one before."""
 
     def check(self, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:
@@ -56,20 +59,20 @@ class TextStream:
     def __init__(self, id_text: IdText, prompt_ids: Sequence[int], stop: tuple[str, ...]) -> None:
         self._id_text = id_text
         self._stop = stop
-        self._stopped = False
+        self.stopped = False
+        """Whether a stop string was found; nothing from it on is ever released. `finish` too may find one."""
         self._held: list[int] = []
         self._withheld = ""  # decoded, but perhaps the beginning of a stop string
         self._set_anchor(_last_whole_id(id_text, prompt_ids))
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found; nothing from it on is ever released. `finish` too may find one."""
-        return self._stopped
-
     def push(self, token_id: int) -> str:
         """Take one output id; return the text it releases, often none."""
+        if self._known is not None and not (self._held or self.stopped):
+            text = self._known.get(token_id)
+            if text is not None:
+                return self._before_stop(text) if self._stop else text
         self._id_text.check(token_id)
-        if self._stopped or token_id in self._id_text.silent_ids:
+        if self.stopped or token_id in self._id_text.silent_ids:
             return ""
         self._held.append(token_id)
         return self._before_stop(self._settled())
@@ -90,6 +93,8 @@ class TextStream:
         if not text.endswith(SPLIT_CHARACTER):
             if not self._anchor:
                 self._set_anchor(held[-1:])
+            elif self._known is not None and len(held) == 1:
+                self._known[held[0]] = text
             held.clear()
             return text
         if len(held) > MAX_HELD_IDS:
@@ -106,6 +111,8 @@ class TextStream:
     def _set_anchor(self, anchor: list[int]) -> None:
         self._anchor = anchor
         self._num_anchor_chars = len(self._id_text.decode(anchor)) if anchor else 0
+        # An anchor that shows no text may leave the first place of the text, and its rules, to the next id.
+        self._known = self._id_text.whole if self._num_anchor_chars else None
 
     def _before_stop(self, text: str) -> str:
         """Add to the withheld text; return what is certain to come before any stop string."""
@@ -114,7 +121,7 @@ class TextStream:
         text = self._withheld + text
         found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            self._stopped, self._withheld = True, ""
+            self.stopped, self._withheld = True, ""
             self._held.clear()
             return text[: min(found)[1]]
         num_withheld = max(_overlap(text, stop) for stop in self._stop)

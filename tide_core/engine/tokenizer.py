@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tide_core.engine.text import IdText, TextStream
 from tide_core.errors import RequestError
@@ -35,11 +38,17 @@ class Tokenizer:
         ids = set(vocabulary.values())
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = max(model_vocab_size, max(ids) + 1)
+        decode: Callable[[Sequence[int]], str] = self._decode
+        whole: dict[int, str] | None = None
+        if _has_plain_decode(hf_tokenizer):  # what the library puts around it costs several times the decoding
+            decode = functools.partial(hf_tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+            whole = {} if _reads_apart(hf_tokenizer.backend_tokenizer.decoder) else None
         self._id_text = IdText(
-            decode=self._decode,
+            decode=decode,
             vocab_size=self.vocab_size,
             silent_ids=frozenset(special_ids | (set(range(self.vocab_size)) - ids)),
             byte_ids=frozenset(vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary),
+            whole=whole,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -96,6 +105,38 @@ class Tokenizer:
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+
+def _has_plain_decode(hf_tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether decoding is that of the tokenizers library and nothing else; some models' classes add steps."""
+    kind = type(hf_tokenizer)
+    if not issubclass(kind, PreTrainedTokenizerFast):
+        return False
+    return kind.decode is PreTrainedTokenizerFast.decode and kind._decode is PreTrainedTokenizerFast._decode
+
+
+def _reads_apart(decoder: Any) -> bool:
+    """Whether an id that is text by itself adds the same text behind any text of whole characters.
+
+    True of decoders that put bytes together, and of chains that change single characters and treat the first one of
+    the text apart. Others may look at neighbours."""
+    if decoder is None:
+        return False
+    spec = json.loads(decoder.__getstate__())
+    if spec["type"] == "Sequence":
+        return all(_is_local(step) for step in spec["decoders"])
+    return spec["type"] in ("ByteLevel", "Metaspace")
+
+
+def _is_local(step: Mapping[str, Any]) -> bool:
+    match step:
+        case {"type": "Fuse" | "ByteFallback"}:
+            return True
+        case {"type": "Strip", "start": 0 | 1, "stop": 0}:
+            return True
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
+            return len(pattern) == 1 and content != ""
+    return False
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:

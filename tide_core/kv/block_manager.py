@@ -39,13 +39,19 @@ class BlockTable:
 
     @property
     def num_valid(self) -> int:
-        """Tokens valid in every segment."""
-        return min(self.lengths)
+        """Tokens valid in every segment: those of the deepest, which is never ahead."""
+        return self.lengths[-1]
 
     def advance(self, segment: int, num_tokens: int) -> None:
         """Modifies the length of one segment. No segment may get ahead of a shallower one."""
         self.lengths[segment] += num_tokens
         assert all(shallow >= deep for shallow, deep in pairwise(self.lengths)), self.lengths
+
+    def advance_all(self, num_tokens: int) -> None:
+        """Modifies the lengths of all segments, by the same: their order stays."""
+        lengths = self.lengths
+        for segment in range(len(lengths)):
+            lengths[segment] += num_tokens
 
     def truncate(self, length: int) -> None:
         """Forget every token from `length` on, in all segments; the blocks stay with the row."""
@@ -91,6 +97,10 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def has_room(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether the row's own blocks hold `num_tokens` tokens in all: there is nothing to allocate."""
+        return num_tokens <= len(table.block_ids) * self.block_size
 
     def can_allocate(self, table: BlockTable, num_tokens: int, *, reserve: int = 0) -> bool:
         """Whether the row could hold `num_tokens` tokens in all, with `reserve` blocks to spare. Changes nothing."""

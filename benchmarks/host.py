@@ -1,0 +1,211 @@
+"""What the engine costs its host beside the model: microseconds per row and step, and per token.
+
+    python benchmarks/host.py              # a table
+    python benchmarks/host.py --json       # the same as one JSON object
+
+The core, the loop and the sinks are those of the engine; in the model's place stands a stub that gives every row its
+next tokens at once. Its own time is taken off. Each figure is the least over the tries: others on the machine only add.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file: its folder is on the path, the repository is not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+
+from tide_core.batch import DraftCounts, RowResult, ScheduledBatch, StepResult, TokenResult
+from tide_core.engine.core import EngineCore
+from tide_core.engine.cost import Acceptance, CostPoint, CostTable, DraftPlanner
+from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
+from tide_core.engine.scheduler import Scheduler
+from tide_core.engine.tokenizer import Tokenizer
+from tide_core.evaluation.machine import cpu_name
+from tide_core.kv.block_manager import BlockManager
+from tide_core.models.loader import load_tokenizer
+from tide_core.models.resolver import resolve
+from tide_core.request import ExitPolicy, Request, SamplingParams
+
+PROMPT_TOKENS = 64
+NEW_TOKENS = 256
+NUM_LAYERS = 30
+BLOCK_SIZE = 16
+EXITS = ExitPolicy("verified", draft_thresholds=(0.5,), exit_thresholds=(math.inf,))
+TEXT = "The harbour was quiet before dawn. Gulls circled 12 boats, and Zoë said: “naïve, perhaps — but it works!”\n"
+
+
+class ReadyModel:
+    """Gives each row the next ids of one long text; `seconds` is the time it took for that itself."""
+
+    def __init__(self, ids: list[int], tokens_per_step: int) -> None:
+        self.seconds = 0.0
+        self.row_steps = 0
+        self._tokens = [TokenResult(token_id, NUM_LAYERS) for token_id in ids]
+        self._drafts = tokens_per_step - 1
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        start = time.perf_counter()
+        rows = tuple(self._row(step.token_ids, step.output_ids, step.num_drafts) for step in batch.rows)
+        self.row_steps += len(rows)
+        self.seconds += time.perf_counter() - start
+        return StepResult(rows)
+
+    def _row(self, token_ids: Any, output_ids: Any, num_drafts: int) -> RowResult:
+        made, kept = len(output_ids), min(self._drafts, num_drafts)
+        tokens = tuple(self._tokens[made : made + kept + 1])
+        ran = len(token_ids) + kept
+        return RowResult(tokens, ran, NUM_LAYERS * ran, DraftCounts(kept, kept))
+
+
+def table() -> CostTable:
+    """Drafts that pay at any load, so that every plan has all its work and the same outcome."""
+    counts = (1, 2, 4, 8, 16, 32, 64, 128)
+    cycles = {rows: tuple((k, 0.001 * (1 + 0.01 * rows) + 0.0001 * k) for k in (0, 1, 2)) for rows in counts}
+    return CostTable(tuple(CostPoint(rows, cycles[rows][0][1], cycles[rows]) for rows in counts))
+
+
+def make_core(tokenizer: Tokenizer, model: ReadyModel, num_rows: int, tokens_per_step: int) -> EngineCore:
+    blocks = BlockManager(num_rows * -(-(PROMPT_TOKENS + NEW_TOKENS + 8) // BLOCK_SIZE), BLOCK_SIZE, num_segments=2)
+    drafts = tokens_per_step - 1
+    planner = DraftPlanner(drafts, Acceptance.prior([0.9], drafts), table()) if drafts else None
+    scheduler = Scheduler(
+        blocks,
+        max_rows=num_rows,
+        max_batch_tokens=max(2048, PROMPT_TOKENS * num_rows),
+        plan_drafts=planner,
+        max_drafts=drafts,
+    )
+    on_result = None if planner is None else planner.observe
+    return EngineCore(scheduler, model.run, tokenizer, namespace="host", num_layers=NUM_LAYERS, on_result=on_result)
+
+
+def make_requests(tokenizer: Tokenizer, num_rows: int, tokens_per_step: int) -> list[Request]:
+    ids = tokenizer.encode(TEXT * 20)
+    policy = EXITS if tokens_per_step > 1 else ExitPolicy()
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    return [
+        Request(str(row), tuple(ids[row : row + PROMPT_TOKENS]), params, 0, policy=policy) for row in range(num_rows)
+    ]
+
+
+def run_core(core: EngineCore, requests: list[Request]) -> int:
+    """The core alone."""
+    for request in requests:
+        core.add(request)
+    num_tokens = 0
+    while core.has_work:
+        num_tokens += sum(len(output.tokens) for output in core.step())
+    return num_tokens
+
+
+def run_thread(core: EngineCore, requests: list[Request]) -> int:
+    """The loop, and one thread that waits for all requests, as `Engine.generate` does."""
+    loop, sink, num_tokens, num_open = EngineLoop(core, max_open=len(requests)), ThreadSink(), 0, len(requests)
+    for request in requests:
+        loop.submit(request, sink, core)
+    while num_open:
+        output = sink.get()
+        num_tokens += len(output.tokens)
+        num_open -= output.finished
+    loop.close()
+    return num_tokens
+
+
+def run_async(core: EngineCore, requests: list[Request]) -> int:
+    """The loop, and a coroutine for each request, as the server has them."""
+    loop = EngineLoop(core, max_open=len(requests))
+
+    async def read(request: Request) -> int:
+        sink, num_tokens, finished = AsyncSink(asyncio.get_running_loop()), 0, False
+        loop.submit(request, sink, core)
+        while not finished:
+            output = await sink.get()
+            num_tokens, finished = num_tokens + len(output.tokens), output.finished
+        return num_tokens
+
+    async def read_all() -> int:
+        return sum(await asyncio.gather(*map(read, requests)))
+
+    num_tokens = asyncio.run(read_all())
+    loop.close()
+    return num_tokens
+
+
+WAYS: dict[str, Callable[[EngineCore, list[Request]], int]] = {
+    "core": run_core,
+    "thread": run_thread,
+    "async": run_async,
+}
+
+
+def measure(tokenizer: Tokenizer, way: str, num_rows: int, tokens_per_step: int, tries: int) -> dict[str, Any]:
+    ids, requests = tokenizer.encode(TEXT * 20), make_requests(tokenizer, num_rows, tokens_per_step)
+    least, row_steps = math.inf, 0
+    for _ in range(tries):
+        model = ReadyModel(ids, tokens_per_step)
+        core = make_core(tokenizer, model, num_rows, tokens_per_step)
+        gc.collect()
+        start = time.perf_counter()
+        num_tokens = WAYS[way](core, requests)
+        seconds = time.perf_counter() - start - model.seconds
+        assert num_tokens == num_rows * NEW_TOKENS
+        least, row_steps = min(least, seconds), model.row_steps
+    return {
+        "way": way,
+        "rows": num_rows,
+        "tokens_per_step": tokens_per_step,
+        "us_per_row_step": least / row_steps * 1e6,
+        "us_per_token": least / (num_rows * NEW_TOKENS) * 1e6,
+    }
+
+
+def main(
+    as_json: bool = typer.Option(False, "--json"),
+    tries: int = 5,
+    rows: str = "1,8,32,128",
+    ways: str = "core,thread,async",
+) -> None:
+    """Measure and print; there is no bar."""
+    tokenizer = Tokenizer(load_tokenizer(resolve("demo")))
+    conditions = {
+        "tokenizer": "demo (SmolLM2)",
+        "sampling": "greedy",
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "block_size": BLOCK_SIZE,
+        "tries": tries,
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+    }
+    points = [
+        measure(tokenizer, way, int(num_rows), tokens_per_step, tries)
+        for way in ways.split(",")
+        for tokens_per_step in (1, 3)
+        for num_rows in rows.split(",")
+    ]
+    if as_json:
+        print(json.dumps({"conditions": conditions, "results": points}, indent=2))
+        return
+    for key, value in conditions.items():
+        print(f"{key:16} {value}")
+    print(f"{'':8}{'tokens/step':>12}{'rows':>6}{'us per row-step':>18}{'us per token':>14}")
+    for point in points:
+        print(
+            f"{point['way']:8}{point['tokens_per_step']:12}{point['rows']:6}"
+            f"{point['us_per_row_step']:18.2f}{point['us_per_token']:14.2f}"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""The way out of the loop: every output once, in order, and few hand-overs per step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.factories import make_request
+from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
+from tide_core.request import FinishReason, Request, RequestOutput, TokenOutput
+
+NUM_TOKENS = 5
+NAMES = ("a", "b", "c")
+
+
+class ReadyCore:
+    """Every step gives each request one token, from the moment `expected` of them are there."""
+
+    def __init__(self, expected: int) -> None:
+        self._expected = expected
+        self._rows: dict[str, int] = {}
+        self._last_step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._rows) >= self._expected or (self._last_step > 0 and bool(self._rows))
+
+    def add(self, request: Request) -> None:
+        self._rows[request.request_id] = 0
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        return RequestOutput(request_id, (), FinishReason.ABORT) if self._rows.pop(request_id, -1) >= 0 else None
+
+    def step(self) -> list[RequestOutput]:
+        self._last_step += 1
+        outputs = []
+        for request_id in list(self._rows):
+            self._rows[request_id] += 1
+            ends = self._rows[request_id] == NUM_TOKENS
+            outputs.append(token_of(request_id, self._last_step, FinishReason.LENGTH if ends else None))
+            if ends:
+                del self._rows[request_id]
+        return outputs
+
+    def check_idle(self) -> None:
+        """Nothing is held."""
+
+
+def token_of(request_id: str, number: int, reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput(request_id, (TokenOutput(number, str(number), 1),), reason)
+
+
+def start(expected: int) -> tuple[EngineLoop, Any]:
+    core: Any = ReadyCore(expected)
+    return EngineLoop(core, max_open=expected), core
+
+
+def test_a_thread_that_waits_for_several_requests_gets_each_step_at_once_and_in_order() -> None:
+    puts: list[int] = []
+
+    class Counting(ThreadSink):
+        def put(self, outputs: Sequence[RequestOutput]) -> None:
+            puts.append(len(outputs))
+            super().put(outputs)
+
+    loop, core = start(len(NAMES))
+    sink = Counting()
+    for name in NAMES:
+        loop.submit(make_request(request_id=name), sink, core)
+    got = [sink.get() for _ in range(NUM_TOKENS * len(NAMES))]
+    loop.close()
+    assert [output.request_id for output in got] == [*NAMES] * NUM_TOKENS
+    assert [output.tokens[0].token_id for output in got[::3]] == [1, 2, 3, 4, 5]
+    assert [output.request_id for output in got if output.finished] == [*NAMES]
+    assert puts == [len(NAMES)] * NUM_TOKENS
+
+
+async def test_an_event_loop_is_woken_once_per_step_however_many_requests_wait_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    event_loop = asyncio.get_running_loop()
+    calls: list[object] = []
+    wake = event_loop.call_soon_threadsafe
+    monkeypatch.setattr(event_loop, "call_soon_threadsafe", lambda *args: (calls.append(args), wake(*args))[1])
+    loop, core = start(len(NAMES))
+
+    async def read(name: str) -> list[int]:
+        sink, ids, finished = AsyncSink(event_loop), list[int](), False
+        loop.submit(make_request(request_id=name), sink, core)
+        while not finished:
+            output = await sink.get()
+            ids += [token.token_id for token in output.tokens]
+            finished = output.finished
+        return ids
+
+    assert await asyncio.gather(*map(read, NAMES)) == [[1, 2, 3, 4, 5]] * len(NAMES)
+    assert len(calls) == NUM_TOKENS
+    loop.close()
+
+
+async def test_a_slow_reader_gets_all_that_waits_as_one_output_with_the_end_of_the_last() -> None:
+    sink = AsyncSink(asyncio.get_running_loop())
+    sink.put([token_of("r", 1)])
+    sink.put([token_of("r", 2), token_of("r", 3, FinishReason.LENGTH)])
+    got = await sink.get()
+    assert [token.token_id for token in got.tokens] == [1, 2, 3]
+    assert got.finish_reason is FinishReason.LENGTH
+
+
+async def test_an_output_that_comes_when_the_reader_was_cancelled_is_there_for_the_next_one() -> None:
+    sink = AsyncSink(asyncio.get_running_loop())
+    reader = asyncio.create_task(sink.get())
+    await asyncio.sleep(0)
+    reader.cancel()
+    sink.put([token_of("r", 1)])
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert (await sink.get()).tokens[0].token_id == 1
+
+
+async def test_a_reader_that_waits_is_woken_by_the_next_output() -> None:
+    sink = AsyncSink(asyncio.get_running_loop())
+    reader = asyncio.create_task(sink.get())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    sink.put([token_of("r", 1)])
+    sink.put([token_of("r", 2)])
+    assert [token.token_id for token in (await reader).tokens] == [1, 2]
