@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tide_core.request import NO_EXITS, Audit, ExitPolicy, Request
 
@@ -86,6 +86,14 @@ class StepResult:
     """One result per row of the batch, in its order."""
 
     rows: tuple[RowResult, ...]
+
+
+class Rotation(NamedTuple):
+    """How positions turn queries and keys: the rows of both tables [P, D] at `positions` [T], or one by one."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor | None
 
 
 class KVWritten(Exception):

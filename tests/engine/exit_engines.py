@@ -19,11 +19,12 @@ from tide_core.engine.engine import Completion, Engine
 from tide_core.models.identity import identify
 from tide_core.routing.artefact import load_artefact
 
+EASY = 0.03
 DAMPING = {"llama": ("self_attn.o_proj", "mlp.down_proj"), "gpt2": ("attn.c_proj", "mlp.c_proj")}
 
 
 @functools.cache
-def easy_model(family: str = "llama", layer: int = 1, share: float = 0.03) -> Any:
+def easy_model(family: str = "llama", layer: int = 1, share: float = EASY) -> Any:
     """A tiny model whose layers behind `layer` change little, so that an identity head there is often right."""
     model = copy.deepcopy(tiny_model(family))
     layers = model.transformer.h if family == "gpt2" else model.model.layers
@@ -35,20 +36,26 @@ def easy_model(family: str = "llama", layer: int = 1, share: float = 0.03) -> An
 
 
 @functools.cache
-def _artefact(family: str, easy: bool, frozen: tuple[tuple[str, Any], ...]) -> Path:
+def _artefact(family: str, easy: bool, share: float, frozen: tuple[tuple[str, Any], ...]) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tide-test-")) / "artefact"
-    model = easy_model(family) if easy else tiny_model(family)
+    model = easy_model(family, share=share) if easy else tiny_model(family)
     return make_artefact(folder, model, **dict(frozen))
 
 
 def exit_parts(
-    family: str = "llama", *, easy: bool = True, artefact: dict[str, Any] | None = None, **settings: Any
+    family: str = "llama",
+    *,
+    easy: bool = True,
+    share: float = EASY,
+    artefact: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Parts:
-    """`artefact` are settings of `make_artefact`; by default an identity head over nearly the whole vocabulary."""
+    """`artefact` are settings of `make_artefact`; by default an identity head over nearly the whole vocabulary. The
+    greater the `share` of what the layers behind the exit do, the harder is an easy model."""
     chosen = {"kind": "identity" if easy else "block", "shortlist_size": 380, **(artefact or {})}
-    folder = _artefact(family, easy, tuple(sorted(chosen.items())))
+    folder = _artefact(family, easy, share, tuple(sorted(chosen.items())))
     config = make_config(**{"drafts": 4, **settings})
-    model = copy.deepcopy(easy_model(family) if easy else tiny_model(family))
+    model = copy.deepcopy(easy_model(family, share=share) if easy else tiny_model(family))
     model = model.to(config.device, getattr(torch, config.dtype))
     loaded = load_artefact(folder, identify(model, tiny_tokenizer(), None))
     return assemble_loaded(config, model, tiny_tokenizer(), name=family, identity=family, artefact=loaded)

@@ -12,7 +12,8 @@ import torch
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import make_parts, random_prompts
 from tests.kernels.twin import twin_kernels
-from tide_core.engine import assemble
+from tide_core.engine import assemble, branches
+from tide_core.engine.branches import branches_for
 from tide_core.engine.captured_cycle import CapturedCycles, Started
 from tide_core.engine.captured_pass import TOKEN_SIZES
 from tide_core.engine.engine import Completion
@@ -66,11 +67,17 @@ def test_a_step_at_full_depth_is_a_cycle_without_drafts(family: str, request: py
 @pytest.mark.parametrize("mode", [{"threshold": 0.3}, {"mode": "bounded", "epsilon": 0.05}], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_tokens_scores_layers_and_audits_are_those_of_the_plain_engine(
-    artefact: dict[str, Any], mode: dict[str, Any], num_rows: int, plainly: Any, request: pytest.FixtureRequest
+    artefact: dict[str, Any],
+    mode: dict[str, Any],
+    num_rows: int,
+    plainly: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The threshold is one that the request names: drafts below the calibrated one count here if they are right."""
     prompts, params = random_prompts(num_rows, 11), SamplingParams(**GREEDY, **mode)
     plain = plainly(prompts, params, artefact=artefact)
+    monkeypatch.setattr(branches, "MOST_BRANCHES", 1)
     cycles = request.getfixturevalue("cycles")
     with poisoned(exit_parts(artefact=artefact)) as engine:
         answers = engine.generate(prompts, params)
@@ -145,7 +152,8 @@ def test_text_past_its_end_is_neither_emitted_nor_counted_as_drafted(cycles: lis
     assert cut.finish_reason == "stop"
 
 
-def test_a_row_with_a_number_that_is_none_ends_alone(cycles: list[list[int]]) -> None:
+def test_a_row_with_a_number_that_is_none_ends_alone(cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "MOST_BRANCHES", 1)
     prompts, params = random_prompts(3, 11), SamplingParams(**GREEDY)
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         sound = engine.generate(prompts, params)
@@ -192,14 +200,32 @@ def test_few_shapes_come_up(cycles: list[list[int]]) -> None:
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY))
     rooms = parts.runner._cycles._cycles  # type: ignore[union-attr]
     assert {room.rows for room in rooms} <= {1, 2, 4, 8}
-    assert len(rooms) <= 4 * 5
+    assert len(rooms) <= 4 * 5 + 4
 
 
 def test_what_a_row_counts_as_run_is_every_pass_it_was_in(cycles: list[list[int]]) -> None:
-    """Three drafts: three times the first segment, then four tokens through all layers."""
+    """Three drafts: three times the first segment, then four tokens through all layers, for each of its branches."""
     with poisoned(exit_parts(drafts=3)) as engine:
         [answer] = engine.generate(random_prompts(1, 11), SamplingParams(max_tokens=30, ignore_eos=True))
     num_layers = max(exit_layers(answer))
     drafted = [drafts for [drafts] in cycles]
-    expected = num_layers + sum(drafts * 1 + (drafts + 1) * num_layers for drafts in drafted)
+    times = [branches_for(1, drafts, 16) for drafts in drafted]
+    assert max(times) == 4
+    passes = zip(times, drafted, strict=True)
+    expected = num_layers + sum(each * (drafts * 1 + (drafts + 1) * num_layers) for each, drafts in passes)
     assert answer.usage.layers_run == expected
+
+
+def test_shapes_that_were_prepared_are_those_that_come_up(cycles: list[list[int]]) -> None:
+    parts = exit_parts(max_rows=6)
+    runner = parts.runner.cycles
+    assert runner is not None
+    rooms = runner.rooms(6, 4)
+    for room in rooms:
+        runner.prepare(room)
+    assert {room.rows for room in rooms} == {1, 2, 4, 8}
+    assert {room.branches for room in rooms} == {1, 2, 3, 4}
+    with poisoned(parts) as engine:
+        for num_rows in (1, 3, 6):
+            engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY))
+    assert set(runner._cycles) == set(rooms), "none had to be made while requests waited"

@@ -11,6 +11,7 @@ from tests.factories import random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.engine.assemble import Parts
 from tide_core.engine.captured_drafts import CapturedDrafts
+from tide_core.engine.captured_pass import FEWEST_BLOCKS
 from tide_core.kv.kernel_view import Room
 from tide_core.request import SamplingParams
 
@@ -84,7 +85,7 @@ def test_few_shapes_come_up() -> None:
     drafter = parts.runner._drafter
     assert drafter is not None
     assert drafter._captured is not None
-    rooms = {Room(rows, rows, 16, 3) for rows in (1, 2, 4)}
+    rooms = {Room(rows, rows, FEWEST_BLOCKS, 3) for rows in (1, 2, 4)}
     assert {room for room, _ in drafter._captured._passes._by_shape} == rooms
     assert {length for _, length in drafter._captured._passes._by_shape} <= {1, 2, 3, 4}
 

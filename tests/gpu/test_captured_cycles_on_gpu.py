@@ -27,7 +27,8 @@ def cycle_parts(artefact: dict[str, Any], *, capture: bool, dtype: str = "bfloat
     assert runner._cycles is not None, "cycles of such a model are captured"
     assert isinstance(runner.kernels, CudaKernels)
     if not capture:
-        runner._cycles = CapturedCycles(runner.adapter, runner.cache, runner.kernels, runner.exits, capture=False)
+        parts_of_it = runner.adapter, runner.cache, runner.kernels, runner.exits
+        runner._cycles = CapturedCycles(*parts_of_it, branches=True, capture=False)
     return parts
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from tide_core import __version__
 from tide_core.config import EngineConfig
+from tide_core.engine.branches import SPARE_BLOCKS
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_drafts import CapturedDrafts
 from tide_core.engine.captured_pass import obstacle
@@ -139,13 +140,19 @@ def assemble_loaded(
         adapter = ModelAdapter(model)
         kernels = select_kernels(config.kernels, adapter.device)
         use_kernels(model, kernels)
-        if isinstance(kernels, CudaKernels):
-            fuse_layers(adapter.layers, kernels)
+        fused = fuse_layers(adapter.layers, kernels) if isinstance(kernels, CudaKernels) else 0
         segments = plan_segments(adapter.num_layers, _checkpoint_layers(config, artefact))
         max_model_len = _model_len(config, adapter)
         adapter.keep_rotations(max_model_len)
+        if fused == adapter.num_layers:
+            adapter.turn_by_table()
         cache, blocks = build_pool(
-            config, adapter, num_segments=len(segments), max_model_len=max_model_len, artefact=artefact
+            config,
+            adapter,
+            num_segments=len(segments),
+            max_model_len=max_model_len,
+            artefact=artefact,
+            spare_blocks=SPARE_BLOCKS if isinstance(kernels, CudaKernels) and artefact is not None else 0,
         )
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
     captured = _captured(adapter, cache, kernels, exits, segments)
@@ -159,6 +166,7 @@ def assemble_loaded(
         prompt_exits=config.prompt_exits,
         **captured,
     )
+    _prepare(config, runner, artefact, turn)
     planner = None
     if artefact is not None:
         planner = build_planner(config, artefact, runner, blocks, identity, max_model_len, turn)
@@ -231,10 +239,23 @@ def _captured(
     assert isinstance(kernels, CudaKernels)
     captured: dict[str, Any] = {"captured_segments": CapturedSegments(adapter, cache, kernels, segments, exits)}
     if exits is None or len(exits.checkpoints) == 1:  # with more, a token that leaves nowhere goes on to the next one
-        captured["captured_cycles"] = CapturedCycles(adapter, cache, kernels, exits)
+        captured["captured_cycles"] = CapturedCycles(adapter, cache, kernels, exits, branches=True)
     if exits is not None and len(exits.checkpoints) == 1:
         captured["captured_drafts"] = CapturedDrafts(adapter, cache, kernels, exits, segments[0])
     return captured
+
+
+def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | None, turn: Turn) -> None:
+    """Capture what most requests will run, on a GPU; each graph in a turn of its own."""
+    cycles = runner.cycles
+    if cycles is None or runner.cache.device.type != "cuda":
+        return
+    most = 0 if artefact is None else min(config.max_pending, artefact.manifest.max_drafts)
+    rooms = cycles.rooms(config.max_rows, most if config.drafts is None else min(most, config.drafts))
+    logger.info("capturing %d graphs", len(rooms))
+    for room in rooms:
+        with turn():
+            cycles.prepare(room)
 
 
 def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:
@@ -317,8 +338,10 @@ def build_pool(
     num_segments: int,
     max_model_len: int,
     artefact: Artefact | None = None,
+    spare_blocks: int = 0,
 ) -> tuple[PagedKV, BlockManager]:
-    """As many blocks as the memory budget holds, and no more than all rows at full length could use."""
+    """As many blocks as the memory budget holds, and no more than all rows at full length could use. Behind them lie
+    the spare ones, which the manager does not know."""
     layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
     specs = [] if artefact is None else [head.spec for head in artefact.heads]
     layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
@@ -330,7 +353,9 @@ def build_pool(
         expected = f"room for one block of {config.block_size} tokens, which takes {one_block} bytes"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
     try:
-        cache = PagedKV(layouts, num_blocks, config.block_size, adapter.dtype, adapter.device, state_widths=widths)
+        cache = PagedKV(
+            layouts, num_blocks + spare_blocks, config.block_size, adapter.dtype, adapter.device, state_widths=widths
+        )
     except RuntimeError as error:  # both allocators raise it, or a kind of it
         expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error

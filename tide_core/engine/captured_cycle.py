@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from tide_core.batch import RowResult, RowStep
-from tide_core.engine.captured_pass import TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
+from tide_core.engine.branches import Branches, branches_for
+from tide_core.engine.captured_pass import FEWEST_BLOCKS, TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
 from tide_core.engine.cycle_room import CycleRoom, CycleRows
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Drafted, Settler
@@ -42,15 +43,36 @@ class CapturedCycles:
         kernels: CudaKernels,
         exits: Exits | None = None,
         *,
+        branches: bool = False,
         capture: bool | None = None,
     ) -> None:
-        """`exits` of one checkpoint. Without `capture` the same passes run op by op, as they do on a CPU."""
+        """`exits` of one checkpoint. With `branches` the last blocks of the pool are for them alone. Without `capture`
+        the same passes run op by op, as they do on a CPU."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._capture = cache.device.type == "cuda" if capture is None else capture
         self._cycles: dict[CycleRoom, _Cycle] = {}
         self._pool: Any = None
+        self._branches = Branches(cache, kernels) if exits is not None and branches else None
         layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
         self._settler = Settler(layer, adapter.num_layers)
+
+    def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
+        """The shapes that texts of no great length come in."""
+        sizes = [size for size in TOKEN_SIZES if size <= size_for(min(max_rows, TOKEN_SIZES[-1]))]
+        drafts = range(1 if self._exits is None else max_drafts + 1)
+        return list(
+            dict.fromkeys(
+                self._room(size, count, FEWEST_BLOCKS)
+                for size in sizes
+                for count in drafts
+                if size * (count + 1) <= TOKEN_SIZES[-1]
+            )
+        )
+
+    @torch.inference_mode()
+    def prepare(self, room: CycleRoom) -> None:
+        """Make a cycle before anybody waits for it: it takes some hundredths of a second."""
+        self._ready(room, ())
 
     @staticmethod
     def takes(row: RowStep) -> bool:
@@ -76,26 +98,52 @@ class CapturedCycles:
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         size = self._cache.block_size
         blocks = max((row.start + row.num_drafts) // size + 1 for row in rows)
-        room = CycleRoom(size_for(len(rows)), rows[0].num_drafts, blocks_for(blocks))
+        # A row that drafts fewer tokens than another gets no branches: they would all be the same.
+        even = rows[0].num_drafts == rows[-1].num_drafts
+        room = self._room(len(rows), rows[0].num_drafts, blocks_for(blocks), branch=even)
+        cycle, begins = self._ready(room, rows)
+        cycle.replay()
+        return lambda: self._results(rows, begins, cycle)
+
+    def _room(self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True) -> CycleRoom:
+        size = self._cache.block_size
+        each = branches_for(num_rows, drafts, size) if self._branches is not None and branch else 1
+        rows = size_for(num_rows * each)
+        return CycleRoom(rows, drafts, blocks) if each == 1 else CycleRoom(rows, drafts, blocks, each, size)
+
+    def _ready(self, room: CycleRoom, rows: Sequence[RowStep]) -> tuple[_Cycle, list[int]]:
+        """The cycle of this shape, loaded, and where the tokens of each row begin in its deep pass."""
         cycle = self._cycles.get(room)
         if cycle is None:
-            cycle = self._cycles[room] = _Cycle(self._adapter, self._cache, self._kernels, self._exits, room)
+            parts = self._adapter, self._cache, self._kernels, self._exits, self._branches
+            cycle = self._cycles[room] = _Cycle(*parts, room)
         cycle.wait()
         begins = cycle.rows.fill(rows)
         if self._capture and not cycle.is_captured:
             cycle.capture(self._pool)
             self._pool = cycle.pool
-        cycle.replay()
-        return lambda: self._results(rows, begins, cycle.read())
+        return cycle, begins
 
-    def _results(self, rows: Sequence[RowStep], begins: Sequence[int], said: Said) -> list[RowResult]:
-        scores, token_ids, best, best_ids = said
-        results = []
-        for place, (row, begin) in enumerate(zip(rows, begins, strict=True)):
-            count = row.num_drafts
+    def _results(self, rows: Sequence[RowStep], begins: Sequence[int], cycle: _Cycle) -> list[RowResult]:
+        scores, token_ids, best, best_ids = cycle.read()
+        each, results = cycle.room.branches, []
+        for index, row in enumerate(rows):
+            count, first = row.num_drafts, index * each
+            rank = 0
+            # The branch whose first draft is what full depth says. A token that leaves for good is the likeliest.
+            if each > 1 and row.policy.exit_thresholds[0] > 1.0:
+                tried = token_ids[0][first : first + each]
+                right = best_ids[begins[first]]
+                rank = tried.index(right) if right in tried else 0
+            place, begin = first + rank, begins[first + rank]
             drafted = Drafted([said[place] for said in scores[:count]], [said[place] for said in token_ids[:count]])
             end = begin + count + 1
-            results.append(self._settler.row(row, drafted, best[begin:end], best_ids[begin:end]))
+            result = self._settler.row(row, drafted, best[begin:end], best_ids[begin:end], branches=each)
+            if rank and result.num_valid > 0:
+                assert self._branches is not None
+                blocks = cycle.rows.blocks[index * (each - 1) + rank - 1]
+                self._branches.bring_back(row, blocks, result.num_valid)
+            results.append(result)
         return results
 
 
@@ -122,13 +170,19 @@ class _Cycle(Replayed):
     """The passes of one shape, from the host's buffer to the host's results."""
 
     def __init__(
-        self, adapter: ModelAdapter, cache: PagedKV, kernels: CudaKernels, exits: Exits | None, room: CycleRoom
+        self,
+        adapter: ModelAdapter,
+        cache: PagedKV,
+        kernels: CudaKernels,
+        exits: Exits | None,
+        branches: Branches | None,
+        room: CycleRoom,
     ) -> None:
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
-        self._room = room
+        self.room, self._branches = room, branches
         self._buffer = Buffer.of(room.size, cache.device)
-        self.rows = CycleRows(room, self._buffer.numpy, cache.block_size)
-        self._about, self._tables = room.split(self._buffer.device)
+        self.rows = CycleRows(room, self._buffer.numpy, cache.block_size, branches)
+        self._about, self._tables, self._ranks, self._copies = room.split(self._buffer.device)
         wide, narrow = cycle_plan.sizes(room.rows, room.drafts)
         self._wide = torch.empty(wide, dtype=torch.int64, device=cache.device)
         self._narrow = torch.empty(narrow, dtype=torch.int32, device=cache.device)
@@ -148,7 +202,7 @@ class _Cycle(Replayed):
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
         view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
-        view.limit(queries, self._room.blocks * self._cache.block_size)
+        view.limit(queries, self.room.blocks * self._cache.block_size)
         return view
 
     @property
@@ -172,8 +226,11 @@ class _Cycle(Replayed):
 
     def _run(self) -> None:
         self._buffer.device.copy_(self._buffer.host, non_blocking=True)
-        size, drafts = self._cache.block_size, self._room.drafts
+        size, drafts = self._cache.block_size, self.room.drafts
         self._kernels.plan_cycle(self._about, self._tables, size, drafts, self._wide, self._narrow)
+        if self.room.branches > 1:
+            assert self._branches is not None
+            self._branches.copy(*self._copies)
         tokens = [self._parts.newest]
         scores = []
         for ahead, view in enumerate(self._drafts):
@@ -196,10 +253,10 @@ class _Cycle(Replayed):
         [checkpoint] = exits.checkpoints
         inputs = adapter.layer_inputs(view.positions, view)
         states = adapter.run_layers(adapter.embed(token_ids, view.positions), 0, checkpoint.layer, inputs)[0]
-        deep = None
-        if checkpoint.head.spec.deep:
-            deep = self._cache.deep_states[0].index_select(0, parts.draft_deep_slots)
-        _, score, best = exits.score(0, view, states, deep, parts.draft_distances[ahead])
+        deep = (parts.draft_deep_slots, parts.draft_distances[ahead]) if checkpoint.head.spec.deep else (None, None)
+        logits, score, best = exits.score(0, view, states, *deep)
+        if ahead == 0 and self.room.branches > 1:
+            best = self._kernels.nth_best(logits, self._ranks[0])
         return score, exits.shortlist[best]
 
     def _run_deep(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -158,7 +158,5 @@ class _DraftPass(CapturedPass):
         inputs = adapter.layer_inputs(self.positions, self)
         entering = adapter.embed(tokens, self.positions)
         states = adapter.run_layers(entering, self._layers.start, self._layers.stop, inputs)[0]
-        deep = None
-        if exits.checkpoints[0].head.spec.deep:
-            deep = self._cache.deep_states[0].index_select(0, deep_slots)
-        return states, *exits.judge(0, self, states, deep, distances)
+        deep = (deep_slots, distances) if exits.checkpoints[0].head.spec.deep else (None, None)
+        return states, *exits.judge(0, self, states, *deep)

@@ -21,7 +21,7 @@ from tide_core.models.adapter import ModelAdapter
 Step = tuple[StepIndex, Sequence[Other]]
 """What a pass is loaded with."""
 TOKEN_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-FEWEST_BLOCKS = 16
+FEWEST_BLOCKS = 64
 
 
 def obstacle(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels) -> str | None:
@@ -52,8 +52,11 @@ def size_for(count: int) -> int:
 
 
 def blocks_for(count: int) -> int:
-    """The size of tables of so many blocks."""
-    return max(FEWEST_BLOCKS, 1 << max(0, count - 1).bit_length())
+    """The size of tables of so many blocks. Sizes are far apart: a text that grows past one waits for new graphs."""
+    size = FEWEST_BLOCKS
+    while size < count:
+        size *= 4
+    return size
 
 
 class Buffer:

@@ -59,7 +59,7 @@ def measure(
         spent = time.perf_counter() - started
         if points and spent > limit_s:
             break
-        tables = _blank_tables(runner, blocks, rows, context, max_drafts)
+        tables = blank_tables(runner, blocks, rows, context, max_drafts)
         if tables is None:
             break
         try:
@@ -85,7 +85,7 @@ def _point(
         for drafts in seconds:
             with turn():
                 before = time.perf_counter()
-                runner.run(_batch(runner, tables, drafts))
+                runner.run(decode_batch(runner, tables, drafts))
                 _wait(runner.cache.device)
                 took = time.perf_counter() - before
             if attempt:  # the first round warms up
@@ -93,7 +93,7 @@ def _point(
     return CostPoint(len(tables), seconds.pop(-1), tuple(seconds.items()))
 
 
-def _batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int) -> ScheduledBatch:
+def decode_batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int) -> ScheduledBatch:
     """A decode step of all rows: at full depth (-1), or a cycle in which each drafts that many."""
     count = len(runner.segments) - 1
     policy = ExitPolicy()
@@ -106,7 +106,7 @@ def _batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int) -> Sc
     return ScheduledBatch(tuple(RowStep(request, table, (0,), (), True, policy, max(drafts, 0)) for table in tables))
 
 
-def _blank_tables(
+def blank_tables(
     runner: ModelRunner, blocks: BlockManager, rows: int, context: int, max_drafts: int
 ) -> list[BlockTable] | None:
     """Rows of a given context whose pages hold zeros; None if the pool has no room for them."""

@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 
 from tide_core.batch import RowStep
+from tide_core.engine.branches import Branches
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CycleRoom:
-    """What there is room for: rows, drafts of each, blocks of each."""
+    """What there is room for: rows, drafts of each, blocks of each. Every row may be there in several branches, each of
+    which counts as a row."""
 
     rows: int
     drafts: int
     blocks: int
+    branches: int = 1
+    block_size: int = 0
+    """Where there are branches."""
 
     @property
     def tokens(self) -> int:
@@ -26,36 +33,69 @@ class CycleRoom:
         return self.rows * (self.drafts + 1)
 
     @property
-    def size(self) -> int:
-        """Of the buffer, in 32-bit numbers: four of every row, and its blocks."""
-        return self.rows * (4 + self.blocks)
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        copies = self.rows * self.block_size if self.branches > 1 else 0
+        return (4, self.rows), (self.rows, self.blocks), (int(self.branches > 1), self.rows), (2, copies)
 
-    def split(self, buffer: Any) -> tuple[Any, Any]:
-        """What is said about the rows [4, R], and their blocks [R, B]; of an array or a tensor."""
-        border = 4 * self.rows
-        return buffer[:border].reshape(4, self.rows), buffer[border:].reshape(self.rows, self.blocks)
+    @property
+    def size(self) -> int:
+        """Of the buffer, in 32-bit numbers."""
+        return sum(height * width for height, width in self._shapes)
+
+    def split(self, buffer: Any) -> tuple[Any, Any, Any, Any]:
+        """Of an array or a tensor: what is said about the rows [4, R], their blocks [R, B], and with branches the rank
+        of each [1, R] and the slots to copy from and to [2, N]."""
+        parts, end = [], 0
+        for height, width in self._shapes:
+            begin, end = end, end + height * width
+            parts.append(buffer[begin:end].reshape(height, width))
+        about, tables, ranks, copies = parts
+        return about, tables, ranks, copies
 
 
 class CycleRows:
     """Writes rows into the host's side of a buffer."""
 
-    def __init__(self, room: CycleRoom, host: np.ndarray[Any, Any], block_size: int) -> None:
-        self._about, self._tables = room.split(host)
-        self._block_size = block_size
+    def __init__(self, room: CycleRoom, host: Array, block_size: int, branches: Branches | None = None) -> None:
+        self._about, self._tables, self._ranks, self._copies = room.split(host)
+        self._block_size, self._room, self._branches = block_size, room, branches
+        self.blocks: list[list[int]] = []
+        """Of every branch that is not the first of its row."""
 
     def fill(self, rows: Sequence[RowStep]) -> list[int]:
         """By falling number of drafts. Returns where the tokens of each row begin in the deep pass."""
-        num, size = len(rows), self._block_size
-        drafts = [row.num_drafts for row in rows]
-        starts = [row.table.num_valid for row in rows]
-        self._about[:, :num] = (
+        size, each = self._block_size, self._room.branches
+        drafts = [row.num_drafts for row in rows for _ in range(each)]
+        num = len(drafts)
+        about: Any = (
             [row.token_ids[0] for row in rows],
-            starts,
-            drafts,
+            [row.table.num_valid for row in rows],
+            [row.num_drafts for row in rows],
             [row.policy.may_exit for row in rows],
         )
+        self._about[:, :num] = about if each == 1 else np.repeat(about, each, axis=1)
         self._about[:, num:] = ((0,), (0,), (-1,), (0,))
-        for place, (row, start, count) in enumerate(zip(rows, starts, drafts, strict=True)):
-            used = (start + count) // size + 1
-            self._tables[place, :used] = row.table.block_ids[:used]
+        for place, row in enumerate(rows):
+            used = (row.table.num_valid + row.num_drafts) // size + 1
+            self._tables[place * each : (place + 1) * each, :used] = row.table.block_ids[:used]
+        if each > 1:
+            self._branch_off(rows)
         return [0, *accumulate(count + 1 for count in drafts[:-1])]
+
+    def _branch_off(self, rows: Sequence[RowStep]) -> None:
+        """Give every branch but the first of each row blocks of its own."""
+        branches, each = self._branches, self._room.branches
+        assert branches is not None
+        self._ranks[0] = np.arange(self._room.rows) % each
+        self._copies[:] = -1
+        self.blocks = []
+        end = 0
+        for place, row in enumerate(rows):
+            for rank in range(1, each):
+                blocks = branches.blocks(row, len(self.blocks))
+                self.blocks.append(blocks)
+                used = (row.start + row.num_drafts) // self._block_size + 1
+                self._tables[place * each + rank, :used] = blocks[:used]
+                pair = branches.before(row, blocks)
+                begin, end = end, end + len(pair[0])
+                self._copies[:, begin:end] = pair

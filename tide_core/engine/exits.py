@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tide_core.engine.cycle import Range, RowCycle
+from tide_core.engine.fused_head import FusedHead
 from tide_core.engine.head_program import HeadProgram, Origins, obstacle
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.reference import RouterWeights
@@ -108,7 +109,9 @@ class Exits:
         else:
             logger.debug("exit heads run op by op: %s", why_not)
         self._judges: list[Judge] = []
+        self._fused: list[FusedHead] = []
         if isinstance(kernels, CudaKernels):
+            self._fused = [FusedHead(point.head, kernels) for point in self.checkpoints]
             self._judges = [Judge.of(point.router, kernels, len(self._ids)) for point in self.checkpoints]
 
     def propose(
@@ -123,7 +126,7 @@ class Exits:
         if len(states) != len(parts) and not each:
             ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
             chosen = torch.from_numpy(ends).to(states.device)
-        logits, both = self.judge(index, view, states, *self._deep_states(index, origins), chosen=chosen)
+        logits, both = self.judge(index, view, states, *self._deep_slots(index, origins), chosen=chosen)
         scores, best_ids = both.tolist()
         return Proposal(logits, scores, [int(i) for i in best_ids])
 
@@ -132,13 +135,13 @@ class Exits:
         index: int,
         view: PagedView,
         states: torch.Tensor,
-        deep: torch.Tensor | None,
+        deep_slots: torch.Tensor | None,
         distances: torch.Tensor | None,
         *,
         chosen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [T, S], and scores and best ids [2, T] in float64, which holds ids exactly."""
-        logits, score, best = self.score(index, view, states, deep, distances, chosen=chosen)
+        logits, score, best = self.score(index, view, states, deep_slots, distances, chosen=chosen)
         return logits, torch.stack((score.double(), self.shortlist[best].double()))
 
     def score(
@@ -146,26 +149,50 @@ class Exits:
         index: int,
         view: PagedView,
         states: torch.Tensor,
-        deep: torch.Tensor | None,
+        deep_slots: torch.Tensor | None,
         distances: torch.Tensor | None,
         *,
         chosen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Op by op, and nothing waits for the device: logits [T, S], scores [T] and where in the shortlist the largest
-        logits stand, [T]; of the tokens `chosen` alone where given."""
+        """Nothing waits for the device: logits [T, S], scores [T] and where in the shortlist the largest logits stand,
+        [T]; of the tokens `chosen` alone where given. `deep_slots`, `distances`: where the last deep state before every
+        token lies, and how far back it is."""
         checkpoint = self.checkpoints[index]
+        features = self._features(index, view, states, deep_slots, distances)
+        if chosen is not None:
+            features = features[chosen]
+        if not self._judges or len(features) > MOST_JUDGED:
+            logits = self._narrow_head(self._adapter.norm(features))
+            return logits, checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
+        logits = self._narrow_logits(features)
+        return logits, *self._judges[index](features, logits)
+
+    def _features(
+        self,
+        index: int,
+        view: PagedView,
+        states: torch.Tensor,
+        deep_slots: torch.Tensor | None,
+        distances: torch.Tensor | None,
+    ) -> torch.Tensor:
+        checkpoint, pool = self.checkpoints[index], self._cache.deep_states[index]
+        if self._fused and isinstance(view, KernelView):
+            fused = self._fused[index]
+            return fused.refine(view, checkpoint.kv_layer, fused.embed(states, pool, deep_slots, distances))
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             view.write(checkpoint.kv_layer, key, value)
             return view.attend_paged(checkpoint.kv_layer, query, query.shape[-1] ** -0.5)
 
-        features = checkpoint.head.refine(checkpoint.head.embed(states, deep, distances), view.positions, attend)
-        if chosen is not None:
-            features = features[chosen]
-        logits = self._narrow_head(self._adapter.norm(features))
-        if self._judges and len(features) <= MOST_JUDGED:
-            return logits, *self._judges[index](features, logits)
-        return logits, checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
+        deep = None if deep_slots is None else pool.index_select(0, deep_slots)
+        return checkpoint.head.refine(checkpoint.head.embed(states, deep, distances), view.positions, attend)
+
+    def _narrow_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Final norm and narrow head, in one launch where both are plain."""
+        norm, linear, kernels = self._adapter.plain_norm, self._narrow_head.plain_linear, self._judges[0].kernels
+        if norm is None or linear is None:
+            return self._narrow_head(self._adapter.norm(features))
+        return kernels.fused_linear(features, linear.weight, linear.bias, norm=norm)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -192,14 +219,11 @@ class Exits:
         """`remember` and `refresh` at the only checkpoint, with all indices on the device: of the tokens whose slot is
         not negative, from their states at the checkpoint and behind all layers, [T, D]."""
         [checkpoint], [kept] = self.checkpoints, self._cache.deep_states
-        head, kernels, deep = checkpoint.head, view.kernels, None
+        head, [fused] = checkpoint.head, self._fused
         if head.spec.deep:
-            kernels.scatter_rows(head.deep_state(normed, [tapped[tap] for tap in head.spec.taps]), slots, kept)
-            deep = kept.index_select(0, deep_slots)
+            view.kernels.scatter_rows(head.deep_state(normed, [tapped[tap] for tap in head.spec.taps]), slots, kept)
         if checkpoint.kv_layer >= 0:
-            embedded = head.embed(states, deep, distances if head.spec.deep else None)
-            keys_values = head.keys_values(embedded, view.positions)
-            kernels.write_kv(*keys_values, *self._cache.pools[checkpoint.kv_layer], slots)
+            fused.write(view, checkpoint.kv_layer, fused.embed(states, kept, deep_slots, distances), slots)
 
     def refresh(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
         """Write the head's K and V again, now that the deep states of the tokens before are known."""
@@ -208,15 +232,17 @@ class Exits:
             self._programs[index].refresh(view, states, origins)
             return
         checkpoint = self.checkpoints[index]
-        embedded = checkpoint.head.embed(states, *self._deep_states(index, origins))
+        slots, distances = self._deep_slots(index, origins)
+        deep = None if slots is None else self._cache.deep_states[index].index_select(0, slots)
+        embedded = checkpoint.head.embed(states, deep, distances)
         view.write(checkpoint.kv_layer, *checkpoint.head.keys_values(embedded, view.positions))
 
-    def _deep_states(self, index: int, origins: Origins | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The last deep state before every token, [T, D], and how far back it is, [T]."""
+    def _deep_slots(self, index: int, origins: Origins | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the last deep state before every token lies, [T], and how far back it is, [T]."""
         if origins is None or not self.checkpoints[index].head.spec.deep:
             return None, None
         slots, distances = torch.from_numpy(origins).to(self._cache.device)
-        return self._cache.deep_states[index].index_select(0, slots), distances
+        return slots, distances
 
     def origins(self, parts: Sequence[Part], *, drafting: bool) -> Origins | None:
         """Where the last deep state before every token of the parts is."""

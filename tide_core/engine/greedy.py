@@ -30,27 +30,50 @@ class Settler:
     exit_layer: int
     num_layers: int
 
-    def row(self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int]) -> RowResult:
+    def row(
+        self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int], *, branches: int = 1
+    ) -> RowResult:
         """`best` are the largest logits at full depth behind the newest token and behind each draft, `best_ids` their
-        tokens."""
+        tokens. All of it ran for each of the row's branches."""
         taken, score, non_finite = self._taken(step, drafted)
+        count = step.num_drafts
+        layers_run = branches * (count * self.exit_layer + (count + 1) * self.num_layers)
+        tokens, error = self._tokens(step, drafted, taken, score, best, best_ids)
+        accepted = len(tokens) if error is not None else len(tokens) - 1
+        if error is not None and tokens:  # the text may end with these; if not, the next step fails too
+            return RowResult(tuple(tokens), accepted, layers_run, DraftCounts(taken, accepted, non_finite))
+        num_valid = 1 + accepted
+        return RowResult(tuple(tokens), num_valid, layers_run, DraftCounts(taken, accepted, non_finite), error)
+
+    def _tokens(
+        self,
+        step: RowStep,
+        drafted: Drafted,
+        taken: int,
+        score: float | None,
+        best: Sequence[float],
+        best_ids: Sequence[int],
+    ) -> tuple[list[TokenResult], str | None]:
+        """The tokens that follow, up to the one full depth adds itself or up to the error."""
         tokens: list[TokenResult] = []
         leave = step.policy.exit_thresholds[0] if taken else math.inf
-        for ahead in range(taken):
+        for ahead in range(taken + 1):
             if not math.isfinite(best[ahead]):
-                return self._failed(step, tokens, best[ahead], taken, non_finite)
-            token_id, said, right = drafted.token_ids[ahead], drafted.scores[ahead], best_ids[ahead]
-            if said >= leave:
-                tokens.append(_left(token_id, self.exit_layer, said, agrees=token_id == right))
+                return tokens, f"numerical_error: the largest logit of the row is {best[ahead]}"
+            right = best_ids[ahead]
+            if ahead == taken:
+                break
+            token_id, score_here = drafted.token_ids[ahead], drafted.scores[ahead]
+            if score_here >= leave:
+                audit = Audit.AGREED if token_id == right else Audit.DISAGREED
+                tokens.append(TokenResult(token_id, self.exit_layer, None, (), score_here, audit))
             elif token_id == right:
-                tokens.append(TokenResult(token_id, self.exit_layer, None, (), said))
+                tokens.append(TokenResult(token_id, self.exit_layer, None, (), score_here))
             else:
-                tokens.append(TokenResult(right, self.num_layers, None, (), said))
-                return self._result(step, tokens, ahead, taken, non_finite)
-        if not math.isfinite(best[taken]):
-            return self._failed(step, tokens, best[taken], taken, non_finite)
-        tokens.append(TokenResult(best_ids[taken], self.num_layers, None, (), score))
-        return self._result(step, tokens, taken, taken, non_finite)
+                score = score_here
+                break
+        tokens.append(TokenResult(right, self.num_layers, None, (), score))
+        return tokens, None
 
     def _taken(self, step: RowStep, drafted: Drafted) -> tuple[int, float | None, int]:
         """How many drafts count, the score of the one behind them that does not, and scores that are no numbers."""
@@ -63,35 +86,3 @@ class Settler:
             if token_id in params.stop_ids or (token_id in request.eos_ids and not params.ignore_eos):
                 return ahead + 1, None, 0
         return step.num_drafts, None, 0
-
-    def _failed(
-        self, step: RowStep, tokens: Sequence[TokenResult], largest: float, taken: int, non_finite: int
-    ) -> RowResult:
-        """Tokens decided before the failure are kept: the text may end with them. If not, the next step fails too."""
-        if tokens:
-            return self._result(step, tokens, len(tokens), taken, non_finite, still_to_run=1)
-        error = f"numerical_error: the largest logit of the row is {largest}"
-        return self._result(step, (), 0, taken, non_finite, error=error)
-
-    def _result(
-        self,
-        step: RowStep,
-        tokens: Sequence[TokenResult],
-        accepted: int,
-        taken: int,
-        non_finite: int,
-        *,
-        still_to_run: int = 0,
-        error: str | None = None,
-    ) -> RowResult:
-        return RowResult(
-            tokens=tuple(tokens),
-            num_valid=1 + accepted - still_to_run,
-            layers_run=step.num_drafts * self.exit_layer + (step.num_drafts + 1) * self.num_layers,
-            counts=DraftCounts(taken, accepted, non_finite),
-            error=error,
-        )
-
-
-def _left(token_id: int, layer: int, score: float, *, agrees: bool) -> TokenResult:
-    return TokenResult(token_id, layer, None, (), score, Audit.AGREED if agrees else Audit.DISAGREED)

@@ -150,10 +150,9 @@ class HeadProgram:
     def _write(self, program: Program, head: ExitHead, projected: Columns) -> None:
         """Rotate what stands before the values, then write K and V, the last columns."""
         assert self._pools is not None, "a head with attention has pools"
-        assert head._rotary_table is not None, "the head is prepared"
         keys = head.spec.num_kv_heads * head.spec.head_size
         values = projected.width - keys
-        program.rotary(projected.part(0, values), *head._rotary_table)
+        program.rotary(projected.part(0, values), *head.rotary_table)
         program.write_kv(projected.part(values - keys, keys), projected.part(values, keys), *self._pools)
 
 

@@ -62,6 +62,11 @@ class ModelRunner:
             )
         )
 
+    @property
+    def cycles(self) -> CapturedCycles | None:
+        """What runs whole cycles as graphs."""
+        return self._cycles
+
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One cycle of every row."""

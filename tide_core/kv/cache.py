@@ -61,6 +61,9 @@ class PagedKV:
         self.deep_states = [
             torch.empty(num_blocks * block_size, width, dtype=dtype, device=device) for width in state_widths
         ]
+        self.workspaces: list[torch.Tensor] = []
+        """What attention works in, where it wants memory: the last is the largest. Those before it stay as long as
+        graphs that were captured with them may run."""
         self.pools = [
             (
                 torch.empty(num_blocks, layout.num_heads, block_size, layout.key_size, dtype=dtype, device=device),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tide_core.batch import Rotation
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex
 from tide_core.kv.device_view import DeviceView, flash_takes
@@ -107,7 +108,6 @@ class KernelView(PagedView):
     def _take(self, cache: PagedKV, kernels: CudaKernels, index: StepIndex, parts: Sequence[torch.Tensor]) -> None:
         """The last parts of a split buffer: positions, slots, starts, lengths, tables."""
         self._cache, self._kernels, self._index = cache, kernels, index
-        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
         self.positions, self.slots = parts[:2]
         self._starts, self._lens, self._tables = parts[2:]
 
@@ -139,23 +139,48 @@ class KernelView(PagedView):
         self,
         layer: int,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         norms: tuple[torch.Tensor | None, torch.Tensor | None],
         eps: float,
         scaling: float,
         window: int,
     ) -> torch.Tensor:
         """From the joined projection [T, (Hq + 2 H) D] to what attention gives, [T, Hq, D]; K and V are written."""
-        query = self._kernels.rotary_write(qkv, *rotation, None, self.slots, *self._cache.pools[layer], *norms, eps)
-        return self.attend_paged(layer, query, scaling, window)
+        pools = self._cache.pools[layer]
+        # With several queries of a row the one launch takes longer than the two; the bits are the same.
+        if self._max_queries > 1 or not self._kernels.takes_joined(*pools):
+            query = self._kernels.rotary_write(qkv, *rotation, self.slots, *pools, *norms, eps)
+            return self.attend_paged(layer, query, scaling, window)
+        head_dim = pools[0].shape[3]
+        heads = qkv.view(len(qkv), -1, head_dim)
+        return self._kernels.attend_joined(
+            qkv,
+            *rotation,
+            self.slots,
+            *pools,
+            *norms,
+            eps,
+            self._tables,
+            self._starts,
+            self._lens,
+            scaling,
+            window,
+            max_queries=1,
+            max_context=self._max_context,
+            workspace=self._workspace(heads[:, 2 * pools[0].shape[1] :]),
+        )
+
+    def write_joined(self, layer: int, keys_values: torch.Tensor, rotation: Rotation, slots: torch.Tensor) -> None:
+        """K and V of a joined projection [T, 2 H D], at other slots than the view's own: some tokens may have none."""
+        self._kernels.rotary_write(keys_values, *rotation, slots, *self._cache.pools[layer])
 
     def _workspace(self, query: torch.Tensor) -> torch.Tensor:
-        """One for all layers: they run one after another."""
-        num_tokens, num_heads, head_dim = query.shape
-        if (num_heads, head_dim) not in self._workspaces:
-            made = self._kernels.attention_workspace(num_tokens, num_heads, head_dim, self._max_context, query.device)
-            self._workspaces[num_heads, head_dim] = made
-        return self._workspaces[num_heads, head_dim]
+        """One for all layers and all passes: they run one after another."""
+        held = self._cache.workspaces[-1] if self._cache.workspaces else None
+        made = self._kernels.attention_workspace(*query.shape, self._max_context, query.device, held)
+        if made is not held:
+            self._cache.workspaces.append(made)
+        return made
 
     @cached_property
     def _gathering(self) -> DeviceView:

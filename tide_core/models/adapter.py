@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from tide_core.batch import KVView, KVWritten
+from tide_core.batch import KVView, KVWritten, Rotation
 from tide_core.errors import ModelError
 from tide_core.models.families import Family, falcon_mask, find_family
+from tide_core.models.kernel_modules import is_plain_rms_norm
 
 ATTENTION = "tide"
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -73,6 +74,7 @@ class ModelAdapter:
         self._norm = getattr(self.backbone, self.family.norm)
         self._rotary: Any = getattr(self.backbone, "rotary_emb", None)
         self._rotary_tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._turns_by_table = False
         self._head = model.get_output_embeddings()
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._layer_types = self._rotary_layer_types()
@@ -157,6 +159,9 @@ class ModelAdapter:
             return LayerInputs(common, {})
         if self._rotary_tables is None:
             return LayerInputs(common, self._rotations(position_ids))
+        if self._turns_by_table and hasattr(view, "attend_joined"):
+            tables = self._rotary_tables.items()
+            return LayerInputs(common, {kind: Rotation(cos, sin, positions) for kind, (cos, sin) in tables})
         rotary = {kind: (cos[position_ids], sin[position_ids]) for kind, (cos, sin) in self._rotary_tables.items()}
         return LayerInputs(common, rotary)
 
@@ -171,6 +176,14 @@ class ModelAdapter:
             every = self._rotations(torch.arange(max_positions, device=self.device).unsqueeze(0))
             if all(isinstance(pair, tuple) and len(pair) == 2 for pair in every.values()):  # DeepSeek V2 has one tensor
                 self._rotary_tables = {kind: (cos[0].clone(), sin[0].clone()) for kind, (cos, sin) in every.items()}
+
+    def turn_by_table(self) -> None:
+        """From now on layers are handed the kept rotations as they are, where the view lets them: all layers must be
+        fused. Nothing changes where rotations are not kept, or turn a part of each head only."""
+        layers: list[Any] = list(self.layers)
+        sizes = {layer.self_attn.head_dim for layer in layers}
+        kept = () if self._rotary_tables is None else self._rotary_tables.values()
+        self._turns_by_table = bool(kept) and all({cos.shape[-1]} == sizes for cos, _ in kept)
 
     def _rotations(self, position_ids: torch.Tensor) -> dict[str | None, Any]:
         """cos and sin for each layer type, by the library."""
@@ -221,6 +234,12 @@ class ModelAdapter:
         """The final norm: [..., D] -> [..., D]. Some old OPT models have none."""
         return states if self._norm is None else cast(torch.Tensor, self._norm(states))
 
+    @property
+    def plain_norm(self) -> tuple[torch.Tensor, float] | None:
+        """Weight and epsilon of the final norm, where it is the Llama one."""
+        norm = self._norm
+        return (norm.weight, norm.variance_epsilon) if norm is not None and is_plain_rms_norm(norm) else None
+
     def head(self, normed: torch.Tensor) -> torch.Tensor:
         """Normed states to logits over the whole vocabulary, with the model's own scaling: [..., D] -> [..., V]."""
         if self.family.finish is not None:
@@ -256,6 +275,11 @@ class NarrowHead(nn.Module):
         self._finish = adapter.family.finish
         self._backbone = (adapter.backbone,)  # in a tuple, so that it does not count as a part of this module
         self._softcap = adapter._softcap
+
+    @property
+    def plain_linear(self) -> nn.Linear | None:
+        """All that it does, where that is a linear alone."""
+        return self.linear if self._finish is None and self._softcap is None else None
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         if self._finish is not None:

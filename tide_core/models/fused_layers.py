@@ -1,9 +1,9 @@
-"""Decoder layers of the Llama kind in eight launches, on a GPU.
+"""Decoder layers of the Llama kind in five launches, on a GPU.
 
-A layer of the library's is some twenty small ops. Where all it does is known, it becomes: norm, joined projection,
-rotation with the write of K and V, attention (two), output projection with the residual, norm, gated projection, down
-projection with the residual. Weights are joined in place, not copied twice, and the library's forward stays for views
-that cannot do this: those that only write K and V, or hand out whole contexts.
+A layer of the library's is some twenty small ops. Where all it does is known, it becomes: joined projection with the
+norm before it, attention with rotation and the write of K and V, output projection with the residual, gated projection
+with the norm before it, down projection with the residual. Weights are joined in place, not copied twice, and the
+library's forward stays for views that cannot do this: those that only write K and V, or hand out whole contexts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tide_core.batch import Rotation
 from tide_core.kernels import CudaKernels
 from tide_core.models.kernel_modules import is_gated_silu_mlp, is_plain_rms_norm
 from tide_core.models.stacked import stacked, stacked_bias
@@ -66,8 +67,11 @@ def _fused_kind(kind: type[nn.Module], kernels: CudaKernels) -> type[nn.Module]:
     class Fused(kind, FusedLayer):  # type: ignore[misc, valid-type]
         def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> Any:
             view, rotation = inputs["attention_mask"], inputs["position_embeddings"]
+            if isinstance(rotation, Rotation):
+                return _run(self, hidden_states[0], rotation, view, kernels).unsqueeze(0)
             if hasattr(view, "attend_joined") and rotation[0].shape[-1] == self.self_attn.head_dim:
-                return _run(self, hidden_states[0], (rotation[0][0], rotation[1][0]), view, kernels).unsqueeze(0)
+                one_by_one = Rotation(rotation[0][0], rotation[1][0], None)
+                return _run(self, hidden_states[0], one_by_one, view, kernels).unsqueeze(0)
             return library(self, hidden_states, **inputs)
 
         __call__ = forward
@@ -76,15 +80,12 @@ def _fused_kind(kind: type[nn.Module], kernels: CudaKernels) -> type[nn.Module]:
     return Fused
 
 
-def _run(
-    layer: Any, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], view: Any, kernels: CudaKernels
-) -> torch.Tensor:
+def _run(layer: Any, states: torch.Tensor, rotation: Rotation, view: Any, kernels: CudaKernels) -> torch.Tensor:
     attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
     eps = before.variance_epsilon
-    normed = kernels.rms_norm(states, before.weight, eps)
     attended = view.attend_joined(
         attention.layer_idx,
-        kernels.linear(normed, layer._qkv, layer._qkv_bias),
+        kernels.fused_linear(states, layer._qkv, layer._qkv_bias, norm=(before.weight, eps)),
         rotation,
         (_weight(attention, "q_norm"), _weight(attention, "k_norm")),
         eps,
@@ -92,8 +93,7 @@ def _run(
         _window(attention),
     ).flatten(1)
     states = kernels.fused_linear(attended, attention.o_proj.weight, attention.o_proj.bias, residual=states)
-    normed = kernels.rms_norm(states, after.weight, after.variance_epsilon)
-    gated = kernels.fused_linear(normed, layer._gate_up, gated=True)
+    gated = kernels.fused_linear(states, layer._gate_up, gated=True, norm=(after.weight, after.variance_epsilon))
     return kernels.fused_linear(gated, layer.mlp.down_proj.weight, residual=states)
 
 

@@ -197,6 +197,12 @@ class ExitHead(nn.Module):
             weight = self.block.attention_norm.weight
             self._rotary_table = self._rotate(torch.arange(max_positions, device=weight.device), weight.dtype)
 
+    @property
+    def rotary_table(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of all positions, [P, S] each."""
+        assert self._rotary_table is not None, "the head is prepared"
+        return self._rotary_table
+
     def _rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every position, [T, S] each, for halves that are rotated together."""
         if self._rotary_table is None:
