@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: its folder is on the path, the repository is not
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import calibration_parts as parts
 from benchmarks.bars import Part, conclude

@@ -1,178 +1,223 @@
-"""A decode step of the engine on a GPU against the time that it takes to read the weights.
+"""The engine on a GPU: the whole table of docs/performance.md in one run.
 
-    python benchmarks/gpu.py                     # the shape of Llama 3.1 8B, bfloat16, random weights
-    python benchmarks/gpu.py --json --rows 1,8
-    python benchmarks/gpu.py --device cpu --hidden 64 --layers 2 --vocabulary 512   # whether it runs at all
+    python benchmarks/gpu.py --out gpu.json                  # every part, as text, and the bars
+    python benchmarks/gpu.py --parts step,cycle --profile    # some, with what the device was busy with
+    python benchmarks/gpu.py --device cpu --small --no-bars  # whether it runs at all, on a tiny shape
+    python benchmarks/gpu_table.py gpu.json --into docs/performance.md
 
-Two times for every number of rows: the captured graph alone, by the device's clock, and the whole step of the runner,
-by the host's. The floor is the bytes of all weights but the embedding, which is looked up, over 4.10 TB/s (what reading
-gives on an H200; the same run prints what this device gives). Exits with 1 if a bar is missed.
+    step     a full-depth step against the time to read the weights
+    cycle    a shallow pass, a deep pass, and routers that let nothing leave
+    reads    what the host waits for in a cycle
+    demo     verified against full on the demo model
+    replay   the large shape with the acceptance of the demo model
+    kernels  paged attention, norm and router
+    rivals   transformers generate and tide-inference
+
+The large shape is Llama 3.1 8B in bfloat16 with random weights. Times are whole calls of the engine's runner by the
+host's clock, medians; floors are bytes over the rate at which this device reads, measured in the same run. A part
+that fails is named and the others go on; `--out` is written after each. Exits with 1 if a part failed or a bar is
+missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import datetime
+import json
+import logging
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # started as a file: its folder is on the path, the repository is not
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import transformers
 
-from benchmarks.bars import Bar, Part, conclude
-from benchmarks.byte_tokenizer import byte_tokenizer
-from tide_core.config import EngineConfig
-from tide_core.engine.assemble import Parts, assemble_loaded
-from tide_core.engine.cost_measure import _batch, _blank_tables
+from benchmarks import gpu_parts, gpu_replay, gpu_rivals, kernels
+from benchmarks.gpu_parts import Found, Sizes, World
+from benchmarks.gpu_shapes import EIGHT_B, SMALL, Subject
+from benchmarks.gpu_table import bars_of
+from benchmarks.gpu_times import read_rate
+from benchmarks.mode_runs import PROMPT_FILE
+from tide_core.evaluation.machine import device_name
+from tide_core.kernels import native_digest, select_kernels
 
-READ_BYTES_PER_S = 4.10e12
-BARS = {1: 1.25, 8: 1.35, 32: 1.5}
-"""Most times the floor, by rows."""
-WARM_UP, REPEATS = 5, 30
+logger = logging.getLogger("tide")
+
+LARGE_SIZES = Sizes(
+    batches=(1, 8, 32),
+    repeats=30,
+    tokens=128,
+    prompts=4,
+    turns=3,
+    replays=(1, 8),
+    calls=24,
+    rival_tokens=36,
+    rival_limit_s=90.0,
+)
+SMALL_SIZES = replace(LARGE_SIZES, repeats=3, tokens=12, prompts=2, turns=1, calls=2, rival_tokens=8)
+Report = dict[str, Any]
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time decode steps against the floor of their bytes.")
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--kernels", default="auto", choices=("auto", "reference"))
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--rows", default="1,8,32")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args(argv)
-
-
-def make_model(options: argparse.Namespace) -> Any:
-    """Llama of that size; weights are drawn where they are."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 7 // 2,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 128 or 1,
-        num_key_value_heads=options.hidden // 512 or 1,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        eos_token_id=0,
+def ops(world: World) -> Found:
+    """From `kernels.py`: the rows of the table, at the shape of the large model."""
+    found, device = Found(), world.subject.device
+    dtype = getattr(torch, world.subject.dtype)
+    timed = kernels.measure(
+        device,
+        dtype,
+        kernels=world.subject.kernels,
+        ops=("attend", "paged_attention", "router"),
+        only_large=True,
+        calls=world.sizes.calls,
     )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    model = model.to(dtype).to_empty(device=options.device).eval()
-    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(options.device)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
-    return model
-
-
-def read_rate(device: str) -> float:
-    """Bytes per second of a sum over 4 GiB, the best of five."""
-    if device != "cuda":
-        return 0.0
-    numbers = torch.empty(2**29, dtype=torch.int64, device=device)
-    best = min(_device_s(numbers.sum, 1) for _ in range(5))
-    return numbers.numel() * 8 / best
-
-
-def step_times(parts: Parts, rows: int, context: int) -> dict[str, float]:
-    """Seconds of a step at full depth of that many rows, each with that context."""
-    runner, blocks = parts.runner, parts.core.scheduler.blocks
-    tables = _blank_tables(runner, blocks, rows, context, 0)
-    assert tables is not None, "the pool has room for these rows"
-    batch = _batch(runner, tables, -1)
-    before = set(_graphs(runner))
-    times = []
-    for attempt in range(WARM_UP + REPEATS):
-        began = time.perf_counter()
-        runner.run(batch)
-        if attempt >= WARM_UP:
-            times.append(time.perf_counter() - began)  # a step ends with its tokens on the host
-    found = {"step_s": statistics.median(times)}
-    graphs = [graph for graph in _graphs(runner) if graph not in before]
-    if graphs:
-        found["graphs_s"] = sum(_device_s(graph.replay, REPEATS) for graph in graphs)
-    for table in tables:
-        blocks.free(table)
+    found.figures["ops"] = [{**asdict(t), "over_floor": t.over_floor, "speedup": t.speedup} for t in timed]
+    if wrong := [f"{t.op} {t.what}" for t in timed if not t.agrees]:
+        raise RuntimeError(f"differ from their reference: {', '.join(wrong)}")
+    for context in dict.fromkeys(context for context, _ in kernels.CONTEXTS):
+        of_context = [t for t in timed if t.op == "attend" and t.what.endswith(f" {context}")]
+        if of_context:  # with the most rows: fewer are no more than the cost of a launch
+            best = max(of_context, key=lambda t: t.rows)
+            shown = f"{best.rows} rows: {best.us:.1f} against {best.floor_us:.1f} us"
+            found.add(f"attention_{context}", best.over_floor, shown)
+    if routers := [t for t in timed if t.op == "router"]:
+        worst = min(routers, key=lambda t: t.speedup)
+        shown = f"worst at {worst.rows} rows: {worst.us:.1f} against {worst.reference_us:.1f} us"
+        found.add("router", worst.speedup, shown)
     return found
 
 
-def _graphs(runner: Any) -> list[Any]:
-    captured = runner._depth._captured
-    passes = [] if captured is None else captured._passes._by_shape.values()
-    return [one._graph for one in passes if one._graph is not None]
+PARTS: dict[str, Callable[[World], Found]] = {
+    "step": gpu_parts.step,
+    "cycle": gpu_parts.cycle,
+    "reads": gpu_parts.reads,
+    "demo": gpu_parts.demo,
+    "replay": gpu_replay.replay,
+    "kernels": ops,
+    "rivals": gpu_rivals.rivals,
+}
 
 
-def _device_s(work: Any, times: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    work()
-    begin.record()
-    for _ in range(times):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / times
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure the engine on a GPU and check it against its bars.")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--small", action="store_true", help="a tiny shape and few repeats")
+    parser.add_argument("--kernels", default="auto", choices=("auto", "reference"))
+    parser.add_argument("--profile", action="store_true", help="also what the device is busy with in steps and cycles")
+    parser.add_argument(
+        "--demo", default="demo", help="the model whose modes are measured and whose traces are replayed"
+    )
+    parser.add_argument("--demo-artefact", default="auto")
+    parser.add_argument("--prompt-file", type=Path, default=PROMPT_FILE)
+    parser.add_argument("--out", type=Path, help="a file for the report, written after every part")
+    parser.add_argument("--json", action="store_true", help="print the report; the text goes to standard error")
+    parser.add_argument("--no-bars", action="store_true", help="do not fail on a missed bar")
+    options = parser.parse_args(argv)
+    options.parts = tuple(dict.fromkeys(options.parts.split(",")))
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
+    return options
+
+
+def conditions(world: World, argv: Sequence[str]) -> dict[str, Any]:
+    subject, device = world.subject, world.subject.device
+    return {
+        "command": " ".join(["python benchmarks/gpu.py", *argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "hardware": device_name(device),
+        "cuda": torch.version.cuda,
+        "kernels": select_kernels(subject.kernels, device).name,
+        "native_digest": native_digest(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "shape": asdict(subject.shape),
+        "small": subject.shape is SMALL,
+        "dtype": subject.dtype,
+        "demo": world.demo,
+        "sizes": asdict(world.sizes),
+        "timing": "medians by the host's clock, results read back",
+        "read_bytes_per_s": world.read_bytes_per_s,
+    }
+
+
+def commit() -> str | None:
+    """Of the tree this file is in, with a mark if it was changed; None where that is not known."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def run_parts(
+    world: World,
+    parts: Mapping[str, Callable[[World], Found]],
+    report: Report,
+    say: Callable[[str], None],
+    out: Path | None,
+) -> None:
+    """Fill in the report, part by part; what fails says why and leaves the rest alone."""
+    for name, part in parts.items():
+        began = time.perf_counter()
+        entry: dict[str, Any] = {}
+        try:
+            found = part(world)
+            entry |= {"measures": found.measures, "figures": found.figures}
+        except (Exception, SystemExit) as error:
+            logger.exception("part %s failed", name)
+            entry["error"] = f"{type(error).__name__}: {error}"
+        entry["seconds"] = time.perf_counter() - began
+        report["parts"][name] = entry
+        say(f"\n{name} ({entry['seconds']:.0f} s)" + (f" FAILED: {entry['error']}" if "error" in entry else ""))
+        for key, measure in entry.get("measures", {}).items():
+            value = "-" if measure["value"] is None else f"{measure['value']:.3f}"
+            say(f"  {key:16} {value:>8}  {measure['shown']}")
+        report["bars"] += [{**asdict(bar), "holds": bar.holds} for bar in bars_of(entry.get("measures", {}))]
+        if out is not None:
+            out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
     options = arguments(argv)
-    started = time.monotonic()
-    rows = [int(count) for count in options.rows.split(",")]
-    model = make_model(options)
-    embedding = model.get_input_embeddings().weight
-    weights = (
-        sum(p.numel() * p.element_size() for p in model.parameters()) - embedding.numel() * embedding.element_size()
-    )
-    config = EngineConfig(
-        model="random",
-        device=options.device,
-        dtype="bfloat16" if options.device == "cuda" else "float32",
-        kernels=options.kernels,
-        max_rows=max(rows),
-        max_model_len=options.context + 64,
-        kv_memory_gib=16.0 if options.device == "cuda" else 0.5,
-        artefact="none",
-    )
-    parts = assemble_loaded(config, model, byte_tokenizer(), name="random", identity="random")
-    floor_s = weights / READ_BYTES_PER_S
-    rate = read_rate(options.device)
-    data: dict[str, Any] = {"weight_bytes": weights, "floor_ms": floor_s * 1e3, "read_tb_per_s": rate / 1e12}
-    bars = []
-    for count in rows:
-        times = step_times(parts, count, options.context)
-        data[f"{count} rows"] = {
-            name: {"ms": seconds * 1e3, "times_floor": seconds / floor_s} for name, seconds in times.items()
-        }
-        if count in BARS and "graphs_s" in times:
-            name = f"graph of a full-depth step of {count} rows over the floor"
-            bars.append(Bar(name, times["graphs_s"] / floor_s, BARS[count], at_least=False))
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    conditions = {
-        "command": " ".join(["python benchmarks/gpu.py", *(argv or sys.argv[1:])]),
-        "hardware": device,
-        "kernels": parts.kernels.name,
-        "context": options.context,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    part = Part("a", "a full-depth step against the weight-read floor", data, bars)
-    stream = sys.stderr if options.json else sys.stdout
-    for name, value in {**conditions, **data}.items():
-        print(f"{name:16} {value}", file=stream)
-    print(f"{time.monotonic() - started:.0f} s in all", file=stream)
-    return conclude(conditions, [part], lambda line: print(line, file=stream), as_json=options.json)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmark: no CUDA device can be used here; --device cpu --small tries it without one")
+    started = time.perf_counter()
+    shape, sizes = (SMALL, SMALL_SIZES) if options.small else (EIGHT_B, LARGE_SIZES)
+    subject = Subject(shape, options.device, kernels=options.kernels, max_rows=max(sizes.batches))
+    sources = options.demo, options.demo_artefact, options.prompt_file
+    world = World(subject, sizes, read_rate(subject.device), *sources, with_profile=options.profile)
+    report: Report = {"conditions": conditions(world, argv), "parts": {}, "bars": []}
+    for key, value in report["conditions"].items():
+        say(f"{key:17} {value}")
+    try:
+        run_parts(world, {name: PARTS[name] for name in options.parts}, report, say, options.out)
+    finally:
+        world.close()
+    report["seconds"] = time.perf_counter() - started
+    say("")
+    for bar in report["bars"]:
+        sign = ">=" if bar["at_least"] else "<="
+        say(f"  {'ok  ' if bar['holds'] else 'MISS'} {bar['name']}: {bar['value']:.4g} ({sign} {bar['limit']:g})")
+    say(f"{report['seconds']:.0f} s in all")
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(report, indent=1))
+    failed = any("error" in part for part in report["parts"].values())
+    return int(failed or (not options.no_bars and not all(bar["holds"] for bar in report["bars"])))
 
 
 if __name__ == "__main__":

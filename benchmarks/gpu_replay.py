@@ -1,0 +1,148 @@
+"""Early exit on a model that has no trained exits: real cycles, with the acceptance of another model's.
+
+On the demo model it is recorded, cycle by cycle of each row, how many tokens were drafted and how many of them full
+depth accepted. The large model then runs its own cycles of as many drafts, every one of them made and verified, and
+is told how many it accepted. What a cycle costs is measured; how much it yields is replayed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.gpu_parts import Found, World
+from benchmarks.mode_parts import greedy
+from benchmarks.mode_runs import Bench
+from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
+from tide_core.engine.assemble import Parts
+from tide_core.engine.core import EngineCore
+from tide_core.engine.cost import Acceptance, DraftPlanner
+from tide_core.engine.cost_measure import measure
+from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
+
+Run = Callable[[ScheduledBatch], StepResult]
+Cycle = tuple[int, int]
+"""Drafted and accepted by one row."""
+USUAL_DRAFTS = 4
+
+
+class Replay:
+    """The runner of an engine, but that the acceptance of each row's cycle is the next of a trace."""
+
+    def __init__(self, run: Run, trace: Sequence[Cycle]) -> None:
+        self._run, self._trace = run, itertools.cycle(trace)
+        self.cycles: list[Cycle] = []
+
+    def __call__(self, batch: ScheduledBatch) -> StepResult:
+        result = self._run(batch)
+        return StepResult(tuple(self._row(step, row) for step, row in zip(batch.rows, result.rows, strict=True)))
+
+    def _row(self, step: RowStep, got: RowResult) -> RowResult:
+        if got.error is not None or not got.counts.drafted:
+            return got
+        accepted = min(next(self._trace)[1], got.counts.drafted)
+        self.cycles.append((got.counts.drafted, accepted))
+        # What the tokens say is of no interest; a row gains one more than it accepts.
+        tokens = (*got.tokens, *[got.tokens[-1]] * accepted)[: accepted + 1]
+        counts = DraftCounts(got.counts.drafted, accepted, got.counts.non_finite)
+        return replace(got, tokens=tokens, num_valid=len(step.token_ids) + accepted, counts=counts)
+
+
+def replay(world: World) -> Found:
+    """The large model in mode verified, with as many drafts as pay by its own costs, against its own full depth."""
+    found, parts = Found(), world.subject.exits
+    for rows in world.sizes.replays:
+        planned = best_drafts(world, rows)
+        drafts = planned or min(USUAL_DRAFTS, world.bench.planner.max_drafts)
+        trace = record(world.bench, drafts, world.sizes.tokens)
+        turns = [_rates(world, parts, rows, drafts, trace) for _ in range(1 + world.sizes.turns)]
+        rates = turns[1:]  # the first captures
+        full, verified = ([pair[i] for pair in rates] for i in (0, 1))
+        ratio = statistics.median(b / a for a, b in rates)
+        mean = sum(accepted for _, accepted in trace) / len(trace)
+        found.figures[f"batch {rows}"] = {
+            "drafts": drafts,
+            "planned_drafts": planned,
+            "num_cycles_in_trace": len(trace),
+            "accepted_per_cycle": mean,
+            "full_tokens_per_s": full,
+            "verified_tokens_per_s": verified,
+        }
+        rate = f"{statistics.median(verified):.0f} against {statistics.median(full):.0f} tokens/s"
+        found.add(f"replay_{rows}", ratio, f"replayed: {rate}, {drafts} drafts of which {mean:.2f} are accepted")
+    return found
+
+
+def best_drafts(world: World, rows: int) -> int:
+    """By the costs of the large model's cycles and what calibration says of the demo's drafts; 0: none pay."""
+    bench, parts = world.bench, world.subject.exits
+    most = bench.planner.max_drafts
+    table = measure(
+        parts.runner,
+        parts.core.scheduler.blocks,
+        max_rows=rows,
+        max_drafts=most,
+        context=world.subject.shape.context,
+        max_positions=parts.max_model_len,
+    )
+    acceptance = Acceptance.prior(bench.parts.checkpoints[0].acceptance, most)
+    return DraftPlanner(most, acceptance, table).plan(rows, rows).drafts
+
+
+def record(bench: Bench, drafts: int, tokens: int) -> list[Cycle]:
+    """The cycles of some prompts on the demo model in which so many drafts were allowed."""
+    trace: list[Cycle] = []
+
+    def note(step: RowStep, result: RowResult) -> None:
+        if step.num_drafts == drafts:
+            trace.append((result.counts.drafted, result.counts.accepted))
+
+    core = core_of(bench.parts, bench.parts.runner.run, note)
+    with bench.fixed_drafts(drafts):
+        for prompt in bench.spread(8):
+            core.add(bench.engine.make_request(prompt.ids, greedy("verified", tokens)))
+        while core.has_work:
+            core.step()
+    if not trace:
+        raise RuntimeError(f"no cycle of {drafts} drafts in answers of {tokens} tokens")
+    return trace
+
+
+def core_of(parts: Parts, run: Run, on_result: Any = None) -> EngineCore:
+    """A core over the scheduler of an idle engine."""
+    num_layers = parts.runner.adapter.num_layers
+    settings = {"namespace": "benchmark", "num_layers": num_layers, "on_result": on_result}
+    return EngineCore(parts.core.scheduler, run, parts.tokenizer, **settings)
+
+
+def _rates(world: World, parts: Parts, rows: int, drafts: int, trace: Sequence[Cycle]) -> tuple[float, float]:
+    """Tokens per second of full depth and of replayed cycles."""
+    assert parts.planner is not None
+    parts.planner.max_drafts = drafts  # it has no table: every plan is this one
+    verified = ExitPolicy("verified", (0.0,), (float("inf"),))
+    prompt, run = world.subject.shape.context - world.sizes.tokens // 2, parts.runner.run
+    full = decode_rate(core_of(parts, run), NO_EXITS, rows, prompt, world.sizes.tokens)
+    return full, decode_rate(core_of(parts, Replay(run, trace)), verified, rows, prompt, world.sizes.tokens)
+
+
+def decode_rate(core: EngineCore, policy: ExitPolicy, rows: int, prompt: int, tokens: int) -> float:
+    """Tokens per second of all rows, from where each has its first to where all have ended."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    for row in range(rows):
+        ids = tuple((7 * row + i) % 200 + 1 for i in range(prompt))
+        core.add(Request(f"row {row}", ids, params, seed=0, policy=policy))
+    waiting = {f"row {row}" for row in range(rows)}
+    while waiting:
+        for output in core.step():
+            waiting.discard(output.request_id)
+    count, began = 0, time.perf_counter()
+    while core.has_work:
+        for output in core.step():
+            if output.error is not None:
+                raise output.error
+            count += len(output.tokens)
+    return count / (time.perf_counter() - began)

@@ -1,0 +1,172 @@
+"""How the GPU benchmarks take times: by the host's clock where a user waits, by the device's where only work counts.
+
+On a CPU the same functions time the same calls, so that every benchmark can be tried without a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tide_core.batch import ScheduledBatch
+from tide_core.engine.assemble import Parts
+from tide_core.engine.cost_measure import blank_tables, decode_batch
+
+WARM_UP = 3
+"""The first run of a shape captures it."""
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
+READ_BYTES, SMALL_READ_BYTES = 2**32, 2**26
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one call does on the device."""
+
+    busy_s: float
+    num_kernels: int
+    copies_to_host: int
+    waits: int
+    """Calls by which the host waits for the device."""
+
+    @property
+    def host_reads(self) -> int:
+        """How often the host takes something from the device: it waits each time, however many copies that brings. One
+        that waits without a call, by asking again and again, reads once at least."""
+        return self.waits or min(1, self.copies_to_host)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def cycle_times(
+    parts: Parts, drafts: Sequence[int], rows: int, context: int, repeats: int, *, more: Sequence[Any] = ()
+) -> list[float]:
+    """Median seconds of whole calls of the runner: steps at full depth (-1) or cycles of so many drafts, then `more`:
+    functions from tables to a batch. All take turns, so that what disturbs one disturbs all."""
+    runner, blocks, device = parts.runner, parts.core.scheduler.blocks, parts.runner.cache.device
+    tables = blank_tables(runner, blocks, rows, context, max(*drafts, 1))
+    if tables is None:
+        raise RuntimeError(f"the KV pool has no room for {rows} rows of {context} tokens")
+    try:
+        batches = [decode_batch(runner, tables, count) for count in drafts] + [make(tables) for make in more]
+        return in_turns([lambda batch=batch: runner.run(batch) for batch in batches], repeats, device)  # type: ignore[misc]
+    finally:
+        for table in tables:
+            blocks.free(table)
+
+
+def in_turns(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
+    """Median seconds of each call by the host's clock, with the device idle before and after."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for attempt in range(WARM_UP + repeats):
+        for call, mine in zip(calls, seconds, strict=True):
+            synchronize(device)
+            began = time.perf_counter()
+            call()
+            synchronize(device)
+            if attempt >= WARM_UP:
+                mine.append(time.perf_counter() - began)
+    return [statistics.median(mine) for mine in seconds]
+
+
+def profile_cycle(parts: Parts, drafts: int, rows: int, context: int) -> Profile:
+    """One warm call of the runner under the profiler."""
+    runner, blocks = parts.runner, parts.core.scheduler.blocks
+    tables = blank_tables(runner, blocks, rows, context, max(drafts, 1))
+    if tables is None:
+        raise RuntimeError(f"the KV pool has no room for {rows} rows of {context} tokens")
+    try:
+        return profiled(runner.run, decode_batch(runner, tables, drafts))
+    finally:
+        for table in tables:
+            blocks.free(table)
+
+
+def profiled(run: Callable[[ScheduledBatch], object], batch: ScheduledBatch) -> Profile:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    for _ in range(WARM_UP):
+        run(batch)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        with record_function("tide cycle"):
+            run(batch)
+        torch.cuda.synchronize()
+    return read_profile(found.events())
+
+
+def read_profile(events: Iterable[Any]) -> Profile:
+    """What the profiler's events say of the call that was recorded as "tide cycle"."""
+    events = list(events)
+    cycle = next(e for e in events if e.name == "tide cycle" and not _on_device(e))
+    began, ended = cycle.time_range.start, cycle.time_range.end
+    work = [e for e in events if _on_device(e) and e.name != "tide cycle"]
+    kernels = [e for e in work if not e.name.startswith(("Memcpy", "Memset"))]
+    waits = [e for e in events if not _on_device(e) and e.name in WAITS and began <= e.time_range.start <= ended]
+    return Profile(
+        busy_s=sum(e.time_range.elapsed_us() for e in work) / 1e6,
+        num_kernels=len(kernels),
+        copies_to_host=sum(e.name.startswith("Memcpy DtoH") for e in work),
+        waits=len(waits),
+    )
+
+
+def _on_device(event: Any) -> bool:
+    return str(event.device_type).endswith("CUDA")
+
+
+def per_call_s(call: Callable[[int], object], calls: int, device: torch.device, *, captured: bool = True) -> float:
+    """Seconds of one of so many calls in a row; on a GPU by its own clock, as one graph if they can be `captured`."""
+    if device.type != "cuda":
+        [seconds] = in_turns([lambda: [call(i) for i in range(calls)]], 5, device)
+        return seconds / calls
+    work = _graph(call, calls) if captured else lambda: [call(i) for i in range(calls)]
+    work()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1e3)
+    return statistics.median(times) / calls
+
+
+def _graph(call: Callable[[int], object], calls: int) -> Callable[[], object]:
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # libraries set themselves up in their first call
+        call(0)
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for i in range(calls):
+            call(i)
+    return graph.replay
+
+
+def read_rate(device: torch.device) -> float:
+    """Bytes per second at which memory is read: the best of a few ways that do little else."""
+    on_gpu = device.type == "cuda"
+    numbers = torch.ones(READ_BYTES // 8 if on_gpu else SMALL_READ_BYTES // 8, dtype=torch.int64, device=device)
+    floats = numbers.view(torch.float32)
+    matrix = numbers.view(torch.bfloat16).view(-1, 2**14)
+    vector = torch.ones(2**14, dtype=torch.bfloat16, device=device)
+    ways = [numbers.sum, floats.sum, floats.amax] + ([lambda: matrix.mv(vector)] if on_gpu else [])
+    best = min(per_call_s(lambda i, way=way: way(), 3, device, captured=False) for way in ways)  # type: ignore[misc]
+    return numbers.numel() * 8 / best
+
+
+def flop_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large product."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / per_call_s(lambda i: a @ b, 3, device, captured=False)

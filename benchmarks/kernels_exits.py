@@ -1,0 +1,156 @@
+"""The ops of exits, and those that only a captured cycle calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_shapes import BOTTLENECK, Shape
+from benchmarks.kernels_inputs import BLOCK, EPS, Calls, Inputs
+from tide_core.kernels import branching, cycle_plan, reference
+from tide_core.kernels.reference import Peaks, RouterWeights
+
+DRAFTS = 4
+
+
+class ExitOps(Inputs):
+    """Each method makes one op at one size."""
+
+    def _peak(self, shape: Shape, rows: int) -> Calls:
+        logits = self._randn(rows, shape.vocabulary, scale=3.0)
+        scratch = self.kernels.judge_scratch(self.device, rows, vocabulary=shape.vocabulary)
+        return Calls(
+            lambda i: _values(self.kernels.peak(logits, scratch)),
+            lambda i: _values(reference.peak(logits)),
+            self._bytes(logits.numel()),
+        )
+
+    def _judge(self, shape: Shape, rows: int) -> Calls:
+        features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
+        logits = self._randn(rows, shape.shortlist, scale=3.0)
+        scratch = self.kernels.judge_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
+        return Calls(
+            lambda i: self.kernels.judge(features, logits, weights, scratch)[0],
+            lambda i: reference.judge(features, logits, weights)[0],
+            self._bytes(features.numel() + logits.numel()) + 4 * weights.down.numel(),
+        )
+
+    def _router(self, shape: Shape, rows: int) -> Calls:
+        """Norm and router alone: the part of `judge` behind the peak."""
+        from tide_core.kernels import cuda
+
+        features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
+        peaks = reference.peak(self._randn(rows, shape.shortlist, scale=3.0))
+        scratch = self.kernels.judge_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
+        return Calls(
+            lambda i: cuda.router(features, peaks, weights, scratch=scratch)[0],
+            lambda i: reference.router(features, peaks, weights),
+            self._bytes(features.numel()) + 4 * weights.down.numel(),
+        )
+
+    def _scatter_rows(self, shape: Shape, rows: int) -> Calls:
+        x, index = self._randn(rows, shape.hidden), self._slots(rows)
+        ours, plain = (torch.zeros(4 * rows, shape.hidden, dtype=self.dtype, device=self.device) for _ in range(2))
+
+        def scatter(op: Any, out: Tensor) -> Tensor:
+            op(x, index, out)
+            return out
+
+        return Calls(
+            lambda i: scatter(self.kernels.scatter_rows, ours),
+            lambda i: scatter(reference.scatter_rows, plain),
+            self._bytes(2 * x.numel()),
+            captured_reference=False,
+        )
+
+    def _exit_input(self, shape: Shape, rows: int) -> Calls:
+        states, slots = self._randn(rows, shape.hidden), self._slots(rows)
+        deep = self._randn(4 * rows, shape.hidden)
+        norms = [self._randn(shape.hidden) for _ in range(2)]
+        distances = torch.arange(rows, device=self.device) % (DRAFTS + 2)
+        table = self._randn(DRAFTS + 1, 2 * shape.hidden)
+        inputs = states, norms[0], deep, slots, norms[1], distances, table, EPS
+        return Calls(
+            lambda i: self.kernels.exit_input(*inputs),
+            lambda i: reference.exit_input(*inputs),
+            self._bytes((4 * rows + 2) * shape.hidden),
+        )
+
+    def _embed(self, shape: Shape, rows: int) -> Calls:
+        table = self._randn(shape.vocabulary, shape.hidden)
+        ids = torch.randint(0, shape.vocabulary, (rows,), device=self.device)
+        num_bytes = self._bytes(2 * rows * shape.hidden)
+        return Calls(lambda i: self.kernels.embed(ids, table), lambda i: reference.embed(ids, table), num_bytes)
+
+    def _plan_cycle(self, shape: Shape, rows: int) -> Calls:
+        """The indices of a cycle in which every row makes as many drafts."""
+        blocks = -(-(shape.context + DRAFTS + 1) // BLOCK)
+        facts = [[1] * rows, [shape.context] * rows, [DRAFTS] * rows, [1] * rows]
+        about = torch.tensor(facts, dtype=torch.int32, device=self.device)
+        tables = torch.arange(rows * blocks, dtype=torch.int32, device=self.device).view(rows, blocks)
+        wide, narrow = cycle_plan.sizes(rows, DRAFTS)
+
+        def buffers() -> tuple[Tensor, Tensor]:
+            long, short = torch.int64, torch.int32
+            return torch.zeros(wide, dtype=long, device=self.device), torch.zeros(
+                narrow, dtype=short, device=self.device
+            )
+
+        def plan(op: Any, into: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            op(about, tables, BLOCK, DRAFTS, *into)
+            return into
+
+        ours, plain = buffers(), buffers()
+        return Calls(
+            lambda i: plan(self.kernels.plan_cycle, ours),
+            lambda i: plan(cycle_plan.plan_cycle, plain),
+            4 * (about.numel() + tables.numel() + narrow) + 8 * wide,
+            captured_reference=False,
+        )
+
+    def _nth_best(self, shape: Shape, rows: int) -> Calls:
+        """Of branches that take the first four tokens."""
+        logits = self._randn(rows, shape.shortlist, scale=3.0)
+        ranks = torch.arange(rows, dtype=torch.int32, device=self.device) % 4
+
+        def chosen(op: Any) -> Tensor:  # the numbers: among equals each may choose its own
+            return logits.gather(-1, op(logits, ranks).unsqueeze(-1))
+
+        return Calls(
+            lambda i: chosen(self.kernels.nth_best),
+            lambda i: chosen(branching.nth_best),
+            self._bytes(logits.numel()),
+        )
+
+    def _copy_slots(self, shape: Shape, rows: int) -> Calls:
+        """One slot of each row, in the pools of one layer."""
+        ours, plain = (list(self._pools(shape, 2 * rows)) for _ in range(2))
+        half = len(ours[0]) * BLOCK // 2
+        source = torch.arange(rows, dtype=torch.int32, device=self.device)
+        target = source + half
+
+        def copy(copier: Any, pools: list[Tensor]) -> list[Tensor]:
+            copier(source, target)
+            return pools
+
+        copiers = self.kernels.slot_copier(ours, BLOCK), branching.slot_copier(plain, BLOCK)
+        return Calls(
+            lambda i: copy(copiers[0], ours),
+            lambda i: copy(copiers[1], plain),
+            self._bytes(2 * rows * 2 * shape.kv_heads * shape.head_dim),
+            captured_reference=False,
+        )
+
+    def _router_weights(self, shape: Shape) -> RouterWeights:
+        def draw(*size: int) -> Tensor:
+            return torch.randn(size, device=self.device) * 0.02
+
+        down = draw(BOTTLENECK, shape.hidden + 2)
+        return RouterWeights(1 + draw(shape.hidden), down, draw(BOTTLENECK), draw(BOTTLENECK), draw(1), EPS)
+
+
+def _values(peaks: Peaks) -> tuple[Tensor, Tensor, Tensor]:
+    """Without where the best stands: among equals each may choose its own."""
+    return peaks.best, peaks.second, peaks.sum

