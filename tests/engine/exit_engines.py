@@ -20,7 +20,11 @@ from tide_core.models.identity import identify
 from tide_core.routing.artefact import load_artefact
 
 EASY = 0.03
-DAMPING = {"llama": ("self_attn.o_proj", "mlp.down_proj"), "gpt2": ("attn.c_proj", "mlp.c_proj")}
+DAMPING = {
+    "llama": ("self_attn.o_proj", "mlp.down_proj"),
+    "qwen3": ("self_attn.o_proj", "mlp.down_proj"),
+    "gpt2": ("attn.c_proj", "mlp.c_proj"),
+}
 
 
 @functools.cache

@@ -78,6 +78,7 @@ def test_a_branch_that_is_always_right_gives_a_token_in_every_cycle(
         right = shortlist.index(ids[parts.core.counters.num_output_tokens])
         return torch.where(ranks == rank, right, (right + 1 + ranks) % len(shortlist)).long()
 
+    monkeypatch.setattr(branches, "MOST_BRANCHES", 4)
     cycles = parts.runner.cycles
     assert cycles is not None
     cycles._kernels = replace(cycles._kernels, nth_best=oracle)

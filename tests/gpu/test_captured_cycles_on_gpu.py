@@ -21,8 +21,7 @@ GREEDY = {"max_tokens": 24, "ignore_eos": True}
 
 
 def cycle_parts(artefact: dict[str, Any], *, capture: bool, dtype: str = "bfloat16", easy: bool = False) -> Parts:
-    family = "llama" if easy else "qwen3"
-    parts = exit_parts(family, easy=easy, artefact=artefact, device="cuda", dtype=dtype, max_rows=8)
+    parts = exit_parts("qwen3", easy=easy, artefact=artefact, device="cuda", dtype=dtype, max_rows=8)
     runner = parts.runner
     assert runner._cycles is not None, "cycles of such a model are captured"
     assert isinstance(runner.kernels, CudaKernels)

@@ -231,33 +231,36 @@ class _Cycle(Replayed):
         if self.room.branches > 1:
             assert self._branches is not None
             self._branches.copy(*self._copies)
-        tokens = [self._parts.newest]
-        scores = []
+        token_ids = self._parts.newest
+        scores: list[torch.Tensor] = []
+        chosen: list[torch.Tensor] = []
         for ahead, view in enumerate(self._drafts):
-            score, token_ids = self._draft(ahead, view, tokens[-1])
+            score, best = self._draft(ahead, view, chosen[-1] if chosen else None)
             scores.append(score)
-            tokens.append(token_ids)
-        best, best_at = self._run_deep(torch.cat(tokens).index_select(0, self._parts.sources))
-        if scores:
-            self._hand_over(self._results[:2], (torch.stack(scores), torch.stack(tokens[1:])))
-        self._hand_over(self._results[2:], (best, best_at))
-
-    def _hand_over(self, results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
-        for result, here in zip(results, found, strict=True):
+            chosen.append(best)
+        if self._exits is not None and chosen:
+            drafted = self._exits.shortlist[torch.stack(chosen)]
+            token_ids = torch.cat((token_ids, drafted.flatten()))
+        best = self._run_deep(token_ids.index_select(0, self._parts.sources))
+        found = (torch.stack(scores), drafted, *best) if chosen else best
+        for result, here in zip(self._results[-len(found) :], found, strict=True):
             result.copy_(here, non_blocking=True)
 
-    def _draft(self, ahead: int, view: KernelView, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and likeliest tokens behind these tokens."""
+    def _draft(self, ahead: int, view: KernelView, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores, and where in the shortlist the next tokens stand, behind those the pass before found; the first pass
+        begins with the newest ones."""
         adapter, exits, parts = self._adapter, self._exits, self._parts
         assert exits is not None
         [checkpoint] = exits.checkpoints
         inputs = adapter.layer_inputs(view.positions, view)
-        states = adapter.run_layers(adapter.embed(token_ids, view.positions), 0, checkpoint.layer, inputs)[0]
+        newest, positions = parts.newest, view.positions
+        states = adapter.embed(newest, positions) if before is None else exits.enter(before, positions)
+        states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
         deep = (parts.draft_deep_slots, parts.draft_distances[ahead]) if checkpoint.head.spec.deep else (None, None)
         logits, score, best = exits.score(0, view, states, *deep)
         if ahead == 0 and self.room.branches > 1:
             best = self._kernels.nth_best(logits, self._ranks[0])
-        return score, exits.shortlist[best]
+        return score, best
 
     def _run_deep(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest logits behind these tokens, and their ids."""

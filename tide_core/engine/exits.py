@@ -110,7 +110,9 @@ class Exits:
             logger.debug("exit heads run op by op: %s", why_not)
         self._judges: list[Judge] = []
         self._fused: list[FusedHead] = []
+        self._entering: torch.Tensor | None = None
         if isinstance(kernels, CudaKernels):
+            self._entering = self._entering_rows()
             self._fused = [FusedHead(point.head, kernels) for point in self.checkpoints]
             self._judges = [Judge.of(point.router, kernels, len(self._ids)) for point in self.checkpoints]
 
@@ -193,6 +195,21 @@ class Exits:
         if norm is None or linear is None:
             return self._narrow_head(self._adapter.norm(features))
         return kernels.fused_linear(features, linear.weight, linear.bias, norm=norm)
+
+    def _entering_rows(self) -> torch.Tensor | None:
+        """The embedding of the shortlist, where that is all there is to entering: the narrow head's own rows if the
+        model has them in common."""
+        rows, head = self._adapter.plain_embedding, self._narrow_head.linear.weight
+        if rows is None:
+            return None
+        shared = rows.data_ptr() == self._adapter.head_rows.data_ptr() and head.dtype == rows.dtype
+        return head.detach() if shared else rows.detach()[self.shortlist].contiguous()
+
+    def enter(self, best: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The states that the tokens at these places of the shortlist [T] enter layer 0 with, [1, T, D]."""
+        if self._entering is None:
+            return self._adapter.embed(self.shortlist[best], positions)
+        return self._judges[0].kernels.embed(best, self._entering).unsqueeze(0)
 
     @property
     def taps(self) -> tuple[int, ...]:

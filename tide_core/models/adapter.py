@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from tide_core.batch import KVView, KVWritten, Rotation
 from tide_core.errors import ModelError
 from tide_core.models.families import Family, falcon_mask, find_family
-from tide_core.models.kernel_modules import is_plain_rms_norm
+from tide_core.models.kernel_modules import is_plain_embedding, is_plain_rms_norm
 
 ATTENTION = "tide"
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -143,6 +143,13 @@ class ModelAdapter:
             return self.family.embed(self.backbone, ids, positions)
         return cast(torch.Tensor, self.backbone.embed_tokens(ids))
 
+    @property
+    def plain_embedding(self) -> torch.Tensor | None:
+        """The rows that tokens enter with, where looking them up is all that happens."""
+        embedding = getattr(self.backbone, "embed_tokens", None)
+        plain = self.family.embed is None and isinstance(embedding, nn.Embedding) and is_plain_embedding(embedding)
+        return embedding.weight if plain and embedding is not None else None
+
     def layer_inputs(self, positions: torch.Tensor, view: KVView) -> LayerInputs:
         """What `run_layers` needs to know of a step's tokens, computed once for all layers."""
         position_ids = positions.unsqueeze(0)
@@ -248,6 +255,11 @@ class ModelAdapter:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    @property
+    def head_rows(self) -> torch.Tensor:
+        """The output embedding, [V, D]."""
+        return cast(torch.Tensor, self._head.weight)
 
     def narrow_head(self, token_ids: torch.Tensor) -> NarrowHead:
         """The head for these token ids alone, as a module of its own: [..., D] -> [..., number of ids]."""

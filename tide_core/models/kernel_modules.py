@@ -1,6 +1,6 @@
-"""Hands the library's own linear, norm, gated MLP and rotary code to our kernels, in place; no weight is copied.
+"""Hands the library's own linear, norm, embedding, gated MLP and rotary code to our kernels, in place.
 
-A module keeps its weights, its name and its place in the layer; only its `forward` becomes kernel calls. It is called
+A module keeps its weights (none is copied), its name and its place in the layer; only its `forward` becomes kernel calls. It is called
 directly, past the hooks of `nn.Module`, which nobody sets here and which cost as much as a small kernel. Modules whose
 arithmetic is not exactly that of the kernel (Gemma's norms, GPT-2's transposed Conv1D, Falcon's linear) stay.
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tide_core.kernels import Kernels, reference
+from tide_core.kernels import CudaKernels, Kernels, reference
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
@@ -52,6 +52,13 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
 
         __call__ = forward
 
+    class KernelEmbedding(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            assert isinstance(kernels, CudaKernels)
+            return kernels.embed(input.flatten(), self.weight).view(*input.shape, self.embedding_dim)
+
+        __call__ = forward
+
     count = 0
     attentions: dict[type[nn.Module], type[nn.Module]] = {}
     for module in model.modules():
@@ -63,6 +70,8 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             module.__class__ = KernelGatedMLP
         elif type(module) is nn.Linear:
             module.__class__ = KernelLinear
+        elif type(module) is nn.Embedding and isinstance(kernels, CudaKernels):
+            module.__class__ = KernelEmbedding
         elif is_plain_rms_norm(module):
             module.__class__ = KernelRMSNorm
         else:
@@ -106,6 +115,11 @@ def _rotates_in_halves(library: Any) -> bool:
         return False
     expected = [reference.rotary(x[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0) for x in (q, k)]
     return all(torch.allclose(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """A look-up and nothing else; some families scale what they find."""
+    return type(module).__name__ in ("Embedding", "KernelEmbedding")
 
 
 def is_plain_rms_norm(module: nn.Module) -> bool:
