@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -46,7 +46,14 @@ class ReadyCore:
     def abort(self, request_id: str) -> RequestOutput | None:
         return RequestOutput(request_id, (), FinishReason.ABORT) if self._rows.pop(request_id, None) else None
 
-    def step(self) -> list[RequestOutput]:
+    def advance(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
+        deliver(self._step())
+
+    def say(self) -> list[RequestOutput]:
+        """Nothing is left to be said."""
+        return []
+
+    def _step(self) -> list[RequestOutput]:
         time.sleep(STEP_S)
         outputs = []
         for request_id, (index, total) in list(self._rows.items()):

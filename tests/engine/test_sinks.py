@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,7 +34,14 @@ class ReadyCore:
     def abort(self, request_id: str) -> RequestOutput | None:
         return RequestOutput(request_id, (), FinishReason.ABORT) if self._rows.pop(request_id, -1) >= 0 else None
 
-    def step(self) -> list[RequestOutput]:
+    def advance(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
+        deliver(self._step())
+
+    def say(self) -> list[RequestOutput]:
+        """Nothing is left to be said."""
+        return []
+
+    def _step(self) -> list[RequestOutput]:
         self._last_step += 1
         outputs = []
         for request_id in list(self._rows):

@@ -186,6 +186,7 @@ def assemble_loaded(
         namespace=f"{identity}:{adapter.dtype}:{digest}",
         num_layers=adapter.num_layers,
         on_result=None if planner is None else planner.observe,
+        during=runner.during,
     )
     logger.info(
         "model %s: %d layers in %d segments, %s on %s, %s kernels, KV pool of %d blocks of %d tokens, artefact %s",

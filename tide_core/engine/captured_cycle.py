@@ -241,8 +241,8 @@ class _Cycle(Replayed):
         if self._exits is not None and chosen:
             drafted = self._exits.shortlist[torch.stack(chosen)]
             token_ids = torch.cat((token_ids, drafted.flatten()))
-        best = self._run_deep(token_ids.index_select(0, self._parts.sources))
-        found = (torch.stack(scores), drafted, *best) if chosen else best
+        deep = self._run_deep(token_ids.index_select(0, self._parts.sources))
+        found = (torch.stack(scores), drafted, *deep) if chosen else deep
         for result, here in zip(self._results[-len(found) :], found, strict=True):
             result.copy_(here, non_blocking=True)
 

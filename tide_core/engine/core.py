@@ -1,8 +1,11 @@
 """The engine without threads: requests in, `step()` until nothing is left, outputs out.
 
-A step is schedule, run, commit. Whatever goes wrong with one row ends that row alone; what goes wrong with a whole
-batch is tried again row by row, so that only the rows that cause it end with an error. If all of them fail, one token
-of no request decides whose fault it is: if that fails too, the engine is broken and says so.
+A step is schedule, run, commit. Its texts are made and delivered while the device is busy with the step behind it, if
+there is one: rows and lengths are all that the next step needs to know.
+
+Whatever goes wrong with one row ends that row alone; what goes wrong with a whole batch is tried again row by row, so
+that only the rows that cause it end with an error. If all of them fail, one token of no request decides whose fault it
+is: if that fails too, the engine is broken and says so.
 
 Every token that left early and was compared with full depth goes into the audit book. When the bound of mode bounded
 breaks, its rows go on in mode verified.
@@ -13,41 +16,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
+from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult, TokenResult
 from tide_core.engine.audit import AuditBook
 from tide_core.engine.exit_stats import ExitStats
 from tide_core.engine.policy import without_exits
+from tide_core.engine.progress import Gain, Progress, make_output
 from tide_core.engine.scheduler import Row, Scheduler
-from tide_core.engine.tokenizer import TextStream, Tokenizer
+from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import EngineError, RequestError
-from tide_core.quick import quick
-from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
+from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger("tide")
-
-make_token, make_output = quick(TokenOutput), quick(RequestOutput)
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """What the core keeps of a request beside its row: text, times, and what its usage will say."""
-
-    row: Row
-    text: TextStream
-    end_ids: frozenset[int]
-    """Ids that end the text and are no part of it."""
-    arrived_at: float
-    started_at: float | None = None
-    first_token_at: float | None = None
-    exits: dict[int, int] = field(default_factory=dict)
-    """Output tokens by exit layer."""
-    layers_run: int = 0
-    deep_passes: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -71,8 +53,10 @@ class EngineCore:
         namespace: str,
         num_layers: int,
         on_result: Callable[[RowStep, RowResult], None] | None = None,
+        during: Callable[[Callable[[], None]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`during` is told what the next `run` shall do while the device works; without it that is done before."""
         self.scheduler = scheduler
         self.counters = Counters()
         self.exits = ExitStats(num_layers)
@@ -83,11 +67,13 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._namespace = namespace
         self._clock = clock
+        self._during = during
         self._open: dict[str, Progress] = {}
+        self._unsaid: list[Gain] = []
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._unsaid)
 
     def count_on(self, other: EngineCore) -> None:
         """Go on with the counts of the core before this one; what its audits found says nothing about these exits."""
@@ -111,17 +97,38 @@ class EngineCore:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any phase; None if it is not open."""
         progress = self._open.get(request_id)
-        return None if progress is None else self._finish(progress, FinishReason.ABORT)
+        if progress is None:
+            return None
+        earlier = [gain for gain in self._unsaid if gain.progress is progress]
+        self._unsaid = [gain for gain in self._unsaid if gain.progress is not progress]
+        tokens = tuple(token for gain in earlier for token in self._say(gain).tokens)
+        if request_id not in self._open:  # its text could not be made
+            return RequestOutput(request_id, tokens, FinishReason.ABORT, progress.usage(self._clock()))
+        self._close(progress)
+        return RequestOutput(request_id, tokens, FinishReason.ABORT, progress.usage(self._clock()))
 
     def step(self) -> list[RequestOutput]:
-        """One step of all rows that fit in it."""
+        """One step of all rows that fit in it, and all that came of it."""
+        outputs: list[RequestOutput] = []
+        self.advance(outputs.extend)
+        return outputs + self.say()
+
+    def advance(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
+        """One step of all rows that fit in it. What the step before it gave is delivered meanwhile; what this one gives
+        is left to be said."""
+        if not self.scheduler.has_work:
+            deliver(self.say())
+            return
         rows, batch = self.scheduler.schedule()
         began_at = self._begin()
-        result = self._run_fenced(batch)
-        committed = [
-            self._commit(row, step, got, began_at) for row, step, got in zip(rows, batch.rows, result.rows, strict=True)
-        ]
-        return [output for output in committed if output is not None]
+        result = self._run_fenced(batch, deliver)
+        for row, step, got in zip(rows, batch.rows, result.rows, strict=True):
+            self._commit(row, step, got, began_at)
+
+    def say(self) -> list[RequestOutput]:
+        """What has not been said yet, as outputs."""
+        unsaid, self._unsaid = self._unsaid, []
+        return [self._say(gain) for gain in unsaid if not gain.progress.is_over]
 
     def check_idle(self) -> None:
         """With no request open, every block must be back."""
@@ -135,12 +142,30 @@ class EngineCore:
         self.counters.max_blocks_owned = max(self.counters.max_blocks_owned, self.scheduler.blocks.num_owned)
         return self._clock()
 
-    def _run_fenced(self, batch: ScheduledBatch) -> StepResult:
+    def _run_fenced(self, batch: ScheduledBatch, deliver: Callable[[list[RequestOutput]], None]) -> StepResult:
         """Run the batch; if that raises, run its rows one by one and give those that raise again an error."""
+        failures: list[BaseException] = []
+
+        def meanwhile() -> None:
+            try:
+                deliver(self.say())
+            except BaseException as failure:  # no fault of the step
+                failures.append(failure)
+
+        if self._during is None:
+            meanwhile()
+        else:
+            self._during(meanwhile)
         try:
-            return self._run(batch)
+            result = self._run(batch)
         except Exception:
             logger.exception("step of %d rows failed; running them one by one", len(batch.rows))
+            result = self._run_one_by_one(batch)
+        if failures:
+            raise failures[0]
+        return result
+
+    def _run_one_by_one(self, batch: ScheduledBatch) -> StepResult:
         result = StepResult(tuple(self._run_alone(ScheduledBatch((row,))) for row in batch.rows))
         if all(row.error is not None for row in result.rows):
             self._probe()
@@ -167,69 +192,67 @@ class EngineCore:
         except Exception as error:
             return RowResult(error=f"{type(error).__name__}: {error}")
 
-    def _commit(self, row: Row, step: RowStep, result: RowResult, began_at: float) -> RequestOutput | None:
-        progress = self._open[row.request.request_id]
+    def _commit(self, row: Row, step: RowStep, result: RowResult, began_at: float) -> None:
+        """Note what a row has gained: its ids and its length, on which the next step depends."""
+        progress = self._open.get(row.request.request_id)
+        if progress is None:
+            return  # its text failed while this step ran
         if progress.started_at is None:
             progress.started_at = began_at
         if result.error is not None:
-            return self._finish(progress, FinishReason.ERROR, error=EngineError(result.error))
+            self._end(progress, step, FinishReason.ERROR, error=EngineError(result.error))
+            return
         self.counters.num_prompt_tokens += len(step.token_ids) - bool(row.output_ids)
         if not result.tokens:
             self.scheduler.advance(row, result.num_valid, ())
-            return None
+            return
         if progress.first_token_at is None:
             progress.first_token_at = self._clock()
         try:
-            return self._emit(progress, step, result)
-        except Exception as error:
+            self._gain(progress, step, result)
+        except Exception as error:  # the text of a row with stop strings, or an exit layer that cannot be
             logger.exception("text of one request failed")
-            return self._finish(progress, FinishReason.ERROR, error=EngineError(f"{type(error).__name__}: {error}"))
+            self._end(progress, step, FinishReason.ERROR, error=EngineError(f"{type(error).__name__}: {error}"))
 
-    def _emit(self, progress: Progress, step: RowStep, result: RowResult) -> RequestOutput:
-        """The tokens the row has gained as an output; tokens past the end are dropped with the drafts they were."""
+    def _gain(self, progress: Progress, step: RowStep, result: RowResult) -> None:
+        """Tokens past the end of the text are dropped with the drafts they were."""
         row, mode = progress.row, step.policy.mode
-        num_before = len(row.output_ids)
-        outputs: list[TokenOutput] = []
-        token_ids: list[int] = []
-        reason: FinishReason | None = None
-        for token in result.tokens:
-            token_id = token.token_id
-            token_ids.append(token_id)
-            text, reason = self._text(progress, token_id, num_before + len(token_ids))
-            outputs.append(
-                make_token(
-                    token_id,
-                    text,
-                    token.exit_layer,
-                    token.logprob,
-                    token.top_logprobs,
-                    token.score,
-                    token.audit,
-                    mode,
-                )
-            )
-            if reason is not None:
-                break
-        dropped = len(result.tokens) - len(outputs)
-        self._account(progress, step, result, outputs)
-        self.scheduler.advance(row, result.num_valid - dropped, token_ids)
+        tokens, reason = progress.cut(result.tokens)
+        said = None
+        if row.request.params.stop:
+            said, stopped = progress.say(tokens, mode, ends=reason is not None)
+            tokens, reason = tokens[: len(said)], FinishReason.STOP if stopped else reason
+        dropped = len(result.tokens) - len(tokens)
+        self._account(progress, step, result, tokens)
+        self.scheduler.advance(row, result.num_valid - dropped, [token.token_id for token in tokens])
+        self._unsaid.append(Gain(progress, mode, tokens, said, reason))
+        if reason is not None:
+            self._close(progress)
+
+    def _say(self, gain: Gain) -> RequestOutput:
+        """A gain as an output, with its text."""
+        progress, reason, said = gain.progress, gain.reason, gain.said
+        request_id = progress.row.request.request_id
+        try:
+            if said is None:
+                said, _ = progress.say(gain.tokens, gain.mode, ends=reason is not None)
+        except Exception as error:
+            return self._failed(progress, error)
         if reason is None:
-            return make_output(row.request.request_id, tuple(outputs))
-        return self._finish(progress, reason, tokens=tuple(outputs))
+            return make_output(request_id, tuple(said))
+        return RequestOutput(request_id, tuple(said), reason, progress.usage(self._clock()), gain.error)
 
-    def _text(self, progress: Progress, token_id: int, num_output: int) -> tuple[str, FinishReason | None]:
-        """The text that output token number `num_output` releases, and the reason if it is the last."""
-        stream = progress.text
-        ends = token_id in progress.end_ids
-        text = "" if ends else stream.push(token_id)
-        last = ends or num_output >= progress.row.request.params.max_tokens
-        if not (last or stream.stopped):
-            return text, None
-        if not stream.stopped:
-            text += stream.finish()  # what was held back; a stop string may be complete only now
-        return text, FinishReason.STOP if ends or stream.stopped else FinishReason.LENGTH
+    def _failed(self, progress: Progress, error: Exception) -> RequestOutput:
+        """The last output of a request whose text cannot be made."""
+        logger.exception("text of one request failed")
+        request_id = progress.row.request.request_id
+        if request_id in self._open:
+            self._close(progress)
+        progress.is_over = True
+        failure = EngineError(f"{type(error).__name__}: {error}")
+        return RequestOutput(request_id, (), FinishReason.ERROR, progress.usage(self._clock()), failure)
 
-    def _account(self, progress: Progress, step: RowStep, result: RowResult, outputs: list[TokenOutput]) -> None:
+    def _account(self, progress: Progress, step: RowStep, result: RowResult, outputs: Sequence[TokenResult]) -> None:
         """Count what was emitted and what truly ran for it, and hear what full depth says about it."""
         self.counters.num_output_tokens += len(outputs)
         # A prompt's layers are not the output's; its last token ran all of them for the first output token.
@@ -270,35 +293,16 @@ class EngineCore:
             if row.policy.epsilon == epsilon:
                 row.use(without_exits(row.policy))
 
-    def _finish(
-        self,
-        progress: Progress,
-        reason: FinishReason,
-        *,
-        tokens: tuple[TokenOutput, ...] = (),
-        error: Exception | None = None,
-    ) -> RequestOutput:
-        """Give everything back that the request held and say the last word on it."""
-        row = progress.row
-        self.scheduler.remove(row)
-        del self._open[row.request.request_id]
+    def _end(self, progress: Progress, step: RowStep, reason: FinishReason, *, error: Exception) -> None:
+        """The request ends here; its last word comes behind what has not been said yet."""
+        self._close(progress)
+        self._unsaid.append(Gain(progress, step.policy.mode, said=[], reason=reason, error=error))
+
+    def _close(self, progress: Progress) -> None:
+        """Give everything back that the request held."""
+        self.scheduler.remove(progress.row)
+        del self._open[progress.row.request.request_id]
         self.counters.num_finished += 1
-        now = self._clock()
-        usage = Usage(
-            prompt_tokens=len(row.request.prompt_ids),
-            output_tokens=len(row.output_ids),
-            cached_tokens=row.cached_tokens,
-            num_preemptions=row.num_preemptions,
-            layers_run=progress.layers_run,
-            deep_passes=progress.deep_passes,
-            num_drafts=progress.num_drafts,
-            num_accepted=progress.num_accepted,
-            exits=progress.exits,
-            queue_s=(now if progress.started_at is None else progress.started_at) - progress.arrived_at,
-            first_token_s=(now if progress.first_token_at is None else progress.first_token_at) - progress.arrived_at,
-            total_s=now - progress.arrived_at,
-        )
-        return RequestOutput(row.request.request_id, tokens, reason, usage, error)
 
     def _cache_namespace(self, request: Request) -> bytes | None:
         """KV is shared only between requests of one model, one kind of policy and one salt.

@@ -168,9 +168,10 @@ class EngineLoop:
                 for core in tuple(self._cores):
                     if core.has_work:
                         with self.stepping:
-                            outputs = core.step()
-                        self._deliver(outputs)
+                            core.advance(self._deliver)
                 self.last_beat = time.monotonic()
+            for core in self._cores:
+                self._deliver(core.say())
             self._end_all(FinishReason.ABORT, None)
         except BaseException as death:
             logger.exception("engine loop died")

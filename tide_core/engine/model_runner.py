@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,6 +45,7 @@ class ModelRunner:
         self.segments = segments
         self.exits = exits
         self._cycles = captured_cycles
+        self._meanwhile: Callable[[], None] = _nothing
         taps = () if exits is None else exits.taps
         self._depth = DepthLoop(adapter, cache, kernels, segments, taps, captured_segments)
         self._prompt_exits = prompt_exits
@@ -62,6 +63,10 @@ class ModelRunner:
             )
         )
 
+    def during(self, meanwhile: Callable[[], None]) -> None:
+        """What the next run shall do while the device works, or before it does. It must not raise."""
+        self._meanwhile = meanwhile
+
     @property
     def cycles(self) -> CapturedCycles | None:
         """What runs whole cycles as graphs."""
@@ -70,11 +75,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One cycle of every row."""
+        meanwhile, self._meanwhile = self._meanwhile, _nothing
         rows, cycles = batch.rows, self._cycles
         mine = [] if cycles is None else [r for r, row in enumerate(rows) if cycles.takes(row)]
         if cycles is None or not mine:
+            meanwhile()
             return StepResult(tuple(self._run_rows(rows)))
         started = cycles.start([rows[r] for r in mine])
+        meanwhile()
         results: dict[int, RowResult] = {}
         if len(mine) < len(rows):  # while the device is busy
             others = sorted({*range(len(rows))} - {*mine})
@@ -135,6 +143,10 @@ class ModelRunner:
         if normed is None:
             states = self.adapter.norm(states)
         return self._verifier.settle(rows, wanted, self.adapter.head(states))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _wanted(row: RowCycle, last_segment: int) -> list[int]:

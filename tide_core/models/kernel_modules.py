@@ -1,8 +1,9 @@
 """Hands the library's own linear, norm, embedding, gated MLP and rotary code to our kernels, in place.
 
-A module keeps its weights (none is copied), its name and its place in the layer; only its `forward` becomes kernel calls. It is called
-directly, past the hooks of `nn.Module`, which nobody sets here and which cost as much as a small kernel. Modules whose
-arithmetic is not exactly that of the kernel (Gemma's norms, GPT-2's transposed Conv1D, Falcon's linear) stay.
+A module keeps its weights (none is copied), its name and its place in the layer; only its `forward` becomes kernel
+calls. It is called directly, past the hooks of `nn.Module`, which nobody sets here and which cost as much as a small
+kernel. Modules whose arithmetic is not exactly that of the kernel (Gemma's norms, GPT-2's transposed Conv1D, Falcon's
+linear) stay.
 
 Attention modules keep their own forward. One name in it, the function that applies rotary positions, is bound to our
 kernel, in a copy of the forward that belongs to this model's modules alone: the library itself is not touched.

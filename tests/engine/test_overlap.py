@@ -1,0 +1,132 @@
+"""What a step gives is said while the next one runs: in order, once, and at the latest when nothing follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.factories import make_config, make_parts, random_prompts
+from tide_core.batch import ScheduledBatch, StepResult
+from tide_core.engine.assemble import Parts
+from tide_core.engine.engine import Engine
+from tide_core.engine.text import TextStream
+from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams
+
+
+def request(name: str, *, max_tokens: int = 4, **params: Any) -> Request:
+    settings = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
+    return Request(name, tuple(random_prompts(1, 5)[0]), settings, seed=0)
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return make_parts(kernels="reference")
+
+
+def test_a_step_is_said_when_the_next_one_has_begun_and_not_before(parts: Parts) -> None:
+    core, events = parts.core, []
+    run = core._run
+
+    def noted(batch: ScheduledBatch) -> StepResult:
+        events.append("run")
+        result = run(batch)
+        events.append("ran")
+        return result
+
+    core._run = noted
+    core.add(request("a"))
+    for _ in range(3):
+        core.advance(lambda outputs: events.append([output.request_id for output in outputs]))
+    assert events == ["run", [], "ran", "run", ["a"], "ran", "run", ["a"], "ran"]
+    [left] = core.say()
+    assert len(left.tokens) == 1
+    assert core.say() == []
+
+
+def test_the_end_of_the_last_request_is_work_and_comes_without_another_step(parts: Parts) -> None:
+    core, said = parts.core, list[RequestOutput]()
+    core.add(request("a", max_tokens=2))
+    core.advance(said.extend)
+    core.advance(said.extend)
+    assert not core.scheduler.has_work
+    assert core.has_work
+    core.advance(said.extend)
+    assert not core.has_work
+    assert [output.finish_reason for output in said] == [None, FinishReason.LENGTH]
+    assert said[-1].usage is not None
+    assert said[-1].usage.output_tokens == 2
+
+
+def test_an_abort_says_what_was_still_to_be_said(parts: Parts) -> None:
+    core, said = parts.core, list[RequestOutput]()
+    core.add(request("a"))
+    core.advance(said.extend)
+    core.advance(said.extend)
+    last = core.abort("a")
+    assert last is not None
+    assert (len(said), len(last.tokens), last.finish_reason) == (1, 1, FinishReason.ABORT)
+    assert not core.has_work
+    assert core.say() == []
+    core.check_idle()
+
+
+def test_a_text_that_fails_while_its_row_runs_ends_once_and_gives_its_blocks_back(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, said = parts.core, list[RequestOutput]()
+    core.add(request("bad"))
+    core.add(request("good"))
+    [bad, _] = [progress.text for progress in core._open.values()]
+    push = TextStream.push
+
+    def failing(self: TextStream, token_id: int) -> str:
+        if self is bad:
+            raise UnicodeError("no text")
+        return push(self, token_id)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    while core.has_work:
+        core.advance(said.extend)
+    ends = {output.request_id: output for output in said if output.finished}
+    assert sum(output.finished for output in said) == 2
+    assert ends["bad"].finish_reason is FinishReason.ERROR
+    assert "no text" in str(ends["bad"].error)
+    assert sum(len(output.tokens) for output in said if output.request_id == "good") == 4
+    core.check_idle()
+
+
+def test_a_stop_string_is_seen_before_the_next_step_is_made(parts: Parts) -> None:
+    core = parts.core
+    core.add(request("plain", max_tokens=12))
+    whole = ""
+    while core.has_work:
+        whole += "".join(token.text for output in core.step() for token in output.tokens)
+    stop = whole[3:5]
+    core.add(request("stopped", max_tokens=12, stop=(stop,)))
+    said = list[RequestOutput]()
+    while core.has_work:
+        core.advance(said.extend)
+    text = "".join(token.text for output in said for token in output.tokens)
+    assert text == whole[: whole.index(stop)]
+    assert said[-1].finish_reason is FinishReason.STOP
+    assert said[-1].usage is not None
+    assert said[-1].usage.output_tokens == sum(len(output.tokens) for output in said)
+
+
+def test_a_failure_to_deliver_is_not_taken_for_one_of_the_step(parts: Parts) -> None:
+    core = parts.core
+    core.add(request("a"))
+    core.advance(lambda outputs: None)
+
+    def broken(outputs: list[RequestOutput]) -> None:
+        raise OSError("nobody listens")
+
+    with pytest.raises(OSError, match="nobody listens"):
+        core.advance(broken)
+
+
+def test_an_engine_that_is_closed_says_the_ends_that_were_reached(parts: Parts) -> None:
+    with Engine.from_parts(make_config(), parts) as engine:
+        [answer] = engine.generate(random_prompts(1, 5), SamplingParams(max_tokens=1, ignore_eos=True))
+    assert answer.finish_reason is FinishReason.LENGTH
