@@ -169,8 +169,8 @@ def reads(world: World) -> Found:
 
 
 def demo(world: World) -> Found:
-    """Modes of the demo model in turns on one engine, as `modes.py` runs them. A row that ends is followed by another, as
-    under load: else a batch would wait for its slowest row."""
+    """Modes of the demo model in turns on one engine, as `modes.py` runs them. A row that ends is followed by another,
+    as under load: else a batch would wait for its slowest row."""
     found, bench, sizes = Found(), world.bench, world.sizes
     contracts = {mode: greedy(mode, sizes.tokens) for mode in ("full", "verified")}
     contracts["no exits"] = greedy("verified", sizes.tokens, threshold=ABOVE_ALL)
