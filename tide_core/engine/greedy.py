@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tide_core.batch import DraftCounts, RowResult, RowStep, TokenResult
+from tide_core.quick import quick
 from tide_core.request import Audit
+
+make_token, make_result, make_counts = quick(TokenResult), quick(RowResult), quick(DraftCounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,9 @@ class Settler:
         tokens, error = self._tokens(step, drafted, taken, score, best, best_ids)
         accepted = len(tokens) if error is not None else len(tokens) - 1
         if error is not None and tokens:  # the text may end with these; if not, the next step fails too
-            return RowResult(tuple(tokens), accepted, layers_run, DraftCounts(taken, accepted, non_finite))
+            return make_result(tuple(tokens), accepted, layers_run, make_counts(taken, accepted, non_finite))
         num_valid = 1 + accepted
-        return RowResult(tuple(tokens), num_valid, layers_run, DraftCounts(taken, accepted, non_finite), error)
+        return make_result(tuple(tokens), num_valid, layers_run, make_counts(taken, accepted, non_finite), error)
 
     def _tokens(
         self,
@@ -66,13 +69,13 @@ class Settler:
             token_id, score_here = drafted.token_ids[ahead], drafted.scores[ahead]
             if score_here >= leave:
                 audit = Audit.AGREED if token_id == right else Audit.DISAGREED
-                tokens.append(TokenResult(token_id, self.exit_layer, None, (), score_here, audit))
+                tokens.append(make_token(token_id, self.exit_layer, None, (), score_here, audit))
             elif token_id == right:
-                tokens.append(TokenResult(token_id, self.exit_layer, None, (), score_here))
+                tokens.append(make_token(token_id, self.exit_layer, None, (), score_here))
             else:
                 score = score_here
                 break
-        tokens.append(TokenResult(right, self.num_layers, None, (), score))
+        tokens.append(make_token(right, self.num_layers, None, (), score))
         return tokens, None
 
     def _taken(self, step: RowStep, drafted: Drafted) -> tuple[int, float | None, int]:
