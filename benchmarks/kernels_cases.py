@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.gpu_shapes import Shape
+from benchmarks.kernels_draws import DrawOps
 from benchmarks.kernels_exits import ExitOps
 from benchmarks.kernels_inputs import Calls
 from benchmarks.kernels_layers import LayerOps
@@ -29,7 +30,7 @@ class Case:
         return f"{self.op} {self.what}, {self.rows} rows"
 
 
-class Cases(LayerOps, ExitOps):
+class Cases(LayerOps, ExitOps, DrawOps):
     """All cases of one version of the ops on one device."""
 
     def all(self, shapes: Sequence[Shape], rows: Sequence[int], contexts: Sequence[tuple[int, int]]) -> Iterator[Case]:
@@ -70,6 +71,8 @@ class Cases(LayerOps, ExitOps):
             "plan_cycle": (self._plan_cycle, True),
             "nth_best": (self._nth_best, True),
             "slot_copier": (self._copy_slots, True),
+            "draw": (self._draw, True),
+            "verify_drawn": (self._verify_drawn, True),
         }.items():
             if self.on_gpu or not needs_gpu:
                 yield Case(op, shape.name, rows, partial(sized, shape, rows))

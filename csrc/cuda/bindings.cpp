@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/branches.h"
+#include "cuda/draw.h"
 #include "cuda/ops.h"
 #include "cuda/plan_cycle.h"
 #include "cuda/small_ops.h"
@@ -274,6 +275,44 @@ void copy_slots(Address pools, Address from, Address to, int64_t num_pools, int6
         stream_of(stream));
 }
 
+void draw(int dtype, Address logits, Address settings, Address numbers, Address places, Address heads, int64_t rows,
+          int64_t width, int64_t logits_stride, int64_t vocabulary, Address stream) {
+    tide::cuda::draw(dtype_of(dtype),
+                     {in(logits), in<double>(settings), in<double>(numbers), out<int64_t>(places), out<double>(heads),
+                      rows, width, logits_stride, vocabulary},
+                     stream_of(stream));
+}
+
+void verify_drawn(int dtype, Address logits, Address sources, Address num_tokens, Address counts, Address settings,
+                  Address plain, Address accept, Address residual, Address scores, Address draft_ids,
+                  Address draft_logits, Address draft_heads, Address places, Address best, Address ids, int64_t tokens,
+                  int64_t rows, int64_t drafts, int64_t vocabulary, int64_t shortlist, int64_t logits_stride,
+                  Address stream) {
+    tide::cuda::VerifyDrawnParams params = {};
+    params.logits = in(logits);
+    params.sources = in<int64_t>(sources);
+    params.num_tokens = in<int32_t>(num_tokens);
+    params.counts = in<int32_t>(counts);
+    params.settings = in<double>(settings);
+    params.plain = in<double>(plain);
+    params.accept = in<double>(accept);
+    params.residual = in<double>(residual);
+    params.scores = in<float>(scores);
+    params.draft_ids = in<int64_t>(draft_ids);
+    params.draft_logits = in(draft_logits);
+    params.draft_heads = in<double>(draft_heads);
+    params.places = in<int32_t>(places);
+    params.best = out<float>(best);
+    params.ids = out<int64_t>(ids);
+    params.tokens = tokens;
+    params.rows = rows;
+    params.drafts = drafts;
+    params.vocabulary = vocabulary;
+    params.shortlist = shortlist;
+    params.logits_stride = logits_stride;
+    tide::cuda::verify_drawn(dtype_of(dtype), params, stream_of(stream));
+}
+
 // 0 where there is no driver.
 int device_count() {
     int count = 0;
@@ -312,6 +351,8 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("copy_slots", &copy_slots, no_gil, "Slots of all pools to other slots.");
     m.def("exit_input", &exit_input, no_gil,
           "Normed states beside normed deep states, plus the row of their distance.");
+    m.def("draw", &draw, no_gil, "A place in each row of logits, drawn as its settings say.");
+    m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle stay, and what comes instead of others.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },

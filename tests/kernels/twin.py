@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tide_core.kernels import CudaKernels, branching, cycle_plan, reference
+from tide_core.kernels import CudaKernels, branching, cycle_plan, draw_plan, reference
 
 
 def twin_kernels() -> CudaKernels:
@@ -49,6 +49,8 @@ def twin_kernels() -> CudaKernels:
         plan_cycle=cycle_plan.plan_cycle,
         nth_best=branching.nth_best,
         slot_copier=branching.slot_copier,
+        draw=draw_plan.draw,
+        verify_drawn=draw_plan.verify_drawn,
         takes=takes,
         attend_joined=attend_joined,
         takes_joined=takes,

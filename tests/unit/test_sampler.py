@@ -26,7 +26,7 @@ from tide_core.errors import EngineError
 from tide_core.request import SamplingParams
 from tide_core.sampling import SampledToken, SamplingRow, sample, sample_with_chances, token_probabilities
 from tide_core.sampling.adjust import adjusted
-from tide_core.sampling.draw import draw, uniform
+from tide_core.sampling.draw import draw, stream_key, uniform, uniforms
 from tide_core.sampling.weights import HEAD_TOKENS
 
 Probabilities = npt.NDArray[np.float64]
@@ -442,6 +442,14 @@ def test_the_numbers_of_a_seed_do_not_change_between_versions() -> None:
         0.5581932986907879,
         0.9844383619111032,
     ]
+
+
+def test_many_numbers_at_once_are_those_that_come_one_by_one() -> None:
+    seeds, steps = [0, 5, -1, 2**64 - 1, -(2**63)], [0, 1, 1000, 2**31]
+    for stream in range(5):
+        keys = np.array([stream_key(seed, stream) for seed in seeds], dtype=np.uint64)
+        numbers = uniforms(keys[:, None], np.array(steps, dtype=np.uint64))
+        assert numbers.tolist() == [[uniform(seed, step, stream) for step in steps] for seed in seeds]
 
 
 @pytest.mark.parametrize(

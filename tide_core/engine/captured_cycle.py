@@ -1,10 +1,13 @@
-"""A whole cycle on a GPU as one launch and one read, for rows that decode and take the likeliest token.
+"""A whole cycle on a GPU as one launch and one read, for rows that decode.
 
-Where nothing is drawn at random and no layer is skipped, the host has nothing to say between the first draft and the
-last layer: each draft pass begins with the token the one before it found likeliest, and the deep pass runs the newest
-token and all drafts of every row through all layers. The first layers are run again there: the newest token needs
-them anyway, and reading their weights takes as long for one token as for several. A row that may not draft is one with
-a number of drafts of 0, so that a step at full depth is such a cycle too.
+Where no layer is skipped and logits are taken as the model makes them, the host has nothing to say between the first
+draft and the last layer: each draft pass begins with the token the one before it chose, and the deep pass runs the
+newest token and all drafts of every row through all layers. The first layers are run again there: the newest token
+needs them anyway, and reading their weights takes as long for one token as for several. A row that may not draft is one
+with a number of drafts of 0, so that a step at full depth is such a cycle too.
+
+Rows that draw at random are given beforehand all the numbers they may need, and their drafts are judged on the device
+(`cycle_choice`). A cycle with such a row has a graph of its own kind.
 
 Then the host reads what every pass said, and `greedy` makes results of it.
 """
@@ -19,17 +22,18 @@ import torch
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine.branches import Branches, branches_for
 from tide_core.engine.captured_pass import FEWEST_BLOCKS, TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
+from tide_core.engine.cycle_choice import CycleChoice, Drawn, Likeliest
 from tide_core.engine.cycle_room import CycleRoom, CycleRows
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Drafted, Settler
-from tide_core.engine.policy import changes_the_choice
+from tide_core.engine.policy import changes_logits
 from tide_core.kernels import CudaKernels, cycle_plan
 from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import FEW_QUERIES, KernelView
 from tide_core.models.adapter import ModelAdapter
 
 Said = tuple[list[list[float]], list[list[int]], list[float], list[int]]
-"""Scores and token ids [drafts][rows], and the largest logits at full depth and their ids [tokens]."""
+"""Scores and token ids [drafts][rows], and the largest logits at full depth and the tokens that follow [tokens]."""
 Reading = Callable[[], list[RowResult]]
 
 
@@ -60,14 +64,9 @@ class CapturedCycles:
         """The shapes that texts of no great length come in."""
         sizes = [size for size in TOKEN_SIZES if size <= size_for(min(max_rows, TOKEN_SIZES[-1]))]
         drafts = range(1 if self._exits is None else max_drafts + 1)
-        return list(
-            dict.fromkeys(
-                self._room(size, count, FEWEST_BLOCKS)
-                for size in sizes
-                for count in drafts
-                if size * (count + 1) <= TOKEN_SIZES[-1]
-            )
-        )
+        shapes = [(size, count) for size in sizes for count in drafts if size * (count + 1) <= TOKEN_SIZES[-1]]
+        likeliest = dict.fromkeys(self._room(size, count, FEWEST_BLOCKS) for size, count in shapes)
+        return [*likeliest, *(CycleRoom(size, count, FEWEST_BLOCKS, draws=True) for size, count in shapes)]
 
     @torch.inference_mode()
     def prepare(self, room: CycleRoom) -> None:
@@ -84,7 +83,7 @@ class CapturedCycles:
             and row.num_drafts < FEW_QUERIES
             and not row.policy.skips_layers
             and params.logprobs is None
-            and not changes_the_choice(params)
+            and not changes_logits(params)
         )
 
     def start(self, rows: Sequence[RowStep]) -> Started:
@@ -98,9 +97,13 @@ class CapturedCycles:
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         size = self._cache.block_size
         blocks = max((row.start + row.num_drafts) // size + 1 for row in rows)
-        # A row that drafts fewer tokens than another gets no branches: they would all be the same.
-        even = rows[0].num_drafts == rows[-1].num_drafts
-        room = self._room(len(rows), rows[0].num_drafts, blocks_for(blocks), branch=even)
+        if any(not row.request.params.is_greedy for row in rows):
+            # Branches try the likeliest tokens, and a draw must not know which of them full depth will say.
+            room = CycleRoom(size_for(len(rows)), rows[0].num_drafts, blocks_for(blocks), draws=True)
+        else:
+            # A row that drafts fewer tokens than another gets no branches: they would all be the same.
+            even = rows[0].num_drafts == rows[-1].num_drafts
+            room = self._room(len(rows), rows[0].num_drafts, blocks_for(blocks), branch=even)
         cycle, begins = self._ready(room, rows)
         cycle.replay()
         return lambda: self._results(rows, begins, cycle)
@@ -197,7 +200,10 @@ class _Cycle(Replayed):
             for shape in (per_draft, per_token)
             for dtype in (torch.float32, torch.int64)
         ]
-        self._scratch: Any = None
+        self._choice: CycleChoice = Likeliest(kernels)
+        if room.draws:
+            numbers = room.numbers(self._buffer.device, torch.float64)
+            self._choice = Drawn(kernels, exits, self._about, parts, numbers)
         self._is_open = False
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
@@ -260,10 +266,10 @@ class _Cycle(Replayed):
         logits, score, best = exits.score(0, view, states, *deep)
         if ahead == 0 and self.room.branches > 1:
             best = self._kernels.nth_best(logits, self._ranks[0])
-        return score, best
+        return score, self._choice.draft(ahead, logits, score, best)
 
     def _run_deep(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logits behind these tokens, and their ids."""
+        """The largest logits behind these tokens, and what follows them."""
         adapter, exits, view, parts = self._adapter, self._exits, self._deep, self._parts
         inputs = adapter.layer_inputs(view.positions, view)
         states = adapter.embed(token_ids, view.positions)
@@ -278,8 +284,4 @@ class _Cycle(Replayed):
         normed = adapter.norm(states[0])
         if exits is not None:
             exits.keep(view, at_checkpoint, normed, tapped, parts.kept_slots, parts.deep_slots, parts.distances)
-        logits = adapter.head(normed)
-        if self._scratch is None:  # the first run is not captured
-            self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
-        peaks = self._kernels.peak(logits, self._scratch)
-        return peaks.best, peaks.best_at
+        return self._choice.settle(adapter.head(normed))

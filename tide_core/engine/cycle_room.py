@@ -1,4 +1,7 @@
-"""What the host says of the rows of a cycle: one small buffer, from which the device makes all indices itself."""
+"""What the host says of the rows of a cycle: one small buffer, from which the device makes all indices itself.
+
+Where rows draw at random, the buffer begins with the numbers of `cycle_draws`: they are the ones with 64 bits.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import numpy as np
 
 from tide_core.batch import RowStep
 from tide_core.engine.branches import Branches
+from tide_core.engine.cycle_draws import DrawNumbers, fill_numbers, num_numbers, split_numbers
 
 Array = np.ndarray[Any, Any]
 
@@ -26,6 +30,8 @@ class CycleRoom:
     branches: int = 1
     block_size: int = 0
     """Where there are branches."""
+    draws: bool = False
+    """Whether any of the rows draws at random. Then there are no branches."""
 
     @property
     def tokens(self) -> int:
@@ -40,17 +46,25 @@ class CycleRoom:
     @property
     def size(self) -> int:
         """Of the buffer, in 32-bit numbers."""
-        return sum(height * width for height, width in self._shapes)
+        return self._begin + sum(height * width for height, width in self._shapes)
 
     def split(self, buffer: Any) -> tuple[Any, Any, Any, Any]:
         """Of an array or a tensor: what is said about the rows [4, R], their blocks [R, B], and with branches the rank
         of each [1, R] and the slots to copy from and to [2, N]."""
-        parts, end = [], 0
+        parts, end = [], self._begin
         for height, width in self._shapes:
             begin, end = end, end + height * width
             parts.append(buffer[begin:end].reshape(height, width))
         about, tables, ranks, copies = parts
         return about, tables, ranks, copies
+
+    def numbers(self, buffer: Any, float64: Any) -> DrawNumbers:
+        """How the rows draw; of an array or a tensor, whose own type of 64 bits is named."""
+        return split_numbers(buffer[: self._begin].view(float64), self.rows, self.drafts)
+
+    @property
+    def _begin(self) -> int:
+        return 2 * num_numbers(self.rows, self.drafts) if self.draws else 0
 
 
 class CycleRows:
@@ -59,6 +73,7 @@ class CycleRows:
     def __init__(self, room: CycleRoom, host: Array, block_size: int, branches: Branches | None = None) -> None:
         self._about, self._tables, self._ranks, self._copies = room.split(host)
         self._block_size, self._room, self._branches = block_size, room, branches
+        self._numbers = room.numbers(host, np.float64) if room.draws else None
         self.blocks: list[list[int]] = []
         """Of every branch that is not the first of its row."""
 
@@ -80,6 +95,8 @@ class CycleRows:
             self._tables[place * each : (place + 1) * each, :used] = row.table.block_ids[:used]
         if each > 1:
             self._branch_off(rows)
+        if self._numbers is not None:
+            fill_numbers(self._numbers, rows)
         return [0, *accumulate(count + 1 for count in drafts[:-1])]
 
     def _branch_off(self, rows: Sequence[RowStep]) -> None:

@@ -93,6 +93,7 @@ class Exits:
     ) -> None:
         self.checkpoints = tuple(checkpoints)
         self.shortlist = shortlist.to(cache.device)
+        self.vocab_size = adapter.vocab_size
         self.last_segment = len(self.checkpoints)
         self._adapter = adapter
         self._cache = cache

@@ -1,8 +1,9 @@
-"""What becomes of a cycle in which every row takes the likeliest token: the rule of `verify`, for that case alone.
+"""What becomes of a cycle that ran in one go: the rule of `verify`, as far as it is left to the host.
 
 Here the drafts of all passes have been made and verified before anybody looks at a score. A score below the threshold
 would have saved the passes behind it; they are done, so a draft counts that is right, unless the request itself has
-asked for a threshold.
+asked for a threshold. Right is a draft that the device says too: the likeliest token, or in a row that draws at random
+a draft that the rejection rule lets stay.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ make_token, make_result, make_counts = quick(TokenResult), quick(RowResult), qui
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What the draft passes of one row say: scores, and the likeliest tokens."""
+    """What the draft passes of one row say: scores and tokens."""
 
     scores: Sequence[float]
     token_ids: Sequence[int]
@@ -36,8 +37,8 @@ class Settler:
     def row(
         self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int], *, branches: int = 1
     ) -> RowResult:
-        """`best` are the largest logits at full depth behind the newest token and behind each draft, `best_ids` their
-        tokens. All of it ran for each of the row's branches."""
+        """`best` are the largest logits at full depth behind the newest token and behind each draft, `best_ids` the
+        tokens that follow. All of it ran for each of the row's branches."""
         taken, score, non_finite = self._taken(step, drafted)
         count = step.num_drafts
         layers_run = branches * (count * self.exit_layer + (count + 1) * self.num_layers)

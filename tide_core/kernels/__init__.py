@@ -22,6 +22,7 @@ from torch import Tensor
 from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import elsewhere, reference
+from tide_core.kernels.draw_plan import DrawnCycle
 from tide_core.kernels.reference import Norm, Peaks, RouterWeights
 
 __all__ = [
@@ -201,6 +202,9 @@ class CudaKernels(Kernels):
     nth_best: Callable[[Tensor, Tensor], Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], Callable[[Tensor, Tensor], None]]
     """`tide_core.kernels.branching` says what these do."""
+    draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
+    """`tide_core.kernels.draw_plan` says what both mean."""
     takes: Callable[[Tensor, Tensor], bool]
     """Whether `attend` knows keys and values as these pools hold them."""
     attend_joined: AttendJoinedOp
@@ -238,6 +242,7 @@ def cuda_kernels() -> CudaKernels:
     cuda = importlib.import_module("tide_core.kernels.cuda")
     cycle = importlib.import_module("tide_core.kernels.cuda_cycle")
     branches = importlib.import_module("tide_core.kernels.cuda_branches")
+    draws = importlib.import_module("tide_core.kernels.cuda_draw")
     return CudaKernels(
         name="cuda",
         linear=cuda.linear_of_any,
@@ -259,6 +264,8 @@ def cuda_kernels() -> CudaKernels:
         plan_cycle=cycle.plan_cycle,
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
+        draw=draws.draw,
+        verify_drawn=draws.verify_drawn,
         takes=cuda.takes,
         attend_joined=cuda.attend_joined,
         takes_joined=cuda.takes_joined,

@@ -6,8 +6,11 @@ preempted, recomputed or moved in the batch draws what it would have drawn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, AUDIT_STREAM = 1, 2, 3, 4
@@ -19,11 +22,25 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def uniform(seed: int, step: int, stream: int = 0) -> float:
     """A number in [0, 1) with 53 random bits. Every seed in -2**63..2**64-1 has numbers of its own, in every stream."""
+    return (_mix(stream_key(seed, stream) + step) >> 11) * 2.0**-53
+
+
+@functools.lru_cache(maxsize=4096)
+def stream_key(seed: int, stream: int = 0) -> int:
+    """Where the numbers of a stream begin, in 0..2**64-1. Asked once for every token, so the last ones are kept."""
     key = _mix(seed & _MASK)
     key = _mix(key + (seed >> 64 & _MASK))  # tells -1 from 2**64 - 1
-    if stream:
-        key = _mix(key ^ stream * _GOLDEN & _MASK)
-    return (_mix(key + step) >> 11) * 2.0**-53
+    return _mix(key ^ stream * _GOLDEN & _MASK) if stream else key
+
+
+def uniforms(keys: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`uniform` of many streams, by their keys, and steps: uint64 of any shapes that go together, to float64."""
+    word = keys + steps + np.uint64(_GOLDEN)  # wraps round, as all that follows
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    word ^= word >> np.uint64(31)
+    numbers: np.ndarray[Any, Any] = (word >> np.uint64(11)) * 2.0**-53
+    return numbers
 
 
 def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:

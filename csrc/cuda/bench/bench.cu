@@ -1,4 +1,4 @@
-// Checks and times the CUDA ops. Arguments: any of check, linear, chain, attention, small; none: all.
+// Checks and times the CUDA ops. Arguments: any of check, check-draw, linear, chain, attention, small, draw; none: all.
 #include <cstring>
 
 #include "cuda/bench/support.cuh"
@@ -12,11 +12,14 @@ int main(int argc, char** argv) {
         }
         return false;
     };
-    if (wanted("check")) {
-        check_linear();
-        check_attention();
-        check_small();
-        check_joined();
+    if (wanted("check") || wanted("check-draw")) {
+        if (wanted("check")) {
+            check_linear();
+            check_attention();
+            check_small();
+            check_joined();
+        }
+        check_draw();
         std::printf("{\"checks\": %d, \"failed\": %d}\n", num_checks, num_failures);
         std::fflush(stdout);
     }
@@ -29,5 +32,6 @@ int main(int argc, char** argv) {
         if (wanted("attention")) time_attention(arena);
         if (wanted("small")) time_small(arena);
     }
+    if (wanted("draw")) time_draw();
     return num_failures > 0;
 }

@@ -191,9 +191,11 @@ void check_linear();
 void check_attention();
 void check_small();
 void check_joined();
+void check_draw();
 void time_linear(const Buffer& arena);
 void time_chain(const Buffer& arena);
 void time_attention(const Buffer& arena);
 void time_small(const Buffer& arena);
+void time_draw();
 
 }  // namespace tide::cuda::bench

@@ -1,0 +1,56 @@
+"""Whole cycles in which rows draw at random, as graphs: they are taken, and say what their passes say op by op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.exit_engines import all_ids, exit_layers, poisoned
+from tests.factories import random_prompts
+from tests.gpu.test_captured_cycles_on_gpu import BLOCK, cycle_parts
+from tide_core.engine.captured_cycle import CapturedCycles, Started
+from tide_core.request import SamplingParams
+
+pytestmark = pytest.mark.gpu
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.9},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 0.8, "mode": "full"},
+    {"temperature": 0.8, "threshold": 0.5},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_replayed_cycle_draws_what_its_passes_draw_op_by_op(
+    kind: dict[str, Any], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    start = CapturedCycles.start
+
+    def counted(self: CapturedCycles, rows: Any) -> Started:
+        taken.append(len(rows))
+        return start(self, rows)
+
+    monkeypatch.setattr(CapturedCycles, "start", counted)
+    params, answers = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **kind), []
+    for capture in (False, True):
+        with poisoned(cycle_parts(BLOCK, capture=capture)) as engine:
+            answers.append(engine.generate(random_prompts(num_rows, 11), params))
+            again = engine.generate(random_prompts(num_rows, 11), params)  # every cycle is a replay now
+        assert all_ids(again) == all_ids(answers[-1])
+    plain, replayed = answers
+    assert all_ids(replayed) == all_ids(plain)
+    assert [exit_layers(answer) for answer in replayed] == [exit_layers(answer) for answer in plain]
+    assert sum(taken) > 4 * num_rows, "rows with a temperature are taken"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drawn_drafts_are_accepted(dtype: str) -> None:
+    """So hot that exit and full depth draw nearly alike."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=50.0, seed=3)
+    with poisoned(cycle_parts(BLOCK, capture=True, dtype=dtype)) as engine:
+        found = engine.generate(random_prompts(3, 11), params)
+    assert min(answer.usage.tokens_per_deep_pass for answer in found) > 2.0
