@@ -154,9 +154,9 @@ __device__ inline Piece piece_of(const AttentionWork& p, const RowWork& work, in
 // their registers for sums. There are less than 2^31 pieces, for each is a page of memory or more.
 template <int kThreads, int kLanes>
 struct PieceFinder {
-    int begins[kThreads + 1];  // pieces of the shares before, and of all
-    int warp_totals[kThreads / 32];
-    int first_rows[kThreads][3];  // of each share: first query, queries, length
+    alignas(16) int warp_totals[kThreads / 32];  // read several at once, and nothing else with them
+    int begins[kThreads + 1];                    // pieces of the shares before, and of all
+    int first_rows[kThreads][3];                 // of each share: first query, queries, length
 
     // All threads of the CTA call it, after wait_for_previous(). Ends with a barrier.
     __device__ void count(const AttentionWork& p) {
