@@ -33,8 +33,8 @@ spec.loader.exec_module(module)
 print("devices", module.device_count(), "architectures", module.architectures())
 if module.device_count() == 0:
     from tests.kernels.test_cuda_checks import ARGUMENTS
-    from tide_core.kernels import cuda, cuda_attention, cuda_exits
-    for wrappers in (cuda, cuda_attention, cuda_exits):
+    from tide_core.kernels import cuda, cuda_attention, cuda_exits, cuda_joined
+    for wrappers in (cuda, cuda_attention, cuda_exits, cuda_joined):
         wrappers.home = lambda tensor: tensor.device
         wrappers.module = lambda: module
         wrappers.launch = lambda device, op, *arguments: getattr(module, op)(*arguments, 0)
@@ -105,7 +105,7 @@ def test_the_module_loads_without_a_gpu_and_takes_what_every_wrapper_passes(buil
     assert all(named), calls
     kernels = {"rotary": "rotary_write", "write_kv": "rotary_write"}
     assert all(match[2] == kernels.get(match[1], match[1]) for match in named if match)
-    assert len(named) == 12
+    assert len(named) == 13
 
 
 @pytest.mark.timeout(900)
