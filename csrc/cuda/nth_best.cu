@@ -37,12 +37,13 @@ __global__ void __launch_bounds__(kThreads) nth_best_kernel(NthBestParams p) {
     wait_for_previous();
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-        uint64_t best = ~uint64_t{0};
-        for (int32_t rank = p.ranks[row]; rank >= 0; --rank) {
+        uint64_t best = 0;
+        const int32_t last = p.ranks[row];
+        for (int32_t rank = 0; rank <= last; ++rank) {
             uint64_t mine = 0;
             for (int64_t at = threadIdx.x; at < p.width; at += kThreads) {
                 const uint64_t key = key_of(to_float(x[at]), at);
-                if (key < best && key > mine) mine = key;
+                if ((rank == 0 || key < best) && key > mine) mine = key;
             }
             best = block_max(mine, shared);
         }

@@ -94,6 +94,21 @@ def test_tokens_scores_layers_and_audits_are_those_of_the_plain_engine(
         assert one.usage.deep_passes == other.usage.deep_passes
 
 
+def test_a_bound_holds_for_the_drafts_it_was_certified_for(
+    plainly: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts below the threshold of calibration are none, however low the score is at which one may leave for good."""
+    artefact, prompts = {"draft_threshold": 0.999}, random_prompts(2, 11)
+    params = SamplingParams(**GREEDY, mode="bounded", epsilon=0.05)
+    plain = plainly(prompts, params, artefact=artefact, share=0.3)
+    monkeypatch.setattr(branches, "MOST_BRANCHES", 1)
+    request.getfixturevalue("cycles")
+    with poisoned(exit_parts(artefact=artefact, share=0.3)) as engine:
+        answers = engine.generate(prompts, params)
+    assert all_ids(answers) == all_ids(plain)
+    assert [exit_layers(answer) for answer in answers] == [exit_layers(answer) for answer in plain]
+
+
 def test_a_draft_that_is_right_counts_whatever_its_score(plainly: Any, request: pytest.FixtureRequest) -> None:
     artefact, prompts, params = {"draft_threshold": 0.999}, random_prompts(2, 11), SamplingParams(**GREEDY)
     plain = plainly(prompts, params, artefact=artefact)

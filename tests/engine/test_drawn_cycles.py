@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -211,3 +212,32 @@ def test_cycles_in_which_nothing_is_drawn_keep_their_own_shapes(cycles: list[lis
     others = set(parts.runner._cycles._cycles) - greedy
     assert others
     assert all(room.draws for room in others)
+
+
+def test_a_cycle_that_failed_once_leaves_nothing_behind(cycles: list[list[RowStep]]) -> None:
+    """Between the first draft and the verdict: the row is run again, alone, in a cycle of the same shape."""
+    prompts, params = random_prompts(1, 11), drawing()
+    with poisoned(exit_parts(artefact={**BLOCK, **EVERY})) as engine:
+        sound = engine.generate(prompts, params)
+    parts = exit_parts(artefact={**BLOCK, **EVERY})
+    adapter, head, calls = parts.runner.adapter, parts.runner.adapter.head, list[int]()
+
+    def failing(normed: torch.Tensor) -> torch.Tensor:
+        calls.append(len(normed))
+        if len(calls) == 3:
+            raise MemoryError("once")
+        return head(normed)
+
+    def checked(logits: torch.Tensor, cycle: Any) -> Any:
+        assert len(cycle.draft_logits) == len(cycle.accept), "as many drafts as there are numbers for"
+        return verify(logits, cycle)
+
+    runner = parts.runner.cycles
+    assert runner is not None
+    verify = runner._kernels.verify_drawn
+    runner._kernels = replace(runner._kernels, verify_drawn=checked)
+    adapter.head = failing  # type: ignore[method-assign]
+    with poisoned(parts) as engine:
+        answers = engine.generate(prompts, params)
+    assert all_ids(answers) == all_ids(sound)
+    assert answers[0].error is None

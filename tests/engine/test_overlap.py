@@ -10,6 +10,7 @@ from tests.factories import make_config, make_parts, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Engine
+from tide_core.engine.loop import ThreadSink
 from tide_core.engine.text import TextStream
 from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams
 
@@ -94,6 +95,56 @@ def test_a_text_that_fails_while_its_row_runs_ends_once_and_gives_its_blocks_bac
     assert "no text" in str(ends["bad"].error)
     assert sum(len(output.tokens) for output in said if output.request_id == "good") == 4
     core.check_idle()
+
+
+def test_a_row_whose_text_fails_keeps_its_blocks_while_it_runs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step goes on undisturbed: nothing is run twice."""
+    core, runs = parts.core, list[int]()
+    run = core._run
+
+    def counted(batch: ScheduledBatch) -> StepResult:
+        runs.append(len(batch.rows))
+        return run(batch)
+
+    core._run = counted
+    core.add(request("bad"))
+    core.add(request("good"))
+    [bad, _] = [progress.text for progress in core._open.values()]
+    push = TextStream.push
+
+    def failing(self: TextStream, token_id: int) -> str:
+        if self is bad:
+            raise UnicodeError("no text")
+        return push(self, token_id)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    while core.has_work:
+        core.advance(lambda outputs: None)
+    assert runs == [2, 2, 1, 1]
+    core.check_idle()
+
+
+def test_an_end_that_was_reached_is_said_though_the_engine_dies(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, calls = parts.core.scheduler.schedule, list[int]()
+
+    def dying() -> Any:
+        calls.append(1)
+        if len(calls) > 4:
+            raise MemoryError("no more")
+        return schedule()
+
+    monkeypatch.setattr(parts.core.scheduler, "schedule", dying)
+    with Engine.from_parts(make_config(), parts) as engine:
+        sink = ThreadSink()
+        for name, max_tokens in (("short", 4), ("long", 40)):
+            engine._loop.submit(request(name, max_tokens=max_tokens), sink, parts.core)
+        ends = dict[str, RequestOutput]()
+        while len(ends) < 2:
+            output = sink.get()
+            if output.finished:
+                ends[output.request_id] = output
+    assert ends["short"].finish_reason is FinishReason.LENGTH
+    assert ends["long"].finish_reason is FinishReason.ERROR
 
 
 def test_a_stop_string_is_seen_before_the_next_step_is_made(parts: Parts) -> None:

@@ -18,7 +18,7 @@ def test_the_nth_best_is_found_and_of_equals_the_first(rows: int, width: int, dt
     logits = torch.randn(rows, width, generator=generator).mul(4).round().to(dtype)  # many equals
     ranks = (torch.arange(rows) % min(4, width)).int()
     if rows > 2 and width > 3:
-        logits[0, 3], logits[1, 2] = float("nan"), float("-inf")
+        logits[0, 3], logits[1, 2], logits[2, 0] = float("nan"), float("-inf"), float("nan")
     found = cuda_branches.nth_best(logits.cuda(), ranks.cuda())
     assert torch.equal(found.cpu(), branching.nth_best(logits, ranks))
 

@@ -221,6 +221,10 @@ class _Cycle(Replayed):
             torch.cuda.current_stream().synchronize()
         self._is_open = False
 
+    def capture(self, pool: Any) -> None:
+        self._is_open = True  # it runs once beforehand
+        super().capture(pool)
+
     def replay(self) -> None:
         self._is_open = True
         super().replay()

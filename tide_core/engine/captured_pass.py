@@ -100,9 +100,11 @@ class Replayed:
         """Capture the work as it is loaded. It runs once beforehand, which writes only what it will write again."""
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            self._run()
-        torch.cuda.current_stream().wait_stream(beside)
+        try:
+            with torch.cuda.stream(beside):
+                self._run()
+        finally:
+            torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._run()

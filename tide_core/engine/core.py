@@ -70,6 +70,7 @@ class EngineCore:
         self._during = during
         self._open: dict[str, Progress] = {}
         self._unsaid: list[Gain] = []
+        self._in_flight: list[Row] = []
 
     @property
     def has_work(self) -> bool:
@@ -121,7 +122,11 @@ class EngineCore:
             return
         rows, batch = self.scheduler.schedule()
         began_at = self._begin()
-        result = self._run_fenced(batch, deliver)
+        self._in_flight = rows
+        try:
+            result = self._run_fenced(batch, deliver)
+        finally:
+            self._in_flight = []
         for row, step, got in zip(rows, batch.rows, result.rows, strict=True):
             self._commit(row, step, got, began_at)
 
@@ -194,9 +199,10 @@ class EngineCore:
 
     def _commit(self, row: Row, step: RowStep, result: RowResult, began_at: float) -> None:
         """Note what a row has gained: its ids and its length, on which the next step depends."""
-        progress = self._open.get(row.request.request_id)
-        if progress is None:
-            return  # its text failed while this step ran
+        progress = self._open[row.request.request_id]
+        if progress.is_over:  # its text failed while this step ran
+            self._close(progress)
+            return
         if progress.started_at is None:
             progress.started_at = began_at
         if result.error is not None:
@@ -246,7 +252,9 @@ class EngineCore:
         """The last output of a request whose text cannot be made."""
         logger.exception("text of one request failed")
         request_id = progress.row.request.request_id
-        if request_id in self._open:
+        if (
+            request_id in self._open and progress.row not in self._in_flight
+        ):  # a row that runs keeps its blocks till then
             self._close(progress)
         progress.is_over = True
         failure = EngineError(f"{type(error).__name__}: {error}")

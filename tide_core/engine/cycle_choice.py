@@ -67,6 +67,8 @@ class Drawn:
         assert self._exits is not None
         settings, numbers = self._numbers.settings, self._numbers.draft[ahead]
         places, heads = self._kernels.draw(logits, settings, numbers, self._exits.vocab_size)
+        if ahead == 0:  # a run that failed may have left some
+            self._made = []
         self._made.append(_Made(scores, places, logits, heads))
         return places
 

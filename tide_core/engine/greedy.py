@@ -2,8 +2,9 @@
 
 Here the drafts of all passes have been made and verified before anybody looks at a score. A score below the threshold
 would have saved the passes behind it; they are done, so a draft counts that is right, unless the request itself has
-asked for a threshold. Right is a draft that the device says too: the likeliest token, or in a row that draws at random
-a draft that the rejection rule lets stay.
+asked for a threshold, or for a bound: that was certified for drafts at the threshold of calibration. Right is a draft
+that the device says too: the likeliest token, or in a row that draws at random a draft that the rejection rule lets
+stay.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Settler:
         """How many drafts count, the score of the one behind them that does not, and scores that are no numbers."""
         params, request = step.request.params, step.request
         least = -math.inf if params.threshold is None else params.threshold
+        if step.policy.epsilon is not None:  # its bound was certified for drafts that end here
+            least = step.policy.draft_thresholds[0]
         for ahead in range(step.num_drafts):
             score, token_id = drafted.scores[ahead], drafted.token_ids[ahead]
             if not score >= least or not math.isfinite(score):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -177,6 +178,9 @@ class EngineLoop:
             logger.exception("engine loop died")
             with self._wake:
                 self._death = death
+            for core in self._cores:  # what was reached before
+                with contextlib.suppress(Exception):
+                    self._deliver(core.say())
             self._end_all(FinishReason.ERROR, EngineDeadError(self._death_text()))
 
     def _take_inbox(self) -> bool:
