@@ -1,6 +1,7 @@
 """The ops as `torch.ops.tide.*`, so that `torch.compile` and graphs see what each reads, writes and returns.
 
-Importing this module registers all of them. On a GPU an op is the one of `tide_core.kernels.cuda`, on the CPU its
+Importing this module registers them, but for what only the captured cycle calls with memory of its own (`draw`,
+`verify_drawn`, the copies of slots). On a GPU an op is the one of `tide_core.kernels.cuda`, on the CPU its
 reference. Those whose name ends in `_out` write into given tensors and allocate nothing on a GPU. What an op writes,
 its results and memory it works in, is marked with `!` in its schema. `num_rows` is that of `tide_core.kernels.cuda`.
 """

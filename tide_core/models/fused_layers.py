@@ -1,8 +1,9 @@
-"""Decoder layers of the Llama kind in five launches, on a GPU.
+"""Decoder layers of the Llama kind in few launches, on a GPU.
 
 A layer of the library's is some twenty small ops. Where all it does is known, it becomes: joined projection with the
 norm before it, attention with rotation and the write of K and V, output projection with the residual, gated projection
-with the norm before it, down projection with the residual. Weights are joined in place, not copied twice, and the
+with the norm before it, down projection with the residual: five launches. Wide layers have their norms apart, and rows
+of several queries their rotation. Weights are joined in place, not copied twice, and the
 library's forward stays for views that cannot do this: those that only write K and V, or hand out whole contexts.
 """
 
