@@ -1,5 +1,5 @@
-#!/ bin / sh
-#Builds the bench program into build / cuda_bench.ARCH : the compute capability, 90 by default.
+#!/bin/sh
+# Builds the bench program into build/cuda_bench. ARCH: the compute capability, 90 by default.
 set -eu
 cd "$(dirname "$0")/../../.."
 arch=${ARCH:-90}
