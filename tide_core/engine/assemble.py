@@ -19,6 +19,7 @@ from tide_core.engine.branches import SPARE_BLOCKS
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_drafts import CapturedDrafts
 from tide_core.engine.captured_pass import obstacle
+from tide_core.engine.captured_prompts import CapturedPrompts
 from tide_core.engine.captured_segments import CapturedSegments
 from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, DraftPlanner
@@ -241,6 +242,7 @@ def _captured(
     captured: dict[str, Any] = {"captured_segments": CapturedSegments(adapter, cache, kernels, segments, exits)}
     if exits is None or len(exits.checkpoints) == 1:  # with more, a token that leaves nowhere goes on to the next one
         captured["captured_cycles"] = CapturedCycles(adapter, cache, kernels, exits, branches=True)
+        captured["captured_prompts"] = CapturedPrompts(adapter, cache, kernels, exits)
     if exits is not None and len(exits.checkpoints) == 1:
         captured["captured_drafts"] = CapturedDrafts(adapter, cache, kernels, exits, segments[0])
     return captured
@@ -248,15 +250,19 @@ def _captured(
 
 def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | None, turn: Turn) -> None:
     """Capture what most requests will run, on a GPU; each graph in a turn of its own."""
-    cycles = runner.cycles
-    if cycles is None or runner.cache.device.type != "cuda":
+    cycles, prompts = runner.cycles, runner.prompts
+    if cycles is None or prompts is None or runner.cache.device.type != "cuda":
         return
     most = 0 if artefact is None else min(config.max_pending, artefact.manifest.max_drafts)
     rooms = cycles.rooms(config.max_rows, most if config.drafts is None else min(most, config.drafts))
-    logger.info("capturing %d graphs", len(rooms))
+    shapes = prompts.shapes()
+    logger.info("capturing %d graphs", len(rooms) + len(shapes))
     for room in rooms:
         with turn():
             cycles.prepare(room)
+    for shape in shapes:
+        with turn():
+            prompts.prepare(shape)
 
 
 def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:

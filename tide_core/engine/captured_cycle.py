@@ -24,6 +24,7 @@ from tide_core.engine.branches import Branches, branches_for
 from tide_core.engine.captured_pass import FEWEST_BLOCKS, TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
 from tide_core.engine.cycle_choice import CycleChoice, Drawn, Likeliest
 from tide_core.engine.cycle_room import CycleRoom, CycleRows
+from tide_core.engine.deep_pass import Kept, run_deep
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Drafted, Settler
 from tide_core.engine.policy import changes_logits
@@ -274,18 +275,7 @@ class _Cycle(Replayed):
 
     def _run_deep(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest logits behind these tokens, and what follows them."""
-        adapter, exits, view, parts = self._adapter, self._exits, self._deep, self._parts
-        inputs = adapter.layer_inputs(view.positions, view)
-        states = adapter.embed(token_ids, view.positions)
-        tapped: dict[int, torch.Tensor] = {}
-        layer = 0
-        if exits is not None:
-            layer = exits.checkpoints[0].layer
-            states = adapter.run_layers(states, 0, layer, inputs)
-            tapped = dict.fromkeys(exits.taps, states[0])
-        at_checkpoint = states[0]
-        states = adapter.run_layers(states, layer, adapter.num_layers, inputs, tapped=tapped)
-        normed = adapter.norm(states[0])
-        if exits is not None:
-            exits.keep(view, at_checkpoint, normed, tapped, parts.kept_slots, parts.deep_slots, parts.distances)
-        return self._choice.settle(adapter.head(normed))
+        parts = self._parts
+        kept = Kept(parts.kept_slots, parts.deep_slots, parts.distances)
+        normed = run_deep(self._adapter, self._deep, token_ids, self._exits, kept)
+        return self._choice.settle(self._adapter.head(normed))

@@ -8,7 +8,9 @@ belongs to no row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -86,6 +88,17 @@ class Buffer:
             self._sent.record()
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Replayed:
     """Work of fixed shape, `_run` in a class of its own, which is captured once and replayed from then on."""
 
@@ -98,6 +111,10 @@ class Replayed:
 
     def capture(self, pool: Any) -> None:
         """Capture the work as it is loaded. It runs once beforehand, which writes only what it will write again."""
+        with _no_collection():  # what it frees might be another engine's graphs, which a capture does not survive
+            self._capture(pool)
+
+    def _capture(self, pool: Any) -> None:
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         try:
@@ -122,6 +139,8 @@ class Replayed:
 
 class CapturedPass(Replayed, KernelView):
     """The view that the pass's own layers see."""
+
+    _may_gather = False
 
     def __init__(self, cache: PagedKV, kernels: CudaKernels, room: Room, buffer: Buffer | None = None) -> None:
         """With a `buffer` of its size, or a part of one, it is loaded by whoever has that."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
-from tide_core.engine.captured_cycle import CapturedCycles
+from tide_core.engine.captured_cycle import CapturedCycles, Started
 from tide_core.engine.captured_drafts import CapturedDrafts
+from tide_core.engine.captured_prompts import CapturedPrompts
 from tide_core.engine.captured_segments import Captured, CapturedSegments
 from tide_core.engine.cycle import RowCycle
 from tide_core.engine.depth_loop import DepthLoop, Part, Ran
@@ -37,14 +38,15 @@ class ModelRunner:
         captured_drafts: CapturedDrafts | None = None,
         captured_segments: CapturedSegments | None = None,
         captured_cycles: CapturedCycles | None = None,
+        captured_prompts: CapturedPrompts | None = None,
     ) -> None:
-        """With `captured_cycles`, rows that it takes are left to it."""
+        """Rows that `captured_cycles` or `captured_prompts` take are left to them."""
         self.adapter = adapter
         self.cache = cache
         self.kernels = kernels
         self.segments = segments
         self.exits = exits
-        self._cycles = captured_cycles
+        self._cycles, self._prompts = captured_cycles, captured_prompts
         self._meanwhile: Callable[[], None] = _nothing
         taps = () if exits is None else exits.taps
         self._depth = DepthLoop(adapter, cache, kernels, segments, taps, captured_segments)
@@ -72,23 +74,44 @@ class ModelRunner:
         """What runs whole cycles as graphs."""
         return self._cycles
 
+    @property
+    def prompts(self) -> CapturedPrompts | None:
+        """What runs prompts as graphs."""
+        return self._prompts
+
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One cycle of every row."""
         meanwhile, self._meanwhile = self._meanwhile, _nothing
-        rows, cycles = batch.rows, self._cycles
-        mine = [] if cycles is None else [r for r, row in enumerate(rows) if cycles.takes(row)]
-        if cycles is None or not mine:
-            meanwhile()
-            return StepResult(tuple(self._run_rows(rows)))
-        started = cycles.start([rows[r] for r in mine])
+        rows = batch.rows
+        started, others = self._start(rows)
         meanwhile()
         results: dict[int, RowResult] = {}
-        if len(mine) < len(rows):  # while the device is busy
-            others = sorted({*range(len(rows))} - {*mine})
+        if others:  # while the device is busy
             results.update(zip(others, self._run_rows([rows[r] for r in others]), strict=True))
-        results.update(zip(mine, started.results(), strict=True))
+        for mine, running in started:
+            results.update(zip(mine, running.results(), strict=True))
         return StepResult(tuple(results[r] for r in range(len(rows))))
+
+    def _start(self, rows: Sequence[RowStep]) -> tuple[list[tuple[list[int], Started]], list[int]]:
+        """What the device has begun to run, with its rows, and the rows that are left."""
+        cycles, prompts = self._cycles, self._prompts
+        talking: list[int] = []
+        prompting: list[int] = []
+        others: list[int] = []
+        for r, row in enumerate(rows):
+            if cycles is not None and cycles.takes(row):
+                talking.append(r)
+            elif prompts is not None and prompts.takes(row) and not (self._prompt_exits and row.policy.skips_layers):
+                prompting.append(r)
+            else:
+                others.append(r)
+        started = []
+        if cycles is not None and talking:
+            started.append((talking, cycles.start([rows[r] for r in talking])))
+        if prompts is not None and prompting:
+            started.append((prompting, prompts.start([rows[r] for r in prompting])))
+        return started, others
 
     def _run_rows(self, steps: Sequence[RowStep]) -> list[RowResult]:
         """What rows may draft, all that is pending through the deep layers, and what comes of it."""

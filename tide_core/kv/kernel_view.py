@@ -83,6 +83,8 @@ class KernelView(PagedView):
     """Same promises as `PagedView`."""
 
     _kernels: CudaKernels
+    _may_gather = True
+    """Whether the host knows the rows, so that long queries can attend over gathered contexts."""
 
     def __init__(self, cache: PagedKV, kernels: CudaKernels, spans: Sequence[RowSpan]) -> None:
         index = StepIndex.build(spans, cache.block_size)
@@ -119,7 +121,7 @@ class KernelView(PagedView):
         self, layer: int, query: torch.Tensor, scaling: float, window: int = 0, softcap: float = 0.0
     ) -> torch.Tensor:
         pools = self._cache.pools[layer]
-        if self._max_queries > FEW_QUERIES and softcap <= 0 and flash_takes(*pools):
+        if self._may_gather and self._max_queries > FEW_QUERIES and softcap <= 0 and flash_takes(*pools):
             return self._gathering.attend_paged(layer, query, scaling, window)
         return self._kernels.attend(
             query,

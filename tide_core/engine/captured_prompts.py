@@ -1,0 +1,166 @@
+"""Prompts on a GPU: pieces of several of them through all layers as one launch.
+
+A piece of a prompt is run as a captured pass of up to 256 tokens: all layers, what the exits keep of every token, and
+the logits behind the last token of each row. It is launched behind the cycle of the rows that talk, so that a prompt
+that comes in costs them the time the device needs for it and no more.
+
+All its ops are those of the cycles: what a token comes to does not depend on how a prompt was cut into pieces, nor on
+what else was in the step. Longer pieces and contexts are left to the plain path, which reads K and V only once for all
+of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide_core.batch import RowResult, RowStep
+from tide_core.engine.captured_cycle import Reading, Started
+from tide_core.engine.captured_pass import CapturedPass, Passes, Step
+from tide_core.engine.cycle import RowCycle
+from tide_core.engine.deep_pass import Kept, run_deep
+from tide_core.engine.exits import Exits
+from tide_core.engine.verify import Verifier
+from tide_core.kernels import CudaKernels
+from tide_core.kv.cache import PagedKV, RowSpan, StepIndex
+from tide_core.kv.kernel_view import Room
+from tide_core.models.adapter import ModelAdapter
+
+PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256)
+"""Tokens of a pass."""
+MOST_PROMPTS = 16
+"""Rows of a pass."""
+LONGEST_CONTEXT = 1024
+Shape = tuple[int, bool]
+"""Tokens, and whether the exits keep something of them."""
+
+
+class CapturedPrompts:
+    """Passes by their shape, each made when it is first wanted. Graphs share memory: one runs at a time."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        cache: PagedKV,
+        kernels: CudaKernels,
+        exits: Exits | None = None,
+        *,
+        capture: bool | None = None,
+    ) -> None:
+        """`exits` of one checkpoint. Without `capture` the same passes run op by op, as they do on a CPU."""
+        self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
+        on_gpu = cache.device.type == "cuda"
+        self._passes: Passes[_PromptPass] = Passes(capture=on_gpu if capture is None else capture)
+        self._verifier = Verifier((), adapter.num_layers)
+        self._blocks = -(-LONGEST_CONTEXT // cache.block_size)
+
+    def shapes(self) -> list[Shape]:
+        """All that there are."""
+        return [
+            (size, keeps) for size in PROMPT_SIZES for keeps in ((False,) if self._exits is None else (False, True))
+        ]
+
+    @torch.inference_mode()
+    def prepare(self, shape: Shape) -> None:
+        """Make a pass before anybody waits for it."""
+        self._ready(shape, (StepIndex.build([], self._cache.block_size), ()))
+
+    @staticmethod
+    def takes(row: RowStep) -> bool:
+        """Whether this is a piece of a prompt, and short enough."""
+        num = len(row.token_ids)
+        return 1 < num <= PROMPT_SIZES[-1] and row.start + num <= LONGEST_CONTEXT and not row.num_drafts
+
+    def start(self, rows: Sequence[RowStep]) -> Started:
+        """Begin to run these, to be read before the next ones are started."""
+        groups: list[list[int]] = []
+        left, places = 0, 0
+        for r, row in enumerate(rows):
+            num = len(row.token_ids)
+            if num > left or not places:
+                groups.append([])
+                left, places = PROMPT_SIZES[-1], MOST_PROMPTS
+            groups[-1].append(r)
+            left, places = left - num, places - 1
+        return Started(rows, groups, self._launch)
+
+    def _launch(self, rows: Sequence[RowStep]) -> Reading:
+        spans = [RowSpan(row.table.block_ids, row.start, len(row.token_ids)) for row in rows]
+        index = StepIndex.build(spans, self._cache.block_size)
+        flat = np.asarray([token for row in rows for token in row.token_ids], dtype=np.int64)
+        keeps = self._exits is not None and any(row.policy.may_exit for row in rows)
+        others = [(flat, 0), *(self._kept(rows, index) if keeps else ())]
+        size = next(size for size in PROMPT_SIZES if size >= len(flat))
+        one = self._ready((size, keeps), (index, others))
+        one.replay()
+        return lambda: self._results(rows, one)
+
+    def _ready(self, shape: Shape, step: Step) -> _PromptPass:
+        size, keeps = shape
+        room = Room(size, MOST_PROMPTS, self._blocks, 1 + len(Kept._fields) * keeps)
+        index, others = step
+        nothing = np.zeros(0, dtype=np.int64)
+        others = others or [(nothing, 0), *((nothing, rest) for rest in (-1, 0, 0) if keeps)]
+        exits = self._exits if keeps else None
+        return self._passes.ready(
+            shape, lambda: _PromptPass(self._adapter, self._cache, self._kernels, room, exits), [(index, others)]
+        )
+
+    def _kept(self, rows: Sequence[RowStep], index: StepIndex) -> list[tuple[Any, int]]:
+        """As `Kept` has it: each token follows one that ran deep, but for the first of all."""
+        counts = np.diff(index.query_starts)
+        tracked = np.repeat([row.policy.may_exit for row in rows], counts)
+        size, begins = self._cache.block_size, index.query_starts[:-1]
+        before = np.roll(index.slots, 1)
+        last = [max(row.start - 1, 0) for row in rows]
+        before[begins] = [
+            row.table.block_ids[at // size] * size + at % size for row, at in zip(rows, last, strict=True)
+        ]
+        return [(np.where(tracked, index.slots, -1), -1), (before, 0), (np.minimum(index.positions, 1), 0)]
+
+    def _results(self, rows: Sequence[RowStep], one: _PromptPass) -> list[RowResult]:
+        """What follows the rows that are whole now."""
+        cycles = [RowCycle.begin(row, 1) for row in rows]
+        for cycle in cycles:
+            cycle.layers_run = len(cycle.tokens) * self._adapter.num_layers
+        ends = [r for r, row in enumerate(rows) if row.samples]
+        wanted = [[len(row.token_ids) - 1] if row.samples else [] for row in rows]
+        best = one.read()
+        logits = one.logits[: len(rows)] if len(ends) == len(rows) else one.logits[ends]
+        return self._verifier.settle(cycles, wanted, logits, best[:, ends])
+
+
+class _PromptPass(CapturedPass):
+    """The pass of one shape, from the host's buffer to the host's results."""
+
+    logits: torch.Tensor
+    """Behind the last token of each row, [R, V]; of a row that is not there, anything."""
+
+    def __init__(
+        self, adapter: ModelAdapter, cache: PagedKV, kernels: CudaKernels, room: Room, exits: Exits | None
+    ) -> None:
+        super().__init__(cache, kernels, room)
+        self.limit(room.tokens, room.blocks * cache.block_size)
+        self._adapter, self._exits = adapter, exits
+        self._best = torch.empty(2, room.rows, dtype=torch.float64, pin_memory=cache.device.type == "cuda")
+        self._scratch: Any = None
+
+    def read(self) -> torch.Tensor:
+        """Wait for the device; the largest logits and where they stand, [2, R]."""
+        if self._best.is_pinned():
+            torch.cuda.current_stream().synchronize()
+        return self._best
+
+    def _run(self) -> None:
+        token_ids, *kept = self.others
+        normed = run_deep(self._adapter, self, token_ids, self._exits, Kept(*kept) if kept else None)
+        last = (self._starts[1:].long() - 1).clamp_(min=0)
+        self.logits = self._adapter.head(normed.index_select(0, last))
+        if self._scratch is None:  # the first run is not captured
+            device, (num, vocabulary) = self.logits.device, self.logits.shape
+            self._scratch = self._kernels.judge_scratch(device, num, vocabulary=vocabulary)
+        peaks = self._kernels.peak(self.logits, self._scratch)
+        self._best.copy_(torch.stack((peaks.best.double(), peaks.best_at.double())), non_blocking=True)
