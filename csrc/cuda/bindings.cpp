@@ -238,9 +238,9 @@ void router(int dtype, Address features, Address best, Address second, Address s
 
 template <void (*op)(DType, const tide::cuda::RowsParams&, cudaStream_t)>
 void rows_op(int dtype, Address x, Address y, Address index, Address num_rows, int64_t rows, int64_t limit,
-             int64_t width, int64_t x_stride, int64_t y_stride, Address stream) {
+             int64_t width, int64_t x_stride, int64_t y_stride, bool zeros, Address stream) {
     op(dtype_of(dtype),
-       {in(x), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, limit, width, x_stride, y_stride},
+       {in(x), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, limit, width, x_stride, y_stride, zeros},
        stream_of(stream));
 }
 
@@ -260,6 +260,13 @@ void plan_cycle(Address about, Address tables, Address wide, Address narrow, int
     tide::cuda::plan_cycle({in<int32_t>(about), in<int32_t>(tables), out<int64_t>(wide), out<int32_t>(narrow), rows,
                             drafts, blocks, block_size},
                            stream_of(stream));
+}
+
+void pending_tokens(Address newest, Address places, Address shortlist, Address sources, Address drafted,
+                    Address token_ids, int64_t rows, int64_t drafts, int64_t tokens, Address stream) {
+    tide::cuda::pending_tokens({in<int64_t>(newest), in<int64_t>(places), in<int64_t>(shortlist), in<int64_t>(sources),
+                                out<int64_t>(drafted), out<int64_t>(token_ids), rows, drafts, tokens},
+                               stream_of(stream));
 }
 
 void nth_best(int dtype, Address x, Address ranks, Address index, int64_t rows, int64_t width, int64_t x_stride,
@@ -347,6 +354,8 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
     m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from what is said of its rows.");
+    m.def("pending_tokens", &pending_tokens, no_gil,
+          "The tokens that the drafts of a cycle are, and of its deep pass.");
     m.def("nth_best", &nth_best, no_gil, "Where the number of some rank stands in each row.");
     m.def("copy_slots", &copy_slots, no_gil, "Slots of all pools to other slots.");
     m.def("exit_input", &exit_input, no_gil,

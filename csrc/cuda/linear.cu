@@ -25,6 +25,19 @@ bool is_roomy(const DeviceInfo& device) {
     return device.major >= 9 && most_shared >= kSharedBytes;
 }
 
+// Little work is a matter of latency: the smallest tile with which no multiprocessor has more than two CTAs. The weight
+// is then read once for every token tile, which the second-level cache bears.
+LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t num_sms) {
+    if (row_tiles > num_sms && rows > 8 && rows <= 16) return {2, 2};
+    constexpr LinearTile kBySize[] = {{1, 1}, {2, 1}, {2, 2}};
+    for (const LinearTile& tile : kBySize) {
+        const int64_t row_blocks = (row_tiles + tile.row_tiles - 1) / tile.row_tiles;
+        const int64_t tokens = int64_t{tile.token_tiles} * 8;
+        if (row_blocks * ((rows + tokens - 1) / tokens) <= 2 * num_sms) return tile;
+    }
+    return {2, 4};
+}
+
 }  // namespace
 
 // As measured on the H200, by how often the row tiles go round the multiprocessors.
@@ -32,11 +45,11 @@ LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
     const int64_t tile_columns = p.gated ? 8 : 16, num_sms = device.num_sms;
     const int64_t row_tiles = (p.out_features + tile_columns - 1) / tile_columns;
     const auto ctas = [&](int per_cta) { return (row_tiles + per_cta - 1) / per_cta; };
+    constexpr int64_t kLittleBytesPerSm = 64 * 1024;
+    if (row_tiles * 16 * p.in_features * 2 < num_sms * kLittleBytesPerSm)
+        return little_tile(row_tiles, p.rows, num_sms);
     int tokens = 1;
     while (tokens < kMaxTokenTiles && tokens * 8 < p.rows) tokens *= 2;
-    // Little work is a matter of latency: as many CTAs as there can be.
-    constexpr int64_t kLittleBytesPerSm = 64 * 1024;
-    if (row_tiles * 16 * p.in_features * 2 < num_sms * kLittleBytesPerSm) return {1, tokens};
     constexpr int64_t kLongRow = 8192;
     const bool roomy = is_roomy(device), many = row_tiles > 4 * num_sms;
     const bool pairs_fit = roomy && 2 * ctas(4) <= num_sms;  // clusters of two, all at the same time
@@ -55,7 +68,6 @@ LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
         default:
             if (roomy && row_tiles <= 2 * num_sms) return {4, 8, 2};
             if (roomy && ctas(3) <= num_sms) return {3, 8, 1, true, true};
-            if (roomy && p.norm) return {3, 8, 1, true};
             return {2, 8};
     }
 }

@@ -22,4 +22,19 @@ struct PlanCycleParams {
 
 void plan_cycle(const PlanCycleParams& params, cudaStream_t stream);
 
+// Drafts are said as places in the shortlist. `sources` counts newest tokens and drafts as one [drafts + 1, rows].
+struct PendingTokensParams {
+    const int64_t* newest;     // [rows]
+    const int64_t* places;     // [drafts, rows]
+    const int64_t* shortlist;  // token ids
+    const int64_t* sources;    // [tokens]
+    int64_t* drafted;          // [drafts, rows], the tokens at `places`
+    int64_t* token_ids;        // [tokens], of the deep pass
+    int64_t rows;
+    int64_t drafts;
+    int64_t tokens;
+};
+
+void pending_tokens(const PendingTokensParams& params, cudaStream_t stream);
+
 }  // namespace tide::cuda

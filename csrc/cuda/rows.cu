@@ -18,6 +18,16 @@ __device__ uint4 not_a_number<uint4>() {
     return {~0u, ~0u, ~0u, ~0u};
 }
 
+template <typename Unit>
+__device__ Unit zero() {
+    return Unit{0};
+}
+
+template <>
+__device__ uint4 zero<uint4>() {
+    return {0, 0, 0, 0};
+}
+
 // Width and strides in units; a CTA takes up to `kThreads` units of a row at a time.
 template <typename Unit, bool kScatter>
 __global__ void __launch_bounds__(kThreads) rows_kernel(RowsParams p, int64_t tiles_per_row) {
@@ -28,7 +38,11 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(RowsParams p, int64_t ti
         const int64_t row = tile / tiles_per_row, at = (tile - row * tiles_per_row) * kThreads + threadIdx.x;
         const int64_t other = p.index[row];
         const bool known = other < p.limit;
-        if (other < 0 || at >= p.width || (kScatter && !known)) continue;
+        if (at >= p.width || (kScatter && !known)) continue;
+        if (other < 0) {
+            if (!kScatter && p.zeros) static_cast<Unit*>(p.y)[row * p.y_stride + at] = zero<Unit>();
+            continue;
+        }
         const int64_t from = kScatter ? row : other, to = kScatter ? other : row;
         const Unit* x = static_cast<const Unit*>(p.x) + from * p.x_stride + at;
         static_cast<Unit*>(p.y)[to * p.y_stride + at] = known ? *x : not_a_number<Unit>();

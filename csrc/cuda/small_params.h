@@ -117,6 +117,7 @@ struct RowsParams {
     int64_t width;
     int64_t x_stride;
     int64_t y_stride;
+    bool zeros;  // a negative index gathers zeros; else it leaves its row as it was
 };
 
 // y[i] = [norm of states[i] | norm of deep[deep_slots[i]]] + table[min(distances[i], max_distance)]. The deep state is

@@ -29,3 +29,18 @@ def test_more_rows_than_it_takes_are_refused_by_name() -> None:
     wide, narrow = (torch.zeros(size, device="cuda") for size in cycle_plan.sizes(257, 0))
     with pytest.raises(ValueError, match=r"about.*at most 256 rows"):
         cuda_cycle.plan_cycle(about, torch.zeros_like(about.T), 16, 0, wide.long(), narrow.int())
+
+
+@pytest.mark.parametrize(("rows", "drafts"), [(1, 0), (1, 5), (24, 3), (256, 0)])
+def test_the_tokens_of_a_deep_pass_are_those_of_the_reference(rows: int, drafts: int) -> None:
+    generator = torch.Generator().manual_seed(rows + drafts)
+    newest, shortlist = (torch.randint(50000, (size,), generator=generator) for size in (rows, 300))
+    places = torch.randint(300, (drafts, rows), generator=generator)
+    sources = torch.randperm(rows * (drafts + 1), generator=generator)
+    expected = torch.zeros_like(places), torch.zeros_like(sources)
+    cycle_plan.pending_tokens(newest, places, shortlist, sources, *expected)
+    found = [torch.full_like(part, 99, device="cuda") for part in expected]
+    given = (part.cuda() for part in (newest, places, shortlist, sources))
+    cuda_cycle.pending_tokens(*given, *found)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)

@@ -100,5 +100,9 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
             *(integers([7, 3, 2, 1], torch.int32).view(4, 1), integers([[3]], torch.int32), BLOCK_SIZE, 2),
             *(empty(size, like=kind) for size, kind in zip(sizes(1, 2), (torch.int64, torch.int32), strict=True)),
         ),
+        "pending_tokens": (
+            *(integers(ids, torch.int64) for ids in ([7, 3], [[1, 0], [2, 2]], [40, 41, 42], [0, 2, 4, 1, 5])),
+            *(empty(2, 2, like=torch.int64), empty(5, like=torch.int64)),
+        ),
         "nth_best": (logits, integers([0, 1, 2, 3, 0], torch.int32)),
     }

@@ -23,6 +23,7 @@ WRITES = {
     "gather_rows_out": {"out"},
     "exit_input_out": {"out"},
     "plan_cycle": {"wide", "narrow"},
+    "pending_tokens": {"drafted", "token_ids"},
 }
 NAMES = list(library_cases("cpu"))
 

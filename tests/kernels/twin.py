@@ -28,6 +28,9 @@ def twin_kernels() -> CudaKernels:
     def takes(k_pool: torch.Tensor, v_pool: torch.Tensor) -> bool:
         return k_pool.shape == v_pool.shape
 
+    def router(features: Any, peaks: Any, weights: Any, *, scratch: Any, out: Any) -> tuple[torch.Tensor, None]:
+        return out[0].copy_(reference.router(features, peaks, weights)), None
+
     return CudaKernels(
         name="cuda",
         linear=reference.linear,
@@ -40,13 +43,15 @@ def twin_kernels() -> CudaKernels:
         rotary_write=reference.rotary_write,
         attend=attend,
         attention_workspace=workspace,
-        peak=lambda logits, _: reference.peak(logits),
+        peak=reference.peak,
+        router=router,
         judge=reference.judge,
         judge_scratch=workspace,
         exit_input=reference.exit_input,
         embed=reference.embed,
         scatter_rows=reference.scatter_rows,
         plan_cycle=cycle_plan.plan_cycle,
+        pending_tokens=cycle_plan.pending_tokens,
         nth_best=branching.nth_best,
         slot_copier=branching.slot_copier,
         draw=draw_plan.draw,

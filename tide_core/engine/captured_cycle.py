@@ -24,6 +24,7 @@ from tide_core.engine.branches import Branches, branches_for
 from tide_core.engine.captured_pass import FEWEST_BLOCKS, TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
 from tide_core.engine.cycle_choice import CycleChoice, Drawn, Likeliest
 from tide_core.engine.cycle_room import CycleRoom, CycleRows
+from tide_core.engine.cycle_said import CycleSaid, Said
 from tide_core.engine.deep_pass import Kept, run_deep
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Drafted, Settler
@@ -33,8 +34,6 @@ from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import FEW_QUERIES, KernelView
 from tide_core.models.adapter import ModelAdapter
 
-Said = tuple[list[list[float]], list[list[int]], list[float], list[int]]
-"""Scores and token ids [drafts][rows], and the largest logits at full depth and the tokens that follow [tokens]."""
 Reading = Callable[[], list[RowResult]]
 
 
@@ -129,7 +128,7 @@ class CapturedCycles:
         return cycle, begins
 
     def _results(self, rows: Sequence[RowStep], begins: Sequence[int], cycle: _Cycle) -> list[RowResult]:
-        scores, token_ids, best, best_ids = cycle.read()
+        token_ids, best_ids, scores, best = cycle.read()
         each, results = cycle.room.branches, []
         for index, row in enumerate(rows):
             count, first = row.num_drafts, index * each
@@ -194,13 +193,9 @@ class _Cycle(Replayed):
         of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
         self._drafts = [self._view(*(part[ahead] for part in of_drafts), queries=1) for ahead in range(room.drafts)]
         self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=room.drafts + 1)
-        pinned = cache.device.type == "cuda"
-        per_draft, per_token = (room.drafts, room.rows), (room.tokens,)
-        self._results = [
-            torch.empty(shape, dtype=dtype, pin_memory=pinned)
-            for shape in (per_draft, per_token)
-            for dtype in (torch.float32, torch.int64)
-        ]
+        self._said = CycleSaid(room.rows, room.drafts, cache.device)
+        none = torch.empty(0, dtype=torch.int64, device=cache.device)
+        self._shortlist = none if exits is None else exits.shortlist
         self._choice: CycleChoice = Likeliest(kernels)
         if room.draws:
             numbers = room.numbers(self._buffer.device, torch.float64)
@@ -232,8 +227,7 @@ class _Cycle(Replayed):
 
     def read(self) -> Said:
         self.wait()
-        scores, token_ids, best, best_ids = (result.tolist() for result in self._results)
-        return scores, token_ids, best, best_ids
+        return self._said.read()
 
     def _run(self) -> None:
         self._buffer.device.copy_(self._buffer.host, non_blocking=True)
@@ -242,40 +236,35 @@ class _Cycle(Replayed):
         if self.room.branches > 1:
             assert self._branches is not None
             self._branches.copy(*self._copies)
-        token_ids = self._parts.newest
-        scores: list[torch.Tensor] = []
-        chosen: list[torch.Tensor] = []
-        for ahead, view in enumerate(self._drafts):
-            score, best = self._draft(ahead, view, chosen[-1] if chosen else None)
-            scores.append(score)
-            chosen.append(best)
-        if self._exits is not None and chosen:
-            drafted = self._exits.shortlist[torch.stack(chosen)]
-            token_ids = torch.cat((token_ids, drafted.flatten()))
-        deep = self._run_deep(token_ids.index_select(0, self._parts.sources))
-        found = (torch.stack(scores), drafted, *deep) if chosen else deep
-        for result, here in zip(self._results[-len(found) :], found, strict=True):
-            result.copy_(here, non_blocking=True)
+        features = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
+        said, parts = self._said, self._parts
+        pending = parts.newest, said.places, self._shortlist, parts.sources
+        self._kernels.pending_tokens(*pending, said.drafted, said.token_ids)
+        if self._exits is not None and features:  # nobody has waited for the scores of the drafts
+            self._exits.rate(torch.cat(features), said.all_peaks, said.scores.flatten())
+        self._run_deep()
+        said.send()
 
-    def _draft(self, ahead: int, view: KernelView, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores, and where in the shortlist the next tokens stand, behind those the pass before found; the first pass
-        begins with the newest ones."""
-        adapter, exits, parts = self._adapter, self._exits, self._parts
+    def _draft(self, ahead: int, view: KernelView) -> torch.Tensor:
+        """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones. Returns
+        what their scores follow from, [R, D]."""
+        adapter, exits, parts, said = self._adapter, self._exits, self._parts, self._said
         assert exits is not None
         [checkpoint] = exits.checkpoints
         inputs = adapter.layer_inputs(view.positions, view)
-        newest, positions = parts.newest, view.positions
-        states = adapter.embed(newest, positions) if before is None else exits.enter(before, positions)
+        places, positions = said.places[ahead - 1], view.positions
+        states = exits.enter(places, positions) if ahead else adapter.embed(parts.newest, positions)
         states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
-        deep = (parts.draft_deep_slots, parts.draft_distances[ahead]) if checkpoint.head.spec.deep else (None, None)
-        logits, score, best = exits.score(0, view, states, *deep)
+        deep = parts.draft_deep_slots, parts.draft_distances[ahead]
+        features, logits = exits.draft(view, states, *deep, said.peaks_of(ahead))
         if ahead == 0 and self.room.branches > 1:
-            best = self._kernels.nth_best(logits, self._ranks[0])
-        return score, self._choice.draft(ahead, logits, score, best)
+            self._kernels.nth_best(logits, self._ranks[0], out=said.places[0])
+        self._choice.draft(ahead, logits, said)
+        return features
 
-    def _run_deep(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logits behind these tokens, and what follows them."""
+    def _run_deep(self) -> None:
+        """The largest logits behind the tokens that are pending, and what follows them."""
         parts = self._parts
         kept = Kept(parts.kept_slots, parts.deep_slots, parts.distances)
-        normed = run_deep(self._adapter, self._deep, token_ids, self._exits, kept)
-        return self._choice.settle(self._adapter.head(normed))
+        normed = run_deep(self._adapter, self._deep, self._said.token_ids, self._exits, kept)
+        self._choice.settle(self._adapter.head(normed), self._said)

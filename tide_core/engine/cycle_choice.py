@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tide_core.engine.cycle_draws import DrawNumbers
+from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.exits import Exits
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.cycle_plan import DRAFTS, CycleParts
@@ -16,12 +17,12 @@ from tide_core.kernels.draw_plan import NUM_HEAD, DrawnCycle, places_of
 class CycleChoice(Protocol):
     """Asked by every draft pass in turn, then once by the deep pass."""
 
-    def draft(self, ahead: int, logits: torch.Tensor, scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """Where in the shortlist the drafts of logits [R, S] stand, [R]; `best` is where the largest of them do."""
+    def draft(self, ahead: int, logits: torch.Tensor, said: CycleSaid) -> None:
+        """Say where in the shortlist the drafts of logits [R, S] stand; it is said where the largest of them do."""
         ...
 
-    def settle(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of logits [T, V] at full depth: the largest, and the tokens that follow, [T] each."""
+    def settle(self, logits: torch.Tensor, said: CycleSaid) -> None:
+        """Of logits [T, V] at full depth say the largest, and the tokens that follow."""
         ...
 
 
@@ -32,21 +33,18 @@ class Likeliest:
         self._kernels = kernels
         self._scratch: Any = None
 
-    def draft(self, ahead: int, logits: torch.Tensor, scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        return best
+    def draft(self, ahead: int, logits: torch.Tensor, said: CycleSaid) -> None:
+        pass
 
-    def settle(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def settle(self, logits: torch.Tensor, said: CycleSaid) -> None:
         if self._scratch is None:  # the first run is not captured
             self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
-        peaks = self._kernels.peak(logits, self._scratch)
-        return peaks.best, peaks.best_at
+        self._kernels.peak(logits, self._scratch, out=said.deep_peaks)
 
 
 class _Made(NamedTuple):
     """What one draft pass leaves for the deep pass, or all of them, one behind another."""
 
-    scores: torch.Tensor
-    places: torch.Tensor
     logits: torch.Tensor
     heads: torch.Tensor
 
@@ -63,16 +61,16 @@ class Drawn:
         self._made: list[_Made] = []
         self._places: torch.Tensor | None = None
 
-    def draft(self, ahead: int, logits: torch.Tensor, scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    def draft(self, ahead: int, logits: torch.Tensor, said: CycleSaid) -> None:
         assert self._exits is not None
         settings, numbers = self._numbers.settings, self._numbers.draft[ahead]
         places, heads = self._kernels.draw(logits, settings, numbers, self._exits.vocab_size)
         if ahead == 0:  # a run that failed may have left some
             self._made = []
-        self._made.append(_Made(scores, places, logits, heads))
-        return places
+        self._made.append(_Made(logits, heads))
+        said.places[ahead] = places
 
-    def settle(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def settle(self, logits: torch.Tensor, said: CycleSaid) -> None:
         parts, numbers, made = self._parts, self._numbers, self._made
         self._made = []  # graphs share memory, which is theirs again only when nobody holds it
         rows, vocab_size = self._about.shape[1], logits.shape[1]
@@ -83,8 +81,6 @@ class Drawn:
             _Made(*(torch.stack(some) for some in zip(*made, strict=True)))
             if made
             else _Made(
-                logits.new_empty(0, rows, dtype=torch.float32),
-                logits.new_empty(0, rows, dtype=torch.int64),
                 logits.new_empty(0, rows, 0),
                 logits.new_empty(0, rows, NUM_HEAD, dtype=torch.float64),
             )
@@ -97,10 +93,12 @@ class Drawn:
             numbers.plain,
             numbers.accept[:-1],
             numbers.residual[:-1],
-            drafts.scores,
-            shortlist[drafts.places],
+            said.scores,
+            said.drafted,
             drafts.logits,
             drafts.heads,
             self._places,
         )
-        return self._kernels.verify_drawn(logits, cycle)
+        best, following = self._kernels.verify_drawn(logits, cycle)
+        said.best.copy_(best)
+        said.following.copy_(following)

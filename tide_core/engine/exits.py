@@ -19,7 +19,7 @@ from tide_core.engine.cycle import Range, RowCycle
 from tide_core.engine.fused_head import FusedHead
 from tide_core.engine.head_program import HeadProgram, Origins, obstacle
 from tide_core.kernels import CudaKernels, Kernels
-from tide_core.kernels.reference import RouterWeights
+from tide_core.kernels.reference import Peaks, RouterWeights
 from tide_core.kv.cache import PagedKV, PagedView
 from tide_core.kv.kernel_view import KernelView
 from tide_core.models.adapter import ModelAdapter, NarrowHead
@@ -63,6 +63,12 @@ class Judge:
 
     def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kernels.judge(features, logits, self.weights, self.scratch)
+
+    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
+        self.kernels.peak(logits, self.scratch, out=out)
+
+    def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+        self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +175,20 @@ class Exits:
             return logits, checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
         logits = self._narrow_logits(features)
         return logits, *self._judges[index](features, logits)
+
+    def draft(
+        self, view: KernelView, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor, out: Peaks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`score` at the only checkpoint, but for the score: features [T, D] and logits [T, S], whose peaks go to
+        `out`."""
+        features = self._features(0, view, states, deep_slots, distances)
+        logits = self._narrow_logits(features)
+        self._judges[0].peak(logits, out)
+        return features, logits
+
+    def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+        """The scores that `draft` left out, [T], of features and peaks of several drafts at once."""
+        self._judges[0].rate(features, peaks, out)
 
     def _features(
         self,

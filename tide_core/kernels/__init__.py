@@ -190,7 +190,10 @@ class CudaKernels(Kernels):
     attention_workspace: Callable[..., Tensor]
     """For `attend` and `attend_joined`: the most tokens, query heads, elements of a head and positions; where; and as
     `held` one that is handed back where it is large enough."""
-    peak: Callable[[Tensor, Any], Peaks]
+    peak: Callable[..., Peaks]
+    """Of logits, with a scratch and by name where to write."""
+    router: Callable[..., tuple[Tensor, Tensor | None]]
+    """Of features, peaks and weights, by name with a scratch and where to write."""
     judge: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
     judge_scratch: Callable[..., Any]
     """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
@@ -198,8 +201,9 @@ class CudaKernels(Kernels):
     embed: Callable[[Tensor, Tensor], Tensor]
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     plan_cycle: Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
-    """`tide_core.kernels.cycle_plan` says what it makes."""
-    nth_best: Callable[[Tensor, Tensor], Tensor]
+    pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """`tide_core.kernels.cycle_plan` says what both make."""
+    nth_best: Callable[..., Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], Callable[[Tensor, Tensor], None]]
     """`tide_core.kernels.branching` says what these do."""
     draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -256,12 +260,14 @@ def cuda_kernels() -> CudaKernels:
         attend=cuda.paged_attention,
         attention_workspace=cuda.attention_workspace,
         peak=cuda.peak,
+        router=cuda.router,
         judge=cuda.judge,
         judge_scratch=cuda.Scratch.sized,
         exit_input=cuda.exit_input,
         embed=cuda.embed,
         scatter_rows=cuda.scatter_rows,
         plan_cycle=cycle.plan_cycle,
+        pending_tokens=cycle.pending_tokens,
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
         draw=draws.draw,

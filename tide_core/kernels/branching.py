@@ -11,11 +11,12 @@ CopySlots = Callable[[Tensor, Tensor], None]
 """What lies in slots `from` [N] of every pool goes to slots `to` [N], int32; a pair with a negative slot is skipped."""
 
 
-def nth_best(logits: Tensor, ranks: Tensor) -> Tensor:
+def nth_best(logits: Tensor, ranks: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Where in each row of `logits` [R, V] the number stands that `ranks` [R], int32, others are before: larger ones,
     and equal ones at lower places. A NaN is larger than every number."""
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices
-    return order.gather(-1, ranks.long().unsqueeze(-1)).squeeze(-1)
+    found = order.gather(-1, ranks.long().unsqueeze(-1)).squeeze(-1)
+    return found if out is None else out.copy_(found)
 
 
 def slot_copier(pools: Sequence[Tensor], block_size: int) -> CopySlots:

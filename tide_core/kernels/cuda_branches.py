@@ -15,13 +15,14 @@ UNITS = (16, 4, 2)
 """Bytes that are moved at once."""
 
 
-def nth_best(logits: Tensor, ranks: Tensor) -> Tensor:
+def nth_best(logits: Tensor, ranks: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Where in each row of `logits` [R, V] the number stands that `ranks` [R], int32, others are before."""
     device = home(logits)
     checks.refuse(cuda_checks.matrix_faults("logits", logits, device))
     rows, width = logits.shape
     checks.refuse(checks.exact_faults("ranks", ranks, torch.int32, (rows,), "[R]", device))
-    index = torch.empty(rows, dtype=torch.int64, device=device)
+    checks.refuse(cuda_checks.out_faults("out", out, torch.int64, (rows,), device))
+    index = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
     code = checks.DTYPE_CODES[logits.dtype]
     launch(device, "nth_best", code, at(logits), at(ranks), at(index), rows, width, row_stride(logits))
     return index

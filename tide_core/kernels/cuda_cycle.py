@@ -9,6 +9,27 @@ from tide_core.kernels import checks, cycle_plan
 from tide_core.kernels.cuda_launch import at, home, launch
 
 
+def pending_tokens(
+    newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
+) -> None:
+    """Which tokens the drafts at these `places` [K, R] of the shortlist are, into `drafted` [K, R], and those of the
+    deep pass, into `token_ids` [T]; all int64."""
+    device = home(newest)
+    checks.refuse([checks.dims_fault("places", places, 2), checks.dims_fault("sources", sources, 1)])
+    drafts, rows, tokens = *places.shape, sources.shape[0]
+    for name, tensor, shape, said in (
+        ("newest", newest, (rows,), "[R]"),
+        ("places", places, (drafts, rows), "[K, R]"),
+        ("shortlist", shortlist, (shortlist.numel(),), "[S]"),
+        ("sources", sources, (tokens,), "[T]"),
+        ("drafted", drafted, (drafts, rows), "[K, R]"),
+        ("token_ids", token_ids, (tokens,), "[T]"),
+    ):
+        checks.refuse(checks.exact_faults(name, tensor, torch.int64, shape, said, device))
+    addresses = (at(part) for part in (newest, places, shortlist, sources, drafted, token_ids))
+    launch(device, "pending_tokens", *addresses, rows, drafts, tokens)
+
+
 def plan_cycle(about: Tensor, tables: Tensor, block_size: int, drafts: int, wide: Tensor, narrow: Tensor) -> None:
     """Fill both buffers from what is said `about` the rows [4, R] and their blocks [R, B], int32 both."""
     device = home(about)

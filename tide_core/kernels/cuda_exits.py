@@ -116,8 +116,9 @@ def gather_rows(x: Tensor, index: Tensor, *, num_rows: Tensor | None = None, out
     checks.refuse(cuda_checks.matrix_faults("x", x, device))
     checks.refuse(cuda_checks.index_faults(index, device))
     shape = index.shape[0], x.shape[1]
-    y = result(x.new_zeros(shape) if out is None else out, x, shape, num_rows, device)
-    _copy_rows("gather_rows", x, y, index, num_rows, x.shape[0], device)
+    rest = x.new_zeros(shape) if out is None and num_rows is not None else out
+    y = result(rest, x, shape, num_rows, device)
+    _copy_rows("gather_rows", x, y, index, num_rows, x.shape[0], device, zeros=out is None)
     return y
 
 
@@ -176,13 +177,21 @@ def exit_input(
 
 
 def _copy_rows(
-    op: str, x: Tensor, y: Tensor, index: Tensor, num_rows: Tensor | None, limit: int, device: torch.device
+    op: str,
+    x: Tensor,
+    y: Tensor,
+    index: Tensor,
+    num_rows: Tensor | None,
+    limit: int,
+    device: torch.device,
+    *,
+    zeros: bool = False,
 ) -> None:
     rows, width = index.shape[0], x.shape[1]
     if rows and width:
         code = _DTYPE_CODES[x.dtype]
         strides = row_stride(x), row_stride(y)
-        launch(device, op, code, at(x), at(y), at(index), at(num_rows), rows, limit, width, *strides)
+        launch(device, op, code, at(x), at(y), at(index), at(num_rows), rows, limit, width, *strides, zeros)
 
 
 def _peaks(out: Peaks | None, rows: int, num_rows: Tensor | None, device: torch.device) -> Peaks:

@@ -79,6 +79,15 @@ def split(wide: Tensor, narrow: Tensor, rows: int, drafts: int) -> CycleParts:
     return CycleParts(*parts)
 
 
+def pending_tokens(
+    newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
+) -> None:
+    """Which tokens the drafts at these `places` [K, R] of the shortlist are, into `drafted` [K, R], and those of the
+    deep pass, into `token_ids` [T]; all int64."""
+    drafted[:] = shortlist[places]
+    token_ids[:] = torch.cat((newest, drafted.flatten()))[sources]
+
+
 def plan_cycle(about: Tensor, tables: Tensor, block_size: int, drafts: int, wide: Tensor, narrow: Tensor) -> None:
     """Fill both buffers from what is said `about` the rows [4, R] and their blocks [R, B], int32 both."""
     num_rows = about.shape[1]

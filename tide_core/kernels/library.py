@@ -314,6 +314,12 @@ _writing(
     cuda_cycle.plan_cycle,
     cycle_plan.plan_cycle,
 )
+_writing(
+    "pending_tokens",
+    "Tensor newest, Tensor places, Tensor shortlist, Tensor sources, Tensor(a!) drafted, Tensor(b!) token_ids",
+    cuda_cycle.pending_tokens,
+    cycle_plan.pending_tokens,
+)
 _returning(
     "nth_best",
     "Tensor logits, Tensor ranks",

@@ -241,14 +241,15 @@ class RouterWeights(NamedTuple):
     eps: float
 
 
-def peak(logits: Tensor) -> Peaks:
+def peak(logits: Tensor, scratch: object = None, *, out: Peaks | None = None) -> Peaks:
     """The largest number of each row of `logits` [R, V] and where it first stands, the largest of the others, and the
     sum of exp(x - best), in float32. A NaN stands above every number; beside a best that is not finite the sum is NaN.
-    """
+    `scratch` is of no use here."""
     wide = logits.float()
     best, best_at = wide.max(-1, keepdim=True)
     second = wide.scatter(-1, best_at, -torch.inf).amax(-1)
-    return Peaks(best[:, 0], best_at[:, 0], second, (wide - best).exp().sum(-1))
+    peaks = Peaks(best[:, 0], best_at[:, 0], second, (wide - best).exp().sum(-1))
+    return peaks if out is None else Peaks(*(part.copy_(found) for part, found in zip(out, peaks, strict=True)))
 
 
 def router(features: Tensor, peaks: Peaks, weights: RouterWeights) -> Tensor:
