@@ -120,7 +120,8 @@ def test_everything_of_a_token_goes_to_a_branch_and_comes_back(start: int, draft
     there = Branches(cache, twin_kernels())
     blocks = there.blocks(row, 3)
     assert not {*blocks[start // 16 : (start + drafts) // 16 + 1]} & {*table.block_ids}
-    there.copy(*torch.tensor(there.before(row, blocks), dtype=torch.int32))
+    count, source, target = there.before(row, blocks)
+    there.copy(*(torch.arange(first, first + count, dtype=torch.int32) for first in (source, target)))
     for pool, old in zip(pools, before, strict=True):
         for position in range(start):  # the branch sees what the row sees
             block, offset = position // 16, position % 16

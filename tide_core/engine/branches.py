@@ -54,10 +54,11 @@ class Branches:
             ids[index] = spare + place
         return ids
 
-    def before(self, row: RowStep, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Slots of the row that must be copied into its branch with these blocks, from and to."""
-        first, _ = self._own(row)
-        return self._slots(row, blocks, range(first * self._size, row.start))
+    def before(self, row: RowStep, blocks: Sequence[int]) -> tuple[int, int, int]:
+        """How many slots of the row must be copied into its branch with these blocks, and the first of them here and
+        there: what lies before the newest token in its block."""
+        block, count = divmod(row.start, self._size)
+        return count, row.table.block_ids[block] * self._size, blocks[block] * self._size
 
     def bring_back(self, row: RowStep, blocks: Sequence[int], num_tokens: int) -> None:
         """The first tokens of a branch with these blocks are the row's own from now on."""

@@ -14,6 +14,7 @@ Then the host reads what every pass said, and `greedy` makes results of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,16 +89,18 @@ class CapturedCycles:
 
     def start(self, rows: Sequence[RowStep]) -> Started:
         """Begin a cycle of these rows, to be read before the next one is started."""
-        most = max((row.num_drafts for row in rows), default=0)
-        limit = max(size for size in TOKEN_SIZES if size * (most + 1) <= TOKEN_SIZES[-1])
-        order = sorted(range(len(rows)), key=lambda r: -rows[r].num_drafts)
+        drafts = [row.num_drafts for row in rows]
+        limit = _most_rows(max(drafts))
+        order = list(range(len(rows)))
+        if min(drafts) != max(drafts):
+            order.sort(key=lambda r: -drafts[r])
         groups = [order[at : at + limit] for at in range(0, len(order), limit)]
         return Started(rows, groups, self._launch)
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         size = self._cache.block_size
-        blocks = max((row.start + row.num_drafts) // size + 1 for row in rows)
-        if any(not row.request.params.is_greedy for row in rows):
+        blocks = max([row.start + row.num_drafts for row in rows]) // size + 1
+        if not all([row.request.params.is_greedy for row in rows]):
             # Branches try the likeliest tokens, and a draw must not know which of them full depth will say.
             room = CycleRoom(size_for(len(rows)), rows[0].num_drafts, blocks_for(blocks), draws=True)
         else:
@@ -148,6 +151,12 @@ class CapturedCycles:
                 self._branches.bring_back(row, blocks, result.num_valid)
             results.append(result)
         return results
+
+
+@functools.cache
+def _most_rows(drafts: int) -> int:
+    """That one launch takes, with so many drafts of each."""
+    return max(size for size in TOKEN_SIZES if size * (drafts + 1) <= TOKEN_SIZES[-1])
 
 
 class Started:

@@ -17,6 +17,8 @@ from tide_core.engine.branches import Branches
 from tide_core.engine.cycle_draws import DrawNumbers, fill_numbers, num_numbers, split_numbers
 
 Array = np.ndarray[Any, Any]
+NO_ROW = ((0,), (0,), (-1,), (0,))
+"""What is said of a place without a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class CycleRoom:
 
 
 class CycleRows:
-    """Writes rows into the host's side of a buffer."""
+    """Writes rows into the host's side of a buffer, which keeps what nobody has changed since."""
 
     def __init__(self, room: CycleRoom, host: Array, block_size: int, branches: Branches | None = None) -> None:
         self._about, self._tables, self._ranks, self._copies = room.split(host)
@@ -76,43 +78,55 @@ class CycleRows:
         self._numbers = room.numbers(host, np.float64) if room.draws else None
         self.blocks: list[list[int]] = []
         """Of every branch that is not the first of its row."""
+        self._about[:] = NO_ROW
+        self._copies[:] = -1
+        self._num_rows = self._num_copies = 0
+        if room.branches > 1:
+            self._ranks[0] = np.arange(room.rows) % room.branches
+        self._offsets = np.arange(block_size, dtype=np.int32)
 
     def fill(self, rows: Sequence[RowStep]) -> list[int]:
         """By falling number of drafts. Returns where the tokens of each row begin in the deep pass."""
         size, each = self._block_size, self._room.branches
-        drafts = [row.num_drafts for row in rows for _ in range(each)]
-        num = len(drafts)
-        about: Any = (
-            [row.token_ids[0] for row in rows],
-            [row.table.num_valid for row in rows],
-            [row.num_drafts for row in rows],
-            [row.policy.may_exit for row in rows],
-        )
-        self._about[:, :num] = about if each == 1 else np.repeat(about, each, axis=1)
-        self._about[:, num:] = ((0,), (0,), (-1,), (0,))
-        for place, row in enumerate(rows):
-            used = (row.table.num_valid + row.num_drafts) // size + 1
-            self._tables[place * each : (place + 1) * each, :used] = row.table.block_ids[:used]
+        newest: list[int] = []
+        starts: list[int] = []
+        drafts: list[int] = []
+        tracked: list[bool] = []
+        for row in rows:
+            start, count = row.table.num_valid, row.num_drafts
+            used = (start + count) // size + 1
+            self._tables[len(newest), :used] = row.table.block_ids[:used]
+            newest += (row.token_ids[0],) * each
+            starts += (start,) * each
+            drafts += (count,) * each
+            tracked += (row.policy.may_exit,) * each
+        num, before = len(newest), self._num_rows
+        self._about[:, :num] = newest, starts, drafts, tracked
+        if num < before:
+            self._about[:, num:before] = NO_ROW
+        self._num_rows = num
         if each > 1:
             self._branch_off(rows)
         if self._numbers is not None:
             fill_numbers(self._numbers, rows)
-        return [0, *accumulate(count + 1 for count in drafts[:-1])]
+        return [0, *accumulate([count + 1 for count in drafts[:-1]])]
 
     def _branch_off(self, rows: Sequence[RowStep]) -> None:
         """Give every branch but the first of each row blocks of its own."""
-        branches, each = self._branches, self._room.branches
+        branches, each, size = self._branches, self._room.branches, self._block_size
         assert branches is not None
-        self._ranks[0] = np.arange(self._room.rows) % each
-        self._copies[:] = -1
         self.blocks = []
         end = 0
         for place, row in enumerate(rows):
+            used = (row.start + row.num_drafts) // size + 1
             for rank in range(1, each):
                 blocks = branches.blocks(row, len(self.blocks))
                 self.blocks.append(blocks)
-                used = (row.start + row.num_drafts) // self._block_size + 1
                 self._tables[place * each + rank, :used] = blocks[:used]
-                pair = branches.before(row, blocks)
-                begin, end = end, end + len(pair[0])
-                self._copies[:, begin:end] = pair
+                count, source, target = branches.before(row, blocks)
+                begin, end = end, end + count
+                self._copies[0, begin:end] = self._offsets[:count] + source
+                self._copies[1, begin:end] = self._offsets[:count] + target
+        if end < self._num_copies:
+            self._copies[:, end : self._num_copies] = -1
+        self._num_copies = end

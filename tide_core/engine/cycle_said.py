@@ -31,7 +31,7 @@ class CycleSaid:
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.drafted, self.following, self.scores, self.best = self._split(self._device)
-        self._there = self._split(self._host)
+        self._there = [part.numpy() for part in self._split(self._host)]
         self.places = torch.zeros(self._shape, dtype=torch.int64, device=device)
         """Of the drafts, in the shortlist."""
         self._peaks = [torch.zeros(self._shape, device=device) for _ in range(3)]
