@@ -31,6 +31,9 @@ from tide_core.request import Audit, FinishReason, Request, RequestOutput, Sampl
 
 logger = logging.getLogger("tide")
 
+MAY_BREAK = ("bounded", "fast")
+"""Modes whose steps are counted at once: what is found may change the next one. Others wait for the device's time."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -229,9 +232,12 @@ class EngineCore:
             said, stopped = progress.say(tokens, mode, ends=reason is not None)
             tokens, reason = tokens[: len(said)], FinishReason.STOP if stopped else reason
         dropped = len(result.tokens) - len(tokens)
-        self._account(progress, step, result, tokens)
+        self.counters.num_output_tokens += len(tokens)
+        ran = step, result
+        if mode in MAY_BREAK:
+            self._account(progress, *ran, tokens)
         self.scheduler.advance(row, result.num_valid - dropped, [token.token_id for token in tokens])
-        self._unsaid.append(Gain(progress, mode, tokens, said, reason))
+        self._unsaid.append(Gain(progress, mode, tokens, said, reason, ran=None if mode in MAY_BREAK else ran))
         if reason is not None:
             self._close(progress)
 
@@ -240,6 +246,8 @@ class EngineCore:
         progress, reason, said = gain.progress, gain.reason, gain.said
         request_id = progress.row.request.request_id
         try:
+            if gain.ran is not None:
+                self._account(progress, *gain.ran, gain.tokens)
             if said is None:
                 said, _ = progress.say(gain.tokens, gain.mode, ends=reason is not None)
         except Exception as error:
@@ -262,7 +270,6 @@ class EngineCore:
 
     def _account(self, progress: Progress, step: RowStep, result: RowResult, outputs: Sequence[TokenResult]) -> None:
         """Count what was emitted and what truly ran for it, and hear what full depth says about it."""
-        self.counters.num_output_tokens += len(outputs)
         # A prompt's layers are not the output's; its last token ran all of them for the first output token.
         layers_run = result.layers_run if len(step.token_ids) == 1 else self._num_layers
         counts = result.counts

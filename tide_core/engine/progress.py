@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tide_core.batch import TokenResult
+from tide_core.batch import RowResult, RowStep, TokenResult
 from tide_core.engine.scheduler import Row
 from tide_core.engine.tokenizer import TextStream
 from tide_core.quick import quick
@@ -102,3 +102,5 @@ class Gain:
     """The tokens with their texts, where these were needed at once."""
     reason: FinishReason | None = None
     error: Exception | None = None
+    ran: tuple[RowStep, RowResult] | None = None
+    """What it came from, where that is still to be counted."""
