@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kernels.draw_cases import cycle_of, numbers_of, params_of, settings_of
 from tide_core.kernels.cycle_plan import sizes
 
 ROWS, WIDTH, VOCABULARY, BOTTLENECK = 5, 48, 5000, 12
@@ -56,6 +57,8 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
         integers([0, 2, 5], torch.int32),
         integers([9, 12], torch.int32),
     )
+    params = params_of(ROWS)
+    drawn = cycle_of(5, params, [2, 2, 1, 1, 0], torch.arange(0, 90, 3), 120, dtype=dtype, device=device)
     counters = empty(ROWS, like=torch.int32)
     partials = empty(16 * ROWS * 2 + 4 * ROWS * BOTTLENECK, like=torch.uint8)
     floats = [empty(ROWS, like=torch.float32) for _ in range(4)]
@@ -104,5 +107,8 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
             *(integers(ids, torch.int64) for ids in ([7, 3], [[1, 0], [2, 2]], [40, 41, 42], [0, 2, 4, 1, 5])),
             *(empty(2, 2, like=torch.int64), empty(5, like=torch.int64)),
         ),
+        "copy_slots": (list(pools(device, dtype)), *(integers(s, torch.int32) for s in ([3, -1], [40, 2])), BLOCK_SIZE),
+        "draw": (logits, settings_of(params).to(device), numbers_of(3, ROWS).to(device), VOCABULARY),
+        "verify_drawn": (drawn[0], *drawn[1]),
         "nth_best": (logits, integers([0, 1, 2, 3, 0], torch.int32)),
     }

@@ -24,6 +24,7 @@ WRITES = {
     "exit_input_out": {"out"},
     "plan_cycle": {"wide", "narrow"},
     "pending_tokens": {"drafted", "token_ids"},
+    "copy_slots": {"pools"},
 }
 NAMES = list(library_cases("cpu"))
 

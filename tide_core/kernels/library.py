@@ -1,27 +1,23 @@
 """The ops as `torch.ops.tide.*`, so that `torch.compile` and graphs see what each reads, writes and returns.
 
-Importing this module registers them, but for what only the captured cycle calls with memory of its own (`draw`,
-`verify_drawn`, the copies of slots). On a GPU an op is the one of `tide_core.kernels.cuda`, on the CPU its
-reference. Those whose name ends in `_out` write into given tensors and allocate nothing on a GPU. What an op writes,
-its results and memory it works in, is marked with `!` in its schema. `num_rows` is that of `tide_core.kernels.cuda`.
+Importing this module registers them, those of a cycle with it (`library_cycle`). On a GPU an op is the one of
+`tide_core.kernels.cuda`, on the CPU its reference. Those whose name ends in `_out` write into given tensors and
+allocate nothing on a GPU. What an op writes, its results and memory it works in, is marked with `!` in its schema.
+`num_rows` is that of `tide_core.kernels.cuda`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from tide_core.kernels import branching, cuda, cuda_branches, cuda_cycle, cycle_plan, reference
+from tide_core.kernels import cuda, library_cycle, reference
+from tide_core.kernels.library_register import returning, writing
 from tide_core.kernels.reference import Peaks, RouterWeights
 
-__all__: list[str] = []
-
-Run = Callable[..., Any]
+__all__ = library_cycle.__all__
 
 _POOLS = "Tensor(a!) k_pool, Tensor(b!) v_pool"
 _LINEAR = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, bool gated, Tensor? norm, float eps"
@@ -40,30 +36,6 @@ _EXIT_INPUT = (
     "Tensor table, float eps"
 )
 _OUT = "Tensor? num_rows, Tensor(z!) out"
-
-
-def _returning(name: str, arguments: str, on_cuda: Run, on_cpu: Run, fake: Run, results: str = "Tensor") -> None:
-    """An op that returns what it finds; `fake` makes tensors of the same shapes."""
-    _register(name, f"({arguments}) -> {results}", on_cuda, on_cpu).register_fake(fake)
-
-
-def _writing(name: str, arguments: str, on_cuda: Run, on_cpu: Run) -> None:
-    """An op that returns nothing, whatever its kernels do."""
-
-    def quietly(run: Run) -> Run:
-        def quiet(*given: Any) -> None:
-            run(*given)
-
-        return quiet
-
-    _register(name, f"({arguments}) -> ()", quietly(on_cuda), quietly(on_cpu))
-
-
-def _register(name: str, schema: str, on_cuda: Run, on_cpu: Run) -> Any:
-    written = re.findall(r"!\) (\w+)", schema)
-    op = custom_op(f"tide::{name}", on_cuda, mutates_args=written, device_types="cuda", schema=schema)
-    op.register_kernel("cpu")(on_cpu)
-    return op
 
 
 def _count(num_rows: Tensor | None, rows: int) -> int:
@@ -152,14 +124,14 @@ def _router_fake(features: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     return features.new_empty(rows, dtype=torch.float32), features.new_empty(rows, dtype=torch.int32)
 
 
-_returning(
+returning(
     "linear",
     _LINEAR,
     lambda x, w, bias, added, gated, n, eps: cuda.linear(x, w, bias, residual=added, gated=gated, norm=_norm(n, eps)),
     lambda x, w, bias, added, gated, n, eps: reference.fused_linear(x, w, bias, added, gated, _norm(n, eps)),
     lambda x, w, bias, added, gated, *_: x.new_empty((*x.shape[:-1], w.shape[0] // 2 if gated else w.shape[0])),
 )
-_writing(
+writing(
     "linear_out",
     f"{_LINEAR}, {_OUT}",
     lambda x, w, bias, added, gated, n, eps, num_rows, out: cuda.linear(
@@ -169,14 +141,14 @@ _writing(
         out, reference.fused_linear(x, w, bias, added, gated, _norm(n, eps)), num_rows
     ),
 )
-_returning(
+returning(
     "rms_norm",
     "Tensor x, Tensor weight, float eps",
     cuda.rms_norm,
     reference.rms_norm,
     lambda x, *_: x.new_empty(x.shape),
 )
-_writing(
+writing(
     "rms_norm_out",
     f"Tensor x, Tensor weight, float eps, Tensor? index, {_OUT}",
     lambda x, w, eps, index, num_rows, out: cuda.rms_norm(x, w, eps, index=index, num_rows=num_rows, out=out),
@@ -184,27 +156,27 @@ _writing(
         out, reference.rms_norm(x if index is None else reference.gather_rows(x, index), w, eps), num_rows, index
     ),
 )
-_returning(
+returning(
     "silu_mul",
     "Tensor gate, Tensor up",
     cuda.silu_mul,
     reference.silu_mul,
     lambda gate, _: gate.new_empty(gate.shape),
 )
-_writing(
+writing(
     "silu_mul_out",
     f"Tensor gate, Tensor up, {_OUT}",
     lambda gate, up, num_rows, out: cuda.silu_mul(gate, up, num_rows=num_rows, out=out),
     lambda gate, up, num_rows, out: _put(out, reference.silu_mul(gate, up), num_rows),
 )
-_returning(
+returning(
     "rotary",
     "Tensor x, Tensor cos, Tensor sin",
     cuda.rotary,
     reference.rotary,
     lambda x, *_: x.new_empty(x.shape),
 )
-_returning(
+returning(
     "rotary_write",
     f"{_ROTARY}, {_POOLS}, {_HEAD_NORMS}",
     cuda.rotary_write,
@@ -213,28 +185,28 @@ _returning(
         (qkv.shape[0], qkv.shape[1] // k_pool.shape[3] - 2 * k_pool.shape[1], k_pool.shape[3])
     ),
 )
-_writing(
+writing(
     "rotary_write_out",
     f"{_ROTARY}, {_POOLS}, {_HEAD_NORMS}, {_OUT}",
     lambda *given: cuda.rotary_write(*given[:-2], num_rows=given[-2], out=given[-1]),
     _rotary_write_rows,
 )
-_writing("write_kv", f"Tensor k, Tensor v, {_POOLS}, Tensor slots", cuda.write_kv, reference.write_kv)
-_returning(
+writing("write_kv", f"Tensor k, Tensor v, {_POOLS}, Tensor slots", cuda.write_kv, reference.write_kv)
+returning(
     "paged_attention",
     f"{_ATTENTION}, {_SCORES}",
     cuda.paged_attention,
     reference.paged_attention,
     lambda q, k_pool, v_pool, *_: q.new_empty((q.shape[0], q.shape[1], v_pool.shape[3])),
 )
-_writing(
+writing(
     "paged_attention_out",
     f"{_ATTENTION}, {_SCORES}, int max_queries, int max_context, Tensor? num_rows, Tensor(a!) workspace, "
     "Tensor(z!) out",
     _attend_out,
     _attend_rows,
 )
-_returning(
+returning(
     "attend_joined",
     f"Tensor qkv, Tensor cos, Tensor sin, Tensor? positions, Tensor slots, {_POOLS}, {_HEAD_NORMS}, "
     f"Tensor block_tables, Tensor query_starts, Tensor context_lens, {_SCORES}, int max_queries, int max_context",
@@ -244,7 +216,7 @@ _returning(
         (qkv.shape[0], qkv.shape[1] // k_pool.shape[3] - 2 * k_pool.shape[1], k_pool.shape[3])
     ),
 )
-_returning(
+returning(
     "peak",
     "Tensor logits",
     lambda logits: tuple(cuda.peak(logits)),
@@ -252,7 +224,7 @@ _returning(
     _peak_fake,
     "(Tensor, Tensor, Tensor, Tensor)",
 )
-_writing(
+writing(
     "peak_out",
     f"Tensor logits, Tensor? num_rows, {_SCRATCH}, {_PEAKS}",
     lambda logits, num_rows, partials, counters, *out: cuda.peak(
@@ -260,7 +232,7 @@ _writing(
     ),
     _put_peaks,
 )
-_returning(
+returning(
     "router",
     _ROUTER,
     lambda *given: cuda.router(*_router_arguments(given[:-1]), given[-1]),
@@ -268,62 +240,43 @@ _returning(
     _router_fake,
     "(Tensor, Tensor)",
 )
-_writing(
+writing(
     "router_out",
     f"{_ROUTER}, Tensor? num_rows, {_SCRATCH}, Tensor(c!) scores, Tensor(d!) flags",
     _router_out,
     _put_scores,
 )
-_returning(
+returning(
     "exit_input",
     _EXIT_INPUT,
     cuda.exit_input,
     reference.exit_input,
     lambda states, *_: states.new_empty((states.shape[0], 2 * states.shape[1])),
 )
-_writing(
+writing(
     "exit_input_out",
     f"{_EXIT_INPUT}, {_OUT}",
     lambda *given: cuda.exit_input(*given[:-2], num_rows=given[-2], out=given[-1]),
     lambda *given: _put(given[-1], reference.exit_input(*given[:-2]), given[-2]),
 )
-_returning(
+returning(
     "gather_rows",
     "Tensor x, Tensor index",
     cuda.gather_rows,
     reference.gather_rows,
     lambda x, index: x.new_empty((index.shape[0], x.shape[1])),
 )
-_writing(
+writing(
     "gather_rows_out",
     f"Tensor x, Tensor index, {_OUT}",
     lambda x, index, num_rows, out: cuda.gather_rows(x, index, num_rows=num_rows, out=out),
     lambda x, index, num_rows, out: _put(out, reference.gather_rows(x, index), num_rows, index),
 )
-_writing("scatter_rows", "Tensor x, Tensor index, Tensor(a!) out", cuda.scatter_rows, reference.scatter_rows)
-_returning(
+writing("scatter_rows", "Tensor x, Tensor index, Tensor(a!) out", cuda.scatter_rows, reference.scatter_rows)
+returning(
     "embed",
     "Tensor ids, Tensor weight",
     cuda.embed,
     reference.embed,
     lambda ids, weight: weight.new_empty((ids.shape[0], weight.shape[1])),
-)
-_writing(
-    "plan_cycle",
-    "Tensor about, Tensor tables, int block_size, int drafts, Tensor(a!) wide, Tensor(b!) narrow",
-    cuda_cycle.plan_cycle,
-    cycle_plan.plan_cycle,
-)
-_writing(
-    "pending_tokens",
-    "Tensor newest, Tensor places, Tensor shortlist, Tensor sources, Tensor(a!) drafted, Tensor(b!) token_ids",
-    cuda_cycle.pending_tokens,
-    cycle_plan.pending_tokens,
-)
-_returning(
-    "nth_best",
-    "Tensor logits, Tensor ranks",
-    cuda_branches.nth_best,
-    branching.nth_best,
-    lambda logits, _: logits.new_empty(logits.shape[:1], dtype=torch.int64),
 )

@@ -1,0 +1,73 @@
+"""The ops of a captured cycle as `torch.ops.tide.*`. See `library`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tide_core.kernels import branching, cuda_branches, cuda_cycle, cuda_draw, cycle_plan, draw_plan
+from tide_core.kernels.draw_plan import NUM_HEAD, DrawnCycle
+from tide_core.kernels.library_register import returning, writing
+
+__all__: list[str] = []
+
+_DRAWN = ", ".join(f"Tensor {name}" for name in DrawnCycle._fields)
+
+
+def _copy_slots(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int) -> None:
+    cuda_branches.slot_copier(pools, block_size)(source, target)
+
+
+def _copy_slots_plainly(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int) -> None:
+    branching.slot_copier(pools, block_size)(source, target)
+
+
+writing(
+    "plan_cycle",
+    "Tensor about, Tensor tables, int block_size, int drafts, Tensor(a!) wide, Tensor(b!) narrow",
+    cuda_cycle.plan_cycle,
+    cycle_plan.plan_cycle,
+)
+writing(
+    "pending_tokens",
+    "Tensor newest, Tensor places, Tensor shortlist, Tensor sources, Tensor(a!) drafted, Tensor(b!) token_ids",
+    cuda_cycle.pending_tokens,
+    cycle_plan.pending_tokens,
+)
+returning(
+    "nth_best",
+    "Tensor logits, Tensor ranks",
+    cuda_branches.nth_best,
+    branching.nth_best,
+    lambda logits, _: logits.new_empty(logits.shape[:1], dtype=torch.int64),
+)
+writing(
+    "copy_slots",
+    "Tensor(a!)[] pools, Tensor source, Tensor target, int block_size",
+    _copy_slots,
+    _copy_slots_plainly,
+)
+returning(
+    "draw",
+    "Tensor logits, Tensor settings, Tensor numbers, int vocab_size",
+    cuda_draw.draw,
+    draw_plan.draw,
+    lambda logits, *_: (
+        logits.new_empty(logits.shape[:1], dtype=torch.int64),
+        logits.new_empty((logits.shape[0], NUM_HEAD), dtype=torch.float64),
+    ),
+    "(Tensor, Tensor)",
+)
+returning(
+    "verify_drawn",
+    f"Tensor logits, {_DRAWN}",
+    lambda logits, *cycle: cuda_draw.verify_drawn(logits, DrawnCycle(*cycle)),
+    lambda logits, *cycle: draw_plan.verify_drawn(logits, DrawnCycle(*cycle)),
+    lambda logits, *_: (
+        logits.new_empty(logits.shape[:1], dtype=torch.float32),
+        logits.new_empty(logits.shape[:1], dtype=torch.int64),
+    ),
+    "(Tensor, Tensor)",
+)
