@@ -32,6 +32,24 @@ class WarpFinder {
         before_ = upto_ - mine;
     }
 
+    // The same as another one that was saved: it need not stay in registers.
+    static constexpr int kSaved = 5 * 32;
+    __device__ WarpFinder(const AttentionWork& p, const int* saved)
+        : share_(static_cast<int>((p.rows + 31) / 32)),
+          first_(saved[threadIdx.x % 32]),
+          queries_(saved[32 + threadIdx.x % 32]),
+          length_(saved[64 + threadIdx.x % 32]),
+          before_(saved[96 + threadIdx.x % 32]),
+          upto_(saved[128 + threadIdx.x % 32]),
+          total_(saved[128 + 31]) {}
+    __device__ void save(int* to) const {
+        int i = threadIdx.x % 32;
+        for (const int value : {first_, queries_, length_, before_, upto_}) {
+            to[i] = value;
+            i += 32;
+        }
+    }
+
     __device__ int total() const { return total_; }
 
     // All lanes of the warp get the same piece. `index` is below total().

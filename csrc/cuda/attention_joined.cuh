@@ -16,6 +16,8 @@ struct StreamWork {
     RotaryWriteParams rotary;
     bool joined, aligned;
     CUtensorMap keys, values;
+    ScoreScale scale;
+    Divider by_chunk;  // by the pieces of a chunk, where all rows have max_queries
     int stages;
 };
 
@@ -31,144 +33,208 @@ struct NewPositions {
     }
 };
 
+// From there on tiles are not yet what they must be.
+__device__ inline int mended_from(const StreamWork& w, const Piece& piece) {
+    const NewPositions fresh(w, piece);
+    return fresh.count > 0 ? min(fresh.first, piece.end()) : piece.end();
+}
+
 // Made ahead of the tiles: the new heads of a piece.
 template <typename T, int kDim>
 struct NewHeads {
     alignas(16) T keys[kMostJoinedQueries][kDim];
     alignas(16) T values[kMostJoinedQueries][kDim];
-    int64_t slots[kMostJoinedQueries];
+    int slots[kMostJoinedQueries];  // -1: none
 };
 
 #if TIDE_HAS_BULK_COPY
 
-// A thread's elements of the heads of a projection, normed and turned as rotary_write does. Remembers the angles of the
-// token it had last: its heads follow each other.
+// Where tokens stand and go; -1 where there is no such place. kAhead: the first of them are read before it is known
+// which of them a piece needs.
+template <bool kAhead>
+class NewTokens {
+  public:
+    __device__ NewTokens(const StreamWork& w, int lane) : position_(-1), slot_(-1) {
+        if (!kAhead || !w.joined || lane >= w.rotary.rows) return;
+        position_ = read_position(w.rotary, lane);
+        slot_ = read_slot(w.rotary, lane);
+    }
+    // All lanes of a warp call these, with one token.
+    __device__ int position(const RotaryWriteParams& p, int token) const {
+        const int known = kAhead ? __shfl_sync(~0u, position_, token % 32) : -1;
+        return kAhead && token < 32 ? known : read_position(p, token);
+    }
+    __device__ int slot(const RotaryWriteParams& p, int token) const {
+        const int known = kAhead ? __shfl_sync(~0u, slot_, token % 32) : -1;
+        return kAhead && token < 32 ? known : read_slot(p, token);
+    }
+
+  private:
+    __device__ static int read_position(const RotaryWriteParams& p, int token) {
+        const int64_t position = p.positions == nullptr ? token : p.positions[token];
+        return position < 0 || position >= p.num_positions ? -1 : static_cast<int>(position);
+    }
+    __device__ static int read_slot(const RotaryWriteParams& p, int token) {
+        const int64_t slot = p.slots[token];
+        return slot < 0 || slot >= p.num_blocks * p.block_size ? -1 : static_cast<int>(slot);
+    }
+    int position_, slot_;  // of the token that has this thread's number
+};
+
+// A thread's elements of the heads of a projection, normed and turned as rotary_write does. They are loaded as they lie
+// in memory and widened when they are turned: loads do not wait for each other.
 template <typename T, int kDim>
 class HeadTurner {
   public:
+    struct RawPair {
+        RawTwo<T> low, high;
+    };
+    struct Raw {
+        RawPair x, cos, sin, norm;
+        bool placed;
+    };
+
     __device__ explicit HeadTurner(const StreamWork& w) : w_(w), at_(2 * (threadIdx.x % kWarp)) {}
 
     // kDim is 64 or 128: a thread has one pair, or the upper half of the warp none.
     __device__ bool has_pair() const { return at_ < kDim / 2; }
-    __device__ int low() const { return at_; }
-    __device__ int high() const { return kDim / 2 + at_; }
 
-    __device__ HeadPair load(const T* x) const {
-        return has_pair() ? load_pair(x, kDim / 2, at_, w_.aligned) : HeadPair{};
+    __device__ RawPair load(const void* head) const {
+        const T *low = static_cast<const T*>(head) + at_, *high = low + kDim / 2;
+        if (!has_pair()) return {};
+        if (w_.aligned) return {*reinterpret_cast<const RawTwo<T>*>(low), *reinterpret_cast<const RawTwo<T>*>(high)};
+        return {{low[0], low[1]}, {high[0], high[1]}};
     }
-    __device__ HeadPair turn(HeadPair x, int token, const void* norm) {
+    __device__ Raw load(const T* head, int position, const void* norm) const {
         const RotaryWriteParams& p = w_.rotary;
-        if (token != token_ && has_pair()) {
-            const int64_t position = p.positions == nullptr ? token : p.positions[token];
-            angles_ = load_angles<T>(p, kDim, position, at_, w_.aligned);
+        Raw raw = {load(head), {}, {}, {}, position >= 0};
+        if (raw.placed) {
+            raw.cos = load(static_cast<const T*>(p.cos) + int64_t{position} * kDim);
+            raw.sin = load(static_cast<const T*>(p.sin) + int64_t{position} * kDim);
         }
-        token_ = token;
-        if (norm != nullptr)
-            x = normed<T>(x, norm_scale(add_squares(x, 0.0f), kDim, p.eps), load(static_cast<const T*>(norm)));
-        return turned<T>(x, angles_);
+        if (norm != nullptr) raw.norm = load(norm);
+        return raw;
+    }
+    __device__ static HeadPair widen(const RawPair& raw) {
+        return {{to_float(raw.low.a), to_float(raw.low.b)}, {to_float(raw.high.a), to_float(raw.high.b)}};
+    }
+    __device__ HeadPair turn(const Raw& raw, const void* norm) const {
+        const HeadPair missing = {{NAN, NAN}, {NAN, NAN}};
+        HeadPair x = widen(raw.x);
+        if (norm != nullptr) x = normed<T>(x, norm_scale(add_squares(x, 0.0f), kDim, w_.rotary.eps), widen(raw.norm));
+        return turned<T>(x, raw.placed ? Angles{widen(raw.cos), widen(raw.sin)} : Angles{missing, missing});
+    }
+    // store(dim, two elements from there on), twice.
+    template <typename Store>
+    __device__ void each(const HeadPair& pair, Store&& store) const {
+        if (!has_pair()) return;
+        store(at_, pair.low);
+        store(kDim / 2 + at_, pair.high);
     }
 
   private:
     const StreamWork& w_;
     const int at_;
-    int token_ = -1;
-    Angles angles_ = {};
 };
 
-// The queries of a piece as lines in `queries`, lanes that do not exist as zeros.
+__device__ inline int64_t query_offset(const AttentionWork& p, const Piece& piece, int row) {
+    const int index = piece.first_lane + row, query = p.by_group(index);
+    return int64_t{piece.first_query + query} * p.q_token_stride +
+           (piece.kv_head * p.group + index - query * p.group) * p.q_head_stride;
+}
+
+// Starts the copy of a piece's queries as lines to `queries`, lanes that do not exist as zeros.
 template <typename T, typename Layout>
 __device__ inline void copy_queries(const AttentionWork& p, const Piece& piece, char* queries) {
     constexpr int kVectors = Layout::kDim / kVector, kAll = Layout::kLanes * kVectors;
-    constexpr int kEach = (kAll + Layout::kThreads - 1) / Layout::kThreads;
-    uint4 loaded[kEach];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        const int at = i * Layout::kThreads + threadIdx.x, row = at / kVectors, index = piece.first_lane + row;
-        const int query = p.by_group(index);
-        const int64_t offset = (piece.first_query + query) * p.q_token_stride +
-                               (piece.kv_head * p.group + index - query * p.group) * p.q_head_stride;
-        loaded[i] = make_uint4(0, 0, 0, 0);
-        if (row < piece.num_lanes)
-            loaded[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + offset + at % kVectors * kVector);
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        const int at = i * Layout::kThreads + threadIdx.x;
-        if (at >= kAll) break;
-        *reinterpret_cast<uint4*>(queries + line_offset(Layout::kLanes, at / kVectors, at % kVectors)) = loaded[i];
+    for (int at = threadIdx.x; at < kAll; at += Layout::kThreads) {
+        const int row = at / kVectors, vector = at % kVectors;
+        const bool exists = row < piece.num_lanes;
+        const int64_t offset = exists ? query_offset(p, piece, row) + vector * kVector : 0;
+        copy_async_or_zero(shared_address(queries) + line_offset(Layout::kLanes, row, vector),
+                           static_cast<const T*>(p.q) + offset, exists);
     }
 }
 
-// The same of a joined pass; and the piece's new heads, which the first piece of their lanes also writes to the pools.
+// The same of a joined pass; and the piece's new heads, one to a warp, which the first piece of their lanes also writes
+// to the pools.
 template <typename T, typename Layout>
-__device__ inline void make_heads(const StreamWork& w, const Piece& piece, const NewPositions& fresh, char* queries,
+__device__ inline void make_heads(const StreamWork& w, const Piece& piece, const NewPositions& fresh,
+                                  const NewTokens<Layout::kHoldsPiece>& tokens, char* queries,
                                   NewHeads<T, Layout::kDim>& heads, int warp) {
-    constexpr int kDim = Layout::kDim, kRows = Layout::kLanes / Layout::kWarps;  // neighbours share their angles
+    constexpr int kDim = Layout::kDim, kRows = Layout::kLanes / Layout::kWarps;
+    static_assert(kMostJoinedQueries <= Layout::kWarps);
+    using Turner = HeadTurner<T, kDim>;
     const AttentionWork& p = w.attention;
     const RotaryWriteParams& r = w.rotary;
-    HeadTurner<T, kDim> turner(w);
-    const auto query_of = [&](int row) {
-        const int index = piece.first_lane + row, query = p.by_group(index), token = piece.first_query + query;
-        return static_cast<const T*>(p.q) + int64_t{token} * p.q_token_stride +
-               (piece.kv_head * p.group + index - query * p.group) * p.q_head_stride;
-    };
-    const int first = warp * kRows, last = min(first + kRows, piece.num_lanes);
-    HeadPair next = first < last ? turner.load(query_of(first)) : HeadPair{};
-#pragma unroll 1
-    for (int i = Layout::kWarps - 1 - warp; i < fresh.count; i += Layout::kWarps) {
-        const int token = fresh.token + i;
-        const int64_t slot = r.slots[token], written = piece.first_lane == 0 ? slot : -1;
-        const T* value = head_of<T>(r.v, token, piece.kv_head);
-        const HeadPair raw = turner.load(head_of<T>(r.k, token, piece.kv_head)), copied = turner.load(value);
-        T* key_place = place_of<T>(r, r.k_pool, r.k.heads, written, piece.kv_head, kDim);
-        T* value_place = place_of<T>(r, r.v_pool, r.v.heads, written, piece.kv_head, kDim);
-        const HeadPair key = turner.turn(raw, token, r.k_norm);
-        if (threadIdx.x % kWarp == 0) heads.slots[i] = slot;
-        if (!turner.has_pair()) continue;
-        const auto store = [&](T* to, const HeadPair& pair) {
-            store_two(to + turner.low(), pair.low, 2, true);
-            store_two(to + turner.high(), pair.high, 2, true);
-        };
-        store(heads.keys[i], key);
-        store(heads.values[i], copied);
-        if (key_place == nullptr) continue;
-        store(key_place, key);
-        store(value_place, copied);
+    const Turner turner(w);
+    typename Turner::Raw raw[kRows] = {}, raw_key = {};
+    typename Turner::RawPair raw_value = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const int row = warp * kRows + i, token = piece.first_query + p.by_group(piece.first_lane + row);
+        if (row < piece.num_lanes)
+            raw[i] = turner.load(static_cast<const T*>(p.q) + query_offset(p, piece, row), tokens.position(r, token),
+                                 r.q_norm);
     }
-#pragma unroll 1
-    for (int row = first; row < first + kRows; ++row) {
-        HeadPair pair = next;
-        if (row + 1 < last) next = turner.load(query_of(row + 1));  // while this one is turned
-        if (row < last) pair = turner.turn(pair, piece.first_query + p.by_group(piece.first_lane + row), r.q_norm);
-        if (row >= last) pair = HeadPair{};
-        if (!turner.has_pair()) continue;
-        const auto store = [&](int dim, Two v) {
+    const int mine = Layout::kWarps - 1 - warp, token = fresh.token + mine;
+    const bool makes = mine < fresh.count;
+    int slot = -1;
+    if (makes) {
+        slot = tokens.slot(r, token);
+        raw_key = turner.load(head_of<T>(r.k, token, piece.kv_head), tokens.position(r, token), r.k_norm);
+        raw_value = turner.load(head_of<T>(r.v, token, piece.kv_head));
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const int row = warp * kRows + i;
+        HeadPair pair = {};
+        if (row < piece.num_lanes) pair = turner.turn(raw[i], r.q_norm);
+        turner.each(pair, [&](int dim, Two two) {
             char* to = queries + line_offset(Layout::kLanes, row, dim / kVector) + dim % kVector * 2;
-            store_two(reinterpret_cast<T*>(to), v, 2, true);
-        };
-        store(turner.low(), pair.low);
-        store(turner.high(), pair.high);
+            store_two(reinterpret_cast<T*>(to), two, 2, true);
+        });
     }
+    if (!makes) return;
+    const int block = p.by_page_units(max(slot, 0) / AttentionWork::kPageUnit);
+    const int64_t row = (int64_t{block} * p.kv_heads + piece.kv_head - block) * p.page_units * AttentionWork::kPageUnit;
+    const int64_t place = (row + slot) * kDim;  // of the head in its pool
+    const bool written = piece.first_lane == 0 && slot >= 0;
+    const auto keep = [&](const HeadPair& pair, T* here, void* pool) {
+        turner.each(pair, [&](int dim, Two two) {
+            store_two(here + dim, two, 2, true);
+            if (written) store_two(static_cast<T*>(pool) + place + dim, two, 2, true);
+        });
+    };
+    if (threadIdx.x % kWarp == 0) heads.slots[mine] = slot;
+    keep(turner.turn(raw_key, r.k_norm), heads.keys[mine], r.k_pool);
+    keep(turner.widen(raw_value), heads.values[mine], r.v_pool);
 }
 
 // Makes the tile of 16 positions from `begin` on what it must be: new heads where the pass has tokens, and zeros for
 // values past the end, which nobody may multiply with. `row`: where the tile lies in the pools, in rows of a head.
 template <typename T, typename Layout>
-__device__ inline void mend_tile(const StreamWork& w, const Piece& piece, const NewPositions& fresh,
-                                 const NewHeads<T, Layout::kDim>& heads, char* tile, int begin, int row, int lane) {
+__device__ inline void mend_tile(const StreamWork& w, const Piece& piece, const NewHeads<T, Layout::kDim>& heads,
+                                 char* tile, int begin, int row, int lane) {
     constexpr int kVectors = Layout::kDim / kVector;
+    const NewPositions fresh(w, piece);
     const AttentionWork& p = w.attention;
-    for (int r = max(fresh.first - begin, 0); r < min(fresh.first + fresh.count - begin, kTilePositions); ++r) {
-        const int i = begin + r - fresh.first, block_size = p.page_units * AttentionWork::kPageUnit;
-        const int block = (row + r) / block_size / p.kv_heads, slot = block * block_size + (row + r) % block_size;
-        if (heads.slots[i] != slot) continue;  // not written there: the page's own stay
-        for (int v = lane; v < 2 * kVectors; v += 32) {
-            const bool value = v >= kVectors;
-            const T* from = (value ? heads.values[i] : heads.keys[i]) + v % kVectors * kVector;
-            *reinterpret_cast<uint4*>(tile + (value ? Layout::kPoolBytes : 0) +
-                                      line_offset(kTilePositions, r, v % kVectors)) =
-                *reinterpret_cast<const uint4*>(from);
-        }
+    // New head `lane` is of use if its slot is the place that the tile has for its position: else the page's own stays.
+    const int at = fresh.first + lane - begin, page = p.by_page_units((row + at) / AttentionWork::kPageUnit);
+    const int others = page - p.by_kv_heads(page);  // pages before this one that are not of this head
+    const bool used = lane < fresh.count && at >= 0 && at < kTilePositions &&
+                      heads.slots[lane] == row + at - others * p.page_units * AttentionWork::kPageUnit;
+    const unsigned int all_used = __ballot_sync(~0u, used);
+#pragma unroll 4
+    for (int v = lane; v < fresh.count * 2 * kVectors; v += 32) {
+        const int i = v / (2 * kVectors), vector = v % kVectors;
+        const bool value = v / kVectors % 2 != 0;
+        if (!(all_used >> i & 1)) continue;
+        const T* from = (value ? heads.values[i] : heads.keys[i]) + vector * kVector;
+        *reinterpret_cast<uint4*>(tile + (value ? Layout::kPoolBytes : 0) +
+                                  line_offset(kTilePositions, fresh.first + i - begin, vector)) =
+            *reinterpret_cast<const uint4*>(from);
     }
     const int missing = max(begin + kTilePositions - piece.end(), 0);
     for (int v = lane; v < missing * kVectors; v += 32)

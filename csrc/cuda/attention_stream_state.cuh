@@ -18,18 +18,19 @@ template <int kDim_, int kLaneTiles_>
 struct StreamLayout {
     static constexpr int kDim = kDim_, kLaneTiles = kLaneTiles_, kLanes = kLaneTiles * 8;
     static constexpr int kWarps = 8, kThreads = kWarps * 32;
+    static constexpr int kCtasPerSm = kLaneTiles > 2 ? 1 : 2;       // what the registers allow
+    static constexpr bool kHoldsPiece = kLaneTiles == 1;            // in registers: quicker, where there are some left
     static constexpr int kTurnPositions = kWarps * kTilePositions;  // from a tile of a warp to its next
     static constexpr int kLines = kDim / kLineElements;             // of a row
     static constexpr int kSteps = kDim / 16;                        // products of a tile
     static constexpr int kBoxBytes = kTilePositions * kLineBytes;
     static constexpr int kPoolBytes = kLines * kBoxBytes;  // the keys of a tile, or its values
     static constexpr int kTileBytes = 2 * kPoolBytes;
-    static constexpr int kQueryBytes = kLanes * kDim * 2;
-    static constexpr int kSumTiles = kLaneTiles < 2 ? kLaneTiles : 2;  // whose sums the warps add at once
-    static constexpr int kSumRows = kSumTiles * 8;
+    static constexpr int kQueryBytes = kLanes * kDim * 2;        // of a piece; the next one has its own
+    static constexpr int kSumRows = 8;                           // lanes whose sums the warps add at once
     static constexpr int kSumStride = kDim + 4;                  // floats of a lane, so that no bank is hit twice
     static constexpr int kSumBytes = kSumRows * kSumStride * 4;  // of a warp
-    static constexpr int kCtasPerSm = kLaneTiles == 1 ? 2 : 1;   // what the registers allow
+    static constexpr int kSumPlaces = kCtasPerSm == 1 ? 2 : 1;   // filled in turn
     static constexpr int kMostStages = 4;                        // tiles on their way to a warp
 };
 
@@ -60,10 +61,15 @@ __device__ inline uint32_t turn_matrix(uint32_t rows) {
     return columns;
 }
 
-// Which positions the lanes of a piece see.
+// Which positions the lanes of a piece see: lanes come in the order of their positions.
 struct Sight {
     int first_lane, first_end, seen;  // the first query sees `seen` positions before first_end, the next one more
 
+    __device__ Sight(const AttentionWork& p, const Piece& piece) : seen(p.seen) {
+        const int query = p.by_group(piece.first_lane);
+        first_lane = piece.first_lane - query * p.group;
+        first_end = piece.position_of(query) + 1;
+    }
     __device__ int end(const AttentionWork& p, int lane) const { return first_end + p.by_group(first_lane + lane); }
 };
 
@@ -104,41 +110,50 @@ struct StreamState {
         }
     }
 
-    // `tile` is a shared address. `masked`: some lane does not see all of the 16 positions from `first`.
-    __device__ void see(const AttentionWork& p, uint32_t tile, const ScoreScale& scale, bool masked, int first,
-                        const Sight& sight, int lane) {
+    // `tile` is a shared address. `masked`: some lane may not see all of the 16 positions from `first`. Only the first
+    // kUsed lane tiles have lanes.
+    template <int kUsed>
+    __device__ void see(const AttentionWork& p, const ScoreScale& scale, uint32_t tile, bool masked, int first,
+                        const Piece& piece, int lane) {
         const int t = lane % 4, g = lane / 4;
-        float scores[kLaneTiles][4] = {}, more[kLaneTiles][4] = {};  // every other product, to wait less for the last
+        float scores[kUsed][4] = {}, more[kUsed][4] = {};  // every other product, to wait less for the last
         const RowReader<Layout, kTilePositions> keys(tile, lane % 16, lane / 16);
 #pragma unroll
         for (int step = 0; step < kSteps; step += 2) {
             const uint4 low = load_matrices(keys(step * 2)), high = load_matrices(keys(step * 2 + 2));
 #pragma unroll
-            for (int m = 0; m < kLaneTiles; ++m) {
+            for (int m = 0; m < kUsed; ++m) {
                 const uint4 q = kHolds ? held[step / 2] : load_queries(m, step, lane);
                 multiply_tile(scores[m], low.x, low.y, low.z, low.w, q.x, q.y, T{});
                 multiply_tile(more[m], high.x, high.y, high.z, high.w, q.z, q.w, T{});
             }
         }
         bool grew = false;
+        const auto each = [&](auto&& change) {
 #pragma unroll
-        for (int m = 0; m < kLaneTiles; ++m) {
+            for (int m = 0; m < kUsed; ++m) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) scores[m][i] = scale.quick(scores[m][i] + more[m][i]);
-            if (masked) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int position = first + i / 2 * 8 + g, end = sight.end(p, m * 8 + t * 2 + i % 2);
-                    if (position >= end || position < end - sight.seen) scores[m][i] = kNothing;
-                }
+                for (int i = 0; i < 4; ++i) change(scores[m][i], m, i);
             }
+        };
+        each([&](float& score, int m, int i) { score = __fmul_rn(score + more[m][i], scale.scale); });
+        if (scale.cap > 0.0f) each([&](float& score, int, int) { score = scale.quick_cap(score); });
+        if (masked) {
+            const Sight sight(p, piece);
+            each([&](float& score, int m, int i) {
+                const int position = first + i / 2 * 8 + g, end = sight.end(p, m * 8 + t * 2 + i % 2);
+                if (position >= end || position < end - sight.seen) score = kNothing;
+            });
+        }
+#pragma unroll
+        for (int m = 0; m < kUsed; ++m) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) grew |= fmaxf(scores[m][c], scores[m][2 + c]) > bases[2 * m + c] + kSlack;
         }
         if (__any_sync(~0u, grew)) raise_bases(scores);
-        uint32_t weights[kLaneTiles][2];
+        uint32_t weights[kUsed][2];
 #pragma unroll
-        for (int m = 0; m < kLaneTiles; ++m) {
+        for (int m = 0; m < kUsed; ++m) {
             float w[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) w[i] = exp2_fast(scores[m][i] - base_of(bases[2 * m + i % 2]));
@@ -153,9 +168,21 @@ struct StreamState {
         for (int step = 0; step < kSteps; ++step) {
             const uint4 v = load_turned_matrices(values(step * 2));
 #pragma unroll
-            for (int m = 0; m < kLaneTiles; ++m)
+            for (int m = 0; m < kUsed; ++m)
                 multiply_tile(sums[m][step], v.x, v.y, v.z, v.w, weights[m][0], weights[m][1], T{});
         }
+    }
+
+    // The same for as many lanes as there are.
+    __device__ void see_some(int lanes, const AttentionWork& p, const ScoreScale& scale, uint32_t tile, bool masked,
+                             int first, const Piece& piece, int lane) {
+        if constexpr (kLaneTiles > 1) {
+            if (lanes <= 8) return see<1>(p, scale, tile, masked, first, piece, lane);
+        }
+        if constexpr (kLaneTiles > 2) {
+            if (lanes <= 16) return see<2>(p, scale, tile, masked, first, piece, lane);
+        }
+        see<kLaneTiles>(p, scale, tile, masked, first, piece, lane);
     }
 
     // Sums [lane][dim] and stats [lane] of lane tile m to shared memory.
@@ -176,6 +203,18 @@ struct StreamState {
         }
     }
 
+    // The same for a lane tile that the compiler does not know: what follows is in the program once.
+    __device__ void leave_some(int m, float* to, float2* stats, int lane) {
+        if constexpr (kLaneTiles == 4) {
+            if (m == 3) return leave(3, to, stats, lane);
+            if (m == 2) return leave(2, to, stats, lane);
+        }
+        if constexpr (kLaneTiles > 1) {
+            if (m == 1) return leave(1, to, stats, lane);
+        }
+        leave(0, to, stats, lane);
+    }
+
   private:
     // Of the lanes of tile m, the dims of two products.
     __device__ uint4 load_queries(int m, int step, int lane) const {
@@ -183,9 +222,10 @@ struct StreamState {
     }
 
     // Each lane's base depends on its own scores alone.
-    __device__ void raise_bases(const float (&scores)[kLaneTiles][4]) {
+    template <int kUsed>
+    __device__ void raise_bases(const float (&scores)[kUsed][4]) {
 #pragma unroll
-        for (int m = 0; m < kLaneTiles; ++m) {
+        for (int m = 0; m < kUsed; ++m) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int at = 2 * m + c;

@@ -6,6 +6,7 @@
 // walks the list of pieces, which exists only as a sum over the rows: the grid needs no host knowledge of lengths.
 #pragma once
 
+#include "cuda/divider.h"
 #include "cuda/launch.h"
 #include "cuda/params.h"
 
@@ -49,21 +50,6 @@ __host__ __device__ inline Partials partials(const PagedAttentionParams& p) {
     return {counters, sums, reinterpret_cast<float2*>(sums + p.num_tokens * p.num_heads * chunks * p.head_dim),
             static_cast<int>(chunks)};
 }
-
-// Divides numbers below 2^31 by a number known to the host: a division on the device takes longer than a read of the
-// second-level cache, and a CTA needs several of them before its first read of keys.
-struct Divider {
-    uint32_t factor;
-    int shift;
-
-    explicit Divider(int64_t by) : shift(31) {
-        while ((int64_t{1} << (shift - 31)) < by) ++shift;
-        factor = static_cast<uint32_t>(((uint64_t{1} << shift) + by - 1) / by);
-    }
-    __device__ int operator()(int v) const {
-        return static_cast<int>((static_cast<uint64_t>(static_cast<uint32_t>(v)) * factor) >> shift);
-    }
-};
 
 // The params, and what the host makes of them for the kernels. Counts of heads and positions are 32 bits wide.
 struct AttentionWork : PagedAttentionParams {
@@ -238,7 +224,7 @@ __device__ inline float exp2_fast(float v) {
 struct ScoreScale {
     float scale, cap;
 
-    __device__ explicit ScoreScale(const AttentionWork& p) {
+    __host__ __device__ explicit ScoreScale(const AttentionWork& p) {
         constexpr float kLog2E = 1.4426950408889634f;
         cap = p.softcap > 0.0f ? p.softcap * kLog2E : 0.0f;
         scale = p.softcap > 0.0f ? p.scaling / p.softcap : p.scaling * kLog2E;
@@ -249,9 +235,12 @@ struct ScoreScale {
     }
     // The same within a few 1e-7 of the cap, with little code: for the inner loop of half-width types.
     __device__ float quick(float dot) const {
-        constexpr float kTwoLog2E = 2.8853900817779268f;
         const float scaled = dot * scale;
-        return cap > 0.0f ? cap - __fdividef(2.0f * cap, exp2_fast(scaled * kTwoLog2E) + 1.0f) : scaled;
+        return cap > 0.0f ? quick_cap(scaled) : scaled;
+    }
+    __device__ float quick_cap(float scaled) const {
+        constexpr float kTwoLog2E = 2.8853900817779268f;
+        return cap - __fdividef(2.0f * cap, exp2_fast(scaled * kTwoLog2E) + 1.0f);
     }
 };
 

@@ -5,6 +5,7 @@
 
 #include "cuda/block.cuh"
 #include "cuda/convert.cuh"
+#include "cuda/divider.h"
 #include "cuda/small_params.h"
 
 namespace tide::cuda {
@@ -130,12 +131,14 @@ __device__ inline const T* head_of(const Heads& heads, int64_t token, int64_t he
     return static_cast<const T*>(heads.data) + token * heads.token_stride + head * heads.head_stride;
 }
 
-// Where a head of the token at `slot` lies in a pool; none where the slot is outside it.
+// Where a head of the token at `slot` lies in a pool; none where the slot is outside it. `by_block` divides by the
+// block size.
 template <typename T>
-__device__ inline T* place_of(const RotaryWriteParams& p, void* pool, int64_t heads, int64_t slot, int64_t head,
-                              int64_t dim) {
+__device__ inline T* place_of(const RotaryWriteParams& p, const Divider& by_block, void* pool, int64_t heads,
+                              int64_t slot, int64_t head, int64_t dim) {
     if (slot < 0 || slot >= p.num_blocks * p.block_size) return nullptr;
-    const int64_t block = slot / p.block_size, offset = slot - block * p.block_size;
+    const int64_t block = slot <= INT32_MAX ? by_block(static_cast<int>(slot)) : slot / p.block_size;
+    const int64_t offset = slot - block * p.block_size;
     return static_cast<T*>(pool) + ((block * heads + head) * p.block_size + offset) * dim;
 }
 

@@ -162,6 +162,22 @@ def test_a_row_is_the_same_alone_and_joined_with_others(dtype: torch.dtype) -> N
         assert_same(alone.joined()[:1], [batch[tokens]])
 
 
+@HALF_WIDTH
+@pytest.mark.parametrize("rows", [1, 3, 12, 40])
+@pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
+def test_a_query_has_the_same_bits_however_lanes_are_divided(dtype: torch.dtype, rows: int, queries: int) -> None:
+    """Few rows are cut into pieces of few lanes, many into pieces of many."""
+    case = Pass([520] * rows, [queries] * rows, dtype, dim=128, heads=8)
+    expected = case.in_two()
+    assert_same(case.joined(), expected)
+    pools = [one.clone() for one in case.first_pools]
+    q = cuda.rotary_write(*case.projected(pools))
+    for row in (0, rows - 1):
+        token = slice((row + 1) * queries - 1, (row + 1) * queries)
+        alone: list[Any] = [q[token], *pools, case.tables[row : row + 1], integers([0, 1]), integers([520]), 128**-0.5]
+        assert_same([cuda.paged_attention(*alone)], [expected[0][token]])
+
+
 def test_a_token_that_is_written_nowhere_sees_what_its_page_holds() -> None:
     case = Pass([40, 30], [1, 2], torch.bfloat16)
     case.slots[0], case.slots[2] = -1, 10**6

@@ -19,11 +19,15 @@ import torch
 
 from tide_core.batch import Rotation
 from tide_core.kernels import CudaKernels, Kernels
+from tide_core.kernels.cuda_checks import MOST_JOINED_QUERIES
 from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex
 from tide_core.kv.device_view import DeviceView, flash_takes
 
 FEW_QUERIES = 16
 """Of a row; with more, Torch's flash attention over gathered contexts is quicker."""
+
+FEW_POSITIONS = 4096
+"""Of all rows together; with more, several queries of a row are turned and attend quicker in two launches."""
 
 Array = np.ndarray[Any, Any]
 Other = tuple[Array, int]
@@ -149,8 +153,7 @@ class KernelView(PagedView):
     ) -> torch.Tensor:
         """From the joined projection [T, (Hq + 2 H) D] to what attention gives, [T, Hq, D]; K and V are written."""
         pools = self._cache.pools[layer]
-        # With several queries of a row the one launch takes longer than the two; the bits are the same.
-        if self._max_queries > 1 or not self._kernels.takes_joined(*pools):
+        if not self._joins or not self._kernels.takes_joined(*pools):
             query = self._kernels.rotary_write(qkv, *rotation, self.slots, *pools, *norms, eps)
             return self.attend_paged(layer, query, scaling, window)
         head_dim = pools[0].shape[3]
@@ -167,10 +170,16 @@ class KernelView(PagedView):
             self._lens,
             scaling,
             window,
-            max_queries=1,
+            max_queries=max(self._max_queries, 1),
             max_context=self._max_context,
             workspace=self._workspace(heads[:, 2 * pools[0].shape[1] :]),
         )
+
+    @property
+    def _joins(self) -> bool:
+        """Whether one launch is quicker than two; the bits are the same."""
+        few = len(self._lens) * self._max_context <= FEW_POSITIONS
+        return self._max_queries <= (MOST_JOINED_QUERIES if few else 1)
 
     def write_joined(self, layer: int, keys_values: torch.Tensor, rotation: Rotation, slots: torch.Tensor) -> None:
         """K and V of a joined projection [T, 2 H D], at other slots than the view's own: some tokens may have none."""

@@ -221,6 +221,9 @@ void check_type() {
     check_case<T>({8, 2, 128, 16, 0, 0.0f, std::vector<int>(150, 700), std::vector<int>(150, 2)});  // pieces in turn
     check_case<T>({8, 2, 64, 16, 0, 0.0f, std::vector<int>(300, 21), std::vector<int>(300, 1)});   // rows share threads
     check_case<T>({32, 8, 128, 16, 0, 0.0f, std::vector<int>(40, 520), std::vector<int>(40, 8)});  // many lanes
+    check_case<T>({32, 8, 128, 16, 0, 0.0f, std::vector<int>(64, 600), std::vector<int>(64, 3)});  // fewer lanes
+    check_case<T>({32, 8, 128, 16, 0, 0.0f, {512}, {5}});  // few pieces: lanes are divided further
+    check_case<T>({9, 3, 64, 16, 0, 0.0f, {200, 31, 190}, {8, 5, 1}});
     check_case<T>({34, 2, 64, 16, 1, 0.0f, {1025, 3}, {9, 3}});
     check_case<T>({64, 1, 64, 16, 0, 0.0f, {1100, 140}, {1030, 2}});  // more lanes than counters
     check_case<T>({4, 1, 64, 16, 0, 0.0f, {32770, 65538, 70001}, {4, 4, 1}});

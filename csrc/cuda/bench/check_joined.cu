@@ -149,7 +149,11 @@ void check_type() {
         }
         check_case<T>({20, 1, dim, 48, 700, false, true, contexts, queries, 0});  // more lanes than a piece has
         check_case<T>({32, 8, dim, 16, 0, false, true, std::vector<int>(64, 520), std::vector<int>(64, 1), 0});
+        for (const int each : {3, 8})  // pieces in turn, of fewer and of more lanes
+            check_case<T>({32, 8, dim, 16, 0, false, true, std::vector<int>(64, 520), std::vector<int>(64, each), 0});
         check_case<T>({32, 8, dim, 16, 0, true, true, {600, 9000}, {3, 8}, 1});
+        check_case<T>({32, 8, dim, 16, 0, true, true, {512}, {5}, 0});  // few pieces: lanes are divided further
+        check_case<T>({9, 3, dim, 16, 0, false, true, {200, 33, 190}, {8, 5, 1}, 2});
     }
 }
 
