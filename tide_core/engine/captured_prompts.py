@@ -1,8 +1,9 @@
 """Prompts on a GPU: pieces of several of them through all layers as one launch.
 
 A piece of a prompt is run as a captured pass of up to 256 tokens: all layers, what the exits keep of every token, and
-the logits behind the last token of each row. It is launched behind the cycle of the rows that talk, so that a prompt
-that comes in costs them the time the device needs for it and no more.
+the logits behind the last token of each row. It runs beside the cycle of the rows that talk, on a stream of its own:
+the kernels of a small model leave most of a GPU idle, so that a prompt that comes in costs the others little. Both read
+the same weights and write different slots; what they work in is not shared.
 
 All its ops are those of the cycles: what a token comes to does not depend on how a prompt was cut into pieces, nor on
 what else was in the step. Longer pieces and contexts are left to the plain path, which reads K and V only once for all
@@ -11,7 +12,8 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,9 @@ class CapturedPrompts:
         on_gpu = cache.device.type == "cuda"
         self._passes: Passes[_PromptPass] = Passes(capture=on_gpu if capture is None else capture)
         self._verifier = Verifier((), adapter.num_layers)
+        self._workspaces: list[torch.Tensor] = []
+        self._stream: Any = torch.cuda.Stream(cache.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._before: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._blocks = -(-LONGEST_CONTEXT // cache.block_size)
 
     def shapes(self) -> list[Shape]:
@@ -73,6 +78,11 @@ class CapturedPrompts:
         """Whether this is a piece of a prompt, and short enough."""
         num = len(row.token_ids)
         return 1 < num <= PROMPT_SIZES[-1] and row.start + num <= LONGEST_CONTEXT and not row.num_drafts
+
+    def mark(self) -> None:
+        """What is on the current stream by now comes before the next prompts; what follows may run beside them."""
+        if self._stream is not None:
+            self._before.record()
 
     def start(self, rows: Sequence[RowStep]) -> Started:
         """Begin to run these, to be read before the next ones are started."""
@@ -94,9 +104,20 @@ class CapturedPrompts:
         keeps = self._exits is not None and any(row.policy.may_exit for row in rows)
         others = [(flat, 0), *(self._kept(rows, index) if keeps else ())]
         size = next(size for size in PROMPT_SIZES if size >= len(flat))
-        one = self._ready((size, keeps), (index, others))
-        one.replay()
+        with self._beside():
+            one = self._ready((size, keeps), (index, others))
+            one.replay()
         return lambda: self._results(rows, one)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream of the prompts, behind what earlier steps have left on the current one."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(self._before)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _ready(self, shape: Shape, step: Step) -> _PromptPass:
         size, keeps = shape
@@ -106,7 +127,9 @@ class CapturedPrompts:
         others = others or [(nothing, 0), *((nothing, rest) for rest in (-1, 0, 0) if keeps)]
         exits = self._exits if keeps else None
         return self._passes.ready(
-            shape, lambda: _PromptPass(self._adapter, self._cache, self._kernels, room, exits), [(index, others)]
+            shape,
+            lambda: _PromptPass(self._adapter, self._cache, self._kernels, room, exits, self._workspaces),
+            [(index, others)],
         )
 
     def _kept(self, rows: Sequence[RowStep], index: StepIndex) -> list[tuple[Any, int]]:
@@ -128,7 +151,9 @@ class CapturedPrompts:
             cycle.layers_run = len(cycle.tokens) * self._adapter.num_layers
         ends = [r for r, row in enumerate(rows) if row.samples]
         wanted = [[len(row.token_ids) - 1] if row.samples else [] for row in rows]
-        best = one.read()
+        if self._stream is not None:
+            self._stream.synchronize()
+        best = one.best
         logits = one.logits[: len(rows)] if len(ends) == len(rows) else one.logits[ends]
         return self._verifier.settle(cycles, wanted, logits, best[:, ends])
 
@@ -140,19 +165,22 @@ class _PromptPass(CapturedPass):
     """Behind the last token of each row, [R, V]; of a row that is not there, anything."""
 
     def __init__(
-        self, adapter: ModelAdapter, cache: PagedKV, kernels: CudaKernels, room: Room, exits: Exits | None
+        self,
+        adapter: ModelAdapter,
+        cache: PagedKV,
+        kernels: CudaKernels,
+        room: Room,
+        exits: Exits | None,
+        workspaces: list[torch.Tensor],
     ) -> None:
+        """`workspaces`: those of attention, for all passes of prompts."""
         super().__init__(cache, kernels, room)
+        self._workspaces = workspaces
         self.limit(room.tokens, room.blocks * cache.block_size)
         self._adapter, self._exits = adapter, exits
-        self._best = torch.empty(2, room.rows, dtype=torch.float64, pin_memory=cache.device.type == "cuda")
+        self.best = torch.empty(2, room.rows, dtype=torch.float64, pin_memory=cache.device.type == "cuda")
+        """On the host: the largest of the logits and where they stand."""
         self._scratch: Any = None
-
-    def read(self) -> torch.Tensor:
-        """Wait for the device; the largest logits and where they stand, [2, R]."""
-        if self._best.is_pinned():
-            torch.cuda.current_stream().synchronize()
-        return self._best
 
     def _run(self) -> None:
         token_ids, *kept = self.others
@@ -163,4 +191,4 @@ class _PromptPass(CapturedPass):
             device, (num, vocabulary) = self.logits.device, self.logits.shape
             self._scratch = self._kernels.judge_scratch(device, num, vocabulary=vocabulary)
         peaks = self._kernels.peak(self.logits, self._scratch)
-        self._best.copy_(torch.stack((peaks.best.double(), peaks.best_at.double())), non_blocking=True)
+        self.best.copy_(torch.stack((peaks.best.double(), peaks.best_at.double())), non_blocking=True)

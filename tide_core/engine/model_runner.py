@@ -107,6 +107,8 @@ class ModelRunner:
             else:
                 others.append(r)
         started = []
+        if prompts is not None and prompting:
+            prompts.mark()
         if cycles is not None and talking:
             started.append((talking, cycles.start([rows[r] for r in talking])))
         if prompts is not None and prompting:

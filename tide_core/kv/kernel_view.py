@@ -114,6 +114,7 @@ class KernelView(PagedView):
     def _take(self, cache: PagedKV, kernels: CudaKernels, index: StepIndex, parts: Sequence[torch.Tensor]) -> None:
         """The last parts of a split buffer: positions, slots, starts, lengths, tables."""
         self._cache, self._kernels, self._index = cache, kernels, index
+        self._workspaces = cache.workspaces
         self.positions, self.slots = parts[:2]
         self._starts, self._lens, self._tables = parts[2:]
 
@@ -186,11 +187,12 @@ class KernelView(PagedView):
         self._kernels.rotary_write(keys_values, *rotation, slots, *self._cache.pools[layer])
 
     def _workspace(self, query: torch.Tensor) -> torch.Tensor:
-        """One for all layers and all passes: they run one after another."""
-        held = self._cache.workspaces[-1] if self._cache.workspaces else None
+        """One for all layers and all passes that run one after another."""
+        workspaces = self._workspaces
+        held = workspaces[-1] if workspaces else None
         made = self._kernels.attention_workspace(*query.shape, self._max_context, query.device, held)
         if made is not held:
-            self._cache.workspaces.append(made)
+            workspaces.append(made)
         return made
 
     @cached_property
