@@ -123,7 +123,7 @@ class TransportServer(GrpcApi):
     def __init__(self) -> None:
         settle_process()
         engine: Any = ReadyEngine()
-        meter = Meter(RayExporter())
+        meter = Meter(RayExporter(), model="ready", max_queued=0)
         self.service = Service(engine, model="ready", observer=meter)
         meter.start(engine.stats, lambda: self.service.tokens_in_flight)
 

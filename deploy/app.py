@@ -45,10 +45,11 @@ class TideServer(GrpcApi):
         keys = KeyRing.read(checked.api_keys_file)
         logger.info("tide: building the engine (after %.1f s)", time.monotonic() - started)
         engine = Engine(**checked.engine)
-        self._meter = Meter(RayExporter())
+        model = checked.served_model_name or engine.model_name
+        self._meter = Meter(RayExporter(), model=model, max_queued=engine.config.max_queued)
         self.service = Service(
             engine,
-            model=checked.served_model_name or engine.model_name,
+            model=model,
             limits=checked.limits,
             keys=keys,
             observer=self._meter,

@@ -46,6 +46,7 @@ class Metric:
 METRICS = (
     Metric("tide_requests", "counter", "Requests that ended, by how.", ("finish",)),
     Metric("tide_prompt_tokens", "counter", "Prompt tokens that were run; cached ones are not."),
+    Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that the prefix cache had."),
     Metric("tide_generation_tokens", "counter", "Tokens generated."),
     Metric("tide_preemptions", "counter", "Requests set back for want of KV memory."),
     Metric("tide_drafts", "counter", "Tokens that left early to be checked by full depth."),
@@ -56,15 +57,19 @@ METRICS = (
         "Output tokens by the layer after which they left; the last layer: not early.",
         ("layer",),
     ),
+    Metric("tide_exited_tokens", "counter", "Output tokens that left before the last layer."),
     Metric("tide_layers_run", "counter", "Layers run for output tokens and drafts, summed over tokens."),
     Metric("tide_layers_saved", "counter", "Layers that full depth would have run in a row, less those that ran so."),
     Metric("tide_non_finite_scores", "counter", "Router scores that were no numbers; their tokens did not leave."),
     Metric("tide_mode_fallbacks", "counter", "Bounds found broken; their requests went on as verified.", ("contract",)),
     Metric("tide_num_requests_running", "gauge", "Requests that run."),
     Metric("tide_num_requests_waiting", "gauge", "Requests that wait."),
+    Metric("tide_queue_limit", "gauge", "Requests that may wait (`max_queued`); more are refused."),
     Metric("tide_tokens_in_flight", "gauge", "Most tokens that open requests may still make."),
     Metric("tide_kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1."),
     Metric("tide_engine_step_age_seconds", "gauge", "Since the engine last ended a step or found nothing to do."),
+    Metric("tide_engine_dead", "gauge", "1 once the engine's loop has stopped; Serve then replaces the replica."),
+    Metric("tide_model_layers", "gauge", "Layers of the model that is served, by its name.", ("model",)),
     Metric("tide_draft_acceptance", "gauge", "Share of drafts that became output, since the start."),
     Metric("tide_predicted_gain", "gauge", "Of the last plan over full depth, by the cost table."),
     Metric("tide_config_refused", "gauge", "1 while the last user_config was refused and the one before it stays."),
@@ -117,10 +122,10 @@ class RayExporter:
 class Meter:
     """Hears of every request; `flush` hands on what it heard and what the engine counts."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter, *, model: str, max_queued: int) -> None:
         self.config_refused = False
         """Whether the last `user_config` could not be taken."""
-        self._exporter = exporter
+        self._exporter, self._model, self._max_queued = exporter, model, max_queued
         self._heard: deque[tuple[str, str, float]] = deque(maxlen=MAX_HELD)
         self._before: Counter[str] = Counter()
         self._exits_before: Counter[int] = Counter()
@@ -141,6 +146,8 @@ class Meter:
                 self._heard.append(("tide_inter_token_latency_seconds", mode, gap))
         if output.usage is not None:
             self._heard.append(("tide_queue_seconds", mode, output.usage.queue_s))
+            if output.usage.cached_tokens:
+                self._heard.append(("tide_cached_prompt_tokens", "", output.usage.cached_tokens))
             record_spans(answer, output.usage)
 
     def ended(self, answer: Answer, reason: str) -> None:
@@ -181,8 +188,9 @@ class Meter:
             heard[name, tag].append(value)
         for (name, tag), values in heard.items():
             metric = BY_NAME[name]
+            tags = dict.fromkeys(metric.tags, tag)
             for value in [sum(values)] if metric.kind == "counter" else thinned(values):
-                self._exporter.add(name, value, {metric.tags[0]: tag})
+                self._exporter.add(name, value, tags)
 
     def _flush_counters(self, stats: EngineStats) -> None:
         exits = stats.exits
@@ -194,6 +202,7 @@ class Meter:
                 ("tide_preemptions", stats.num_preemptions),
                 ("tide_drafts", exits["drafts"]),
                 ("tide_drafts_accepted", exits["accepted"]),
+                ("tide_exited_tokens", exits["total_exited"]),
                 ("tide_layers_run", exits["layers_run"]),
                 ("tide_non_finite_scores", exits["non_finite_scores"]),
             )
@@ -225,14 +234,17 @@ class Meter:
         for name, value in (
             ("tide_num_requests_running", stats.num_running),
             ("tide_num_requests_waiting", stats.num_waiting),
+            ("tide_queue_limit", self._max_queued),
             ("tide_tokens_in_flight", tokens_in_flight),
             ("tide_kv_cache_usage_perc", stats.kv_usage),
             ("tide_engine_step_age_seconds", stats.last_step_age_s),
+            ("tide_engine_dead", float(stats.dead)),
             ("tide_draft_acceptance", stats.exits["acceptance"] or 0.0),
             ("tide_predicted_gain", stats.predicted_gain),
             ("tide_config_refused", float(self.config_refused)),
         ):
             self._exporter.add(name, value, {})
+        self._exporter.add("tide_model_layers", stats.exits["num_layers"], {"model": self._model})
 
     def _flush_audits(self, stats: EngineStats) -> None:
         for contract, audit in stats.audits.items():

@@ -87,7 +87,7 @@ def sink() -> Sink:
 
 @pytest.fixture
 def meter(sink: Sink) -> Meter:
-    return Meter(sink)
+    return Meter(sink, model="tiny", max_queued=9)
 
 
 WANTED = {
@@ -132,6 +132,7 @@ def test_counters_grow_by_what_the_engine_gained_and_each_gain_counts_once(meter
         ("tide_preemptions", ""): 1,
         ("tide_drafts", ""): 7,
         ("tide_drafts_accepted", ""): 6,
+        ("tide_exited_tokens", ""): 6,
         ("tide_layers_run", ""): 60,
         ("tide_non_finite_scores", ""): 1,
         ("tide_layers_saved", ""): 10 * 8 - (5 * 8 + 7 * 2),
@@ -181,9 +182,12 @@ def test_gauges_show_the_engine_as_it_is(meter: Meter, sink: Sink) -> None:
     assert sink.gauges == {
         ("tide_num_requests_running", ""): 3,
         ("tide_num_requests_waiting", ""): 2,
+        ("tide_queue_limit", ""): 9,
         ("tide_tokens_in_flight", ""): 77,
         ("tide_kv_cache_usage_perc", ""): 0.25,
         ("tide_engine_step_age_seconds", ""): 0.5,
+        ("tide_engine_dead", ""): 0,
+        ("tide_model_layers", "tiny"): NUM_LAYERS,
         ("tide_draft_acceptance", ""): 0.75,
         ("tide_predicted_gain", ""): 1.4,
         ("tide_config_refused", ""): 0,
@@ -193,12 +197,18 @@ def test_gauges_show_the_engine_as_it_is(meter: Meter, sink: Sink) -> None:
     assert sink.gauges.pop(("tide_config_refused", "")) == 1
     meter.config_refused = False
     meter.flush(stats_of(), 0)
-    assert set(sink.gauges.values()) == {0, 1.0}, "without drafts, without requests"
+    assert set(sink.gauges.values()) == {0, 1.0, 9, NUM_LAYERS}, "without drafts, without requests"
+
+
+def test_a_dead_engine_is_told_as_long_as_its_replica_lives(meter: Meter, sink: Sink) -> None:
+    for dead in (False, True, True):
+        meter.flush(stats_of(dead=dead), 0)
+        assert sink.gauges["tide_engine_dead", ""] == dead
 
 
 def test_audits_show_the_rate_its_interval_and_the_bound(meter: Meter, sink: Sink) -> None:
     meter.flush(stats_of(audits={"bounded 0.02": audit(), "fast": audit(epsilon=None)}), 0)
-    shown = {name: value for name, value in sink.gauges.items() if name[1]}
+    shown = {name: value for name, value in sink.gauges.items() if "audit" in name[0]}
     assert shown == {
         ("tide_audit_disagreement", "bounded 0.02"): 0.009,
         ("tide_audit_disagreement_lower", "bounded 0.02"): 0.004,
@@ -249,6 +259,13 @@ def test_requests_are_counted_by_how_they_ended(meter: Meter, sink: Sink) -> Non
     meter.flush(stats_of(), 0)
     ends = {tag: count for (name, tag), count in sink.counts.items() if name == "tide_requests"}
     assert ends == {"stop": 2, "length": 1, "cancelled": 1, "DeadlineError": 1}
+
+
+def test_prompt_tokens_from_the_prefix_cache_are_counted_when_their_request_ends(meter: Meter, sink: Sink) -> None:
+    for cached in (0, 16, 32):
+        meter.moved(make_answer(), piece(0, Usage(40, 1, cached_tokens=cached)))
+    meter.flush(stats_of(), 0)
+    assert sink.counts == {("tide_cached_prompt_tokens", ""): 48}
 
 
 def test_a_piece_without_tokens_is_no_latency(meter: Meter, sink: Sink) -> None:
@@ -324,7 +341,7 @@ def test_a_thread_hands_on_until_it_is_stopped_and_tells_of_a_failure_once(
     told: list[str] = []
     monkeypatch.setattr("deploy.metrics.logger.exception", told.append)
     states = iter([stats_of(num_running=1)] + [None] * 5 + [stats_of(num_running=2)])
-    enough, meter = threading.Event(), Meter(sink)
+    enough, meter = threading.Event(), Meter(sink, model="tiny", max_queued=9)
 
     def stats() -> EngineStats:
         state = next(states, "the end")
@@ -373,7 +390,7 @@ def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.M
 
 
 def test_rays_own_classes_take_the_table_and_what_a_meter_says() -> None:
-    meter = Meter(RayExporter())
+    meter = Meter(RayExporter(), model="tiny", max_queued=9)
     meter.ended(make_answer(), "stop")
     meter.moved(make_answer(), piece(1, Usage(3, 1)))
     meter.flush(stats_of(exits(left={2: 3, 8: 1}, drafts=3, accepted=3), audits={"fast": audit(broken=True)}), 1)

@@ -7,17 +7,22 @@ import json
 import re
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.live import Server, default_config, serving
 from deploy.metrics import METRICS
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
+from tests.observability.names import RARE, exported_by, labels_asked_for
 from tests.serve.load import Streams, until
 from tide_client import TideClient
+from tools.dashboard import queries
+from tools.promql_syntax import parse
 
 pytestmark = pytest.mark.serve
 
@@ -109,17 +114,41 @@ def test_other_arguments_replace_the_replica_and_every_stream_ends_whole(server:
 
 
 def test_every_metric_of_the_table_is_exported(server: Server, client: TideClient) -> None:
-    for mode in ("full", "verified", "bounded", "fast"):
-        client.generate("the cat sat on the mat", max_tokens=60, ignore_eos=True, mode=mode)
-    rare = {"tide_mode_fallbacks", "tide_preemptions", "tide_non_finite_scores"}  # nothing of the kind happened
-    wanted = {f"ray_{metric.name}" for metric in METRICS if metric.name not in rare}
+    ask_in_every_mode(client)
+    wanted = {name for metric in METRICS for name in exported_by(metric)} - set(RARE)
 
     def missing() -> set[str]:
         text = exported(server)
-        return {name for name in wanted if f"\n{name}" not in text}
+        return {name for name in wanted if f"\n{name}{{" not in text}
 
     assert until(lambda: not missing(), 60), missing()
-    assert "ray_tide_generation_tokens_total{" in exported(server)
+
+
+def test_dashboard_and_alerts_ask_for_names_and_labels_that_this_server_exports(
+    server: Server, client: TideClient
+) -> None:
+    ask_in_every_mode(client)
+    assert server.post({"model": client.model_info().model, "prompt": "the cat", "max_tokens": 2})[0] == 200
+    asked: defaultdict[str, set[str]] = defaultdict(set)
+    for _, text in queries():
+        for name, labels in labels_asked_for(parse(text)).items():
+            asked[name] |= labels
+
+    def missing() -> dict[str, set[str]]:
+        """By metric: labels of a query that no series of it has; a metric that is not there at all lacks its name."""
+        found: defaultdict[str, set[str]] = defaultdict(set)
+        for family in text_string_to_metric_families(exported(server)):
+            for sample in family.samples:
+                found[sample.name] |= {"__name__", *sample.labels}
+        lacks = {name: {"__name__", *labels} - found[name] for name, labels in asked.items() if name not in RARE}
+        return {name: labels for name, labels in lacks.items() if labels}
+
+    assert until(lambda: not missing(), 60), missing()
+
+
+def ask_in_every_mode(client: TideClient) -> None:
+    for mode in ("full", "verified", "bounded", "fast", "verified"):  # one twice, for the prefix cache
+        client.generate("the cat sat on the mat " * 8, max_tokens=60, ignore_eos=True, mode=mode)
 
 
 def exported(server: Server) -> str:

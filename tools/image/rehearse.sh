@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# The stages of the Dockerfile without a container: build the wheel, install it into a clean prefix, then serve from
+# there as a user who may write nowhere but in its own temporary folder, and answer one request.
+#
+#   tools/image/rehearse.sh FOLDER CONFIG REQUEST [TORCH]
+#
+# FOLDER is new or empty, has a short path, and stays: wheels/, prefix/, tmp/, serve.log, answer.json. CONFIG is what `serve run` gets; its
+# port is read from it. REQUEST is a file with the body of a completion. TORCH, DEMO: see install.sh. As root the server
+# runs as uid 1000 and the prefix is root's; as anybody else the prefix is made read-only for all.
+set -euo pipefail
+FOLDER=$(realpath -m "$1") CONFIG=$(realpath "$2") REQUEST=$(realpath "$3") TORCH=${4:-}
+here=$(realpath "$(dirname "$0")") root=$(realpath "$(dirname "$0")/../..")
+start_s=${START_S:-240}
+say() { echo "rehearse: $*"; }
+mkdir -p "$FOLDER/tmp" && chmod 755 "$FOLDER"
+as=()
+if [[ $(id -u) -eq 0 ]]; then
+  chown 1000:1000 "$FOLDER/tmp"
+  as=(setpriv --reuid 1000 --regid 1000 --clear-groups --no-new-privs)
+fi
+# An interpreter that this user can start: one in somebody's home is none.
+for candidate in "${PYTHON:-}" python3.11 python3.12 /usr/bin/python3.11 /usr/bin/python3.12; do
+  path=$(command -v "$candidate") && "${as[@]}" "$path" -c 'import os, sys; os.execv(sys.executable, [sys.executable, "-c", ""])' \
+    2>/dev/null && export PYTHON=$path && found=1 && break
+done
+[[ -n ${found:-} ]] || { say "no python3.11 or python3.12 that uid $("${as[@]}" id -u) may run"; exit 1; }
+
+say "building the wheel"
+TIDE_CUDA=${TIDE_CUDA:-OFF} "$here/build_wheel.sh" "$root" "$FOLDER/wheels"
+
+say "installing into a clean prefix"
+"$here/install.sh" "$FOLDER/wheels" "$root/deploy" "$FOLDER/prefix" ${TORCH:+"$TORCH"}
+chmod -R a-w "$FOLDER/prefix"
+if compgen -G "$FOLDER/prefix/bin/*[gc]++*" >/dev/null || [[ -e $FOLDER/prefix/bin/pip ]]; then
+  say "a compiler or pip is in the prefix" && exit 1
+fi
+
+touch "$FOLDER/mark"
+port=$("$FOLDER/prefix/bin/python" -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["http_options"]["port"])' "$CONFIG")
+
+say "serving as $("${as[@]}" id -u) on port $port"
+# A fresh environment: nothing of the caller's but what a pod would have, with all that a pod has in /tmp in this folder.
+cd "$FOLDER/tmp"
+haproxy=$FOLDER/tmp/h # short: the paths of its sockets have a limit
+mapfile -t serve < <(env | grep '^RAY_SERVE_' || true)
+setsid env -i "${serve[@]}" RAY_SERVE_HAPROXY_CONFIG_FILE_LOC="$haproxy/haproxy.cfg" \
+  RAY_SERVE_HAPROXY_SOCKET_PATH="$haproxy/admin.sock" RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH="$haproxy/metrics.sock" \
+  RAY_SERVE_HAPROXY_SERVER_STATE_BASE="$haproxy" RAY_SERVE_HAPROXY_SERVER_STATE_FILE="$haproxy/server-state" PATH="$FOLDER/prefix/bin:/usr/bin:/bin" HOME="$FOLDER/tmp" TMPDIR="$FOLDER/tmp" RAY_TMPDIR="$FOLDER/tmp" \
+  HF_HOME="$FOLDER/tmp/huggingface" HF_HUB_OFFLINE=1 TIDE_CACHE_DIR="$FOLDER/tmp/cache" MPLCONFIGDIR="$FOLDER/tmp/matplotlib" \
+  PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}" \
+  "${as[@]}" "$FOLDER/prefix/bin/serve" run "$CONFIG" >"$FOLDER/serve.log" 2>&1 &
+server=$!
+# As a pod is ended; whatever of its session is left after that is killed.
+stop() {
+  kill -TERM "$server" 2>/dev/null || true
+  timeout 40 tail --pid="$server" -f /dev/null || true
+  pkill -KILL -s "$server" || true
+}
+trap stop EXIT
+for _ in $(seq "$start_s"); do
+  # The probe that KubeRay makes.
+  wget -q -T 2 -t 1 -O - "http://localhost:$port/-/healthz" 2>/dev/null | grep -q success && ready=1 && break
+  kill -0 "$server" 2>/dev/null || break
+  sleep 1
+done
+[[ -n ${ready:-} ]] || { tail -n 40 "$FOLDER/serve.log"; say "not healthy"; exit 1; }
+
+say "asking"
+wget -q -T 60 -t 1 -O "$FOLDER/answer.json" --header "Content-Type: application/json" --post-file "$REQUEST" \
+  "http://localhost:$port/v1/completions"
+stop
+trap - EXIT
+written=$(find "$FOLDER/prefix" -newer "$FOLDER/mark" -not -type d | head)
+[[ -z $written ]] || { say "written into the prefix: $written"; exit 1; }
+say "answered: $(head -c 200 "$FOLDER/answer.json")"
