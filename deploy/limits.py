@@ -24,10 +24,13 @@ class Limits(BaseModel):
     body_timeout_s: float = Field(default=30.0, gt=0.0, le=3600.0)
     """Within which the whole body must have come."""
     header_bytes: int = Field(default=2**16, ge=1024, le=2**24)
+    """Of all headers of an HTTP request, names and values together."""
     num_headers: int = Field(default=100, ge=1, le=10_000)
+    """Most headers of an HTTP request."""
     metadata_bytes: int = Field(default=2**14, ge=1024, le=2**24)
     """Of a gRPC call."""
     json_depth: int = Field(default=64, ge=4, le=900)
+    """Deepest nesting of a body."""
     stuck_after_s: float = Field(default=60.0, gt=0.0, le=86400.0)
     """The replica is unhealthy when no engine step has ended for so long."""
 

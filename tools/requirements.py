@@ -1,4 +1,4 @@
-"""Print what `make setup` installs: the project's dependencies, its test and bench extras, and the build tools."""
+"""Print what `make setup` installs: the project's dependencies, its extras and the build tools."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def main() -> None:
         *project["project"]["dependencies"],
         *extras["test"],
         *extras["bench"],
+        *extras["docs"],
         *BUILD_TOOLS,
     ]
     print("\n".join(sorted(set(lines))))

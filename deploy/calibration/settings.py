@@ -27,9 +27,11 @@ class Workers(BaseModel):
     model_config = STRICT
 
     count: int = Field(default=1, ge=1, le=4096)
+    """Processes, each with the model."""
     num_cpus: float = Field(default=1.0, ge=0.0, le=4096.0)
     """Of each, as Ray counts them."""
     num_gpus: float = Field(default=0.0, ge=0.0, le=64.0)
+    """Of each, as Ray counts them."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """Of each on a CPU; by default as many as its num_cpus. Another number may round differently."""
     start_s: float = Field(default=600.0, gt=0.0)
@@ -54,13 +56,17 @@ class JobSettings(BaseModel):
     force: bool = False
     """Whether an artefact of another run may be replaced there."""
     model: str = Field(default="demo", min_length=1)
+    """`demo`, a folder, a .gguf file, or a Hugging Face id."""
     dtype: str = "auto"
+    """Of the model that is calibrated; auto: bfloat16 on cuda, float32 on a CPU."""
     device: str = "auto"
+    """Of the workers; auto: cuda where there is one."""
     measure: bool = True
     """Whether the exits are timed in the end."""
     calibration: dict[str, Any] = Field(default_factory=dict)
     """By the names of `tide_core.calibration.config.CalibrationConfig`."""
     workers: Workers = Field(default_factory=Workers)
+    """The processes that do the work, and what each gets."""
     train_workers: int = Field(default=1, ge=1, le=1024)
     """Processes that train together, each with the resources of a worker."""
 

@@ -29,17 +29,23 @@ class CalibrationConfig:
     num_samples: int = 16384
     """Most prompts or documents, all parts together."""
     seed: int = 0
+    """Of every draw: the split, the sampled answers, the order of training."""
     calibration_share: float = 0.14
+    """Of all sequences, to certify thresholds on; nothing else sees them."""
     test_share: float = 0.06
+    """Of all sequences, to choose exit, threshold and draft length on."""
     min_calibration: int = 64
     """Sequences of the calibration part, as far as a third of all suffices."""
     min_test: int = 32
+    """The same for the test part."""
     self_prompt_tokens: int = 96
     """Longest prompt that the model makes up for itself."""
 
     # collect
     max_prompt_tokens: int = 192
+    """Longest prompt; a longer one is cut."""
     max_new_tokens: int = 224
+    """Longest answer of the model to a prompt."""
     text_tokens: int = 512
     """Longest piece of a document."""
     text_share: float = 0.5
@@ -47,7 +53,9 @@ class CalibrationConfig:
     greedy_share: float = 0.7
     """Share of the train part that is decoded greedily; the other parts always are."""
     temperature: float = 0.8
+    """Of the answers that are sampled."""
     top_p: float = 0.95
+    """Of the answers that are sampled."""
     generation_batch: int | None = None
     """Sequences generated at once, and in one shard; None takes 2048 on cuda and 8 on a CPU."""
     shortlist_size: int | None = 8192
@@ -73,7 +81,9 @@ class CalibrationConfig:
     compare_steps: int = 100
     """Steps of training for plain heads along the depth, which show what the exits are worth; 0 for none."""
     router_bottleneck: int = 128
+    """Width of the router's hidden layer."""
     steps: int = 3200
+    """Of training."""
     batch_tokens: int = 8192
     """Of one training step, padding included."""
     loss_positions: int = 512
@@ -83,9 +93,11 @@ class CalibrationConfig:
     learning_rate: float | None = None
     """None takes one that suits the optimiser."""
     warmup_steps: int = 50
+    """First steps, in which the learning rate rises."""
     final_learning_rate: float = 0.03
     """Share of the learning rate at the last step of the linear decay."""
     weight_decay: float = 0.0
+    """Of the optimiser."""
     max_drafts: int = 5
     """Longest draft that heads are trained and measured for."""
 

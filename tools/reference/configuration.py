@@ -1,0 +1,70 @@
+"""The configuration reference, from the typed settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deploy.args import AppArgs
+from deploy.calibration.settings import JobSettings, Workers
+from deploy.limits import Limits
+from deploy.policy import LivePolicy
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.config import EngineConfig
+from tools.reference.markdown import NOTE, code, lines, table
+from tools.reference.settings import Setting, of_dataclass, of_model
+
+
+def settings_table(settings: Iterable[Setting]) -> str:
+    parts: dict[str, list[Setting]] = {}
+    for setting in settings:
+        parts.setdefault(setting.group, []).append(setting)
+    head = ("name", "type", "default", "allowed", "meaning")
+    tables = []
+    for group, members in parts.items():
+        rows = [(code(one.name), one.type, one.default, one.allowed, one.text) for one in members]
+        tables.append((f"**{group}**\n\n" if group else "") + table(head, rows))
+    return "\n\n".join(tables)
+
+
+def configuration() -> str:
+    policy = of_model(
+        LivePolicy,
+        build=LivePolicy.read,
+        context={"epsilon": {"mode": "bounded", "epsilon": -1.0}, "threshold": {"threshold": 3.0}},
+    )
+    job = of_model(JobSettings, context={"": {"name": "run", "storage": "/runs"}})
+    parts = [
+        "# Configuration reference",
+        NOTE,
+        lines(
+            "What each settings class takes, from the classes themselves. Unknown keys are refused everywhere.",
+            "Where to write them, and what a change does, is in [serving](../serving.md#settings) and",
+            "[upgrade and rollback](../upgrade.md); `tide check-config FILE` checks a Serve config.",
+        ),
+        "## The service",
+        "### `args`\n\nOf the application in a Serve config. A change restarts the replicas.",
+        settings_table(of_model(AppArgs)),
+        "### `args.engine`",
+        lines(
+            "The same settings are keyword arguments of `tide_core.Engine`. `max_batch_tokens` must be at least",
+            "`max_rows`, and `drafts` at most `max_pending`.",
+        ),
+        settings_table(of_dataclass(EngineConfig)),
+        "### Limits\n\n`args.limits`: most of everything that one request may ask for.",
+        settings_table(of_model(Limits)),
+        "### `user_config`",
+        lines(
+            "Of the deployment `TideServer`. Taken without a restart by requests that come after it. `threshold` goes",
+            "with modes `verified` and `fast`, `epsilon` with `bounded`.",
+        ),
+        settings_table(policy),
+        "## Calibration",
+        "### The job file\n\n`deploy/calibrate.yaml`, for `python -m deploy.calibrate`.",
+        settings_table(job),
+        "### Workers\n\n`workers` of the job file.",
+        settings_table(of_model(Workers)),
+        "### `calibration`",
+        "Of the job file, and `tide calibrate --set NAME=VALUE`. These and the model decide the artefact.",
+        settings_table(of_dataclass(CalibrationConfig)),
+    ]
+    return "\n\n".join(parts) + "\n"

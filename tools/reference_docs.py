@@ -1,0 +1,58 @@
+"""Write the parts of docs/ that the code itself says: settings, the gRPC schema, metrics, model families.
+
+python tools/reference_docs.py            write them
+python tools/reference_docs.py --check    say which are not current, and fail if one is not
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+COMPATIBILITY = ROOT / "docs" / "compatibility.md"
+COMMAND = "python tools/reference_docs.py"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page, as it should be."""
+    from tools.reference.configuration import configuration
+    from tools.reference.families import BEGIN, END, families
+    from tools.reference.markdown import between
+    from tools.reference.metrics import metrics
+    from tools.reference.schema import grpc
+
+    compatibility = COMPATIBILITY.read_text(encoding="utf-8")
+    return {
+        REFERENCE / "configuration.md": configuration(),
+        REFERENCE / "grpc.md": grpc(),
+        REFERENCE / "metrics.md": metrics(),
+        COMPATIBILITY: between(compatibility, BEGIN, END, families()),
+    }
+
+
+def stale(wanted: Mapping[Path, str]) -> list[Path]:
+    return [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the references in docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if one is not current")
+    check = parser.parse_args(arguments).check
+    sys.path.insert(0, str(ROOT))
+    wanted = pages()
+    for path in stale(wanted):
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path], encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {'not current; run ' + COMMAND if check else 'written'}")
+        if check:
+            wanted[path] = ""
+    return int(check and "" in wanted.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
