@@ -110,6 +110,24 @@ class ExitOps(Inputs):
             captured_reference=False,
         )
 
+    def _pending_tokens(self, shape: Shape, rows: int) -> Calls:
+        """From the drafts of a cycle to the tokens of its deep pass."""
+        newest = torch.randint(0, shape.vocabulary, (rows,), device=self.device)
+        places = torch.randint(0, shape.shortlist, (DRAFTS, rows), device=self.device)
+        shortlist = torch.arange(shape.shortlist, device=self.device)
+        sources = torch.arange(rows * (DRAFTS + 1), device=self.device)
+        ours, plain = ((torch.zeros_like(places), torch.zeros_like(sources)) for _ in range(2))
+
+        def tokens(op: Any, into: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            op(newest, places, shortlist, sources, *into)
+            return into
+
+        return Calls(
+            lambda i: tokens(self.kernels.pending_tokens, ours),
+            lambda i: tokens(cycle_plan.pending_tokens, plain),
+            8 * (newest.numel() + 3 * places.numel() + 3 * sources.numel()),
+        )
+
     def _nth_best(self, shape: Shape, rows: int) -> Calls:
         """Of branches that take the first four tokens."""
         logits = self._randn(rows, shape.shortlist, scale=3.0)
