@@ -1,0 +1,52 @@
+"""The host's buffer of a cycle keeps what nobody has changed, and nothing else: a row that is gone must not run again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.twin import twin_kernels
+from tide_core.batch import RowStep
+from tide_core.engine.branches import SPARE_BLOCKS, Branches
+from tide_core.engine.cycle_room import CycleRoom, CycleRows
+from tide_core.kv.block_manager import BlockTable
+from tide_core.kv.cache import KVLayout, PagedKV
+from tide_core.request import Request, SamplingParams
+
+BLOCK_SIZE = 16
+
+
+def step(token: int, start: int, drafts: int = 2) -> RowStep:
+    request = Request(f"r{token}", (1,), SamplingParams(), seed=0)
+    return RowStep(request, BlockTable([start], [token, token + 1, token + 2]), (token,), (), True, num_drafts=drafts)
+
+
+def filled(room: CycleRoom, *fills: list[RowStep], branches: Branches | None = None) -> tuple[np.ndarray, ...]:
+    """The parts of a buffer that was filled so often."""
+    host = np.zeros(room.size, dtype=np.int32)
+    rows = CycleRows(room, host, BLOCK_SIZE, branches)
+    for one in fills:
+        rows.fill(one)
+    return tuple(part.copy() for part in room.split(host))
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
+    room = CycleRoom(4, 2, 3)
+    steps = [step(token, 10) for token in (1, 5, 9, 13)]
+    about, *_ = filled(room, steps, steps[:after])
+    expected, *_ = filled(room, steps[:after])
+    assert about.tolist() == expected.tolist()
+    assert (about[2, after:] == -1).all()
+
+
+def test_slots_that_an_earlier_branch_copied_are_not_copied_again() -> None:
+    cache = PagedKV([KVLayout(1, 4, 4)], 8 + SPARE_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    branches = Branches(cache, twin_kernels())
+    room = CycleRoom(4, 2, 3, 2, BLOCK_SIZE)
+    early, late = [step(1, 14), step(3, 9)], [step(1, 5)]
+    *_, copies = filled(room, early, late, branches=branches)
+    *_, expected = filled(room, late, branches=branches)
+    assert copies.tolist() == expected.tolist()
+    assert (copies >= 0).sum() == 2 * 5
