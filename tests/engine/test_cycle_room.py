@@ -1,4 +1,4 @@
-"""The host's buffer of a cycle keeps what nobody has changed, and nothing else: a row that is gone must not run again."""
+"""The host's buffer of a cycle keeps what nobody has changed and no more: a row that is gone must not run again."""
 
 from __future__ import annotations
 
