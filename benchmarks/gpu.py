@@ -54,15 +54,15 @@ LARGE_SIZES = Sizes(
     batches=(1, 8, 32),
     repeats=30,
     tokens=128,
-    prompts=4,
+    prompts=24,
     turns=3,
-    rounds=3,
+    rounds=7,
     replays=(1, 8),
     calls=24,
     rival_tokens=36,
     rival_limit_s=90.0,
 )
-SMALL_SIZES = replace(LARGE_SIZES, repeats=3, tokens=12, prompts=2, turns=1, rounds=1, calls=2, rival_tokens=8)
+SMALL_SIZES = replace(LARGE_SIZES, repeats=3, tokens=12, prompts=2, turns=1, rounds=2, calls=2, rival_tokens=8)
 Report = dict[str, Any]
 
 

@@ -22,6 +22,8 @@ from tide_core.batch import RowStep, ScheduledBatch
 from tide_core.config import EngineConfig
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
+STRIDE = 37
+"""Prime, so that the lengths of a batch's answers go through all of theirs."""
 FEW, MANY = 4, 7
 """Drafts of the two cycles whose difference is shallow passes; with both, 5 to 8 tokens are pending."""
 
@@ -169,14 +171,17 @@ def reads(world: World) -> Found:
 
 
 def demo(world: World) -> Found:
-    """Modes of the demo model in turns on one engine, as `modes.py` runs them. A row that ends is followed by another,
-    as under load: else a batch would wait for its slowest row."""
+    """Modes of the demo model in turns on one engine, as `modes.py` runs them. In a batch a row that ends is followed
+    by another, as under load, and answers have different lengths: else all rows at full depth would end in the same
+    step, and their prompts come in one pass, which no server sees."""
     found, bench, sizes = Found(), world.bench, world.sizes
-    contracts = {mode: greedy(mode, sizes.tokens) for mode in ("full", "verified")}
-    contracts["no exits"] = greedy("verified", sizes.tokens, threshold=ABOVE_ALL)
+    modes: dict[str, dict[str, Any]] = {name: {"mode": name} for name in ("full", "verified")}
+    modes["no exits"] = {"mode": "verified", "threshold": ABOVE_ALL}
     for size in sizes.batches:
         one_by_one = [[prompt] for prompt in different_kinds(bench.prompts, sizes.prompts)]
         groups = one_by_one if size == 1 else [bench.spread(size * sizes.rounds)]
+        lengths = [sizes.tokens] if size == 1 else varied(sizes.tokens, len(groups[0]))
+        contracts = {name: [greedy(tokens=length, **mode) for length in lengths] for name, mode in modes.items()}
         with bench.at_most(size):
             runs = bench.turns(groups, contracts, sizes.turns)
         full, verified = runs["full"], runs["verified"]
@@ -189,6 +194,11 @@ def demo(world: World) -> Found:
         shown = f"{verified.rate:.0f} against {full.rate:.0f} tokens/s, {_different(full, verified)} of "
         found.add(f"demo_{size}", verified.over(full), f"{shown}{len(full.answers)} answers differ")
     return found
+
+
+def varied(tokens: int, count: int) -> list[int]:
+    """Lengths from half of `tokens` to one and a half times as many, in no order, `tokens` in the mean."""
+    return [tokens // 2 + tokens * (index * STRIDE % count) // max(1, count - 1) for index in range(count)]
 
 
 def _different(one: Runs, two: Runs) -> int:

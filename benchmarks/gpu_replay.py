@@ -28,6 +28,8 @@ Run = Callable[[ScheduledBatch], StepResult]
 Cycle = tuple[int, int]
 """Drafted and accepted by one row."""
 USUAL_DRAFTS = 4
+RECORDED = 24
+"""Prompts."""
 
 
 class Replay:
@@ -58,7 +60,7 @@ def replay(world: World) -> Found:
     for rows in world.sizes.replays:
         planned = best_drafts(world, rows)
         drafts = planned or min(USUAL_DRAFTS, world.bench.planner.max_drafts)
-        trace = record(world.bench, drafts, world.sizes.tokens)
+        trace = record(world.bench, drafts, world.sizes.tokens, rows)
         turns = [_rates(world, parts, rows, drafts, trace) for _ in range(1 + world.sizes.turns)]
         rates = turns[1:]  # the first captures
         full, verified = ([pair[i] for pair in rates] for i in (0, 1))
@@ -78,7 +80,8 @@ def replay(world: World) -> Found:
 
 
 def best_drafts(world: World, rows: int) -> int:
-    """By the costs of the large model's cycles and what calibration says of the demo's drafts; 0: none pay."""
+    """By the costs of the large model's cycles and how many of the demo's drafts are right, as an engine counts them
+    while it runs; 0: none pay."""
     bench, parts = world.bench, world.subject.exits
     most = bench.planner.max_drafts
     table = measure(
@@ -90,11 +93,14 @@ def best_drafts(world: World, rows: int) -> int:
         max_positions=parts.max_model_len,
     )
     acceptance = Acceptance.prior(bench.parts.checkpoints[0].acceptance, most)
+    for drafted, accepted in record(bench, most, world.sizes.tokens, rows):
+        acceptance.observe(most, drafted, accepted)
     return DraftPlanner(most, acceptance, table).plan(rows, rows).drafts
 
 
-def record(bench: Bench, drafts: int, tokens: int) -> list[Cycle]:
-    """The cycles of some prompts on the demo model in which so many drafts were allowed."""
+def record(bench: Bench, drafts: int, tokens: int, rows: int) -> list[Cycle]:
+    """The cycles of some prompts on the demo model in which so many drafts were allowed, with so many rows in a step: a
+    row that runs nearly alone has branches."""
     trace: list[Cycle] = []
 
     def note(step: RowStep, result: RowResult) -> None:
@@ -102,8 +108,8 @@ def record(bench: Bench, drafts: int, tokens: int) -> list[Cycle]:
             trace.append((result.counts.drafted, result.counts.accepted))
 
     core = core_of(bench.parts, bench.parts.runner.run, note)
-    with bench.fixed_drafts(drafts):
-        for prompt in bench.spread(8):
+    with bench.fixed_drafts(drafts), bench.at_most(rows):
+        for prompt in bench.spread(RECORDED):
             core.add(bench.engine.make_request(prompt.ids, greedy("verified", tokens)))
         while core.has_work:
             core.step()
@@ -130,7 +136,7 @@ def _rates(world: World, parts: Parts, rows: int, drafts: int, trace: Sequence[C
 
 
 def decode_rate(core: EngineCore, policy: ExitPolicy, rows: int, prompt: int, tokens: int) -> float:
-    """Tokens per second of all rows, from where each has its first to where all have ended."""
+    """Tokens per second of all rows, from where each has its first to where one has ended: all are always there."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     for row in range(rows):
         ids = tuple((7 * row + i) % 200 + 1 for i in range(prompt))
@@ -139,10 +145,13 @@ def decode_rate(core: EngineCore, policy: ExitPolicy, rows: int, prompt: int, to
     while waiting:
         for output in core.step():
             waiting.discard(output.request_id)
-    count, began = 0, time.perf_counter()
+    count, began, ended = 0, time.perf_counter(), None
     while core.has_work:
         for output in core.step():
             if output.error is not None:
                 raise output.error
-            count += len(output.tokens)
-    return count / (time.perf_counter() - began)
+            if ended is None:
+                count += len(output.tokens)
+            if output.finished and ended is None:
+                ended = time.perf_counter()
+    return count / ((ended or time.perf_counter()) - began)

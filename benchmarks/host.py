@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # started as a file: its folder is on the path, the repository is not
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import typer
 

@@ -30,6 +30,10 @@ NEVER_BREAKS = 1e-300
 AMPLE_TOKENS = 16384
 
 
+Contract = SamplingParams | Sequence[SamplingParams]
+"""Of all prompts of a group, or of each."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     kind: str
@@ -97,7 +101,7 @@ class Bench:
         return [self.prompts[index * len(self.prompts) // count] for index in range(count)]
 
     def turns(
-        self, groups: Sequence[Sequence[Prompt]], contracts: Mapping[str, SamplingParams], repeats: int
+        self, groups: Sequence[Sequence[Prompt]], contracts: Mapping[str, Contract], repeats: int
     ) -> dict[str, Runs]:
         """Each group of prompts runs as one batch, in each contract after the other; who begins changes every time."""
         names = list(contracts)
@@ -117,11 +121,11 @@ class Bench:
                 mine.answers = answers[name]
         return runs
 
-    def run(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+    def run(self, prompts: Sequence[Prompt], params: Contract) -> list[Completion]:
         answers = self.engine.generate([prompt.ids for prompt in prompts], params)
         for answer in answers:
             if answer.error is not None:
-                raise SystemExit(f"benchmark: a request in mode {params.mode} failed: {answer.error}")
+                raise SystemExit(f"benchmark: a request failed: {answer.error}")
         return answers
 
     def run_batched(self, prompts: Sequence[Prompt], params: SamplingParams, batch: int) -> list[Completion]:

@@ -11,6 +11,7 @@ import pytest
 from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts, tiny_tokenizer
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Completion, Engine
+from tide_core.errors import RequestError
 from tide_core.request import ExitPolicy, FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -36,6 +37,18 @@ def test_answers_come_in_the_order_of_the_prompts() -> None:
         together = engine.generate(prompts, GREEDY)
         alone = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
     assert [ids(answer) for answer in together] == [ids(answer) for answer in alone]
+
+
+def test_each_prompt_may_have_parameters_of_its_own() -> None:
+    prompts = random_prompts(3, 9)
+    of_each = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 7, 4)]
+    with make_engine() as engine:
+        answers = engine.generate(prompts, of_each)
+        alone = [engine.generate(prompt, params)[0] for prompt, params in zip(prompts, of_each, strict=True)]
+        with pytest.raises(RequestError, match=r"params.*2 of them.*each of the 3 prompts"):
+            engine.generate(prompts, of_each[:2])
+    assert [ids(answer) for answer in answers] == [ids(answer) for answer in alone]
+    assert [len(answer.tokens) for answer in answers] == [2, 7, 4]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

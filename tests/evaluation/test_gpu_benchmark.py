@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,17 +236,46 @@ def test_full_depth_is_not_touched_by_a_replay() -> None:
 
 
 def test_a_trace_is_what_the_demos_cycles_did(bench: Bench) -> None:
-    trace = record(bench, 3, 16)
-    assert trace == record(bench, 3, 16), "greedy: the same again"
+    trace = record(bench, 3, 16, 2)
+    assert trace == record(bench, 3, 16, 2), "greedy: the same again"
     assert all(0 <= accepted <= drafted <= 3 for drafted, accepted in trace)
     with bench.fixed_drafts(3):
-        answers = bench.run(bench.spread(8), gpu_replay.greedy("verified", 16))
+        answers = bench.run(bench.spread(gpu_replay.RECORDED), gpu_replay.greedy("verified", 16))
     usages = [answer.usage for answer in answers if answer.usage is not None]
     # At the end of an answer fewer drafts are allowed; those cycles are not in the trace.
     assert 0 < sum(accepted for _, accepted in trace) <= sum(usage.num_accepted for usage in usages)
     assert len(trace) <= sum(usage.deep_passes for usage in usages)
     with pytest.raises(RuntimeError, match="no cycle of 3 drafts"):
-        record(bench, 3, 4)
+        record(bench, 3, 4, 2)
+
+
+def test_replayed_tokens_are_counted_only_while_no_row_has_ended() -> None:
+    """Rows that accept more end earlier: what the others do then is no longer a full batch."""
+    outputs = [
+        [SimpleNamespace(request_id=f"row {row}", tokens=[0], finished=False, error=None) for row in range(2)],
+        [SimpleNamespace(request_id="row 0", tokens=[0, 0, 0], finished=True, error=None)],
+        [SimpleNamespace(request_id="row 1", tokens=[0] * 1000, finished=True, error=None)],
+    ]
+
+    class Core:
+        has_work = property(lambda self: bool(outputs))
+
+        def add(self, request: Any) -> None:
+            pass
+
+        def step(self) -> list[Any]:
+            time.sleep(0.002)
+            return outputs.pop(0)
+
+    assert decode_rate(Core(), NO_EXITS, rows=2, prompt=3, tokens=4) < 3 / 0.002  # type: ignore[arg-type]
+
+
+def test_lengths_of_a_batch_are_different_and_come_to_the_stated_mean() -> None:
+    lengths = gpu_parts.varied(128, 56)
+    assert len(set(lengths)) == 56
+    assert (min(lengths), max(lengths)) == (64, 192)
+    assert abs(sum(lengths) / 56 - 128) < 1
+    assert lengths != sorted(lengths)
 
 
 def test_without_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

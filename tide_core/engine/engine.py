@@ -29,6 +29,8 @@ from tide_core.stats import EngineStats, ModelFacts
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or a chat: messages with `role` and `content`."""
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or one for each."""
 
 MAX_NAME_CHARS = 128
 
@@ -75,19 +77,19 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Answer all prompts, batched; answers in the order of the prompts."""
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Completion]:
+        """Answer all prompts, batched; answers in the order of the prompts. Parameters are for all, or one for each."""
         answers = dict(self.generate_as_completed(_as_list(prompts), params))
         return [answers[index] for index in range(len(answers))]
 
     def generate_as_completed(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+        self, prompts: Sequence[Prompt], params: Params = None
     ) -> Iterator[tuple[int, Completion]]:
         """Answers with the index of their prompt, as they end. All prompts are checked before any is run.
 
         Leaving the loop early aborts what is still open."""
-        params, parts = params or SamplingParams(), self._parts
-        waiting = deque(self._named(index, prompt, params, parts) for index, prompt in enumerate(prompts))
+        parts, of_each = self._parts, zip(prompts, _for_each(prompts, params), strict=True)
+        waiting = deque(self._named(index, prompt, mine, parts) for index, (prompt, mine) in enumerate(of_each))
         index_of = {request.request_id: index for index, request in enumerate(waiting)}
         sink, pieces = ThreadSink(), dict[str, list[TokenOutput]]()
         try:
@@ -315,6 +317,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], (int, Mapping)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def _for_each(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError("params", f"{len(params)} of them", f"one, or one for each of the {len(prompts)} prompts")
+    return params
 
 
 def _plan_stats(planner: DraftPlanner) -> dict[str, Any]:
