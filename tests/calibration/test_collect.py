@@ -308,7 +308,8 @@ class Parrot:
 
 
 def parroted(texts: Sequence[str], num_samples: int, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordPool, Parrot]:
-    monkeypatch.setattr(self_prompts, "BEGUN_SHARE", 0.0)
+    for share in ("OPENED_SHARE", "BEGUN_SHARE"):
+        monkeypatch.setattr(self_prompts, share, 0.0)
     config, parrot = tiny_calibration(data="self", num_samples=num_samples), Parrot(texts)
     pool = gather(config)
     fill(pool, config, tiny_tokenizer(), parrot)

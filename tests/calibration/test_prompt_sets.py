@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CALIBRATION = ROOT / "tide_core" / "calibration" / "prompts.jsonl"
+OPENINGS = ROOT / "tide_core" / "calibration" / "openings.txt"
 BENCHMARKS = ROOT / "benchmarks" / "prompts.jsonl"
 LANGUAGES = {"french", "german", "spanish", "italian", "portuguese", "chinese", "japanese", "russian", "arabic"}
 
@@ -45,3 +46,13 @@ def test_no_prompt_of_the_benchmarks_is_calibrated_on() -> None:
     calibrated = {plain(line["prompt"]) for line in read(CALIBRATION)}
 
     assert not [line["prompt"] for line in read(BENCHMARKS) if plain(line["prompt"]) in calibrated]
+
+
+def test_openings_are_short_and_none_is_a_whole_prompt() -> None:
+    openings = OPENINGS.read_text(encoding="utf-8").splitlines()
+    prompts = {plain(line["prompt"]) for path in (CALIBRATION, BENCHMARKS) for line in read(path)}
+
+    assert len(openings) >= 300
+    assert len({plain(opening) for opening in openings}) == len(openings)
+    assert all(opening.strip() == opening != "" and len(opening.split()) <= 10 for opening in openings)
+    assert prompts.isdisjoint(plain(opening) for opening in openings)

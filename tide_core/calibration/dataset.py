@@ -26,6 +26,8 @@ from tide_core.errors import ConfigError
 from tide_core.models.one_line import one_line
 
 SHIPPED = Path(__file__).with_name("prompts.jsonl")
+OPENINGS = Path(__file__).with_name("openings.txt")
+"""How people begin their prompts: the model goes on with these."""
 MAX_BAD_SHARE = 0.01
 TEXT_CHARS_PER_TOKEN = 32
 """Documents are cut to this many characters per token of a piece: memory stays bounded, and no document rules."""
@@ -101,7 +103,7 @@ def gather(config: CalibrationConfig) -> RecordPool:
 def source_of(config: CalibrationConfig) -> dict[str, str]:
     """SHA-256 of every file that is read, by name; nothing of a data set that the library loads by its name."""
     if config.data == SELF_DATA:
-        return {SHIPPED.name: _digest(SHIPPED)}
+        return {file.name: _digest(file) for file in (SHIPPED, OPENINGS)}
     path = _local(config.data)
     if path is None:
         return {}

@@ -1,8 +1,9 @@
 """Prompts that the model makes up: it is shown a chat up to the user's turn and writes what a user might.
 
-Left alone, a model asks for advice most of the time. So half of the prompts are begun for it, with the first few tokens
-of a shipped one: it then goes on with sums, code and other languages as well. A model without a chat template begins
-texts of its own instead, from its beginning-of-text token.
+Left alone, a model asks for advice most of the time. So most of the prompts are begun for it: some with the first few
+tokens of a shipped one, more with one of the openings beside this file, which people begin their prompts with. It then
+goes on with sums, code and other languages as well. A model without a chat template begins texts of its own instead,
+from its beginning-of-text token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.dataset import RecordPool, gather, hash_of
+from tide_core.calibration.dataset import OPENINGS, RecordPool, gather, hash_of
 from tide_core.calibration.encode import chat_opening
 from tide_core.calibration.generation import Generator
 from tide_core.calibration.near import DistinctTexts
@@ -24,7 +25,10 @@ from tide_core.calibration.records import Record, as_record
 from tide_core.calibration.sampling import Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=0.95)
-BEGUN_SHARE = 0.5
+OPENED_SHARE = 0.6
+"""Of all prompts, those that are begun with an opening."""
+BEGUN_SHARE = 0.25
+"""Those that are begun with the first tokens of a shipped prompt."""
 MAX_BEGUN_TOKENS = 4
 MAX_ROUNDS = 3
 SPARE = 1.25
@@ -91,8 +95,9 @@ def make_up(
     if not opening:
         return []
     begun = [tokenizer.encode(text, add_special_tokens=False) for text in _texts(gather(config))]
+    opened = [tokenizer.encode(text, add_special_tokens=False) for text in read_openings()]
     random = np.random.default_rng((config.seed, batch.round))
-    starts = [_start(begun, random) for _ in range(batch.in_round)][batch.first : batch.first + batch.size]
+    starts = [_start(begun, opened, random) for _ in range(batch.in_round)][batch.first : batch.first + batch.size]
     seed = hash_of(config.seed, "self-prompt", f"{batch.round}:{batch.first}") >> 1
     openings, most = [opening + start for start in starts], config.self_prompt_tokens
     made = []
@@ -108,9 +113,17 @@ def _texts(pool: RecordPool) -> list[str]:
     return [str(Record.of_line(line).content) for line in pool.lines()]
 
 
-def _start(begun: list[list[int]], random: np.random.Generator) -> list[int]:
-    """The first few ids of some prompt, or none."""
-    if not begun or random.random() >= BEGUN_SHARE:
+def read_openings() -> list[str]:
+    """How people begin their prompts, in a few words."""
+    return OPENINGS.read_text(encoding="utf-8").splitlines()
+
+
+def _start(begun: list[list[int]], opened: list[list[int]], random: np.random.Generator) -> list[int]:
+    """The ids of an opening, the first few of some prompt, or none."""
+    draw = random.random()
+    if draw < OPENED_SHARE:
+        return opened[random.integers(len(opened))]
+    if draw >= OPENED_SHARE + BEGUN_SHARE or not begun:
         return []
     return begun[random.integers(len(begun))][: random.integers(1, MAX_BEGUN_TOKENS + 1)]
 
