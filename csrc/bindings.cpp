@@ -1,6 +1,7 @@
 // The Python module. Addresses come as integers, so that no Torch header is needed: the wrappers in
 // tide_core/kernels/native.py check the tensors and pass their data pointers.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "ops/isa.h"
 #include "ops/ops.h"
@@ -89,5 +90,8 @@ PYBIND11_MODULE(_native, m) {
     bind_program(m);
     m.def("set_num_threads", &tide::set_num_threads, "Threads that share one call, the caller included.");
     m.def("num_threads", &tide::num_threads, "Threads that share one call, the caller included.");
-    m.def("instruction_set", [] { return tide::kernels().name; }, "Which build of the kernels this machine runs.");
+    m.def("instruction_set", [] { return tide::kernels().name; }, "Which build of the kernels is running.");
+    m.def("instruction_sets", &tide::instruction_sets, "The builds that this machine can run, the best one last.");
+    m.def("set_instruction_set", &tide::set_instruction_set,
+          "Run another build: for tests and measurements, while no op runs.");
 }

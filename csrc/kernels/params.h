@@ -18,6 +18,18 @@ struct LinearParams {
     int64_t out_features;
 };
 
+// The same in bfloat16 by the tile unit, which wants x as pairs along k (see linear_tiles.cpp).
+struct TileLinearParams {
+    const BFloat16* x;       // [rows, in_features]
+    uint32_t* pairs;         // of x: written by tile_pack, read by tile_linear
+    const BFloat16* weight;  // [out_features, in_features]
+    const BFloat16* bias;    // [out_features] or null
+    BFloat16* y;             // [rows, out_features]
+    int64_t rows;
+    int64_t in_features;
+    int64_t out_features;
+};
+
 struct RmsNormParams {
     const void* x;       // [rows, width]
     const void* weight;  // [width]

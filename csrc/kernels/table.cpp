@@ -14,6 +14,7 @@ const KernelTable& kernel_table() {
         {linear<float, float>, linear<Half, Half>, linear<BFloat16, BFloat16>},
         linear<float, BFloat16>,
         linear_scratch_floats,
+        nullptr,
         {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},
         {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},
         {rotary<float>, rotary<Half>, rotary<BFloat16>},

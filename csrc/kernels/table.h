@@ -7,6 +7,17 @@ namespace tide {
 
 constexpr int kNumDTypes = 3;
 
+// The bfloat16 linear of a tile unit: pack x, then any columns.
+struct TileLinear {
+    int64_t (*packed_words)(int64_t rows, int64_t in_features);
+    // x is packed in so many units, each of them by any thread.
+    int64_t (*pack_units)(int64_t rows, int64_t in_features);
+    void (*pack)(const TileLinearParams&, int64_t first, int64_t last);
+    int64_t (*scratch_floats)(int64_t rows, int64_t in_features, int64_t columns);
+    // Output columns [first, last); first is a multiple of 16, and so is last but at the end.
+    void (*linear)(const TileLinearParams&, int64_t first, int64_t last, float* scratch);
+};
+
 struct KernelTable {
     const char* name;
     // Converts `count` elements to float32.
@@ -16,6 +27,7 @@ struct KernelTable {
     // The same for float32 x, bias and y with a bfloat16 weight.
     void (*linear_narrow_weight)(const LinearParams&, int64_t first, int64_t last, float* scratch);
     int64_t (*linear_scratch_floats)(int64_t in_features);
+    const TileLinear* tile_linear;  // null without a tile unit
     // Rows [first, last).
     void (*rms_norm[kNumDTypes])(const RmsNormParams&, int64_t first, int64_t last);
     // Elements [first, last).
@@ -37,6 +49,9 @@ namespace avx2 {
 const KernelTable& kernel_table();
 }
 namespace avx512 {
+const KernelTable& kernel_table();
+}
+namespace amx {
 const KernelTable& kernel_table();
 }
 

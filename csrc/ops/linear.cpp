@@ -3,6 +3,7 @@
 
 #include "ops/checks.h"
 #include "ops/isa.h"
+#include "ops/linear_tiles.h"
 #include "ops/ops.h"
 #include "ops/thread_pool.h"
 
@@ -46,6 +47,11 @@ void linear(DType dtype, DType weight_dtype, const void* x, const void* weight, 
     require(rows >= 0 && in_features >= 0 && out_features >= 0, "linear: sizes must not be negative");
     if (rows == 0 || out_features == 0) return;
     const KernelTable& table = kernels();
+    if (dtype == DType::kBFloat16 && table.tile_linear) {
+        linear_in_tiles(*table.tile_linear, static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight),
+                        static_cast<const BFloat16*>(bias), static_cast<BFloat16*>(y), rows, in_features, out_features);
+        return;
+    }
     const auto kernel = narrow_weight ? table.linear_narrow_weight : table.linear[index];
     const int64_t panel = panel_rows(in_features);
     const int64_t bytes = element_size(dtype);
