@@ -17,11 +17,12 @@ help: ## Show this list
 setup: system-packages $(STAMPS)/native $(STAMPS)/package demo-model ## Virtual environment, pinned dependencies, native build, demo model
 	@echo "setup: ready. Try: $(BIN)/tide generate 'The capital of France is'"
 
-# A compiler is all the build needs beside Python, and the tests of the playground a Chromium; as root on a bare Debian
-# machine they are installed.
+# A compiler is all the build needs beside Python, the tests of the playground a Chromium and those of several nodes `ip`;
+# as root on a bare Debian machine they are installed.
 system-packages:
 	@missing=""; \
 	command -v c++ >/dev/null 2>&1 || missing="$$missing g++"; \
+	command -v ip >/dev/null 2>&1 || missing="$$missing iproute2"; \
 	{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null 2>&1 || missing="$$missing chromium"; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
 	  echo "setup: installing$$missing with apt"; \

@@ -23,6 +23,7 @@ from tide_core.errors import ConfigError, refuse_unknown
 OUR_DEPLOYMENT = "TideServer"
 SERVICER = "tide.v1.tide_pb2_grpc.add_TideServiceServicer_to_server"
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+HARD_STOP, DEFAULT_HARD_STOP_S = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", "120"
 MESSAGE_SIZE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 ROUTE = re.compile(r"/|(/[^/{}\s]+)+")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -125,6 +126,12 @@ def _app_warnings(schema: Any, app: Any, args: AppArgs) -> list[str]:
     for name in sorted({HA_PROXY, *controllers}):
         if name.startswith("RAY_SERVE_") and ours.get(name) != controllers.get(name):
             warnings.append(f"{name} must be the same in runtime_env of the application and of the controller")
+    hard_stop = controllers.get(HARD_STOP, DEFAULT_HARD_STOP_S)
+    if controllers.get(HA_PROXY) == "1" and not (hard_stop.isdecimal() and int(hard_stop) >= longest):
+        warnings.append(
+            f"{HARD_STOP} ({hard_stop}) is below limits.max_timeout_s ({longest:g}): "
+            "a long answer may be cut when the replicas change"
+        )
     if MESSAGE_SIZE not in ours:
         warnings.append(f"without {MESSAGE_SIZE} in its runtime_env a gRPC message may have 2 GiB")
     host = schema.http_options.host

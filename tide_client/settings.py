@@ -13,6 +13,10 @@ MAX_TIMEOUT_S = 86_400.0
 DEFAULT_RETRIES = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 FIRST_RECONNECT_MS, LAST_RECONNECT_MS = 100, 5000
+PING_EVERY_MS, PING_TIMEOUT_MS = 60_000, 10_000
+"""While a call is open. A machine that is lost says nothing, and all calls of its connection would wait in vain for a
+quarter of an hour. HAProxy takes any number of pings; gRPC's own servers end a connection at the fifth without an
+answer between them, which is above the longest answer at once a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,15 @@ def check_key(api_key: str | None) -> None:
 
 
 def channel_options() -> list[tuple[str, int]]:
-    """Room for long answers; and a server that comes back is found about as soon as a call is made again."""
+    """Room for long answers; a server that comes back is found about as soon as a call is made again; and one that is
+    lost without a word is noticed."""
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", LAST_RECONNECT_MS),
+        ("grpc.keepalive_time_ms", PING_EVERY_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ]
 
 

@@ -296,6 +296,17 @@ def test_what_works_and_was_hardly_meant_is_a_warning(path: str, value: Any, war
     assert [warning in each for each in warnings_of(path, value)] == [True]
 
 
+@pytest.mark.parametrize("seconds", ["279", GONE, "never"], ids=["too short", "not set", "no number"])
+def test_haproxy_that_would_cut_the_longest_answer_when_replicas_change_is_a_warning(seconds: Any) -> None:
+    name, config = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", CONFIG
+    for holder in ("controller_options", APP):
+        config = changed(f"{holder}.runtime_env.env_vars.{name}", seconds, config)
+    said = "120" if seconds is GONE else seconds
+    assert [
+        each.startswith(f"tide: {name} ({said}) is below limits.max_timeout_s (280)") for each in check(config)
+    ] == [True]
+
+
 def test_serves_slower_proxy_is_a_warning() -> None:
     config = changed("controller_options", GONE)
     config = changed(f"{APP}.runtime_env.env_vars.RAY_SERVE_ENABLE_HA_PROXY", GONE, config)

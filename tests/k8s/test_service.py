@@ -133,9 +133,25 @@ def test_an_upgrade_starts_a_new_cluster_and_keeps_the_old_one_for_the_longest_s
 @services
 def test_haproxy_that_reloads_lets_the_longest_stream_end_and_not_only_two_minutes_of_it(name: str) -> None:
     """Each change of replicas reloads every HAProxy; by default the old process is killed after 120 s."""
+    config, variable = config_of(name), "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+    for holder in (config["controller_options"], config["applications"][0]):
+        assert int(holder["runtime_env"]["env_vars"][variable]) > longest_stream_s(name)
     for role in templates_of(overlay(name)):
-        after = int(env_of(ray_container(pod(name, role)))["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
-        assert after > longest_stream_s(name)
+        assert variable not in env_of(ray_container(pod(name, role))), "the config has it"
+
+
+@services
+def test_a_node_that_is_lost_without_a_word_is_given_up_within_half_a_minute(name: str) -> None:
+    """Ray asks every node how it is, and gives one up after five times without an answer."""
+    head = env_of(ray_container(pod(name, "head")))
+    each_ms = sum(int(head[f"RAY_health_check_{part}_ms"]) for part in ("period", "timeout"))
+    assert 15_000 <= 5 * each_ms <= 30_000, "nor is a node given up that only had no time to answer"
+
+
+@services
+def test_a_request_that_is_sent_to_a_replica_whose_node_is_gone_tries_another_after_a_second(name: str) -> None:
+    for role in templates_of(overlay(name)):
+        assert env_of(ray_container(pod(name, role)))["RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S"] == "1"
 
 
 @services

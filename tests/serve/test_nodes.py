@@ -1,0 +1,86 @@
+"""The multi-node path, on one machine: the cluster of k8s/base in namespaces, a head and two workers with one replica
+each. `benchmarks/nodes.py` is the same with the demo model, and measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import nodes_parts as parts
+from benchmarks.bars import Part
+from benchmarks.nodes import rehearsal
+from benchmarks.nodes_cluster import Cluster, cluster_config
+from benchmarks.nodes_door import Door
+from benchmarks.nodes_machines import obstacle
+from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
+from tide_core import Engine, SamplingParams
+
+WHY_NOT = obstacle()
+pytestmark = [pytest.mark.serve, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+ENVIRONMENT = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3"}
+"""So that a replica goes as soon as its streams have ended, as in deploy/config.yaml."""
+LONG_TOKENS, SHORT_TOKENS = 160, 60
+PROMPTS_OF_ALL = [f"{prompt} {number}" for number in range(3) for prompt in PROMPTS][:16]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """deploy/config.cpu.yaml with a tiny model that takes its time."""
+    folder: Path = tmp_path_factory.mktemp("nodes")
+    whole = cluster_config()
+    app = whole["applications"][0]
+    app["import_path"] = "tests.serve.paced_app:build_app"
+    app["args"]["engine"] = {
+        "model": str(save_model(folder / "model")),
+        "artefact": str(save_artefact_for_it(folder / "artefact")),
+        "num_threads": 1,
+        "kv_memory_gib": 0.05,
+    }
+    for holder in (whole["controller_options"], app):
+        holder["runtime_env"]["env_vars"].update(ENVIRONMENT)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def place(config: dict[str, Any]) -> Iterator[tuple[Cluster, Door]]:
+    with rehearsal(config) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def expected(config: dict[str, Any]) -> dict[str, list[int]]:
+    """By an engine without exits, here."""
+    settings = config["applications"][0]["args"]["engine"]
+    with Engine(**{**settings, "artefact": "none"}) as engine:
+        answers = engine.generate(PROMPTS_OF_ALL, SamplingParams(max_tokens=LONG_TOKENS, ignore_eos=True))
+    ids = [[token.token_id for token in answer.tokens] for answer in answers]
+    return dict(zip(PROMPTS_OF_ALL, ids, strict=True))
+
+
+def missed(part: Part) -> list[str]:
+    """Bars that do not hold. How long something took is measured by the benchmark, not asserted here."""
+    return [bar.name for bar in part.bars if not bar.holds and not bar.name.startswith("s until")]
+
+
+def test_the_two_replicas_are_on_two_workers_and_none_on_the_head(place: tuple[Cluster, Door]) -> None:
+    cluster, door = place
+    assert sorted(replica.address for replica in cluster.running()) == sorted(cluster.addresses())
+    assert sorted(door.ready) == sorted(cluster.addresses())
+
+
+def test_a_rolling_update_cuts_no_stream_and_fails_no_request(
+    place: tuple[Cluster, Door], config: dict[str, Any], expected: dict[str, list[int]]
+) -> None:
+    part = parts.updated(*place, config, expected)
+    assert missed(part) == [], part.data
+
+
+def test_a_node_that_dies_costs_its_own_streams_and_no_other_and_is_replaced(
+    place: tuple[Cluster, Door], expected: dict[str, list[int]]
+) -> None:
+    part = parts.killed(*place, {prompt: ids[:SHORT_TOKENS] for prompt, ids in expected.items()})
+    assert missed(part) == [], part.data
+    assert part.data["streams_broken"] > 0, "or nothing was killed"
