@@ -36,15 +36,6 @@ struct StreamLayout {
 
 #if TIDE_HAS_BULK_COPY
 
-__device__ inline uint4 load_matrices(uint32_t from) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
-}
-
 __device__ inline uint4 load_turned_matrices(uint32_t from) {
     uint4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

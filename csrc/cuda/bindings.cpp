@@ -336,6 +336,8 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("linear", &linear, no_gil,
           "y = x weight^T + bias (+ residual), or silu(gate) * up of two such products; x is normed where there is a "
           "norm.");
+    m.def("fast_for_many_rows", &tide::cuda::fast_for_many_rows,
+          "Whether the current device has a linear for many half-width rows.");
     m.def("paged_attention", &paged_attention, no_gil,
           "Causal attention of ragged queries over paged keys and values.");
     m.def(

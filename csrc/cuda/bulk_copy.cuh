@@ -27,8 +27,10 @@ __device__ inline int line_offset(int rows, int row, int vector) {
            ((vector % kLineVectors) ^ (row % kLineVectors)) * kVectorBytes;
 }
 
-// A pool of contiguous rows of `width` elements, a multiple of 64, read `rows` at a time.
-inline CUtensorMap map_rows(const char* op, DType dtype, const void* pool, int64_t width, int rows) {
+// `dims` dimensions, the first without gaps: `sizes` and `box` in elements, `strides` in bytes, of all but the first.
+// What a box has outside of the sizes arrives as zeros.
+inline CUtensorMap map_boxes(const char* op, DType dtype, const void* data, int dims, const cuuint64_t* sizes,
+                             const cuuint64_t* strides, const cuuint32_t* box) {
     static const auto encode = [&] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult result = {};
@@ -41,23 +43,34 @@ inline CUtensorMap map_rows(const char* op, DType dtype, const void* pool, int64
         if (found == nullptr) throw std::runtime_error(std::string(op) + ": the driver knows no tensor maps");
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
     }();
-    constexpr cuuint64_t kAnyRows = INT32_MAX;  // the caller asks for rows of the pool alone
     const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), kAnyRows};
-    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(width) * 2};
-    const cuuint32_t box[2] = {kLineElements, static_cast<cuuint32_t>(rows)}, steps[2] = {1, 1};
+    const cuuint32_t steps[] = {1, 1, 1, 1, 1};
     CUtensorMap map;
-    if (encode(&map, type, 2, const_cast<void*>(pool), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    if (encode(&map, type, static_cast<cuuint32_t>(dims), const_cast<void*>(data), sizes, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         throw std::runtime_error(std::string(op) + ": the driver refused a tensor map");
     return map;
 }
 
+// A pool of contiguous rows of `width` elements, a multiple of 64, read `rows` at a time.
+inline CUtensorMap map_rows(const char* op, DType dtype, const void* pool, int64_t width, int rows) {
+    constexpr cuuint64_t kAnyRows = INT32_MAX;  // the caller asks for rows of the pool alone
+    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), kAnyRows};
+    const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2};
+    const cuuint32_t box[] = {kLineElements, static_cast<cuuint32_t>(rows)};
+    return map_boxes(op, dtype, pool, 2, sizes, strides, box);
+}
+
 #if TIDE_HAS_BULK_COPY
 
-__device__ inline void start_barrier(uint32_t barrier) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
+// Each of its phases ends after so many arrivals.
+__device__ inline void start_barrier(uint32_t barrier, int arrivals = 1) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ inline void arrive_at(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // After start_barrier(), before the copy engine uses the barriers.
@@ -87,6 +100,16 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column,
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
         "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// The same of a map of four dimensions.
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, int half, int group,
+                                uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(half), "r"(group), "r"(barrier)
         : "memory");
 }
 

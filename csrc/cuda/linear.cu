@@ -1,6 +1,8 @@
-// Which kernel and which tile a linear gets. The kernel depends on dtype, width and alignment, never on the rows.
+// Which kernel and which tile a linear gets. Plain or tensor cores: that depends on dtype, width and alignment, never
+// on the rows. Of the kernels for tensor cores each gives the same bits.
 #include "cuda/linear_plain.cuh"
 #include "cuda/linear_tiles.h"
+#include "cuda/linear_wide.h"
 #include "cuda/ops.h"
 #include "cuda/tensor_core.cuh"
 
@@ -25,15 +27,37 @@ bool is_roomy(const DeviceInfo& device) {
     return device.major >= 9 && most_shared >= kSharedBytes;
 }
 
+// The kernels for many rows are in the build, and run here.
+bool has_wide(const DeviceInfo& device) {
+#if TIDE_WIDE_LINEAR
+    return device.major == 9 && is_roomy(device);
+#else
+    return false;
+#endif
+}
+
+int64_t count_row_tiles(const LinearParams& p) {
+    const int64_t tile_columns = p.gated ? 8 : 16;
+    return (p.out_features + tile_columns - 1) / tile_columns;
+}
+
+bool is_little(const LinearParams& p, const DeviceInfo& device) {
+    constexpr int64_t kLittleBytesPerSm = 64 * 1024;
+    return count_row_tiles(p) * 16 * p.in_features * 2 < device.num_sms * kLittleBytesPerSm;
+}
+
 // Little work is a matter of latency: the smallest tile with which no multiprocessor has more than two CTAs. The weight
 // is then read once for every token tile, which the second-level cache bears.
-LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t num_sms) {
+LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int64_t num_sms) {
     if (row_tiles > num_sms && rows > 8 && rows <= 16) return {2, 2};
     constexpr LinearTile kBySize[] = {{1, 1}, {2, 1}, {2, 2}};
+    constexpr int64_t kLongForLittle = 1024;
     for (const LinearTile& tile : kBySize) {
         const int64_t row_blocks = (row_tiles + tile.row_tiles - 1) / tile.row_tiles;
         const int64_t tokens = int64_t{tile.token_tiles} * 8;
-        if (row_blocks * ((rows + tokens - 1) / tokens) <= 2 * num_sms) return tile;
+        const int64_t ctas = row_blocks * ((rows + tokens - 1) / tokens);
+        const bool larger_is_better = tile.row_tiles == 1 && ctas > num_sms && in_features >= kLongForLittle;
+        if (ctas <= 2 * num_sms && !larger_is_better) return tile;
     }
     return {2, 4};
 }
@@ -42,12 +66,9 @@ LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t num_sms) {
 
 // As measured on the H200, by how often the row tiles go round the multiprocessors.
 LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
-    const int64_t tile_columns = p.gated ? 8 : 16, num_sms = device.num_sms;
-    const int64_t row_tiles = (p.out_features + tile_columns - 1) / tile_columns;
+    const int64_t row_tiles = count_row_tiles(p), num_sms = device.num_sms;
     const auto ctas = [&](int per_cta) { return (row_tiles + per_cta - 1) / per_cta; };
-    constexpr int64_t kLittleBytesPerSm = 64 * 1024;
-    if (row_tiles * 16 * p.in_features * 2 < num_sms * kLittleBytesPerSm)
-        return little_tile(row_tiles, p.rows, num_sms);
+    if (is_little(p, device)) return little_tile(row_tiles, p.rows, p.in_features, num_sms);
     int tokens = 1;
     while (tokens < kMaxTokenTiles && tokens * 8 < p.rows) tokens *= 2;
     constexpr int64_t kLongRow = 8192;
@@ -56,11 +77,16 @@ LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
     switch (tokens) {
         case 1:
             // x through shared memory pays when it is read often.
-            if (roomy && many && p.rows > 4 && p.in_features >= 2048) return {4, 1, 1, true};
+            if (roomy && p.rows > 4 && p.in_features >= 2048) {
+                if (many) return {4, 1, 1, true};
+                if (row_tiles > 2 * num_sms && !p.norm) return {2, 1, 1, true};
+            }
             return {2, 1};
         case 2:
             if (pairs_fit && p.in_features >= kLongRow) return {4, 2, 2, true, true};
-            return {row_tiles <= 2 * num_sms ? 1 : many ? 4 : 2, 2};
+            if (row_tiles <= 2 * num_sms) return {1, 2};
+            if (roomy && ctas(3) <= num_sms && !p.norm) return {3, 2, 1, true, true};
+            return {many ? 4 : 2, 2};
         case 4:
             if (pairs_fit) return {4, 4, 2, true, true};
             if (roomy && ctas(3) <= num_sms) return {3, 4, 1, true, true};
@@ -70,6 +96,35 @@ LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
             if (roomy && ctas(3) <= num_sms) return {3, 8, 1, true, true};
             return {2, 8};
     }
+}
+
+bool takes_wide(const LinearParams& p, const DeviceInfo& device) {
+    return has_wide(device) && !p.norm && !(p.gated && p.out_features % 8);
+}
+
+bool fast_for_many_rows() {
+    return has_wide(current_device("linear"));
+}
+
+bool is_wide(const LinearParams& p, const DeviceInfo& device) {
+    constexpr int64_t kMostTileRows = 16, kMostLittleRows = 256;
+    return p.rows > (is_little(p, device) ? kMostLittleRows : kMostTileRows) && takes_wide(p, device);
+}
+
+// As measured on the H200: few tokens a CTA, and the slices split, while each CTA has a multiprocessor.
+WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device) {
+    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
+    const auto fits = [&](const WideTile& tile) {
+        const int64_t rows = tile.groups * 64, row_blocks = (weight_rows + rows - 1) / rows;
+        const int64_t token_blocks = (p.rows + tile.tokens - 1) / tile.tokens;
+        return row_blocks * token_blocks * tile.split <= device.num_sms;
+    };
+    const int few = p.rows <= 32 ? 32 : 64;
+    if (p.rows <= 64 && fits({1, few, 2})) return {1, few, 2};
+    if (fits({2, few, 2})) return {2, few, 2};
+    const bool wasteful = p.rows > 128 && p.rows <= 192;  // 128 tokens a CTA: the second would have few
+    if (p.rows <= 64 || wasteful || fits({2, 64, 1})) return {2, few, 1};
+    return {2, 128, 1};
 }
 
 void linear(DType dtype, const LinearParams& params, cudaStream_t stream) {
@@ -83,6 +138,11 @@ void linear(DType dtype, const LinearParams& params, cudaStream_t stream) {
         return with_storage("linear", dtype, [&](auto storage) {
             launch_linear_plain<typename decltype(storage)::Type>(params, aligned, stream);
         });
+    }
+    if (is_wide(params, device)) {
+        const WideTile tile = choose_wide_tile(params, device);
+        if (dtype == DType::kFloat16) return launch_linear_wide<__half>(params, tile, stream);
+        return launch_linear_wide<__nv_bfloat16>(params, tile, stream);
     }
     const LinearTile tile = choose_tile(params, device);
     if (dtype == DType::kFloat16) return launch_linear_tiles<__half, false>(params, tile, stream);

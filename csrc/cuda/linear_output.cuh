@@ -12,26 +12,49 @@ __device__ inline int64_t weight_row(const LinearParams& p, int64_t column, bool
 }
 
 template <typename T>
-__device__ inline float with_bias(const LinearParams& p, float sum, int64_t weight_row) {
-    return p.bias ? sum + to_float(static_cast<const T*>(p.bias)[weight_row]) : sum;
-}
-
-template <typename T>
 __device__ inline float silu_mul(float gate, float up) {
     const float g = round_to<T>(gate);
     return round_to<T>(g / (1.0f + expf(-g))) * round_to<T>(up);
 }
 
-// `up` counts for gated outputs only.
+// Outputs of one column in the rows `row(0)` to `row(kCount - 1)`, of which the first `live` are written; the others
+// may name any row that exists. `ups` counts for gated outputs only. Several at a time, so that none waits for another.
+template <typename T, int kCount, typename Row>
+__device__ inline void write_outputs(const LinearParams& p, int64_t column, int live, float (&sums)[kCount],
+                                     float (&ups)[kCount], Row&& row) {
+    if (p.bias) {
+        const T* bias = static_cast<const T*>(p.bias);
+        const float of_sum = to_float(bias[weight_row(p, column, false)]);
+        const float of_up = p.gated ? to_float(bias[weight_row(p, column, true)]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            sums[i] += of_sum;
+            ups[i] += of_up;
+        }
+    }
+    if (p.gated) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums[i] = silu_mul<T>(sums[i], ups[i]);
+    }
+    if (p.residual) {
+        const T* residual = static_cast<const T*>(p.residual) + column;
+        T added[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) added[i] = residual[row(i) * p.residual_stride];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums[i] = round_to<T>(sums[i]) + to_float(added[i]);
+    }
+    T* y = static_cast<T*>(p.y) + column;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        if (i < live) y[row(i) * p.y_stride] = from_float<T>(sums[i]);
+    }
+}
+
 template <typename T>
 __device__ inline void write_output(const LinearParams& p, int64_t row, int64_t column, float sum, float up) {
-    float value = with_bias<T>(p, sum, weight_row(p, column, false));
-    if (p.gated) value = silu_mul<T>(value, with_bias<T>(p, up, weight_row(p, column, true)));
-    if (p.residual) {
-        const T* residual = static_cast<const T*>(p.residual) + row * p.residual_stride + column;
-        value = round_to<T>(value) + to_float(*residual);
-    }
-    static_cast<T*>(p.y)[row * p.y_stride + column] = from_float<T>(value);
+    float sums[] = {sum}, ups[] = {up};
+    write_outputs<T>(p, column, 1, sums, ups, [&](int) { return row; });
 }
 
 }  // namespace tide::cuda

@@ -5,9 +5,9 @@
 //     16 weight rows x 64 bytes for each row tile, then 8 rows of x x 64 bytes for each token tile, then, with a norm,
 //     64 bytes of its weight
 //
-// Lane l copies vector l % 4 of row l / 4 of every 8 rows, and that is what it feeds to the products: the stages are
-// queues of one lane each, nobody waits for another lane (but for the norm, which four lanes copy for all). See
-// linear_tiles.cuh for the order of the sums; it is the same here, bit for bit.
+// Lane l copies vector l % 4 of row l / 4 of every 8 rows; vector v of row r lies at v ^ r / 2 % 4, so that 8 rows of a
+// column of vectors are in different banks. See linear_sums.cuh for the order of the sums; it is the same here, bit for
+// bit.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +37,11 @@ struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed> {
 // Copies 16 bytes in the background; the second-level cache reads the rest of the 128 too.
 __device__ inline void copy_async_128(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Where a vector of a row lies in 8 rows of a stage.
+__device__ inline uint32_t staged_offset(int row, int vector) {
+    return row * (kStepColumns * 2) + (vector ^ (row / 2 % 4)) * kVectorBytes;
 }
 
 // One lane's part of the weight rows of its warp.
@@ -87,7 +92,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     constexpr int kStages = Layout::kStages, kCluster = Layout::kCluster;
     constexpr int kRowTiles = Layout::kRowTiles, kTokenTiles = Layout::kTokenTiles;
     constexpr bool kNormed = Layout::kNormed;
-    extern __shared__ __align__(16) char shared[];
+    extern __shared__ __align__(128) char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = blockIdx.x % kCluster;
     const int64_t row_block = blockIdx.x / kCluster / token_blocks;
@@ -97,7 +102,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     const int64_t slice_begin = (rank * Layout::kWarps + warp) * kBlockColumns;
     const int count = kStepsPerBlock * blocks_before(p.in_features, slice_begin);
     const int64_t columns = p.in_features - slice_begin - lane % 4 * kVector;  // left from this lane's vector
-    const uint32_t mine = shared_address(shared) + warp * warp_bytes;
+    const uint32_t mine = shared_address(shared) + warp * warp_bytes, to_lane = staged_offset(lane / 4, lane % 4);
     const StagedWeight<kRowTiles> weight(p, row_block, slice_begin, lane);
     const auto first_column = [](int step) {  // of the step, from the begin of the slice
         return static_cast<int64_t>(step / kStepsPerBlock) * kTurnColumns + step % kStepsPerBlock * kStepColumns;
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     const auto copy_weight = [&](int step, uint32_t to) {
         if constexpr (kNormed)
             copy_norm<kStepColumns / kVector>(p, slice_begin + first_column(step), to + Layout::kNormOffset);
-        to += lane * kVectorBytes;
+        to += to_lane;
         if (step < whole_weight) return weight.copy(to, first_column(step) * 2);
         weight.copy_edge(to, first_column(step) * 2, first_column(step) < columns, p.weight);
     };
@@ -134,7 +139,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     const auto copy_x = [&](int step, uint32_t to) {
         const bool here = step < whole || first_column(step) < columns;
         const char* source = here ? x + first_column(step) * 2 : x;
-        to += lane * kVectorBytes;
+        to += to_lane;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
             if (n * kTileTokens < tokens)
@@ -150,16 +155,17 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     // 3. The slice.
     float sums[kRowTiles][kTokenTiles][4] = {};
     RowSquares<kTokenTiles> squares;
+    const uint32_t weight_at = staged_offset(lane % 8, lane / 16) + lane / 8 % 2 * kEightRowBytes;
+    const uint32_t x_at = staged_offset(lane % 8, lane / 8) + Layout::kXOffset;
     uint32_t stage = mine;
     for (int step = 0; step < count; ++step) {
         wait_copy_groups<kStages - 1>();
-        const uint32_t own = stage + lane * kVectorBytes;
+        __syncwarp();  // the other lanes' copies have arrived too
         uint4 xs[kTokenTiles];
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) xs[n] = load_shared(own + Layout::kXOffset + n * kEightRowBytes);
+        for (int n = 0; n < kTokenTiles; ++n) xs[n] = load_matrices(stage + x_at + n * kEightRowBytes);
         if constexpr (kNormed) {
-            __syncwarp();  // the other lanes' copies have arrived too
-            const uint4 norm = load_shared(stage + Layout::kNormOffset + lane % 4 * kVectorBytes);
+            const uint4 norm = load_matrices(stage + Layout::kNormOffset + lane / 8 * kVectorBytes);
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n) {
                 squares.add(n, xs[n]);
@@ -168,16 +174,17 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         }
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-            const uint4 low = load_shared(own + 2 * m * kEightRowBytes);
-            const uint4 high = load_shared(own + (2 * m + 1) * kEightRowBytes);
+            const uint32_t at = stage + 2 * m * kEightRowBytes;
+            const uint4 first = load_matrices(at + weight_at);
+            const uint4 second = load_matrices(at + (weight_at ^ 2 * kVectorBytes));
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
-                multiply_tile(sums[m][n], low.x, high.x, low.y, high.y, xs[n].x, xs[n].y, T{});
+                multiply_tile(sums[m][n], first.x, first.y, first.z, first.w, xs[n].x, xs[n].y, T{});
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
-                multiply_tile(sums[m][n], low.z, high.z, low.w, high.w, xs[n].z, xs[n].w, T{});
+                multiply_tile(sums[m][n], second.x, second.y, second.z, second.w, xs[n].z, xs[n].w, T{});
         }
-        if constexpr (kNormed) __syncwarp();  // all lanes have read the norm before it is filled again
+        __syncwarp();  // all lanes have read the stage before it is filled again
         if (step + kStages < count) {
             copy_weight(step + kStages, stage);
             copy_x(step + kStages, stage);
@@ -186,7 +193,6 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         stage =
             stage + Layout::kStageBytes == mine + kStages * Layout::kStageBytes ? mine : stage + Layout::kStageBytes;
     }
-    __syncwarp();  // the sums go where other lanes' stages were
     finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, rank, row_block, first_token, rows);
 #endif
 }

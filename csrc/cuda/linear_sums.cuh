@@ -1,4 +1,8 @@
 // What the kernels of the fast linear share: how in_features is cut into slices, and how the slices' sums are added.
+//
+// Each output is the sum of its slices in order, and a slice the sum of its products, 16 neighbouring columns at a
+// time, in order: whatever the kernel, the tile, the other rows or their number, the bits are the same. 16 neighbours,
+// because the products of four warps (warpgroup.cuh) take no others; ldmatrix hands them to those of one.
 #pragma once
 
 #include "cuda/launch.h"
@@ -34,10 +38,27 @@ __host__ __device__ inline int blocks_before(int64_t end, int64_t begin) {
 
 #if TIDE_HAS_TENSOR_CORE_PATH
 
-// Waits for the other CTA of the cluster; what either wrote to shared memory before can be seen by both after.
-__device__ inline void cluster_barrier() {
+// The first half of cluster_barrier(), for those who need not wait.
+__device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+// Waits for the other CTAs of the cluster; what any wrote to shared memory before can be seen by all after.
+__device__ inline void cluster_barrier() {
+    cluster_arrive();
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// A float to the shared memory of CTA `rank` of the cluster, at the address it has in one's own.
+__device__ inline void store_cluster(uint32_t address, uint32_t rank, float v) {
+#if __CUDA_ARCH__ >= 900
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
 #endif
 }
 
@@ -97,13 +118,13 @@ __device__ inline void finish_outputs(const LinearParams& p, char* shared, int w
         }
         return sum;
     };
-    const int tile_columns = p.gated ? kTileRows / 2 : kTileRows;
-    const int columns = Shape::kRowTiles * tile_columns;
+    constexpr int kColumns = Shape::kRowTiles * kTileRows;  // half of them when gated; divisions by constants are quick
+    const int columns = p.gated ? kColumns / 2 : kColumns;
     const int64_t first_column = row_block * columns;
     const int live = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Shape::kTokens)));
     for (int i = rank * Shape::kThreads + threadIdx.x; i < live * columns; i += Shape::kCluster * Shape::kThreads) {
-        const int token = i / columns, column = i % columns;
-        const int row = column / tile_columns * kTileRows + column % tile_columns;
+        const int token = p.gated ? i / (kColumns / 2) : i / kColumns, column = i - token * columns;
+        const int row = p.gated ? column / 8 * kTileRows + column % 8 : column;
         if (first_column + column >= p.out_features) continue;
         float up = p.gated ? add_slices(token, row + kTileRows / 2) : 0.0f;
         float sum = add_slices(token, row);

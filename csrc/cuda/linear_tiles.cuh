@@ -4,12 +4,11 @@
 // until the end. Slice s is made of the blocks s, s + kSlices, ... of 64 columns, so that the warps together read
 // memory in long runs. A warp streams its slice of the weight through shared memory, a block a stage:
 //
-//     stage, per 16 weight rows:  row i = 8 vectors of 16 bytes, the halves swapped in odd rows (no bank conflicts)
+//     stage, per 16 weight rows:  row i = 8 vectors of 16 bytes, vector v at v ^ i % 8 (no bank conflicts)
 //     then, with a norm:          8 vectors of its weight
 //
-// x goes straight to registers, one block ahead. Inside 32 columns the order of k is free as long as both operands
-// agree: thread t of a quad takes columns 8t to 8t + 7, one vector, for two products. Each output is the sum of its
-// slices in order, whatever the tile, the other rows or their number: the same bits.
+// x goes to registers, one block ahead, and from there through shared memory too, which hands it out as the products
+// want it. See linear_sums.cuh for the order of the sums.
 //
 // Weights are read before wait_for_previous(): no kernel writes them.
 #pragma once
@@ -30,6 +29,7 @@ struct LinearLayout : LinearShape<kRowTiles, 1, 1, kNormed> {
     static constexpr int kStages = kRowTiles % 2 ? 4 : 3;
     static constexpr int kNormOffset = kRowTiles * kTileBytes;
     static constexpr int kStageBytes = kNormOffset + (kNormed ? kRowBytes : 0);
+    static constexpr int kXBytes = kTileTokens * kRowBytes;  // behind the stages: 64 columns of 8 rows of x
 };
 
 #if TIDE_HAS_TENSOR_CORE_PATH
@@ -40,7 +40,7 @@ struct WeightStream {
     const char* from;                // this lane's vector of the first row tile at column 0 of the slice
     const char* safe;                // an address that can always be named
     int64_t tile_step, step1, half;  // bytes between row tiles, and between the four loads of a tile (see offset)
-    uint32_t to;                     // this lane's place in a stage
+    uint32_t to;                     // this lane's place in a stage; for odd loads of a tile in the other half of a row
     uint32_t valid;                  // bit tile * 4 + load: that row exists
     int64_t columns;                 // left from this lane's vector at column 0 of the slice
 
@@ -51,18 +51,18 @@ struct WeightStream {
     // `block` counts blocks of the slice.
     __device__ void copy(int64_t block, uint32_t stage, bool all_valid) const {
         const char* source = from + block * (kSlices * kRowBytes);
-        const uint32_t target = stage + to;
+        const uint32_t targets[2] = {stage + to, stage + (to ^ 4 * kVectorBytes)};
         if (all_valid) {
 #pragma unroll
             for (int i = 0; i < kRowTiles * kLoadsPerTile; ++i)
-                copy_async(target + i * (kTileBytes / kLoadsPerTile),
+                copy_async(targets[i % 2] + i * (kTileBytes / kLoadsPerTile),
                            source + offset(i / kLoadsPerTile, i % kLoadsPerTile));
         } else {
             const bool in_columns = block * kTurnColumns < columns;
 #pragma unroll
             for (int i = 0; i < kRowTiles * kLoadsPerTile; ++i) {
                 const bool here = in_columns && (valid >> i & 1);
-                copy_async_or_zero(target + i * (kTileBytes / kLoadsPerTile),
+                copy_async_or_zero(targets[i % 2] + i * (kTileBytes / kLoadsPerTile),
                                    here ? source + offset(i / kLoadsPerTile, i % kLoadsPerTile) : safe, here);
             }
         }
@@ -82,7 +82,7 @@ __device__ inline WeightStream<kRowTiles> weight_stream(const LinearParams& p, i
     s.tile_step = tile_columns * row_bytes;
     s.step1 = 4 * row_bytes;
     s.half = p.gated ? p.out_features * row_bytes : 8 * row_bytes;
-    s.to = row * kRowBytes + (vector ^ ((row & 1) << 2)) * kVectorBytes;
+    s.to = row * kRowBytes + (vector ^ row) * kVectorBytes;
     s.columns = p.in_features - first_column - vector * kVector;
     s.valid = 0;
 #pragma unroll
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kSlices * 32)
 #if TIDE_HAS_TENSOR_CORE_PATH
     using Layout = LinearLayout<kRowTiles, kNormed>;
     constexpr int kStages = Layout::kStages;
-    extern __shared__ __align__(16) char shared[];
+    extern __shared__ __align__(128) char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int64_t row_block = blockIdx.x / token_blocks;
     const int64_t first_token = int64_t{blockIdx.x % token_blocks} * kTileTokens;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kSlices * 32)
     // 1. This warp's slice, in stages, and the first of them on their way.
     const int64_t slice_begin = warp * kBlockColumns;
     const int count = blocks_before(p.in_features, slice_begin);
-    const uint32_t mine = shared_address(shared) + warp * warp_bytes;
+    const uint32_t mine = shared_address(shared) + warp * warp_bytes, x_stage = mine + warp_bytes - Layout::kXBytes;
     const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, lane);
     constexpr uint32_t kAllRows = (1u << (kRowTiles * kLoadsPerTile)) - 1;
     const bool all_rows = __all_sync(~0u, weight.valid == kAllRows);
@@ -159,30 +159,41 @@ __global__ void __launch_bounds__(kSlices * 32)
     // 3. The slice: 64 columns a turn.
     float sums[kRowTiles][1][4] = {};
     RowSquares<1> squares;
-    const uint32_t a_offset = g * kRowBytes + (t ^ ((g & 1) << 2)) * kVectorBytes;
+    const int row = lane % 8, matrix = lane / 8;
+    const uint32_t weight_at = (row + matrix % 2 * 8) * kRowBytes;
+    // Vector v of row r of x lies at v ^ turned(r): two rows that are written together are in different banks, and so
+    // are eight that are read together.
+    const auto turned = [](int r) { return r % 2 * 4 + r / 2; };
+    const uint32_t x_to = x_stage + g * kRowBytes + (t ^ turned(g)) * kVectorBytes;
+    const uint32_t x_at = x_stage + row * kRowBytes + (matrix ^ turned(row)) * kVectorBytes;
     int slot = 0;
     for (int b = 0; b < count; ++b) {
+        store_shared(x_to, xs[0]);
+        store_shared(x_to ^ 4 * kVectorBytes, xs[1]);
+        fetch_x(0, b + 1);
+        fetch_x(1, b + 1);
         wait_copy_groups<kStages - 1>();
         __syncwarp();  // the other lanes' copies have arrived too
         const uint32_t stage = mine + slot * Layout::kStageBytes;
         uint4 raw[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint32_t at = stage + (a_offset ^ (half * (kRowBytes / 2)));
-            uint4 x_here = xs[half];
+            uint4 x_here = load_matrices(x_at ^ half * 4 * kVectorBytes);
             if constexpr (kNormed) {
                 raw[half] = x_here;
-                const uint32_t norm = stage + Layout::kNormOffset + half * (kRowBytes / 2) + t * kVectorBytes;
-                x_here = multiply_vector(x_here, load_shared(norm));
+                const uint32_t norm = stage + Layout::kNormOffset + (half * 4 + matrix) * kVectorBytes;
+                x_here = multiply_vector(x_here, load_matrices(norm));
             }
+            const auto weight_of = [&](int m, int step) {  // 16 columns, of which this lane names 8
+                const int vector = half * 4 + step * 2 + matrix / 2;
+                return load_matrices(stage + m * kTileBytes + weight_at + (vector ^ row) * kVectorBytes);
+            };
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
-                const uint4 low = load_shared(at + m * kTileBytes);
-                const uint4 high = load_shared(at + m * kTileBytes + 8 * kRowBytes);
-                multiply_tile(sums[m][0], low.x, high.x, low.y, high.y, x_here.x, x_here.y, T{});
-                multiply_tile(sums[m][0], low.z, high.z, low.w, high.w, x_here.z, x_here.w, T{});
+                const uint4 first = weight_of(m, 0), second = weight_of(m, 1);
+                multiply_tile(sums[m][0], first.x, first.y, first.z, first.w, x_here.x, x_here.y, T{});
+                multiply_tile(sums[m][0], second.x, second.y, second.z, second.w, x_here.z, x_here.w, T{});
             }
-            fetch_x(half, b + 1);
         }
         __syncwarp();  // all lanes have read the stage before it is filled again
         if (b + kStages < count) copy_stage(b + kStages, stage);
@@ -206,7 +217,7 @@ void launch_tile(const LinearParams& p, cudaStream_t stream) {
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
     const int64_t token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
     const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
-    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
+    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes) + Layout::kXBytes;
     const LaunchShape shape = {row_blocks * token_blocks, Layout::kThreads, warp_bytes * Layout::kWarps};
     launch("linear", linear_tiles<T, kRowTiles, kNormed>, shape, stream, p, static_cast<uint32_t>(token_blocks),
            warp_bytes);

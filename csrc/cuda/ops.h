@@ -11,9 +11,12 @@
 
 namespace tide::cuda {
 
-// Any shape is right; made for up to 64 rows. Fast when in_features, x_stride and the pointers of x and weight are
-// multiples of 16 bytes.
+// Any shape is right. Fast when in_features, x_stride and the pointers of x and weight are multiples of 16 bytes, for
+// up to 64 rows; for any number where fast_for_many_rows() and there is no norm, and a gated y has whole 8 columns.
 void linear(DType dtype, const LinearParams& params, cudaStream_t stream);
+
+// Whether the current device has a linear for many half-width rows, with the bits of the one for few.
+bool fast_for_many_rows();
 
 // head_dim: a multiple of 8 up to 256. Half-width types need q, its strides and the pools to be 16-byte aligned for
 // the fast path.

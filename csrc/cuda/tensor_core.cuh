@@ -71,6 +71,21 @@ __device__ inline uint4 load_shared(uint32_t from) {
     return v;
 }
 
+// Four 8x8 matrices: lane l names 16 bytes, row l % 8 of matrix l / 8, and gets numbers 2t, 2t + 1 of row g of each.
+__device__ inline uint4 load_matrices(uint32_t from) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+
+__device__ inline void store_shared(uint32_t to, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 // c += a b with a 16x16 (rows), b 16x8 (columns), c 16x8. Thread (g = lane / 4, t = lane % 4) holds
 // a: rows g, g + 8, g, g + 8 at k = 2t, 2t, 2t + 8, 2t + 8 (two each); b: column g at k = 2t, 2t + 8 (two each);
 // c: row g at columns 2t, 2t + 1, then row g + 8.

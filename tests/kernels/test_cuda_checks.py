@@ -373,6 +373,27 @@ def test_many_rows_are_normed_before_the_linear_of_torch(launches: Launches) -> 
     assert [name for name, _ in launches] == ["rms_norm"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "fast", "ours"),
+    [
+        (torch.bfloat16, 4096, True, True),
+        (torch.float16, 4096, True, True),
+        (torch.bfloat16, 4096, False, False),
+        (torch.float32, 4096, True, False),
+        (torch.bfloat16, 4100, True, False),
+        (torch.bfloat16, cuda.WIDEST_NORMED, True, False),
+    ],
+)
+def test_many_wide_rows_stay_with_our_linear_where_it_has_a_kernel_for_them(
+    dtype: torch.dtype, width: int, fast: bool, ours: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "fast_for_many_rows", lambda device: fast)
+    x, weight = torch.zeros(257, width, dtype=dtype), torch.zeros(4, width, dtype=dtype)
+    cuda.linear_of_any(x, weight)
+    cuda.fused_linear_of_any(x, weight, residual=torch.zeros(257, 4, dtype=dtype))
+    assert [name for name, _ in launches] == (["linear", "linear"] if ours else [])
+
+
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_wide_rows_are_normed_apart_however_many_they_are(rows: int, launches: Launches) -> None:
     for width in (cuda.WIDEST_NORMED, 2 * cuda.WIDEST_NORMED):

@@ -17,7 +17,16 @@ from tide_core.kernels import checks, cuda_checks, reference
 from tide_core.kernels.cuda_attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
 from tide_core.kernels.cuda_exits import Scratch, embed, exit_input, gather_rows, judge, peak, router, scatter_rows
 from tide_core.kernels.cuda_joined import attend_joined, takes_joined
-from tide_core.kernels.cuda_launch import MOST_ROWS, as_rows, at, home, launch, result, row_stride
+from tide_core.kernels.cuda_launch import (
+    MOST_ROWS,
+    as_rows,
+    at,
+    fast_for_many_rows,
+    home,
+    launch,
+    result,
+    row_stride,
+)
 from tide_core.kernels.reference import Norm
 
 __all__ = [
@@ -99,10 +108,8 @@ def linear(
 
 
 def linear_of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` by whichever is quicker for so many rows: ours, or Torch's."""
-    if x.numel() > MOST_ROWS * x.shape[-1]:
-        return F.linear(x, weight, bias)
-    return linear(x, weight, bias)
+    """`linear` by ours, or by Torch's where ours would be slow for so many rows."""
+    return linear(x, weight, bias) if _is_ours(x) else F.linear(x, weight, bias)
 
 
 def fused_linear_of_any(
@@ -118,9 +125,18 @@ def fused_linear_of_any(
     lose more time. It is one or the other for all steps of a model, so that bits never depend on the rows."""
     if norm is not None and x.shape[-1] > WIDEST_NORMED:
         x, norm = rms_norm(x, *norm), None
-    if x.numel() > MOST_ROWS * x.shape[-1]:
-        return reference.fused_linear(x if norm is None else rms_norm(x, *norm), weight, bias, residual, gated)
-    return linear(x, weight, bias, residual=residual, gated=gated, norm=norm)
+    if _is_ours(x):
+        return linear(x, weight, bias, residual=residual, gated=gated, norm=norm)
+    return reference.fused_linear(x if norm is None else rms_norm(x, *norm), weight, bias, residual, gated)
+
+
+def _is_ours(x: Tensor) -> bool:
+    """By rows only where ours has no kernel for many: elsewhere a row's bits must not depend on their number. Narrow
+    rows come with a norm inside, which that kernel does not take."""
+    width = x.shape[-1]
+    if x.numel() <= MOST_ROWS * width:
+        return True
+    return width > WIDEST_NORMED and width % 8 == 0 and x.dtype is not torch.float32 and fast_for_many_rows(x.device)
 
 
 def takes(k_pool: Tensor, v_pool: Tensor) -> bool:

@@ -12,14 +12,22 @@ from torch import Tensor
 from tide_core.kernels import checks, cuda_checks
 
 MOST_ROWS = 256
-"""Up to so many our linear is used, which is all that a cycle has: a row gets the same bits in every step, so that what
-is verified is what full depth would say. It is made for 64; prompts have more than this, and Torch's is quicker."""
+"""Up to so many our linear is used everywhere, which is all that a cycle has: a row gets the same bits in every step,
+so that what is verified is what full depth would say. Of more, which prompts have, see `fast_for_many_rows`."""
 
 
 @functools.cache
 def module() -> ModuleType:
     """The CUDA module. It is imported when it is first needed, so that the wrappers load without it."""
     return importlib.import_module("tide_core.kernels._cuda")
+
+
+@functools.cache
+def fast_for_many_rows(device: torch.device) -> bool:
+    """Whether our linear keeps up with Torch's there, in half width, for any number of rows."""
+    with torch.cuda.device(device):
+        fast: bool = module().fast_for_many_rows()
+    return fast
 
 
 def home(tensor: Tensor) -> torch.device:

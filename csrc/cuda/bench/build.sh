@@ -7,7 +7,13 @@ mkdir -p build && rm -f build/bench_*.o
 objects=
 for source in csrc/cuda/*.cu csrc/cuda/bench/*.cu; do
     object=build/bench_$(basename "$source" .cu).o
-    nvcc -O3 -std=c++17 -Icsrc -gencode "arch=compute_$arch,code=sm_$arch" -c "$source" -o "$object" &
+    flags="-gencode arch=compute_$arch,code=sm_$arch"
+    case $arch:$source in
+        90:*wide*) flags="-gencode arch=compute_90a,code=sm_90a" ;;
+        90:*/linear.cu) flags="$flags -DTIDE_WIDE_LINEAR" ;;
+    esac
+    # shellcheck disable=SC2086  # several words
+    nvcc -O3 -std=c++17 -Icsrc $flags -c "$source" -o "$object" &
     objects="$objects $object"
     [ "${JOBS:-1}" -gt 1 ] || wait
 done

@@ -59,8 +59,8 @@ struct Case {
     bool norm = false;
 };
 
-constexpr int64_t kRows = 131;
-const int64_t kRowCounts[] = {1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65};
+constexpr int64_t kRows = 1030, kReferenceRows = 131;
+const int64_t kRowCounts[] = {1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 256, 257, 1024};
 
 template <typename T>
 void check_case(const Case& c) {
@@ -68,7 +68,8 @@ void check_case(const Case& c) {
     const int64_t weight_rows = c.gated ? 2 * c.n : c.n;
     const Buffer x(kRows * x_stride * sizeof(T)), weight(weight_rows * c.k * sizeof(T)), bias(weight_rows * sizeof(T));
     const Buffer norm(c.k * sizeof(T)), residual(kRows * c.n * sizeof(T)), base((kRows + 1) * y_stride * sizeof(T));
-    const Buffer y((kRows + 1) * y_stride * sizeof(T)), ref(kRows * c.n * 8), tol(kRows * c.n * 8), count(4);
+    const Buffer y((kRows + 1) * y_stride * sizeof(T)), ref(kReferenceRows * c.n * 8), tol(kReferenceRows * c.n * 8);
+    const Buffer count(4);
     fill(x.get<T>(), kRows * x_stride, 1, 1.0f);
     fill(weight.get<T>(), weight_rows * c.k, 2, 0.1f);
     fill(bias.get<T>(), weight_rows, 3, 1.0f);
@@ -96,10 +97,11 @@ void check_case(const Case& c) {
     Counter counter;
 
     linear(dtype_of<T>(), p, nullptr);
-    reference<T><<<static_cast<unsigned int>((kRows * c.n + 127) / 128), 128>>>(p, ref.get<double>(), tol.get<double>(),
-                                                                                epsilon<T>());
-    compare<T>
-        <<<256, 256>>>(base.get<T>(), ref.get<double>(), tol.get<double>(), kRows, c.n, y_stride, counter.reset());
+    p.rows = kReferenceRows;
+    reference<T><<<static_cast<unsigned int>((kReferenceRows * c.n + 127) / 128), 128>>>(
+        p, ref.get<double>(), tol.get<double>(), epsilon<T>());
+    compare<T><<<256, 256>>>(base.get<T>(), ref.get<double>(), tol.get<double>(), kReferenceRows, c.n, y_stride,
+                             counter.reset());
     const Counts wrong = counter.read();
     expect(wrong.first == 0, name + ": " + std::to_string(wrong.first) + " wrong, worst error/tolerance " +
                                  std::to_string(wrong.second / 1000.0));
@@ -133,10 +135,12 @@ void check_case(const Case& c) {
     };
     const auto op = [](const LinearParams& q) { linear(dtype_of<T>(), q, nullptr); };
     for (const int64_t rows : kRowCounts) same("batch", 0, rows, rows, false, op);
-    for (const int64_t row : {0, 7, 64, 130}) same("alone", row, 1, 1, false, op);
+    for (const int64_t row : {0, 7, 64, 130, 257, 1029}) same("alone", row, 1, 1, false, op);
     same("in place", 3, 33, 33, true, op);
     for (const int64_t live : {0, 1, 7, 8, 13, 40}) same("num_rows", 0, 64, live, false, op);
-    same("num_rows", 0, 131, 66, false, op);
+    same("in place", 3, 333, 333, true, op);
+    for (const int64_t live : {0, 1, 66, 130}) same("num_rows", 0, 131, live, false, op);
+    same("num_rows", 0, 1030, 300, false, op);
     same("nothing", 0, 0, 0, false, op);
     if constexpr (sizeof(T) == 2) {
         if (c.k % 8 != 0) return;
@@ -151,6 +155,13 @@ void check_case(const Case& c) {
         for (const LinearTile& tile : tiles) {
             same("tile " + name_of(tile), 5, 64, 43, false,
                  [&](const LinearParams& q) { launch_tiles<T>(q, tile, nullptr); });
+        }
+        if (!takes_wide(p, current_device("bench"))) return;
+        for (const WideTile& tile : wide_tiles()) {
+            const auto wide = [&](const LinearParams& q) { launch_linear_wide<T>(q, tile, nullptr); };
+            for (const int64_t rows : {1, 24, 200, 1030}) same(name_of(tile), 0, rows, rows, false, wide);
+            same(name_of(tile), 5, 160, 43, false, wide);
+            same(name_of(tile), 5, 160, 0, false, wide);
         }
     }
 }

@@ -11,6 +11,7 @@
 #include "cuda/convert.cuh"
 #include "cuda/launch.h"
 #include "cuda/linear_tiles.h"
+#include "cuda/linear_wide.h"
 #include "cuda/ops.h"
 
 namespace tide::cuda::bench {
@@ -144,6 +145,19 @@ const char* name_of() {
 inline std::string name_of(const LinearTile& tile) {
     return std::to_string(tile.row_tiles) + "x" + std::to_string(tile.token_tiles) + "/" +
            std::to_string(tile.cluster) + (tile.staged || tile.token_tiles > 1 ? "s" : "") + (tile.deep ? "d" : "");
+}
+
+// Groups x tokens / CTAs that split the slices.
+inline std::string name_of(const WideTile& tile) {
+    return "wide " + std::to_string(tile.groups) + "x" + std::to_string(tile.tokens) + "/" + std::to_string(tile.split);
+}
+
+inline std::vector<WideTile> wide_tiles() {
+    return {{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}};
+}
+
+inline std::string name_of_chosen(const LinearParams& p, const DeviceInfo& device) {
+    return is_wide(p, device) ? name_of(choose_wide_tile(p, device)) : name_of(choose_tile(p, device));
 }
 
 template <typename T>

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kMoreThanCache = int64_t{512} << 20;
 constexpr int kLaunches = 24;
+constexpr int64_t kMostRows = 1024, kMostWidth = 14336, kMostColumns = 128256;
 using T = __nv_bfloat16;
 
 struct LinearShape {
@@ -56,53 +57,66 @@ void time_linear(const Buffer& arena) {
                                   {"demo head", 49152, 576, false, true},
                                   {"narrow head", 4096, 576, false, false},
                                   {"narrow head", 16384, 4096, false, false}};
-    const Buffer x(int64_t{64} * 14336 * 2), y(int64_t{64} * 128256 * 2);
-    const Buffer norm(int64_t{14336} * 2);
-    fill(x.get<T>(), int64_t{64} * 14336, 5, 1.0f);
-    fill(norm.get<T>(), 14336, 10, 1.0f);
+    const Buffer x(kMostRows * kMostWidth * 2), y(kMostRows * kMostColumns * 2), norm(kMostWidth * 2);
+    fill(x.get<T>(), kMostRows * kMostWidth, 5, 1.0f);
+    fill(norm.get<T>(), kMostWidth, 10, 1.0f);
+    const DeviceInfo device = current_device("bench");
     for (const LinearShape& s : shapes) {
         const int64_t bytes = (s.weight_bytes() + 255) / 256 * 256;
         const int64_t copies = std::max<int64_t>(1, std::min(arena.bytes(), kMoreThanCache) / bytes);
         const auto weight = [&](int i) { return arena.get<char>() + i % copies * bytes; };
         // A graph goes over all the copies, so that a replay does not find the first ones in the cache.
         const int launches = static_cast<int>(std::max<int64_t>(kLaunches, std::min<int64_t>(copies, 400)));
-        const auto report = [&](int64_t rows, const LinearTile& tile, bool chosen, bool normed) {
-            const double us = time_graph(launches, [&](int i, cudaStream_t stream) {
+        using Run = std::function<void(const LinearParams&, cudaStream_t)>;
+        const auto report = [&](int64_t rows, const std::string& tile, bool chosen, bool normed, const Run& run) {
+            const double us = time_graph(rows > 64 ? kLaunches : launches, [&](int i, cudaStream_t stream) {
                 LinearParams p = params_of(s, x.get(), s.k, weight(i), y.get(), rows);
                 p.norm = normed ? norm.get() : nullptr;
-                if (chosen) return linear(DType::kBFloat16, p, stream);
-                launch_tiles<T>(p, tile, stream);
+                run(p, stream);
             });
             const double total = static_cast<double>(s.weight_bytes() + rows * (s.k + s.n) * 2);
             std::printf(
                 "{\"op\": \"linear\", \"case\": \"%s\", \"n\": %ld, \"k\": %ld, \"gated\": %d, \"norm\": %d, "
                 "\"rows\": %ld, \"tile\": \"%s\", \"chosen\": %d, \"us\": %.2f, \"gb_s\": %.0f, \"share\": %.3f}\n",
-                s.name, s.n, s.k, s.gated, normed, rows, name_of(tile).c_str(), chosen, us, total / us * 1e-3,
+                s.name, s.n, s.k, s.gated, normed, rows, tile.c_str(), chosen, us, total / us * 1e-3,
                 total / us / kPeakBytesPerUs);
             std::fflush(stdout);
         };
-        const DeviceInfo device = current_device("bench");
-        for (const int64_t rows : {1, 2, 4, 8, 16, 24, 32, 64}) {
+        const Run chosen = [](const LinearParams& p, cudaStream_t stream) { linear(DType::kBFloat16, p, stream); };
+        for (const int64_t rows : {1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 1024}) {
             LinearParams p = params_of(s, x.get(), s.k, weight(0), y.get(), rows);
-            const LinearTile best = choose_tile(p, device);
-            report(rows, best, true, false);
-            p.norm = norm.get();
-            report(rows, choose_tile(p, device), true, true);
-            if (!s.sweep || rows == 2 || rows == 4) continue;
-            std::vector<LinearTile> others;
-            if (rows <= 8) others = {{1, 1}, {2, 1}};
-            for (const int row_tiles : {1, 2, 3, 4}) {
-                if (row_tiles < 4 || rows < 64) others.push_back({row_tiles, best.token_tiles, 1, true});
+            const std::string best = name_of_chosen(p, device);
+            report(rows, best, true, false, chosen);
+            if (rows <= 64) {
+                p.norm = norm.get();
+                report(rows, name_of_chosen(p, device), true, true, chosen);
+                p.norm = nullptr;
             }
-            if (rows > 8) {
-                others.push_back({4, best.token_tiles, 2, true});
+            if (!s.sweep || rows == 2 || rows == 4) continue;
+            const auto try_tile = [&](const LinearTile& tile) {
+                if (name_of(tile) == best) return;
+                report(rows, name_of(tile), false, false,
+                       [&](const LinearParams& q, cudaStream_t stream) { launch_tiles<T>(q, tile, stream); });
+            };
+            const int tokens = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
+            if (rows <= 8) {
+                for (const int row_tiles : {1, 2}) try_tile({row_tiles, 1});
+            }
+            for (const int row_tiles : {1, 2, 3, 4}) {
+                if (rows < 64 || (rows == 64 && row_tiles < 4)) try_tile({row_tiles, tokens, 1, true});
+            }
+            if (rows > 8 && rows <= 64) {
+                try_tile({4, tokens, 2, true});
                 if (s.n <= 8192) {
-                    for (const int row_tiles : {2, 3}) others.push_back({row_tiles, best.token_tiles, 1, true, true});
-                    others.push_back({4, best.token_tiles, 2, true, true});
+                    for (const int row_tiles : {2, 3}) try_tile({row_tiles, tokens, 1, true, true});
+                    try_tile({4, tokens, 2, true, true});
                 }
             }
-            for (const LinearTile& tile : others) {
-                if (name_of(tile) != name_of(best)) report(rows, tile, false, false);
+            if (rows <= 8 || !takes_wide(p, device)) continue;
+            for (const WideTile& tile : wide_tiles()) {
+                if (name_of(tile) == best || tile.tokens >= 2 * rows || tile.tokens * 4 < rows) continue;
+                report(rows, name_of(tile), false, false,
+                       [&](const LinearParams& q, cudaStream_t stream) { launch_linear_wide<T>(q, tile, stream); });
             }
         }
     }
@@ -114,14 +128,14 @@ void time_chain(const Buffer& arena) {
         kQkv.weight_bytes() + kOut.weight_bytes() + kGated.weight_bytes() + kDown.weight_bytes();
     const int64_t total = kLayers * layer_bytes + kHead.weight_bytes();
     if (arena.bytes() < total) return;
-    const Buffer hidden(int64_t{64} * 4096 * 2), qkv(int64_t{64} * 6144 * 2), act(int64_t{64} * 14336 * 2);
-    const Buffer logits(int64_t{64} * 128256 * 2);
-    const Buffer normed(int64_t{64} * 4096 * 2), norm(int64_t{4096} * 2);
+    const Buffer hidden(kMostRows * 4096 * 2), qkv(kMostRows * 6144 * 2), act(kMostRows * 14336 * 2);
+    const Buffer logits(kMostRows * 128256 * 2);
+    const Buffer normed(kMostRows * 4096 * 2), norm(int64_t{4096} * 2);
     fill(norm.get<T>(), 4096, 10, 1.0f);
     enum Norms { kNoNorms, kApart, kFused };
     const char* names[] = {"none", "apart", "fused"};
     const auto time = [&](int64_t rows, Norms norms) {
-        fill(hidden.get<T>(), int64_t{64} * 4096, 6, 1.0f);
+        fill(hidden.get<T>(), kMostRows * 4096, 6, 1.0f);
         const double us = time_graph(1, [&](int, cudaStream_t stream) {
             const char* weight = arena.get<char>();
             const auto step = [&](const LinearShape& s, const Buffer& x, int64_t x_stride, const Buffer& y, bool add) {
@@ -152,8 +166,10 @@ void time_chain(const Buffer& arena) {
             static_cast<double>(total) / us / kPeakBytesPerUs);
         std::fflush(stdout);
     };
-    for (const int64_t rows : {1, 8, 32}) {
-        for (const Norms norms : {kNoNorms, kApart, kFused}) time(rows, norms);
+    for (const int64_t rows : {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024}) {
+        for (const Norms norms : {kNoNorms, kApart, kFused}) {
+            if (rows <= 64 || norms != kFused) time(rows, norms);
+        }
     }
 }
 

@@ -1,0 +1,30 @@
+// The linear for many rows on sm_90: the choice of its tile, and its launch. Bits are those of linear_tiles.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/launch.h"
+#include "cuda/params.h"
+
+namespace tide::cuda {
+
+struct WideTile {
+    int groups;  // of four warps, with 64 weight rows each: 1 (always split) or 2
+    int tokens;  // rows of x per CTA: 32, 64 or 128 (never split)
+    int split;   // CTAs that share the slices among them: 1 or 2
+};
+
+// Whether the kernels were built and this device runs them. They take no norm, and gated weights of whole 8 columns.
+bool takes_wide(const LinearParams& params, const DeviceInfo& device);
+
+// Whether they should be faster than the tiles for few rows.
+bool is_wide(const LinearParams& params, const DeviceInfo& device);
+
+// The tile that should be fastest on this device.
+WideTile choose_wide_tile(const LinearParams& params, const DeviceInfo& device);
+
+// T is __half or __nv_bfloat16. in_features, x_stride and the pointers must be multiples of 16 bytes.
+template <typename T>
+void launch_linear_wide(const LinearParams& params, const WideTile& tile, cudaStream_t stream);
+
+}  // namespace tide::cuda

@@ -1,0 +1,110 @@
+"""The linear for few rows and the one for many give a row the same bits, whatever its batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.op_cases import DEVICE, RowOp, assert_right, assert_same, linear, randn
+from tide_core.kernels import cuda, cuda_obstacle
+from tide_core.kernels.cuda_launch import fast_for_many_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+]
+HALF_WIDTHS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+MOST = 1024
+COUNTS = (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 200, 256, 257, 500, MOST)
+SHAPES = {
+    "4096 of 4096, residual": lambda dtype: linear(dtype, 4096, 4096, residual=True),
+    "6144 of 4096, bias": lambda dtype: linear(dtype, 6144, 4096, bias=True),
+    "14336 of 4096, gated": lambda dtype: linear(dtype, 14336, 4096, gated=True),
+    "4096 of 14336, residual": lambda dtype: linear(dtype, 4096, 14336, residual=True),
+    "20000 of 2056, gated, bias, residual": lambda dtype: linear(
+        dtype, 20000, 2056, gated=True, bias=True, residual=True
+    ),
+    "5001 of 3592, bias": lambda dtype: linear(dtype, 5001, 3592, bias=True),
+    "576 of 1536": lambda dtype: linear(dtype, 576, 1536),
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def rows_of(inputs: list[Tensor], first: int, last: int) -> list[Tensor]:
+    return [one[first:last].clone() for one in inputs]
+
+
+def made(shape: str, dtype: torch.dtype) -> tuple[RowOp, list[Tensor], list[Tensor]]:
+    """The op, inputs of most rows, and what it says of them all."""
+    op = SHAPES[shape](dtype)
+    inputs = op.inputs(MOST)
+    return op, inputs, op(inputs)
+
+
+@EVERY_SHAPE
+@HALF_WIDTHS
+def test_a_row_is_the_same_in_batches_of_every_size(shape: str, dtype: torch.dtype) -> None:
+    op, inputs, whole = made(shape, dtype)
+    for count in COUNTS:
+        assert_same(op(rows_of(inputs, 0, count)), [one[:count] for one in whole])
+        assert_same(op(rows_of(inputs, MOST - count, MOST)), [one[MOST - count :] for one in whole])
+
+
+@EVERY_SHAPE
+@HALF_WIDTHS
+def test_a_row_among_many_is_the_same_alone(shape: str, dtype: torch.dtype) -> None:
+    op, inputs, whole = made(shape, dtype)
+    for row in (0, 31, 32, 127, 128, 300, MOST - 1):
+        assert_same(op(rows_of(inputs, row, row + 1)), [one[row : row + 1] for one in whole])
+
+
+@EVERY_SHAPE
+@HALF_WIDTHS
+def test_only_as_many_rows_are_written_as_the_device_says(shape: str, dtype: torch.dtype) -> None:
+    op, inputs, whole = made(shape, dtype)
+    for count in (0, 1, 40, 257, MOST):
+        results = [torch.full_like(one, 77) for one in whole]
+        op.run(inputs, results, torch.tensor([count], dtype=torch.int32, device=DEVICE))
+        expected = [torch.full_like(one, 77) for one in whole]
+        for one, right in zip(expected, whole, strict=True):
+            one[:count] = right[:count]
+        assert_same(results, expected)
+
+
+@EVERY_SHAPE
+@HALF_WIDTHS
+def test_many_rows_are_near_the_reference(shape: str, dtype: torch.dtype) -> None:
+    op, inputs, whole = made(shape, dtype)
+    assert_right(op, whole, op.expected(inputs))
+
+
+@HALF_WIDTHS
+def test_many_rows_may_be_computed_in_a_graph(dtype: torch.dtype) -> None:
+    op, inputs, whole = made("4096 of 4096, residual", dtype)
+    results = [torch.zeros_like(one) for one in whole]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.run(inputs, results, None)
+    graph.replay()
+    assert_same(results, whole)
+
+
+@HALF_WIDTHS
+def test_a_prompt_gets_the_bits_of_its_tokens(dtype: torch.dtype) -> None:
+    if not fast_for_many_rows(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("this device has no linear for many rows")
+    x, weight = randn(700, 4096, dtype=dtype), randn(4096, 4096, dtype=dtype, scale=1 / 64)
+    residual, norm = randn(700, 2048, dtype=dtype), (randn(4096, dtype=dtype), 1e-5)
+    whole = cuda.linear_of_any(x, weight), cuda.fused_linear_of_any(x, weight, residual=residual, gated=True, norm=norm)
+    for first, last in ((0, 1), (699, 700), (3, 20), (100, 356)):
+        part = x[first:last].clone(), residual[first:last].clone()
+        assert_same([cuda.linear_of_any(part[0], weight)], [whole[0][first:last]])
+        assert_same(
+            [cuda.fused_linear_of_any(part[0], weight, residual=part[1], gated=True, norm=norm)], [whole[1][first:last]]
+        )
