@@ -77,6 +77,16 @@ def test_only_as_many_rows_are_written_as_the_device_says(shape: str, dtype: tor
         assert_same(results, expected)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("count", [17, 40, 130])
+@HALF_WIDTHS
+def test_few_of_many_rows_stay_in_their_place(dtype: torch.dtype, count: int) -> None:
+    for options in ({"bias": True}, {"gated": True, "residual": True}):
+        op = linear(dtype, 2504, 3592, **options)
+        inputs = op.inputs(count)
+        assert_right(op, op(inputs), op.expected(inputs))
+
+
 @EVERY_SHAPE
 @HALF_WIDTHS
 def test_many_rows_are_near_the_reference(shape: str, dtype: torch.dtype) -> None:
