@@ -49,10 +49,14 @@ const KernelTable* best() {
     return found;
 }
 
-std::atomic<const KernelTable*>& chosen() {
+const KernelTable* taken_at_start() {
     constexpr const char* kSetting = "TIDE_INSTRUCTION_SET";
     const char* wanted = std::getenv(kSetting);
-    static std::atomic<const KernelTable*> table{wanted ? named(wanted, kSetting) : best()};
+    return wanted ? named(wanted, kSetting) : best();
+}
+
+std::atomic<const KernelTable*>& chosen() {
+    static std::atomic<const KernelTable*> table{taken_at_start()};  // asked in every op: looked up once
     return table;
 }
 

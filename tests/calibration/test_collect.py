@@ -316,6 +316,24 @@ def parroted(texts: Sequence[str], num_samples: int, monkeypatch: pytest.MonkeyP
     return pool, parrot
 
 
+def test_most_prompts_of_the_model_begin_with_an_opening_some_with_a_shipped_one_and_some_with_nothing() -> None:
+    tokenizer, asked = tiny_tokenizer(), list[list[int]]()
+
+    class Listener(Parrot):
+        def run(self, prompts: Sequence[list[int]], *args: Any, **options: Any) -> list[Any]:
+            asked.extend(prompts)
+            return super().run(prompts, *args, **options)
+
+    make_up(PromptBatch(0, 400, 0, 400), tiny_calibration(data="self"), tokenizer, Listener(["so"]), EOS)
+
+    shortest = min(asked, key=len)
+    opened = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in self_prompts.read_openings()}
+    starts = [tuple(ids[len(shortest) :]) for ids in asked]
+    assert all(ids[: len(shortest)] == shortest for ids in asked)
+    assert 0.5 < sum(start in opened for start in starts) / 400 < 0.75
+    assert 0.08 < starts.count(()) / 400 < 0.25
+
+
 def test_prompts_of_the_model_that_are_nearly_another_one_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
