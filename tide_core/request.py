@@ -128,10 +128,11 @@ class ExitPolicy:
     exit_thresholds: tuple[float, ...] = ()
     """Least score at which a draft is emitted whatever full depth says; infinite in mode verified."""
     epsilon: float | None = None
+    may_exit: bool = field(init=False, repr=False, compare=False)
+    """Whether it may be drafted from any checkpoint. Kept, for every step asks for every row."""
 
-    @property
-    def may_exit(self) -> bool:
-        return any(threshold <= 1.0 for threshold in self.draft_thresholds)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "may_exit", any(threshold <= 1.0 for threshold in self.draft_thresholds))
 
     @property
     def skips_layers(self) -> bool:

@@ -50,3 +50,22 @@ def test_slots_that_an_earlier_branch_copied_are_not_copied_again() -> None:
     *_, expected = filled(room, late, branches=branches)
     assert copies.tolist() == expected.tolist()
     assert (copies >= 0).sum() == 2 * 5
+
+
+def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
+    room, rng = CycleRoom(4, 0, 8), np.random.default_rng(0)
+    host = np.zeros(room.size, dtype=np.int32)
+    rows = CycleRows(room, host, BLOCK_SIZE)
+    tables = [BlockTable([start], rng.permutation(100)[:8].tolist()) for start in (0, 40, 90, 120)]
+    for _ in range(200):
+        table = tables[rng.integers(4)]
+        if rng.random() < 0.7:  # as a row grows, gives blocks back and gets others, or begins anew
+            table.lengths[0] = int(rng.integers(0, 8 * BLOCK_SIZE))
+        else:
+            table.block_ids[int(rng.integers(8))] = int(rng.integers(100))
+        shown = [tables[place] for place in rng.permutation(4)[: rng.integers(1, 5)]] if rng.random() < 0.3 else tables
+        request = Request("r", (1,), SamplingParams(), seed=0)
+        rows.fill([RowStep(request, table, (1,), (), True) for table in shown])
+        for place, table in enumerate(shown):
+            used = table.num_valid // BLOCK_SIZE + 1
+            assert room.split(host)[1][place, :used].tolist() == table.block_ids[:used]

@@ -82,7 +82,7 @@ class CapturedCycles:
             len(row.token_ids) == 1
             and row.samples
             and row.num_drafts < FEW_QUERIES
-            and not row.policy.skips_layers
+            and row.policy.mode != "fast"
             and params.logprobs is None
             and not changes_logits(params)
         )
@@ -92,15 +92,15 @@ class CapturedCycles:
         drafts = [row.num_drafts for row in rows]
         limit = _most_rows(max(drafts))
         order = list(range(len(rows)))
-        if min(drafts) != max(drafts):
+        if drafts.count(drafts[0]) != len(drafts):
             order.sort(key=lambda r: -drafts[r])
         groups = [order[at : at + limit] for at in range(0, len(order), limit)]
         return Started(rows, groups, self._launch)
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         size = self._cache.block_size
-        blocks = max([row.start + row.num_drafts for row in rows]) // size + 1
-        if not all([row.request.params.is_greedy for row in rows]):
+        blocks = max([row.table.lengths[-1] + row.num_drafts for row in rows]) // size + 1
+        if not all([row.request.params.temperature == 0.0 for row in rows]):
             # Branches try the likeliest tokens, and a draw must not know which of them full depth will say.
             room = CycleRoom(size_for(len(rows)), rows[0].num_drafts, blocks_for(blocks), draws=True)
         else:
@@ -132,7 +132,10 @@ class CapturedCycles:
 
     def _results(self, rows: Sequence[RowStep], begins: Sequence[int], cycle: _Cycle) -> list[RowResult]:
         token_ids, best_ids, scores, best = cycle.read()
+        if not cycle.room.drafts:
+            return list(map(self._settler.plain, best[: len(rows)], best_ids))
         each, results = cycle.room.branches, []
+        by_place = list(map(Drafted, zip(*scores, strict=True), zip(*token_ids, strict=True)))
         for index, row in enumerate(rows):
             count, first = row.num_drafts, index * each
             rank = 0
@@ -142,9 +145,8 @@ class CapturedCycles:
                 right = best_ids[begins[first]]
                 rank = tried.index(right) if right in tried else 0
             place, begin = first + rank, begins[first + rank]
-            drafted = Drafted([said[place] for said in scores[:count]], [said[place] for said in token_ids[:count]])
             end = begin + count + 1
-            result = self._settler.row(row, drafted, best[begin:end], best_ids[begin:end], branches=each)
+            result = self._settler.row(row, by_place[place], best[begin:end], best_ids[begin:end], branches=each)
             if rank and result.num_valid > 0:
                 assert self._branches is not None
                 blocks = cycle.rows.blocks[index * (each - 1) + rank - 1]

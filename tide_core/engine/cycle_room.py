@@ -81,27 +81,27 @@ class CycleRows:
         self._about[:] = NO_ROW
         self._copies[:] = -1
         self._num_rows = self._num_copies = 0
+        self._written: list[list[int]] = [[] for _ in range(room.rows)]
+        """What stands in the tables of the first branches: most rows are the same as in the step before."""
         if room.branches > 1:
             self._ranks[0] = np.arange(room.rows) % room.branches
         self._offsets = np.arange(block_size, dtype=np.int32)
 
     def fill(self, rows: Sequence[RowStep]) -> list[int]:
         """By falling number of drafts. Returns where the tokens of each row begin in the deep pass."""
-        size, each = self._block_size, self._room.branches
-        newest: list[int] = []
-        starts: list[int] = []
-        drafts: list[int] = []
-        tracked: list[bool] = []
-        for row in rows:
-            start, count = row.table.num_valid, row.num_drafts
+        size, each, written = self._block_size, self._room.branches, self._written
+        about: list[tuple[int, int, int, bool]] = []
+        for place, row in enumerate(rows):
+            table, count = row.table, row.num_drafts
+            start = table.lengths[-1]
             used = (start + count) // size + 1
-            self._tables[len(newest), :used] = row.table.block_ids[:used]
-            newest += (row.token_ids[0],) * each
-            starts += (start,) * each
-            drafts += (count,) * each
-            tracked += (row.policy.may_exit,) * each
-        num, before = len(newest), self._num_rows
-        self._about[:, :num] = newest, starts, drafts, tracked
+            blocks = table.block_ids[:used]
+            if written[place] != blocks:  # a few times quicker than to write them again
+                self._tables[place * each, :used] = written[place] = blocks
+            about += ((row.token_ids[0], start, count, row.policy.may_exit),) * each
+        num, before = len(about), self._num_rows
+        if about:
+            self._about[:, :num] = np.array(about, dtype=np.int32).T
         if num < before:
             self._about[:, num:before] = NO_ROW
         self._num_rows = num
@@ -109,7 +109,7 @@ class CycleRows:
             self._branch_off(rows)
         if self._numbers is not None:
             fill_numbers(self._numbers, rows)
-        return [0, *accumulate([count + 1 for count in drafts[:-1]])]
+        return [0, *accumulate([count + 1 for _, _, count, _ in about[:-1]])]
 
     def _branch_off(self, rows: Sequence[RowStep]) -> None:
         """Give every branch but the first of each row blocks of its own."""

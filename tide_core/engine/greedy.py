@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tide_core.batch import DraftCounts, RowResult, RowStep, TokenResult
 from tide_core.quick import quick
 from tide_core.request import Audit
 
 make_token, make_result, make_counts = quick(TokenResult), quick(RowResult), quick(DraftCounts)
+NOTHING_DRAFTED = DraftCounts()
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """What the draft passes of one row say: scores and tokens."""
+class Drafted(NamedTuple):
+    """What the draft passes of one row say, and maybe more passes behind them: scores and tokens."""
 
     scores: Sequence[float]
     token_ids: Sequence[int]
@@ -34,6 +35,12 @@ class Settler:
 
     exit_layer: int
     num_layers: int
+
+    def plain(self, best: float, best_id: int) -> RowResult:
+        """What `row` makes of a row that has drafted nothing."""
+        if not math.isfinite(best):
+            return make_result((), 1, self.num_layers, NOTHING_DRAFTED, _numerical_error(best))
+        return make_result((make_token(best_id, self.num_layers),), 1, self.num_layers, NOTHING_DRAFTED)
 
     def row(
         self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int], *, branches: int = 1
@@ -64,7 +71,7 @@ class Settler:
         leave = step.policy.exit_thresholds[0] if taken else math.inf
         for ahead in range(taken + 1):
             if not math.isfinite(best[ahead]):
-                return tokens, f"numerical_error: the largest logit of the row is {best[ahead]}"
+                return tokens, _numerical_error(best[ahead])
             right = best_ids[ahead]
             if ahead == taken:
                 break
@@ -93,3 +100,7 @@ class Settler:
             if token_id in params.stop_ids or (token_id in request.eos_ids and not params.ignore_eos):
                 return ahead + 1, None, 0
         return step.num_drafts, None, 0
+
+
+def _numerical_error(best: float) -> str:
+    return f"numerical_error: the largest logit of the row is {best}"
