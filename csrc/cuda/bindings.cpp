@@ -275,11 +275,11 @@ void nth_best(int dtype, Address x, Address ranks, Address index, int64_t rows, 
                          stream_of(stream));
 }
 
-void copy_slots(Address pools, Address from, Address to, int64_t num_pools, int64_t count, int64_t block_size,
-                int64_t unit, Address stream) {
-    tide::cuda::copy_slots(
-        {in<tide::cuda::SlotPool>(pools), in<int32_t>(from), in<int32_t>(to), num_pools, count, block_size, unit},
-        stream_of(stream));
+void copy_slots(Address pools, Address from, Address to, Address claims, Address said, Address tried, int64_t num_pools,
+                int64_t count, int64_t block_size, int64_t unit, Address stream) {
+    tide::cuda::copy_slots({in<tide::cuda::SlotPool>(pools), in<int32_t>(from), in<int32_t>(to), in<int32_t>(claims),
+                            in<int64_t>(said), in<int64_t>(tried), num_pools, count, block_size, unit},
+                           stream_of(stream));
 }
 
 void draw(int dtype, Address logits, Address settings, Address numbers, Address places, Address heads, int64_t rows,

@@ -30,11 +30,14 @@ struct SlotPool {
 };
 
 // What lies in slot from[i] of every pool goes to slot to[i]; a pair with a negative slot is skipped. No slot that is
-// written is read.
+// written is read. With `claims` only where said[claims[i]] is tried[claims[count + i]].
 struct CopySlotsParams {
     const SlotPool* pools;  // on the device
     const int32_t* from;    // [count]
     const int32_t* to;      // [count]
+    const int32_t* claims;  // [2, count], or null
+    const int64_t* said;
+    const int64_t* tried;
     int64_t num_pools;
     int64_t count;
     int64_t block_size;

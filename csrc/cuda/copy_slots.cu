@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) copy_slots_kernel(CopySlotsPara
         const int64_t copy = task / p.num_pools;
         const int64_t from = p.from[copy], to = p.to[copy];
         if (from < 0 || to < 0) continue;
+        if (p.claims != nullptr && p.said[p.claims[copy]] != p.tried[p.claims[p.count + copy]]) continue;
         const SlotPool pool = p.pools[task - copy * p.num_pools];
         const int64_t units = pool.bytes / static_cast<int64_t>(sizeof(Unit));
         const auto place = [&](int64_t slot, int64_t head) {

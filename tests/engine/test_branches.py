@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowStep
-from tide_core.engine import assemble, branches, core
+from tide_core.engine import assemble, branches, captured_cycle, core
 from tide_core.engine.branches import MOST_TOKENS, SPARE_BLOCKS, Branches, branches_for
 from tide_core.engine.engine import Completion
+from tide_core.kernels.branching import Claims
 from tide_core.kv.block_manager import BlockTable
 from tide_core.kv.cache import KVLayout, PagedKV
 from tide_core.request import Request, SamplingParams
@@ -31,15 +33,16 @@ def on_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def brought_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each branch that was right has left."""
+    """The branches that were right, but for the first ones."""
     seen: list[int] = []
-    bring_back = Branches.bring_back
+    branch_of = captured_cycle._branch_of
 
-    def counted(self: Branches, row: Any, blocks: Any, num_tokens: int) -> None:
-        seen.append(num_tokens)
-        bring_back(self, row, blocks, num_tokens)
+    def counted(right: int, tried: Sequence[int]) -> int:
+        branch = branch_of(right, tried)
+        seen.extend([branch] if branch else [])
+        return branch
 
-    monkeypatch.setattr(Branches, "bring_back", counted)
+    monkeypatch.setattr(captured_cycle, "_branch_of", counted)
     return seen
 
 
@@ -85,8 +88,8 @@ def test_a_branch_that_is_always_right_gives_a_token_in_every_cycle(
     with poisoned(parts) as engine:
         [answer] = engine.generate([prompt], SamplingParams(**GREEDY))
     assert all_ids([answer])[0] == ids
+    assert brought_back == [rank] * len(brought_back)
     assert len(brought_back) >= 18, "two tokens a cycle"
-    assert min(brought_back) >= 2
 
 
 def test_more_branches_make_more_tokens_of_a_deep_pass() -> None:
@@ -127,13 +130,18 @@ def test_everything_of_a_token_goes_to_a_branch_and_comes_back(start: int, draft
             block, offset = position // 16, position % 16
             assert torch.equal(pool[blocks[block], :, offset], old[table.block_ids[block], :, offset])
         assert torch.equal(pool[:8], old[:8]), "and the row's own blocks are as they were"
-    there.bring_back(row, blocks, drafts + 1)
-    for pool, old in zip(pools, before, strict=True):
-        for position in range(64):
-            block, offset = position // 16, position % 16
-            now, was = pool[table.block_ids[block], :, offset], old[table.block_ids[block], :, offset]
-            came = start <= position <= start + drafts
-            assert torch.equal(now, pool[blocks[block], :, offset] if came else was)
+    back = [torch.tensor(slots, dtype=torch.int32) for slots in there.after(row, blocks)]
+    places = torch.tensor([[4] * (drafts + 1), [1] * (drafts + 1)], dtype=torch.int32)
+    said, tried = torch.tensor([1, 2, 3, 4, 9]), torch.tensor([7, 8])
+    for is_right in (False, True):
+        tried[1] = 9 if is_right else 8
+        there.copy(*back, Claims(places, said, tried))
+        for pool, old in zip(pools, before, strict=True):
+            for position in range(64):
+                block, offset = position // 16, position % 16
+                now, was = pool[table.block_ids[block], :, offset], old[table.block_ids[block], :, offset]
+                came = is_right and start <= position <= start + drafts
+                assert torch.equal(now, pool[blocks[block], :, offset] if came else was)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 19])

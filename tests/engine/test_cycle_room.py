@@ -12,14 +12,15 @@ from tide_core.engine.branches import SPARE_BLOCKS, Branches
 from tide_core.engine.cycle_room import CycleRoom, CycleRows
 from tide_core.kv.block_manager import BlockTable
 from tide_core.kv.cache import KVLayout, PagedKV
-from tide_core.request import Request, SamplingParams
+from tide_core.request import ExitPolicy, Request, SamplingParams
 
 BLOCK_SIZE = 16
 
 
-def step(token: int, start: int, drafts: int = 2) -> RowStep:
+def step(token: int, start: int, drafts: int = 2, *, leaves_at: float = np.inf) -> RowStep:
     request = Request(f"r{token}", (1,), SamplingParams(), seed=0)
-    return RowStep(request, BlockTable([start], [token, token + 1, token + 2]), (token,), (), True, num_drafts=drafts)
+    table, policy = BlockTable([start], [token, token + 1, token + 2]), ExitPolicy("verified", (0.5,), (leaves_at,))
+    return RowStep(request, table, (token,), (), True, policy, drafts)
 
 
 def filled(room: CycleRoom, *fills: list[RowStep], branches: Branches | None = None) -> tuple[np.ndarray, ...]:
@@ -46,10 +47,22 @@ def test_slots_that_an_earlier_branch_copied_are_not_copied_again() -> None:
     branches = Branches(cache, twin_kernels())
     room = CycleRoom(4, 2, 3, 2, BLOCK_SIZE)
     early, late = [step(1, 14), step(3, 9)], [step(1, 5)]
-    *_, copies = filled(room, early, late, branches=branches)
-    *_, expected = filled(room, late, branches=branches)
+    *_, copies, returns = filled(room, early, late, branches=branches)
+    *_, expected, expected_returns = filled(room, late, branches=branches)
+    assert returns[:2].tolist() == expected_returns[:2].tolist()
     assert copies.tolist() == expected.tolist()
     assert (copies >= 0).sum() == 2 * 5
+
+
+def test_a_branch_comes_back_if_its_token_is_the_one_that_follows_but_never_to_a_row_that_may_leave_for_good() -> None:
+    cache = PagedKV([KVLayout(1, 4, 4)], 8 + SPARE_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    room, spare = CycleRoom(4, 2, 3, 2, BLOCK_SIZE), 8 * BLOCK_SIZE
+    rows = [step(1, 14, leaves_at=0.9), step(3, 15)]
+    *_, returns = filled(room, rows, branches=Branches(cache, twin_kernels()))
+    expected = [[spare + 2 * 16 + 15, spare + 3 * 16, spare + 3 * 16 + 1], [3 * 16 + 15, 4 * 16, 4 * 16 + 1]]
+    assert returns[:2, :3].tolist() == expected
+    assert returns[2:, :3].tolist() == [[6, 6, 6], [3, 3, 3]], "said behind 2 branches of 3 tokens, tried by the fourth"
+    assert (returns[:2, 3:] == -1).all()
 
 
 def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:

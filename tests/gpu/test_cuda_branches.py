@@ -31,12 +31,16 @@ def test_slots_are_copied_in_every_pool_and_nothing_else_is_touched(size: int, d
     source = torch.tensor([3, -1, 17, 40, 5], dtype=torch.int32)
     target = torch.tensor([100, 101, 143, -1, 99], dtype=torch.int32)
     on_device = [pool.cuda() for pool in pools]
-    cuda_branches.slot_copier(on_device, 16)(source.cuda(), target.cuda())
-    before = [pool.clone() for pool in pools]
-    branching.slot_copier(pools, 16)(source, target)
-    assert any(not torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
-    for pool, other in zip(pools, on_device, strict=True):
-        assert torch.equal(pool, other.cpu())
+    places = torch.tensor([[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]], dtype=torch.int32)
+    claims = branching.Claims(places, torch.tensor([7, 8, 2**40]), torch.tensor([7, 2**40]))
+    for claimed in (claims, None):  # the first and the last pair, then the third as well
+        there = None if claimed is None else branching.Claims(*(part.cuda() for part in claimed))
+        cuda_branches.slot_copier(on_device, 16)(source.cuda(), target.cuda(), there)
+        before = [pool.clone() for pool in pools]
+        branching.slot_copier(pools, 16)(source, target, claimed)
+        assert any(not torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+        for pool, other in zip(pools, on_device, strict=True):
+            assert torch.equal(pool, other.cpu())
 
 
 def test_slots_of_another_dtype_are_refused_by_name() -> None:

@@ -6,14 +6,13 @@ that the exit ranks n-th, and drafts behind it as ever. At full depth at most on
 draft, and that one is the row's.
 
 A branch has K, V and states of its own from the newest token on, in spare blocks at the end of the pool. What lies
-before that in the same block is copied there first. If a branch but the first is right, what it left is copied back.
+before that in the same block is copied there first. If a branch but the first is right, what it left is copied back:
+the cycle itself does that as its last work, for the device knows first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
 
 from tide_core.batch import RowStep
 from tide_core.kernels import CudaKernels
@@ -40,7 +39,7 @@ class Branches:
     """The spare blocks, and the way there and back."""
 
     def __init__(self, cache: PagedKV, kernels: CudaKernels) -> None:
-        self._size, self._device = cache.block_size, cache.device
+        self._size = cache.block_size
         self._first_spare = cache.num_blocks - SPARE_BLOCKS
         self.copy = kernels.slot_copier(
             [*(pool for pair in cache.pools for pool in pair), *cache.deep_states], self._size
@@ -60,18 +59,13 @@ class Branches:
         block, count = divmod(row.start, self._size)
         return count, row.table.block_ids[block] * self._size, blocks[block] * self._size
 
-    def bring_back(self, row: RowStep, blocks: Sequence[int], num_tokens: int) -> None:
-        """The first tokens of a branch with these blocks are the row's own from now on."""
-        theirs = self._slots(row, blocks, range(row.start, row.start + num_tokens))
-        target, source = torch.tensor(theirs, dtype=torch.int32).to(self._device, non_blocking=True)
-        self.copy(source, target)
+    def after(self, row: RowStep, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The slots of the newest token and all drafts in a branch with these blocks, and in the row itself. What lies
+        behind the drafts that are right is of no use there, and does no harm."""
+        size, own, first = self._size, row.table.block_ids, row.start
+        places = [divmod(position, size) for position in range(first, first + row.num_drafts + 1)]
+        return [blocks[b] * size + slot for b, slot in places], [own[b] * size + slot for b, slot in places]
 
     def _own(self, row: RowStep) -> tuple[int, int]:
         """Which of its blocks a branch has for itself."""
         return row.start // self._size, (row.start + row.num_drafts) // self._size + 1
-
-    def _slots(self, row: RowStep, blocks: Sequence[int], positions: range) -> tuple[list[int], list[int]]:
-        """Of the row's own blocks, and of others."""
-        size, own = self._size, row.table.block_ids
-        pairs = [(own[p // size] * size + p % size, blocks[p // size] * size + p % size) for p in positions]
-        return [mine for mine, _ in pairs], [other for _, other in pairs]

@@ -22,17 +22,15 @@ import torch
 
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine.branches import Branches, branches_for
-from tide_core.engine.captured_pass import FEWEST_BLOCKS, TOKEN_SIZES, Buffer, Replayed, blocks_for, size_for
-from tide_core.engine.cycle_choice import CycleChoice, Drawn, Likeliest
-from tide_core.engine.cycle_room import CycleRoom, CycleRows
-from tide_core.engine.cycle_said import CycleSaid, Said
-from tide_core.engine.deep_pass import Kept, run_deep
+from tide_core.engine.captured_pass import FEWEST_BLOCKS, TOKEN_SIZES, blocks_for, size_for
+from tide_core.engine.cycle_graph import CycleGraph
+from tide_core.engine.cycle_room import CycleRoom
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Drafted, Settler
 from tide_core.engine.policy import changes_logits
-from tide_core.kernels import CudaKernels, cycle_plan
+from tide_core.kernels import CudaKernels
 from tide_core.kv.cache import PagedKV
-from tide_core.kv.kernel_view import FEW_QUERIES, KernelView
+from tide_core.kv.kernel_view import FEW_QUERIES
 from tide_core.models.adapter import ModelAdapter
 
 Reading = Callable[[], list[RowResult]]
@@ -55,7 +53,7 @@ class CapturedCycles:
         the same passes run op by op, as they do on a CPU."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._capture = cache.device.type == "cuda" if capture is None else capture
-        self._cycles: dict[CycleRoom, _Cycle] = {}
+        self._cycles: dict[CycleRoom, CycleGraph] = {}
         self._pool: Any = None
         self._branches = Branches(cache, kernels) if exits is not None and branches else None
         layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
@@ -117,12 +115,12 @@ class CapturedCycles:
         rows = size_for(num_rows * each)
         return CycleRoom(rows, drafts, blocks) if each == 1 else CycleRoom(rows, drafts, blocks, each, size)
 
-    def _ready(self, room: CycleRoom, rows: Sequence[RowStep]) -> tuple[_Cycle, list[int]]:
+    def _ready(self, room: CycleRoom, rows: Sequence[RowStep]) -> tuple[CycleGraph, list[int]]:
         """The cycle of this shape, loaded, and where the tokens of each row begin in its deep pass."""
         cycle = self._cycles.get(room)
         if cycle is None:
             parts = self._adapter, self._cache, self._kernels, self._exits, self._branches
-            cycle = self._cycles[room] = _Cycle(*parts, room)
+            cycle = self._cycles[room] = CycleGraph(*parts, room)
         cycle.wait()
         begins = cycle.rows.fill(rows)
         if self._capture and not cycle.is_captured:
@@ -130,29 +128,27 @@ class CapturedCycles:
             self._pool = cycle.pool
         return cycle, begins
 
-    def _results(self, rows: Sequence[RowStep], begins: Sequence[int], cycle: _Cycle) -> list[RowResult]:
+    def _results(self, rows: Sequence[RowStep], begins: Sequence[int], cycle: CycleGraph) -> list[RowResult]:
         token_ids, best_ids, scores, best = cycle.read()
         if not cycle.room.drafts:
             return list(map(self._settler.plain, best[: len(rows)], best_ids))
         each, results = cycle.room.branches, []
         by_place = list(map(Drafted, zip(*scores, strict=True), zip(*token_ids, strict=True)))
         for index, row in enumerate(rows):
-            count, first = row.num_drafts, index * each
-            rank = 0
+            count, place = row.num_drafts, index * each
             # The branch whose first draft is what full depth says. A token that leaves for good is the likeliest.
             if each > 1 and row.policy.exit_thresholds[0] > 1.0:
-                tried = token_ids[0][first : first + each]
-                right = best_ids[begins[first]]
-                rank = tried.index(right) if right in tried else 0
-            place, begin = first + rank, begins[first + rank]
+                place += _branch_of(best_ids[begins[place]], token_ids[0][place : place + each])
+            begin = begins[place]
             end = begin + count + 1
-            result = self._settler.row(row, by_place[place], best[begin:end], best_ids[begin:end], branches=each)
-            if rank and result.num_valid > 0:
-                assert self._branches is not None
-                blocks = cycle.rows.blocks[index * (each - 1) + rank - 1]
-                self._branches.bring_back(row, blocks, result.num_valid)
-            results.append(result)
+            said = best[begin:end], best_ids[begin:end]
+            results.append(self._settler.row(row, by_place[place], *said, branches=each))
         return results
+
+
+def _branch_of(right: int, tried: Sequence[int]) -> int:
+    """The branch that has tried what is right first, or else the first."""
+    return tried.index(right) if right in tried else 0
 
 
 @functools.cache
@@ -178,104 +174,3 @@ class Started:
             found.update(zip(self._groups.pop(0), self._reading(), strict=True))
             self._reading = self._next() if self._groups else None
         return [found[r] for r in range(len(self._rows))]
-
-
-class _Cycle(Replayed):
-    """The passes of one shape, from the host's buffer to the host's results."""
-
-    def __init__(
-        self,
-        adapter: ModelAdapter,
-        cache: PagedKV,
-        kernels: CudaKernels,
-        exits: Exits | None,
-        branches: Branches | None,
-        room: CycleRoom,
-    ) -> None:
-        self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
-        self.room, self._branches = room, branches
-        self._buffer = Buffer.of(room.size, cache.device)
-        self.rows = CycleRows(room, self._buffer.numpy, cache.block_size, branches)
-        self._about, self._tables, self._ranks, self._copies = room.split(self._buffer.device)
-        wide, narrow = cycle_plan.sizes(room.rows, room.drafts)
-        self._wide = torch.empty(wide, dtype=torch.int64, device=cache.device)
-        self._narrow = torch.empty(narrow, dtype=torch.int32, device=cache.device)
-        self._parts = parts = cycle_plan.split(self._wide, self._narrow, room.rows, room.drafts)
-        of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
-        self._drafts = [self._view(*(part[ahead] for part in of_drafts), queries=1) for ahead in range(room.drafts)]
-        self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=room.drafts + 1)
-        self._said = CycleSaid(room.rows, room.drafts, cache.device)
-        none = torch.empty(0, dtype=torch.int64, device=cache.device)
-        self._shortlist = none if exits is None else exits.shortlist
-        self._choice: CycleChoice = Likeliest(kernels)
-        if room.draws:
-            numbers = room.numbers(self._buffer.device, torch.float64)
-            self._choice = Drawn(kernels, exits, self._about, parts, numbers)
-        self._is_open = False
-
-    def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
-        view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
-        view.limit(queries, self.room.blocks * self._cache.block_size)
-        return view
-
-    @property
-    def is_captured(self) -> bool:
-        return self._graph is not None
-
-    def wait(self) -> None:
-        """Until the host may write: at once, unless what was launched last was never read."""
-        if self._is_open and self._cache.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        self._is_open = False
-
-    def capture(self, pool: Any) -> None:
-        self._is_open = True  # it runs once beforehand
-        super().capture(pool)
-
-    def replay(self) -> None:
-        self._is_open = True
-        super().replay()
-
-    def read(self) -> Said:
-        self.wait()
-        return self._said.read()
-
-    def _run(self) -> None:
-        self._buffer.device.copy_(self._buffer.host, non_blocking=True)
-        size, drafts = self._cache.block_size, self.room.drafts
-        self._kernels.plan_cycle(self._about, self._tables, size, drafts, self._wide, self._narrow)
-        if self.room.branches > 1:
-            assert self._branches is not None
-            self._branches.copy(*self._copies)
-        features = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
-        said, parts = self._said, self._parts
-        pending = parts.newest, said.places, self._shortlist, parts.sources
-        self._kernels.pending_tokens(*pending, said.drafted, said.token_ids)
-        if self._exits is not None and features:  # nobody has waited for the scores of the drafts
-            self._exits.rate(torch.cat(features), said.all_peaks, said.scores.flatten())
-        self._run_deep()
-        said.send()
-
-    def _draft(self, ahead: int, view: KernelView) -> torch.Tensor:
-        """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones. Returns
-        what their scores follow from, [R, D]."""
-        adapter, exits, parts, said = self._adapter, self._exits, self._parts, self._said
-        assert exits is not None
-        [checkpoint] = exits.checkpoints
-        inputs = adapter.layer_inputs(view.positions, view)
-        places, positions = said.places[ahead - 1], view.positions
-        states = exits.enter(places, positions) if ahead else adapter.embed(parts.newest, positions)
-        states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
-        deep = parts.draft_deep_slots, parts.draft_distances[ahead]
-        features, logits = exits.draft(view, states, *deep, said.peaks_of(ahead))
-        if ahead == 0 and self.room.branches > 1:
-            self._kernels.nth_best(logits, self._ranks[0], out=said.places[0])
-        self._choice.draft(ahead, logits, said)
-        return features
-
-    def _run_deep(self) -> None:
-        """The largest logits behind the tokens that are pending, and what follows them."""
-        parts = self._parts
-        kept = Kept(parts.kept_slots, parts.deep_slots, parts.distances)
-        normed = run_deep(self._adapter, self._deep, self._said.token_ids, self._exits, kept)
-        self._choice.settle(self._adapter.head(normed), self._said)

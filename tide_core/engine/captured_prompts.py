@@ -184,9 +184,11 @@ class _PromptPass(CapturedPass):
 
     def _run(self) -> None:
         token_ids, *kept = self.others
-        normed = run_deep(self._adapter, self, token_ids, self._exits, Kept(*kept) if kept else None)
+        states = run_deep(self._adapter, self, token_ids, self._exits if kept else None)
+        if self._exits is not None and kept:
+            self._exits.keep(self, *states, *Kept(*kept))
         last = (self._starts[1:].long() - 1).clamp_(min=0)
-        self.logits = self._adapter.head(normed.index_select(0, last))
+        self.logits = self._adapter.head(states.normed.index_select(0, last))
         if self._scratch is None:  # the first run is not captured
             device, (num, vocabulary) = self.logits.device, self.logits.shape
             self._scratch = self._kernels.judge_scratch(device, num, vocabulary=vocabulary)

@@ -42,23 +42,25 @@ class CycleRoom:
 
     @property
     def _shapes(self) -> tuple[tuple[int, int], ...]:
-        copies = self.rows * self.block_size if self.branches > 1 else 0
-        return (4, self.rows), (self.rows, self.blocks), (int(self.branches > 1), self.rows), (2, copies)
+        several = int(self.branches > 1)
+        copies, returns = several * self.rows * self.block_size, several * self.tokens
+        return (4, self.rows), (self.rows, self.blocks), (several, self.rows), (2, copies), (4, returns)
 
     @property
     def size(self) -> int:
         """Of the buffer, in 32-bit numbers."""
         return self._begin + sum(height * width for height, width in self._shapes)
 
-    def split(self, buffer: Any) -> tuple[Any, Any, Any, Any]:
+    def split(self, buffer: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Of an array or a tensor: what is said about the rows [4, R], their blocks [R, B], and with branches the rank
-        of each [1, R] and the slots to copy from and to [2, N]."""
+        of each [1, R], the slots to copy from and to [2, N], and those to copy back from and to if a branch is right:
+        [4, M], with where it is said what follows the newest token, and where the branch has tried a token."""
         parts, end = [], self._begin
         for height, width in self._shapes:
             begin, end = end, end + height * width
             parts.append(buffer[begin:end].reshape(height, width))
-        about, tables, ranks, copies = parts
-        return about, tables, ranks, copies
+        about, tables, ranks, copies, returns = parts
+        return about, tables, ranks, copies, returns
 
     def numbers(self, buffer: Any, float64: Any) -> DrawNumbers:
         """How the rows draw; of an array or a tensor, whose own type of 64 bits is named."""
@@ -73,16 +75,14 @@ class CycleRows:
     """Writes rows into the host's side of a buffer, which keeps what nobody has changed since."""
 
     def __init__(self, room: CycleRoom, host: Array, block_size: int, branches: Branches | None = None) -> None:
-        self._about, self._tables, self._ranks, self._copies = room.split(host)
+        self._about, self._tables, self._ranks, self._copies, self._returns = room.split(host)
         self._block_size, self._room, self._branches = block_size, room, branches
         self._numbers = room.numbers(host, np.float64) if room.draws else None
-        self.blocks: list[list[int]] = []
-        """Of every branch that is not the first of its row."""
         self._about[:] = NO_ROW
-        self._copies[:] = -1
-        self._num_rows = self._num_copies = 0
+        self._copies[:] = self._returns[:2] = -1
+        self._num_rows = self._num_copies = self._num_returns = 0
         self._written: list[list[int]] = [[] for _ in range(room.rows)]
-        """What stands in the tables of the first branches: most rows are the same as in the step before."""
+        """What stands in the tables: most rows are the same as in the step before."""
         if room.branches > 1:
             self._ranks[0] = np.arange(room.rows) % room.branches
         self._offsets = np.arange(block_size, dtype=np.int32)
@@ -96,8 +96,9 @@ class CycleRows:
             start = table.lengths[-1]
             used = (start + count) // size + 1
             blocks = table.block_ids[:used]
-            if written[place] != blocks:  # a few times quicker than to write them again
-                self._tables[place * each, :used] = written[place] = blocks
+            first = place * each
+            if written[first] != blocks:  # a few times quicker than to write them again
+                self._tables[first, :used] = written[first] = blocks
             about += ((row.token_ids[0], start, count, row.policy.may_exit),) * each
         num, before = len(about), self._num_rows
         if about:
@@ -113,20 +114,30 @@ class CycleRows:
 
     def _branch_off(self, rows: Sequence[RowStep]) -> None:
         """Give every branch but the first of each row blocks of its own."""
-        branches, each, size = self._branches, self._room.branches, self._block_size
+        branches, each, size, written = self._branches, self._room.branches, self._block_size, self._written
         assert branches is not None
-        self.blocks = []
-        end = 0
+        returns: list[list[int]] = [[], [], [], []]
+        end = num = 0
         for place, row in enumerate(rows):
-            used = (row.start + row.num_drafts) // size + 1
-            for rank in range(1, each):
-                blocks = branches.blocks(row, len(self.blocks))
-                self.blocks.append(blocks)
-                self._tables[place * each + rank, :used] = blocks[:used]
-                count, source, target = branches.before(row, blocks)
-                begin, end = end, end + count
-                self._copies[0, begin:end] = self._offsets[:count] + source
-                self._copies[1, begin:end] = self._offsets[:count] + target
+            first, count = place * each, row.num_drafts + 1
+            used = (row.table.lengths[-1] + count - 1) // size + 1
+            for branch in range(first + 1, first + each):
+                blocks = branches.blocks(row, num)
+                num += 1
+                if written[branch] != blocks[:used]:
+                    self._tables[branch, :used] = written[branch] = blocks[:used]
+                before, source, target = branches.before(row, blocks)
+                begin, end = end, end + before
+                np.add(self._offsets[:before], source, out=self._copies[0, begin:end])
+                np.add(self._offsets[:before], target, out=self._copies[1, begin:end])
+                if row.policy.exit_thresholds[0] > 1.0:  # a token that leaves for good is the likeliest
+                    back = *branches.after(row, blocks), [first * count] * count, [branch] * count
+                    for part, more in zip(returns, back, strict=True):
+                        part += more
+        num_returns = len(returns[0])
+        self._returns[:, :num_returns] = returns
+        if num_returns < self._num_returns:
+            self._returns[:2, num_returns : self._num_returns] = -1
         if end < self._num_copies:
             self._copies[:, end : self._num_copies] = -1
-        self._num_copies = end
+        self._num_copies, self._num_returns = end, num_returns

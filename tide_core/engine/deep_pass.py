@@ -20,21 +20,26 @@ class Kept(NamedTuple):
     distances: torch.Tensor
 
 
+class DeepStates(NamedTuple):
+    """States [T, D] at the only checkpoint, behind all layers and the final norm, and at the taps."""
+
+    at_checkpoint: torch.Tensor
+    normed: torch.Tensor
+    tapped: dict[int, torch.Tensor]
+
+
 def run_deep(
-    adapter: ModelAdapter, view: KernelView, token_ids: torch.Tensor, exits: Exits | None, kept: Kept | None
-) -> torch.Tensor:
-    """Final-norm states [T, D]. With `kept` the exits are given what they keep."""
+    adapter: ModelAdapter, view: KernelView, token_ids: torch.Tensor, exits: Exits | None = None
+) -> DeepStates:
+    """With `exits` there is all that `Exits.keep` wants; without, the checkpoint is where layer 0 is."""
     inputs = adapter.layer_inputs(view.positions, view)
     states = adapter.embed(token_ids, view.positions)
     tapped: dict[int, torch.Tensor] = {}
     layer = 0
-    if exits is not None and kept is not None:
+    if exits is not None:
         layer = exits.checkpoints[0].layer
         states = adapter.run_layers(states, 0, layer, inputs)
         tapped = dict.fromkeys(exits.taps, states[0])
     at_checkpoint = states[0]
     states = adapter.run_layers(states, layer, adapter.num_layers, inputs, tapped=tapped)
-    normed = adapter.norm(states[0])
-    if exits is not None and kept is not None:
-        exits.keep(view, at_checkpoint, normed, tapped, *kept)
-    return normed
+    return DeepStates(at_checkpoint, adapter.norm(states[0]), tapped)

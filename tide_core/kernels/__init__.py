@@ -22,6 +22,7 @@ from torch import Tensor
 from tide_core.config import KERNELS
 from tide_core.errors import ConfigError
 from tide_core.kernels import elsewhere, reference
+from tide_core.kernels.branching import CopySlots
 from tide_core.kernels.draw_plan import DrawnCycle
 from tide_core.kernels.reference import Norm, Peaks, RouterWeights
 
@@ -204,7 +205,7 @@ class CudaKernels(Kernels):
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     """`tide_core.kernels.cycle_plan` says what both make."""
     nth_best: Callable[..., Tensor]
-    slot_copier: Callable[[Sequence[Tensor], int], Callable[[Tensor, Tensor], None]]
+    slot_copier: Callable[[Sequence[Tensor], int], CopySlots]
     """`tide_core.kernels.branching` says what these do."""
     draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]

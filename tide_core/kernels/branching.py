@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-CopySlots = Callable[[Tensor, Tensor], None]
-"""What lies in slots `from` [N] of every pool goes to slots `to` [N], int32; a pair with a negative slot is skipped."""
+
+class Claims(NamedTuple):
+    """What must be true for each of N pairs of slots: that what was said at one place was tried at another."""
+
+    places: Tensor
+    """[2, N] int32: in `said`, and in `tried`. They must exist."""
+    said: Tensor
+    """[S] int64"""
+    tried: Tensor
+    """[R] int64"""
+
+
+class CopySlots(Protocol):
+    """What lies in slots `source` [N] of every pool goes to slots `target` [N], int32; a pair with a negative slot is
+    skipped, and with `claims` one whose claim is not true."""
+
+    def __call__(self, source: Tensor, target: Tensor, claims: Claims | None = None) -> None: ...
 
 
 def nth_best(logits: Tensor, ranks: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -24,9 +40,13 @@ def slot_copier(pools: Sequence[Tensor], block_size: int) -> CopySlots:
     kept = [pool for pool in pools if pool.numel()]
     as_blocks = [pool if pool.dim() == 4 else pool.view(-1, 1, block_size, pool.shape[-1]) for pool in kept]
 
-    def copy(source: Tensor, target: Tensor) -> None:
+    def copy(source: Tensor, target: Tensor, claims: Claims | None = None) -> None:
         both = torch.stack((source, target)).long()
-        source, target = both[:, (both >= 0).all(0)]
+        wanted = (both >= 0).all(0)
+        if claims is not None:
+            said_at, tried_at = claims.places.long()
+            wanted &= claims.said[said_at] == claims.tried[tried_at]
+        source, target = both[:, wanted]
         for pool in as_blocks:
             taken = pool[source // block_size, :, source % block_size].clone()
             pool[target // block_size, :, target % block_size] = taken

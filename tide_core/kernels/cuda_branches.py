@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tide_core.kernels import checks, cuda_checks
-from tide_core.kernels.branching import CopySlots
+from tide_core.kernels.branching import Claims, CopySlots
 from tide_core.kernels.cuda_launch import at, home, launch, row_stride
 
 UNITS = (16, 4, 2)
@@ -39,10 +39,18 @@ def slot_copier(pools: Sequence[Tensor], block_size: int) -> CopySlots:
     unit = next(unit for unit in UNITS if all(address % unit == size % unit == 0 for address, _, size in rows))
     table = torch.tensor(rows, dtype=torch.int64, device=device)
 
-    def copy(source: Tensor, target: Tensor) -> None:
+    def copy(source: Tensor, target: Tensor, claims: Claims | None = None) -> None:
         count = source.shape[0]
         for name, slots in (("source", source), ("target", target)):
             checks.refuse(checks.exact_faults(name, slots, torch.int32, (count,), "[N]", device))
-        launch(device, "copy_slots", at(table), at(source), at(target), len(rows), count, block_size, unit)
+        claimed = 0, 0, 0
+        if claims is not None:
+            places, said, tried = claims
+            checks.refuse(checks.exact_faults("places", places, torch.int32, (2, count), "[2, N]", device))
+            for name, ids in (("said", said), ("tried", tried)):
+                checks.refuse(checks.exact_faults(name, ids, torch.int64, (ids.numel(),), "[S]", device))
+            claimed = at(places), at(said), at(tried)
+        sizes = len(rows), count, block_size, unit
+        launch(device, "copy_slots", at(table), at(source), at(target), *claimed, *sizes)
 
     return copy

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tide_core.kernels import branching, cuda_branches, cuda_cycle, cuda_draw, cycle_plan, draw_plan
+from tide_core.kernels.branching import Claims
 from tide_core.kernels.draw_plan import NUM_HEAD, DrawnCycle
 from tide_core.kernels.library_register import returning, writing
 
@@ -16,12 +17,14 @@ __all__: list[str] = []
 _DRAWN = ", ".join(f"Tensor {name}" for name in DrawnCycle._fields)
 
 
-def _copy_slots(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int) -> None:
-    cuda_branches.slot_copier(pools, block_size)(source, target)
+def _copy_slots(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int, *claims: Tensor) -> None:
+    cuda_branches.slot_copier(pools, block_size)(source, target, Claims(*claims))
 
 
-def _copy_slots_plainly(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int) -> None:
-    branching.slot_copier(pools, block_size)(source, target)
+def _copy_slots_plainly(
+    pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int, *claims: Tensor
+) -> None:
+    branching.slot_copier(pools, block_size)(source, target, Claims(*claims))
 
 
 writing(
@@ -45,7 +48,7 @@ returning(
 )
 writing(
     "copy_slots",
-    "Tensor(a!)[] pools, Tensor source, Tensor target, int block_size",
+    "Tensor(a!)[] pools, Tensor source, Tensor target, int block_size, Tensor places, Tensor said, Tensor tried",
     _copy_slots,
     _copy_slots_plainly,
 )
