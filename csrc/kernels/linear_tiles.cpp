@@ -1,7 +1,7 @@
 // y = x weight^T + bias in bfloat16 by the tile unit (see tile_sums.h), weights from memory as they lie.
 //
-// Few tokens: bound by reading weights. A strip of up to 64 weight rows is walked from end to end beside one or two
-// tiles of tokens, with the strip behind it fetched in the order it lies in memory.
+// Few tokens: bound by reading weights. A strip of up to 64 weight rows, of one tile's if they are long, is walked from
+// end to end beside one or two tiles of tokens, with the strip behind it fetched in the order it lies in memory.
 // Many tokens: bound by the unit, if weights and tokens come from near. Columns and tokens meet in blocks along k, so
 // that a block of weights stays in the first-level cache while all tokens pass; sums wait in memory between blocks. The
 // blocks change nothing in the order of additions.
@@ -15,6 +15,8 @@ namespace tide::TIDE_ISA {
 namespace {
 
 constexpr int64_t kBlockSteps = 8;  // 16 KiB of 32 weight rows
+// Of a strip that is walked from end to end. Longer ones were slower: fetched, and gone before they were needed.
+constexpr int64_t kMaxStripBytes = 64 * 1024;
 
 TIDE_INLINE int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -130,9 +132,12 @@ void add_strip(const TileLinearParams& p, const Cut& cut, const Strip& strip, in
 }
 
 // How many weight rows the next strip takes of `left`: whole tiles, or what is left of one.
-TIDE_INLINE int64_t strip_rows(int64_t left, int64_t token_tiles) {
-    const int64_t most = (token_tiles == 1 ? kMaxWeightTiles : kMaxWeightTiles / 2) * kTile;
-    return left >= kTile ? smaller(most, left / kTile * kTile) : left;
+TIDE_INLINE int64_t strip_rows(int64_t left, const Cut& cut, int64_t row_bytes) {
+    if (left < kTile) return left;
+    const int64_t most = cut.tiles == 1 ? kMaxWeightTiles : kMaxWeightTiles / 2;
+    int64_t tiles = smaller(most, left / kTile);
+    while (!cut.in_blocks() && tiles > 1 && tiles * kTile * row_bytes > kMaxStripBytes) --tiles;
+    return tiles * kTile;
 }
 
 }  // namespace
@@ -192,7 +197,7 @@ void tile_linear(const TileLinearParams& p, int64_t first, int64_t last, float* 
         const int64_t end = smaller(cut.steps, step + cut.block_steps);
         int64_t rows = 0;
         for (int64_t column = first; column < last; column += rows) {
-            rows = strip_rows(last - column, cut.tiles);
+            rows = strip_rows(last - column, cut, row_bytes);
             const char* weights = reinterpret_cast<const char*>(p.weight) + column * row_bytes;
             const Strip strip = {weights, rows, p.in_features, row_bytes};
             float* sums = scratch + (cut.in_blocks() ? (column - first) * cut.tiles * kTile : 0);

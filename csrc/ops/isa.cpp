@@ -40,19 +40,10 @@ const KernelTable* named(const std::string& name, const char* setting) {
     throw std::invalid_argument(std::string(setting) + ": got " + name + ", expected one of " + names);
 }
 
-// The best that is known to be right: AMX has run on a model of its tiles only, so it has to be asked for.
-const KernelTable* best() {
-    const KernelTable* found = tables().front();
-    for (const KernelTable* table : tables()) {
-        if (table->name != std::string("amx")) found = table;
-    }
-    return found;
-}
-
 const KernelTable* taken_at_start() {
     constexpr const char* kSetting = "TIDE_INSTRUCTION_SET";
     const char* wanted = std::getenv(kSetting);
-    return wanted ? named(wanted, kSetting) : best();
+    return wanted ? named(wanted, kSetting) : tables().back();
 }
 
 std::atomic<const KernelTable*>& chosen() {

@@ -30,15 +30,16 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-def disagreement(check: Path, *numbers: int) -> str:
+def disagreement(check: Path, numbers: str, *sizes: int) -> str:
     # The pool's threads are never joined; looking for leaks takes seconds.
     quick = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [check, *map(str, numbers)]
+    command = [str(check), numbers, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=quick)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
 SHAPES = [(32, 16), (1, 1), (33, 17), (576, 96), (0, 7), (515, 81), (64, 200)]
+NUMBERS = ["ordinary", "cancelling", "tiny"]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 15, 16, 17, 32, 33, 50])
@@ -46,10 +47,19 @@ SHAPES = [(32, 16), (1, 1), (33, 17), (576, 96), (0, 7), (515, 81), (64, 200)]
 def test_every_output_is_summed_in_one_order_whatever_the_rows(
     check: Path, rows: int, in_features: int, out_features: int
 ) -> None:
-    assert not disagreement(check, 1, rows, in_features, out_features, rows % 2)
+    numbers = NUMBERS[(rows + out_features) % 3]
+    assert not disagreement(check, numbers, 1, rows, in_features, out_features, rows % 2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20])
+@pytest.mark.parametrize(("in_features", "out_features"), [(4096, 50), (700, 150), (14336, 33)])
+def test_strips_of_long_rows_are_shorter_and_change_no_order(
+    check: Path, rows: int, in_features: int, out_features: int
+) -> None:
+    assert not disagreement(check, "cancelling", 1, rows, in_features, out_features, 0)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
 @pytest.mark.parametrize("rows", [1, 20, 70, 300])
 def test_the_number_of_threads_changes_no_order(check: Path, threads: int, rows: int) -> None:
-    assert not disagreement(check, threads, rows, 300, 600, 1)
+    assert not disagreement(check, "cancelling", threads, rows, 320, 600, 1)
