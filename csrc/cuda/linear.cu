@@ -106,9 +106,13 @@ bool fast_for_many_rows() {
     return has_wide(current_device("linear"));
 }
 
+// As measured on the H200: an LM head is read faster by the large tiles, whose ring is as long as there is room.
 bool is_wide(const LinearParams& p, const DeviceInfo& device) {
-    constexpr int64_t kMostTileRows = 16, kMostLittleRows = 256;
-    return p.rows > (is_little(p, device) ? kMostLittleRows : kMostTileRows) && takes_wide(p, device);
+    constexpr int64_t kMostTileRows = 16, kMostLittleRows = 256, kMostRowsOfTall = 4, kTallPerSm = 512;
+    int64_t most = kMostTileRows;
+    if (is_little(p, device)) most = kMostLittleRows;
+    if (p.out_features >= device.num_sms * kTallPerSm) most = kMostRowsOfTall;
+    return p.rows > most && takes_wide(p, device);
 }
 
 // As measured on the H200: few tokens a CTA, and the slices split, while each CTA has a multiprocessor.

@@ -27,6 +27,7 @@ SHAPES = {
     ),
     "5001 of 3592, bias": lambda dtype: linear(dtype, 5001, 3592, bias=True),
     "576 of 1536": lambda dtype: linear(dtype, 576, 1536),
+    "70000 of 520, as an LM head": lambda dtype: linear(dtype, 70000, 520),
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 
