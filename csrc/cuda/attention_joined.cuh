@@ -143,18 +143,23 @@ __device__ inline int64_t query_offset(const AttentionWork& p, const Piece& piec
            (piece.kv_head * p.group + index - query * p.group) * p.q_head_stride;
 }
 
+// Starts the copy of the at-th vector of a piece's queries to its place in `queries`.
+template <typename T, typename Layout>
+__device__ inline void copy_query_vector(const AttentionWork& p, const Piece& piece, char* queries, int at) {
+    constexpr int kVectors = Layout::kDim / kVector;
+    const int row = at / kVectors, vector = at % kVectors;
+    const bool exists = row < piece.num_lanes;
+    const int64_t offset = exists ? query_offset(p, piece, row) + vector * kVector : 0;
+    copy_async_or_zero(shared_address(queries) + line_offset(Layout::kLanes, row, vector),
+                       static_cast<const T*>(p.q) + offset, exists);
+}
+
 // Starts the copy of a piece's queries as lines to `queries`, lanes that do not exist as zeros.
 template <typename T, typename Layout>
 __device__ inline void copy_queries(const AttentionWork& p, const Piece& piece, char* queries) {
-    constexpr int kVectors = Layout::kDim / kVector, kAll = Layout::kLanes * kVectors;
+    constexpr int kAll = Layout::kLanes * (Layout::kDim / kVector);
 #pragma unroll
-    for (int at = threadIdx.x; at < kAll; at += Layout::kThreads) {
-        const int row = at / kVectors, vector = at % kVectors;
-        const bool exists = row < piece.num_lanes;
-        const int64_t offset = exists ? query_offset(p, piece, row) + vector * kVector : 0;
-        copy_async_or_zero(shared_address(queries) + line_offset(Layout::kLanes, row, vector),
-                           static_cast<const T*>(p.q) + offset, exists);
-    }
+    for (int at = threadIdx.x; at < kAll; at += Layout::kThreads) copy_query_vector<T, Layout>(p, piece, queries, at);
 }
 
 // The same of a joined pass; and the piece's new heads, one to a warp, which the first piece of their lanes also writes

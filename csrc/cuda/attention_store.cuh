@@ -5,15 +5,28 @@
 
 namespace tide::cuda {
 
-__device__ inline void add_scaled(float4& sum, const float4& v, float factor) {
-    sum.x = fmaf(v.x, factor, sum.x);
-    sum.y = fmaf(v.y, factor, sum.y);
-    sum.z = fmaf(v.z, factor, sum.z);
-    sum.w = fmaf(v.w, factor, sum.w);
-}
+// Results of one lane that become one: first those of the even warps in order, then those of the odd ones, then both.
+// Whoever adds them up, and however many at a time, does it with these.
+struct Merger {
+    float peak = kNothing, total = 0.0f;
+    float kept = 0.0f, added = 0.0f;  // what to multiply the sum so far and the next one with
 
-// Adds the warps' results in order and stores them: whole ones to `out`, others to the workspace. These are up to kRows
-// lanes of the piece from `first_lane` on; sum_of(warp, row, dim) has four dims of a warp's sum.
+    __device__ void add(const float2& stat) {
+        const float highest = fmaxf(peak, stat.x), base = base_of(highest);
+        kept = exp2_fast(peak - base);
+        added = exp2_fast(stat.x - base);
+        peak = highest;
+        total = (*this)(total, stat.y);
+    }
+    __device__ float operator()(float sum, float next) const { return fmaf(next, added, __fmul_rn(sum, kept)); }
+    __device__ float4 operator()(const float4& sum, const float4& next) const {
+        return make_float4((*this)(sum.x, next.x), (*this)(sum.y, next.y), (*this)(sum.z, next.z),
+                           (*this)(sum.w, next.w));
+    }
+};
+
+// Adds the warps' results and stores them: whole ones to `out`, others to the workspace. These are up to kRows lanes of
+// the piece from `first_lane` on; sum_of(warp, row, dim) has four dims of a warp's sum.
 template <typename T, int kDim, int kThreads, int kWarps, int kRows, typename SumOf>
 __device__ inline void store_lanes(const AttentionWork& p, const Piece& piece, int first_lane,
                                    const float2 (*stats)[kRows], SumOf&& sum_of) {
@@ -24,19 +37,17 @@ __device__ inline void store_lanes(const AttentionWork& p, const Piece& piece, i
         const int row = i / kVectors, dim = i % kVectors * 4;
         const Lane lane = lane_of(p, piece, first_lane + row);
         if (!lane.sees(piece.chunk) || dim >= p.head_dim) continue;
-        float peak = kNothing;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, stats[w][row].x);
-        const float base = base_of(peak);
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float total = 0.0f;
+        Merger halves[2];
+        float4 sums[2] = {};
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-            const float2 stat = stats[w][row];
-            const float factor = exp2_fast(stat.x - base);
-            add_scaled(sum, sum_of(w, row, dim), factor);
-            total = fmaf(stat.y, factor, total);
+            halves[w % 2].add(stats[w][row]);
+            sums[w % 2] = halves[w % 2](sums[w % 2], sum_of(w, row, dim));
         }
+        Merger both = halves[0];
+        both.add(make_float2(halves[1].peak, halves[1].total));
+        const float4 sum = both(sums[0], sums[1]);
+        const float peak = both.peak, total = both.total;
         if (lane.is_whole()) {
             const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
             store_four(static_cast<T*>(p.out) + lane.row(p) * p.head_dim + dim,

@@ -148,25 +148,11 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
 #endif
 }
 
-// How often the lanes of a row are divided.
-template <typename Layout>
-int64_t lane_groups(const AttentionWork& p) {
-    const int64_t groups = (p.max_queries * p.group + Layout::kLanes - 1) / Layout::kLanes;
-    return groups < 1 ? 1 : groups;
-}
-
-// The most pieces that there may be; more are right but slow.
-template <typename Layout>
-int64_t most_pieces(const AttentionWork& p) {
-    const int64_t by_row = p.rows * lane_groups<Layout>(p), by_token = p.rows + p.num_tokens * p.group / Layout::kLanes;
-    return (by_row < by_token ? by_row : by_token) * p.num_kv_heads * num_chunks(p.max_context);
-}
-
 template <typename T, typename Layout>
 void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, cudaStream_t stream) {
     static_assert(stream_bytes<T, Layout>(1) <= kStreamShared);
     AttentionWork& p = work.attention;
-    const int64_t pieces = most_pieces<Layout>(p);
+    const int64_t pieces = most_pieces(p, Layout::kLanes);
     // As many CTAs as there may be work for, and all of the memory for their rings.
     const int64_t wanted = (pieces + device.num_sms - 1) / device.num_sms;
     const int64_t ctas = wanted < Layout::kCtasPerSm ? wanted : Layout::kCtasPerSm;
@@ -176,7 +162,7 @@ void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, c
     const int64_t room = of_sm / ctas - reserved - stream_bytes<T, Layout>(0);
     const int64_t stages = room / (stream_bytes<T, Layout>(1) - stream_bytes<T, Layout>(0));
     work.stages = static_cast<int>(stages < 1 ? 1 : stages < Layout::kMostStages ? stages : Layout::kMostStages);
-    work.by_chunk = Divider(p.num_kv_heads * lane_groups<Layout>(p));
+    work.by_chunk = Divider(p.num_kv_heads * lane_groups(p, Layout::kLanes));
     const int64_t resident = ctas * device.num_sms, grid = pieces < resident ? pieces : resident;
     // To count a piece takes long: not where a CTA has many. More chunks are too much for the last CTA to add up:
     // another kernel does it.
@@ -197,9 +183,9 @@ void launch_stream_of(StreamWork& work, bool& combined, cudaStream_t stream) {
     const int64_t lanes = p.max_queries * p.group;
     using Narrow = StreamLayout<kDim, 1>;
     using Middle = StreamLayout<kDim, 2>;
-    if (lanes <= Narrow::kLanes || most_pieces<Narrow>(p) <= device.num_sms)
+    if (lanes <= Narrow::kLanes || most_pieces(p, Narrow::kLanes) <= device.num_sms)
         return launch_stream<T, Narrow>(work, combined, device, stream);
-    if (lanes <= Middle::kLanes || most_pieces<Middle>(p) <= device.num_sms)
+    if (lanes <= Middle::kLanes || most_pieces(p, Middle::kLanes) <= device.num_sms)
         return launch_stream<T, Middle>(work, combined, device, stream);
     launch_stream<T, StreamLayout<kDim, 4>>(work, combined, device, stream);
 }

@@ -35,6 +35,13 @@ struct GuessedPage {
     }
 };
 
+// Where a position of the piece, a multiple of 8, lies in the pools, in rows of a head.
+__device__ inline int pool_row(const AttentionWork& p, const Piece& piece, const GuessedPage& guess, int position) {
+    const int unit = position / AttentionWork::kPageUnit, entry = p.by_page_units(unit);
+    const int block = entry == guess.entry ? guess.block : p.block_tables[piece.row * p.max_blocks + entry];
+    return ((block * p.kv_heads + piece.kv_head - entry) * p.page_units + unit) * AttentionWork::kPageUnit;
+}
+
 template <typename Layout>
 __device__ inline StreamTiles stream_tiles_of(const AttentionWork& p, const Piece& piece, const GuessedPage& guess,
                                               int warp, int lane) {
@@ -47,10 +54,7 @@ __device__ inline StreamTiles stream_tiles_of(const AttentionWork& p, const Piec
     const int count = max(num_tiles - first + kWarps - 1, 0) / kWarps, from = begin + first * kTilePositions;
     StreamTiles tiles = {from, from + count * Layout::kTurnPositions, count, 0, 0};
     if (lane >= tiles.count) return tiles;
-    const int unit = (tiles.begin + lane * Layout::kTurnPositions) / AttentionWork::kPageUnit;
-    const int entry = p.by_page_units(unit);
-    const int block = entry == guess.entry ? guess.block : p.block_tables[piece.row * p.max_blocks + entry];
-    tiles.row = ((block * p.kv_heads + piece.kv_head - entry) * p.page_units + unit) * AttentionWork::kPageUnit;
+    tiles.row = pool_row(p, piece, guess, tiles.begin + lane * Layout::kTurnPositions);
     return tiles;
 }
 

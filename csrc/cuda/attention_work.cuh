@@ -194,6 +194,18 @@ struct PieceFinder {
     }
 };
 
+// How often the lanes of a row are divided, where a piece has up to `lanes`.
+inline int64_t lane_groups(const AttentionWork& p, int lanes) {
+    const int64_t groups = (p.max_queries * p.group + lanes - 1) / lanes;
+    return groups < 1 ? 1 : groups;
+}
+
+// The most pieces that there may be; more are right but slow.
+inline int64_t most_pieces(const AttentionWork& p, int lanes) {
+    const int64_t by_row = p.rows * lane_groups(p, lanes), by_token = p.rows + p.num_tokens * p.group / lanes;
+    return (by_row < by_token ? by_row : by_token) * p.num_kv_heads * num_chunks(p.max_context);
+}
+
 // A lane of a piece: a query head of a query, the positions it sees and the chunks they lie in. A lane that sees one
 // chunk only has its result at once; the others leave a partial one.
 struct Lane {

@@ -62,6 +62,20 @@ inline CUtensorMap map_rows(const char* op, DType dtype, const void* pool, int64
     return map_boxes(op, dtype, pool, 2, sizes, strides, box);
 }
 
+// The same pool, read `rows` at a time, a multiple of 8, as one box: eight rows line by line, then the next eight.
+inline CUtensorMap map_eights(const char* op, DType dtype, const void* pool, int64_t width, int rows) {
+    constexpr cuuint64_t kAnyEights = INT32_MAX / 8;
+    const cuuint64_t row = static_cast<cuuint64_t>(width) * 2, lines = row / kLineBytes;
+    const cuuint64_t sizes[] = {kLineElements, 8, lines, kAnyEights}, strides[] = {row, kLineBytes, 8 * row};
+    const cuuint32_t box[] = {kLineElements, 8, static_cast<cuuint32_t>(lines), static_cast<cuuint32_t>(rows / 8)};
+    return map_boxes(op, dtype, pool, 4, sizes, strides, box);
+}
+
+// Byte offset of a vector of a row in such a box of rows of `lines`.
+__device__ inline int eights_offset(int lines, int row, int vector) {
+    return (row / 8 * lines + vector / kLineVectors) * 8 * kLineBytes + line_offset(8, row % 8, vector % kLineVectors);
+}
+
 #if TIDE_HAS_BULK_COPY
 
 // Each of its phases ends after so many arrivals.
@@ -110,6 +124,16 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column,
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
         "l"(&map), "r"(column), "r"(row), "r"(half), "r"(group), "r"(barrier)
+        : "memory");
+}
+
+// The same for data that should leave the second-level cache first.
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, int half, int group,
+                                uint32_t barrier, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(half), "r"(group), "r"(barrier), "l"(policy)
         : "memory");
 }
 

@@ -4,6 +4,7 @@
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_stream.h"
 #include "cuda/attention_tiles.h"
+#include "cuda/attention_wide.h"
 #include "cuda/ops.h"
 #include "cuda/tensor_core.cuh"
 
@@ -55,8 +56,26 @@ bool can_use_tiles(const PagedAttentionParams& p) {
            is_aligned(p.out);
 }
 
+// Whether the wide kernels are in the build, run here, and should be faster: where few lanes a piece would make more
+// pieces than there are multiprocessors. Bits are the same.
+bool is_wide(const PagedAttentionParams& p, const RotaryWriteParams* rotary) {
+#if TIDE_WIDE_ATTENTION
+    constexpr int kFewLanes = 8;
+    const DeviceInfo device = current_device("paged_attention");
+    const AttentionWork work(p);
+    return device.major == kWideMajor && rotary == nullptr && p.max_context <= kFirstLong &&
+           p.max_queries * work.group > kFewLanes && most_pieces(work, kFewLanes) > device.num_sms;
+#else
+    return false;
+#endif
+}
+
 void launch_stream(DType dtype, const PagedAttentionParams& p, const RotaryWriteParams* rotary, bool& combined,
                    cudaStream_t stream) {
+    if (is_wide(p, rotary)) {
+        if (dtype == DType::kFloat16) return launch_attention_wide<__half>(p, combined, stream);
+        return launch_attention_wide<__nv_bfloat16>(p, combined, stream);
+    }
     if (dtype == DType::kFloat16) return launch_attention_stream<__half>(p, rotary, combined, stream);
     launch_attention_stream<__nv_bfloat16>(p, rotary, combined, stream);
 }

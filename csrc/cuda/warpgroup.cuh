@@ -1,5 +1,6 @@
 // Products of four warps (sm_90a): 64 rows of a times kTokens rows of b, 16 columns, both in shared memory in the lines
-// of bulk_copy.cuh. For each number they add up the same 16 products as one mma.sync does, to the same bits.
+// of bulk_copy.cuh, or a in registers. For each number they add up the same 16 products as one mma.sync does, to the
+// same bits.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -14,10 +15,11 @@ namespace tide::cuda {
 
 #if TIDE_HAS_WARPGROUP_PRODUCTS
 
-// How the tensor cores are told of lines that begin at `address`: swizzled, 8 rows in 1024 bytes.
-__device__ inline uint64_t lines_at(uint32_t address) {
+// How the tensor cores are told of lines that begin at `address`: swizzled, 8 rows in 1024 bytes, the next 8 rows
+// `eights` times as far.
+__device__ inline uint64_t lines_at(uint32_t address, int eights = 1) {
     constexpr uint64_t kSwizzled = uint64_t{1} << 62, kEightRows = uint64_t{8 * kLineBytes / 16} << 32;
-    return kSwizzled | kEightRows | uint64_t{1} << 16 | (address & 0x3FFFF) >> 4;
+    return kSwizzled | kEightRows * eights | uint64_t{1} << 16 | (address & 0x3FFFF) >> 4;
 }
 constexpr uint64_t kNextColumns = 16 * 2 / 16;  // to add, for the next 16 columns of a line
 
@@ -32,6 +34,18 @@ __device__ inline void close_products() {
 template <int kOpen>
 __device__ inline void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kOpen) : "memory");
+}
+
+// Numbers that products write or read are what they are here: the compiler knows nothing of products that are open.
+template <int kCount>
+__device__ inline void settle(float (&numbers)[kCount]) {
+#pragma unroll
+    for (float& number : numbers) asm volatile("" : "+f"(number)::"memory");
+}
+template <int kCount>
+__device__ inline void settle(uint4 (&vectors)[kCount]) {
+#pragma unroll
+    for (uint4& v : vectors) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
 }
 
 // c += a b. Thread (warp w of 4, g, t) holds, for each 8 tokens, row 16 w + g at tokens 2t, 2t + 1, then row
@@ -78,6 +92,23 @@ __device__ inline void multiply_lines(float (&c)[64], uint64_t a, uint64_t b, __
     TIDE_PRODUCT("128", "f16", TIDE_NUMBERS_128, "%64, %65", TIDE_EIGHT(c, 0), TIDE_EIGHT(c, 8), TIDE_EIGHT(c, 16),
                  TIDE_EIGHT(c, 24), TIDE_EIGHT(c, 32), TIDE_EIGHT(c, 40), TIDE_EIGHT(c, 48), TIDE_EIGHT(c, 56));
 }
+
+// The same with 16 columns of a in registers, those of multiply_tile() for each warp's 16 rows. `add`: to c, which else
+// may hold anything. kTurned: b is 16 lines of 64 numbers, which are its columns.
+#define TIDE_HELD_PRODUCT(type)                                                                                \
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
+                 "." type " {" TIDE_NUMBERS_64 "}, {%32, %33, %34, %35}, %36, add, 1, 1, %38; }"               \
+                 : TIDE_EIGHT(c, 0), TIDE_EIGHT(c, 8), TIDE_EIGHT(c, 16), TIDE_EIGHT(c, 24)                    \
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(add)), "n"(kTurned ? 1 : 0))
+template <bool kTurned>
+__device__ inline void multiply_held(float (&c)[32], const uint4& a, uint64_t b, bool add, __nv_bfloat16) {
+    TIDE_HELD_PRODUCT("bf16");
+}
+template <bool kTurned>
+__device__ inline void multiply_held(float (&c)[32], const uint4& a, uint64_t b, bool add, __half) {
+    TIDE_HELD_PRODUCT("f16");
+}
+#undef TIDE_HELD_PRODUCT
 #undef TIDE_EIGHT
 #undef TIDE_PRODUCT
 #undef TIDE_NUMBERS_32

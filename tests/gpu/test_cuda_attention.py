@@ -219,6 +219,38 @@ def test_a_row_is_the_same_alone_and_in_every_batch(dtype: torch.dtype) -> None:
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [0, 40])
+def test_many_queries_of_many_rows_are_near_the_reference_and_the_same_alone(
+    dtype: torch.dtype, dim: int, window: int
+) -> None:
+    """More lanes than go round the multiprocessors of an H200 in pieces of eight: another kernel takes them there."""
+    sizes = {"num_kv_heads": 4, "group": 4, "key_dim": dim, "value_dim": dim, "scaling": dim**-0.5}
+    case = PagedCase(CONTEXTS * 3, [1, 3, 8, 5, 2, 8] * 3, dtype=dtype, window=window, **sizes)
+    q, k_pool, v_pool, tables, starts, lengths, *rest = on_device(case)
+    batch = attend(case)
+    assert_near(batch, attend_plainly(case))
+    single = count(0).repeat(2)
+    single[1] = 1
+    for row in range(6, 12):
+        first, last = int(starts[row]), int(starts[row + 1])
+        for query in range(first, last):
+            one = q[query : query + 1].contiguous(), k_pool, v_pool, tables[row : row + 1].contiguous(), single
+            length = count(int(lengths[row]) - (last - 1 - query))
+            alone = cuda.paged_attention(*one, length, *rest, max_context=600)
+            assert_same([alone], [batch[query : query + 1]])
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_lanes_are_clean(dtype: torch.dtype) -> None:
+    case = PagedCase(
+        [20, 40] * 9 + [530], [5] * 18 + [8], num_kv_heads=4, group=4, key_dim=64, value_dim=64, dtype=dtype
+    )
+    assert_near(attend(case), attend_plainly(case))
+
+
+@EVERY_DTYPE
 @pytest.mark.parametrize("true_rows", [0, 2, 6])
 def test_rows_past_the_true_number_are_neither_read_nor_written(dtype: torch.dtype, true_rows: int) -> None:
     case = PagedCase(CONTEXTS, QUERIES, dtype=dtype)

@@ -11,6 +11,7 @@ for source in csrc/cuda/*.cu csrc/cuda/bench/*.cu; do
     case $arch:$source in
         90:*wide*) flags="-gencode arch=compute_90a,code=sm_90a" ;;
         90:*/linear.cu) flags="$flags -DTIDE_WIDE_LINEAR" ;;
+        90:*/paged_attention.cu) flags="$flags -DTIDE_WIDE_ATTENTION" ;;
     esac
     # shellcheck disable=SC2086  # several words
     nvcc -O3 -std=c++17 -Icsrc $flags -c "$source" -o "$object" &

@@ -78,6 +78,7 @@ struct Case {
     int64_t heads, kv_heads, dim, block_size, window;
     float softcap;
     std::vector<int> contexts, queries;
+    float loudness = 1.0f;  // of the queries; above it weights differ so much that bases rise within a chunk
 };
 
 template <typename T>
@@ -105,7 +106,7 @@ void check_case(const Case& c) {
     const Buffer out((tokens + 1) * out_row * sizeof(T)), lone_out(2 * out_row * sizeof(T));
     const Buffer workspace(paged_attention_workspace(tokens, c.heads, c.dim, max_context));
     const Buffer ref(tokens * out_row * 8), tol(tokens * out_row * 8), scores(tokens * c.heads * max_context * 8);
-    fill(q.get<T>(), tokens * q_stride, 11, 1.0f);
+    fill(q.get<T>(), tokens * q_stride, 11, c.loudness);
     keys.fill_bytes(0xFF);
     values.fill_bytes(0xFF);
     table.put(tables);
@@ -228,6 +229,18 @@ void check_type() {
     check_case<T>({64, 1, 64, 16, 0, 0.0f, {1100, 140}, {1030, 2}});  // more lanes than counters
     check_case<T>({4, 1, 64, 16, 0, 0.0f, {32770, 65538, 70001}, {4, 4, 1}});
     check_case<T>({6, 2, 64, 16, 2100, 0.0f, {33000, 67700}, {1, 2}});
+    // Many lanes, up to 32 of a piece or more: windows that begin within a chunk, a cap, and bases that rise.
+    std::vector<int> fewer = queries;
+    for (int& count : fewer) count = std::min(count, 8);
+    for (const int64_t dim : {64, 128}) {
+        for (const int64_t window : {0, 40, 700}) {
+            check_case<T>({32, 4, dim, 16, window, 0.0f, contexts, queries, 40.0f});
+            check_case<T>({32, 8, dim, 16, window, 0.0f, contexts, fewer, 40.0f});
+        }
+        check_case<T>({32, 8, dim, 32, 300, 20.0f, contexts, queries, 4.0f});
+        check_case<T>({32, 8, dim, 32, 300, 20.0f, contexts, fewer, 4.0f});
+    }
+    check_case<T>({16, 4, 128, 16, 0, 0.0f, {17000, 32768, 9000}, {8, 5, 3}, 20.0f});
 }
 
 }  // namespace
