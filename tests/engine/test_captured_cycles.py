@@ -248,3 +248,18 @@ def test_shapes_that_were_prepared_are_those_that_come_up(cycles: list[list[int]
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY))
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY, temperature=0.8))
     assert set(runner._cycles) == set(rooms), "none had to be made while requests waited"
+
+
+def test_shapes_of_rows_that_are_about_to_end_were_prepared_too(cycles: list[list[int]]) -> None:
+    parts = exit_parts(max_rows=2, share=0.3, drafts=3)
+    runner = parts.runner.cycles
+    assert runner is not None
+    rooms = runner.rooms(2, 3)
+    for room in rooms:
+        runner.prepare(room)
+    with poisoned(parts) as engine:
+        for more in range(4):
+            lengths = [SamplingParams(**{**GREEDY, "max_tokens": 12 + more * row}) for row in range(2)]
+            engine.generate(random_prompts(2, 11), lengths)
+    assert [3, 1] in [sorted(drafts, reverse=True) for drafts in cycles], "one may draft fewer tokens than the other"
+    assert set(runner._cycles) == set(rooms)

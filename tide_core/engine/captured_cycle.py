@@ -64,7 +64,10 @@ class CapturedCycles:
         sizes = [size for size in TOKEN_SIZES if size <= size_for(min(max_rows, TOKEN_SIZES[-1]))]
         drafts = range(1 if self._exits is None else max_drafts + 1)
         shapes = [(size, count) for size in sizes for count in drafts if size * (count + 1) <= TOKEN_SIZES[-1]]
-        likeliest = dict.fromkeys(self._room(size, count, FEWEST_BLOCKS) for size, count in shapes)
+        # With branches and without: rows that end draft fewer tokens than others, and then there are none.
+        likeliest = dict.fromkeys(
+            self._room(size, count, FEWEST_BLOCKS, branch=branch) for size, count in shapes for branch in (True, False)
+        )
         return [*likeliest, *(CycleRoom(size, count, FEWEST_BLOCKS, draws=True) for size, count in shapes)]
 
     @torch.inference_mode()
