@@ -157,6 +157,12 @@ class Request:
     """Prefix-cache blocks are shared only between requests of one salt."""
     policy: ExitPolicy = NO_EXITS
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end the text and are no part of it."""
+        params = self.params
+        return params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:

@@ -15,7 +15,7 @@ namespace tide::TIDE_ISA {
 namespace {
 
 constexpr int64_t kBlockSteps = 8;  // 16 KiB of 32 weight rows
-// Of a strip that is walked from end to end. Longer ones were slower: fetched, and gone before they were needed.
+// Of a strip that is walked from end to end. Longer ones were slower.
 constexpr int64_t kMaxStripBytes = 64 * 1024;
 
 TIDE_INLINE int64_t ceil_div(int64_t a, int64_t b) {

@@ -195,10 +195,10 @@ def test_a_row_drafts_by_the_policy_in_force_not_by_that_of_its_request() -> Non
     scheduler = make_scheduler(drafts=3)
     row = add(scheduler, "r", 3, policy=EXITS)
     step(scheduler)
-    row.use(ExitPolicy())
+    row.policy = ExitPolicy()
     _, batch = scheduler.schedule()
     assert [(share.num_drafts, share.policy) for share in batch.rows] == [(0, ExitPolicy())]
-    row.use(EXITS)
+    row.policy = EXITS
     _, batch = scheduler.schedule()
     assert batch.rows[0].num_drafts == 3
 

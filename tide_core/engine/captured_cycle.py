@@ -88,7 +88,7 @@ class CapturedCycles:
             len(row.token_ids) == 1
             and row.samples
             and row.num_drafts < FEW_QUERIES
-            and row.policy.mode != "fast"
+            and not row.policy.skips_layers
             and params.logprobs is None
             and not changes_logits(params)
         )
@@ -115,8 +115,8 @@ class CapturedCycles:
     def _begin(self, rows: Sequence[RowStep]) -> tuple[CycleGraph, list[int]]:
         """The cycle, on its way, and where the tokens of each row begin in its deep pass."""
         size = self._cache.block_size
-        blocks = max([row.table.lengths[-1] + row.num_drafts for row in rows]) // size + 1
-        if not all([row.request.params.temperature == 0.0 for row in rows]):
+        blocks = max([row.table.num_valid + row.num_drafts for row in rows]) // size + 1
+        if not all([row.request.params.is_greedy for row in rows]):
             # Branches try the likeliest tokens, and a draw must not know which of them full depth will say.
             room = CycleRoom(size_for(len(rows)), rows[0].num_drafts, blocks_for(blocks), draws=True)
         else:

@@ -93,10 +93,8 @@ class EngineCore:
         is_broken = epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken
         row = self.scheduler.add(request, self._cache_namespace(request))
         if is_broken:
-            row.use(without_exits(row.policy))
-        params = request.params
-        end_ids = frozenset(params.stop_ids if params.ignore_eos else (*params.stop_ids, *request.eos_ids))
-        self._open[request.request_id] = Progress(row, text, end_ids, self._clock())
+            row.policy = without_exits(row.policy)
+        self._open[request.request_id] = Progress(row, text, frozenset(request.end_ids), self._clock())
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any phase; None if it is not open."""
@@ -306,7 +304,7 @@ class EngineCore:
     def _fall_back(self, epsilon: float) -> None:
         for row in (*self.scheduler.running, *self.scheduler.waiting):
             if row.policy.epsilon == epsilon:
-                row.use(without_exits(row.policy))
+                row.policy = without_exits(row.policy)
 
     def _end(self, progress: Progress, step: RowStep, reason: FinishReason, *, error: Exception) -> None:
         """The request ends here; its last word comes behind what has not been said yet."""

@@ -93,7 +93,7 @@ class CycleRows:
         about: list[tuple[int, int, int, bool]] = []
         for place, row in enumerate(rows):
             table, count = row.table, row.num_drafts
-            start = table.lengths[-1]
+            start = table.num_valid
             used = (start + count) // size + 1
             blocks = table.block_ids[:used]
             first = place * each
@@ -120,7 +120,7 @@ class CycleRows:
         end = num = 0
         for place, row in enumerate(rows):
             first, count = place * each, row.num_drafts + 1
-            used = (row.table.lengths[-1] + count - 1) // size + 1
+            used = (row.start + count - 1) // size + 1
             for branch in range(first + 1, first + each):
                 blocks = branches.blocks(row, num)
                 num += 1

@@ -167,9 +167,7 @@ class Drafter:
         row.drafts.append(draft)
         row.tokens.append(draft.token_id)
         row.last_score = None
-        request = row.step.request
-        ends = draft.token_id in request.params.stop_ids
-        row.stopped = ends or (draft.token_id in request.eos_ids and not request.params.ignore_eos)
+        row.stopped = draft.token_id in row.step.request.end_ids
 
     def _widened(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the shortlist, [T, S], as logits over the vocabulary, [T, V] float32: the rest cannot come."""

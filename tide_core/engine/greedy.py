@@ -89,7 +89,7 @@ class Settler:
 
     def _taken(self, step: RowStep, drafted: Drafted) -> tuple[int, float | None, int]:
         """How many drafts count, the score of the one behind them that does not, and scores that are no numbers."""
-        params, request = step.request.params, step.request
+        params, end_ids = step.request.params, step.request.end_ids
         least = -math.inf if params.threshold is None else params.threshold
         if step.policy.epsilon is not None:  # its bound was certified for drafts that end here
             least = step.policy.draft_thresholds[0]
@@ -97,7 +97,7 @@ class Settler:
             score, token_id = drafted.scores[ahead], drafted.token_ids[ahead]
             if not score >= least or not math.isfinite(score):
                 return ahead, score, int(not math.isfinite(score))
-            if token_id in params.stop_ids or (token_id in request.eos_ids and not params.ignore_eos):
+            if token_id in end_ids:
                 return ahead + 1, None, 0
         return step.num_drafts, None, 0
 

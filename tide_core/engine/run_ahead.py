@@ -35,16 +35,15 @@ def next_steps(steps: Sequence[RowStep], results: Sequence[RowResult], block_siz
     """What follows these, if every row goes on as it did: as greedily, with as many drafts, in the blocks it has."""
     found = []
     for step, result in zip(steps, results, strict=True):
-        request, params, count = step.request, step.request.params, step.num_drafts
+        request, count = step.request, step.num_drafts
         tokens = [token.token_id for token in result.tokens]
-        left = params.max_tokens - len(step.output_ids) - len(tokens)
-        if result.error is not None or left <= count or params.stop or params.temperature != 0.0:
+        left = request.params.max_tokens - len(step.output_ids) - len(tokens)
+        if result.error is not None or left <= count or request.params.stop or not request.params.is_greedy:
             return None
-        ends = params.stop_ids if params.ignore_eos else (*params.stop_ids, *request.eos_ids)
-        start = step.table.lengths[-1] + result.num_valid
+        start = step.start + result.num_valid
         used = (start + count) // block_size + 1
         blocks = step.table.block_ids[:used]
-        if len(blocks) < used or any(token in ends for token in tokens):
+        if len(blocks) < used or not {*request.end_ids}.isdisjoint(tokens):
             return None
         table = BlockTable([start], blocks)
         found.append(make_step(request, table, tokens[-1:], step.output_ids, True, step.policy, count))
@@ -58,6 +57,6 @@ def _is_same(step: RowStep, foreseen: RowStep) -> bool:
         and step.policy is foreseen.policy
         and step.num_drafts == foreseen.num_drafts
         and step.token_ids[0] == foreseen.token_ids[0]
-        and step.table.lengths[-1] == foreseen.table.lengths[-1]
+        and step.start == foreseen.start
         and step.table.block_ids[: len(blocks)] == blocks
     )

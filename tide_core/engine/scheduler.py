@@ -42,15 +42,6 @@ class Row:
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     num_preemptions: int = 0
-    may_exit: bool = field(init=False)
-    """What its policy says, kept: every step asks."""
-
-    def __post_init__(self) -> None:
-        self.may_exit = self.policy.may_exit
-
-    def use(self, policy: ExitPolicy) -> None:
-        """Go on under another policy."""
-        self.policy, self.may_exit = policy, policy.may_exit
 
     @property
     def num_tokens(self) -> int:
@@ -183,7 +174,7 @@ class Scheduler:
         """The rows that may draft: the fewest drafts of each, whatever is planned, and the most it can use."""
         drafting: dict[Row, tuple[int, int]] = {}
         for row, num in missing.items():
-            if row.may_exit and num == 1:
+            if row.policy.may_exit and num == 1:
                 most = row.request.params.max_tokens - len(row.output_ids) - 1  # the deep pass gives it one token more
                 least = 0
                 if row.policy.skips_layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,17 @@ __all__: list[str] = []
 _DRAWN = ", ".join(f"Tensor {name}" for name in DrawnCycle._fields)
 
 
-def _copy_slots(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int, *claims: Tensor) -> None:
-    cuda_branches.slot_copier(pools, block_size)(source, target, Claims(*claims))
+def _copy_slots(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int, *claims: Any) -> None:
+    cuda_branches.slot_copier(pools, block_size)(source, target, _claims(*claims))
 
 
-def _copy_slots_plainly(
-    pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int, *claims: Tensor
-) -> None:
-    branching.slot_copier(pools, block_size)(source, target, Claims(*claims))
+def _copy_slots_plainly(pools: Sequence[Tensor], source: Tensor, target: Tensor, block_size: int, *claims: Any) -> None:
+    branching.slot_copier(pools, block_size)(source, target, _claims(*claims))
+
+
+def _claims(places: Tensor | None = None, said: Tensor | None = None, tried: Tensor | None = None) -> Claims | None:
+    """All three, or none."""
+    return None if places is None or said is None or tried is None else Claims(places, said, tried)
 
 
 writing(
@@ -48,7 +52,8 @@ returning(
 )
 writing(
     "copy_slots",
-    "Tensor(a!)[] pools, Tensor source, Tensor target, int block_size, Tensor places, Tensor said, Tensor tried",
+    "Tensor(a!)[] pools, Tensor source, Tensor target, int block_size, Tensor? places=None, Tensor? said=None, "
+    "Tensor? tried=None",
     _copy_slots,
     _copy_slots_plainly,
 )
