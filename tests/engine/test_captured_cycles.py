@@ -32,9 +32,9 @@ def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     start = CapturedCycles.start
 
-    def counted(self: CapturedCycles, rows: Any, **more: Any) -> Started:
+    def counted(self: CapturedCycles, rows: Any) -> Started:
         seen.append([row.num_drafts for row in rows])
-        return start(self, rows, **more)
+        return start(self, rows)
 
     monkeypatch.setattr(CapturedCycles, "start", counted)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())

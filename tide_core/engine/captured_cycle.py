@@ -28,7 +28,6 @@ from tide_core.engine.cycle_room import CycleRoom
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Drafted, Settler
 from tide_core.engine.policy import changes_logits
-from tide_core.engine.run_ahead import Ahead, next_steps
 from tide_core.kernels import CudaKernels
 from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import FEW_QUERIES
@@ -49,11 +48,9 @@ class CapturedCycles:
         *,
         branches: bool = False,
         capture: bool | None = None,
-        runs_ahead: bool = False,
     ) -> None:
         """`exits` of one checkpoint. With `branches` the last blocks of the pool are for them alone. Without `capture`
-        the same passes run op by op, as they do on a CPU. `runs_ahead`: rows that go on need not wait for the host;
-        not timed on a GPU yet."""
+        the same passes run op by op, as they do on a CPU."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._capture = cache.device.type == "cuda" if capture is None else capture
         self._cycles: dict[CycleRoom, CycleGraph] = {}
@@ -61,8 +58,6 @@ class CapturedCycles:
         self._branches = Branches(cache, kernels) if exits is not None and branches else None
         layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
         self._settler = Settler(layer, adapter.num_layers)
-        self.runs_ahead = runs_ahead
-        self._ahead: Ahead[tuple[CycleGraph, list[int]]] | None = None
 
     def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
         """The shapes that texts of no great length come in."""
@@ -93,27 +88,17 @@ class CapturedCycles:
             and not changes_logits(params)
         )
 
-    def start(self, rows: Sequence[RowStep], *, goes_on: bool = False) -> Started:
-        """Begin a cycle of these rows, to be read before the next one is started. `goes_on`: a step follows of all rows
-        that do not end with this one, and of no others."""
-        groups = _grouped(rows)
-        alone = goes_on and self.runs_ahead and len(groups) == 1
-        return Started(rows, groups, functools.partial(self._launch, goes_on=alone))
+    def start(self, rows: Sequence[RowStep]) -> Started:
+        """Begin a cycle of these rows, to be read before the next one is started."""
+        drafts = [row.num_drafts for row in rows]
+        limit = _most_rows(max(drafts))
+        order = list(range(len(rows)))
+        if drafts.count(drafts[0]) != len(drafts):
+            order.sort(key=lambda r: -drafts[r])
+        groups = [order[at : at + limit] for at in range(0, len(order), limit)]
+        return Started(rows, groups, self._launch)
 
-    def is_ahead_of(self, rows: Sequence[RowStep]) -> bool:
-        """Whether a cycle of these rows has begun already."""
-        if self._ahead is None:
-            return False
-        groups = _grouped(rows)
-        return len(groups) == 1 and self._ahead.foresaw([rows[r] for r in groups[0]])
-
-    def _launch(self, rows: Sequence[RowStep], *, goes_on: bool = False) -> Reading:
-        ahead, self._ahead = self._ahead, None
-        begun = ahead.begun if ahead is not None and ahead.foresaw(rows) else self._begin(rows)
-        return lambda: self._read(rows, *begun, goes_on=goes_on)
-
-    def _begin(self, rows: Sequence[RowStep]) -> tuple[CycleGraph, list[int]]:
-        """The cycle, on its way, and where the tokens of each row begin in its deep pass."""
+    def _launch(self, rows: Sequence[RowStep]) -> Reading:
         size = self._cache.block_size
         blocks = max([row.table.num_valid + row.num_drafts for row in rows]) // size + 1
         if not all([row.request.params.is_greedy for row in rows]):
@@ -125,14 +110,7 @@ class CapturedCycles:
             room = self._room(len(rows), rows[0].num_drafts, blocks_for(blocks), branch=even)
         cycle, begins = self._ready(room, rows)
         cycle.replay()
-        return cycle, begins
-
-    def _read(self, rows: Sequence[RowStep], cycle: CycleGraph, begins: list[int], *, goes_on: bool) -> list[RowResult]:
-        results = self._results(rows, begins, cycle)
-        steps = next_steps(rows, results, self._cache.block_size) if goes_on else None
-        if steps is not None:
-            self._ahead = Ahead(steps, self._begin(steps))
-        return results
+        return lambda: self._results(rows, begins, cycle)
 
     def _room(self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True) -> CycleRoom:
         size = self._cache.block_size
@@ -174,16 +152,6 @@ class CapturedCycles:
 def _branch_of(right: int, tried: Sequence[int]) -> int:
     """The branch that has tried what is right first, or else the first."""
     return tried.index(right) if right in tried else 0
-
-
-def _grouped(rows: Sequence[RowStep]) -> list[list[int]]:
-    """Which rows are launched together, by falling number of drafts."""
-    drafts = [row.num_drafts for row in rows]
-    limit = _most_rows(max(drafts))
-    order = list(range(len(rows)))
-    if drafts.count(drafts[0]) != len(drafts):
-        order.sort(key=lambda r: -drafts[r])
-    return [order[at : at + limit] for at in range(0, len(order), limit)]
 
 
 @functools.cache

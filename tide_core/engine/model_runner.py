@@ -84,7 +84,7 @@ class ModelRunner:
         """One cycle of every row."""
         meanwhile, self._meanwhile = self._meanwhile, _nothing
         rows = batch.rows
-        started, others = self._start(rows, goes_on=meanwhile is not _nothing)
+        started, others = self._start(rows)
         meanwhile()
         results: dict[int, RowResult] = {}
         if others:  # while the device is busy
@@ -93,9 +93,8 @@ class ModelRunner:
             results.update(zip(mine, running.results(), strict=True))
         return StepResult(tuple(results[r] for r in range(len(rows))))
 
-    def _start(self, rows: Sequence[RowStep], *, goes_on: bool) -> tuple[list[tuple[list[int], Started]], list[int]]:
-        """What the device has begun to run, with its rows, and the rows that are left. `goes_on`: the same rows will
-        run again in the next step, but for those that end."""
+    def _start(self, rows: Sequence[RowStep]) -> tuple[list[tuple[list[int], Started]], list[int]]:
+        """What the device has begun to run, with its rows, and the rows that are left."""
         cycles, prompts = self._cycles, self._prompts
         talking: list[int] = []
         prompting: list[int] = []
@@ -108,12 +107,10 @@ class ModelRunner:
             else:
                 others.append(r)
         started = []
-        mine = [rows[r] for r in talking]
-        if prompts is not None and prompting and not (cycles is not None and mine and cycles.is_ahead_of(mine)):
-            prompts.mark()  # blocks of rows that ended may be theirs now
-        if cycles is not None and mine:
-            alone = len(mine) == len(rows)  # others would join them in the next step
-            started.append((talking, cycles.start(mine, goes_on=goes_on and alone)))
+        if prompts is not None and prompting:
+            prompts.mark()
+        if cycles is not None and talking:
+            started.append((talking, cycles.start([rows[r] for r in talking])))
         if prompts is not None and prompting:
             started.append((prompting, prompts.start([rows[r] for r in prompting])))
         return started, others
