@@ -19,6 +19,9 @@ from tide_core.engine.cost_measure import blank_tables, decode_batch
 
 WARM_UP = 3
 """The first run of a shape captures it."""
+IN_A_ROW = 4
+"""Steps that follow one another, as they do for a user: what the device still does when a result is there is hidden or
+not, as it is then."""
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 READ_BYTES, SMALL_READ_BYTES = 2**32, 2**26
 
@@ -48,31 +51,34 @@ def synchronize(device: torch.device) -> None:
 def cycle_times(
     parts: Parts, drafts: Sequence[int], rows: int, context: int, repeats: int, *, more: Sequence[Any] = ()
 ) -> list[float]:
-    """Median seconds of whole calls of the runner: steps at full depth (-1) or cycles of so many drafts, then `more`:
-    functions from tables to a batch. All take turns, so that what disturbs one disturbs all."""
+    """Median seconds of whole calls of the runner, some in a row: steps at full depth (-1) or cycles of so many drafts,
+    then `more`: functions from tables to a batch. All take turns, so that what disturbs one disturbs all."""
     runner, blocks, device = parts.runner, parts.core.scheduler.blocks, parts.runner.cache.device
     tables = blank_tables(runner, blocks, rows, context, max(*drafts, 1))
     if tables is None:
         raise RuntimeError(f"the KV pool has no room for {rows} rows of {context} tokens")
     try:
         batches = [decode_batch(runner, tables, count) for count in drafts] + [make(tables) for make in more]
-        return in_turns([lambda batch=batch: runner.run(batch) for batch in batches], repeats, device)  # type: ignore[misc]
+        return in_turns([lambda batch=batch: runner.run(batch) for batch in batches], repeats, device, IN_A_ROW)  # type: ignore[misc]
     finally:
         for table in tables:
             blocks.free(table)
 
 
-def in_turns(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
-    """Median seconds of each call by the host's clock, with the device idle before and after."""
+def in_turns(
+    calls: Sequence[Callable[[], object]], repeats: int, device: torch.device, in_a_row: int = 1
+) -> list[float]:
+    """Median seconds of each call by the host's clock, so many in a row, with the device idle before and after."""
     seconds: list[list[float]] = [[] for _ in calls]
     for attempt in range(WARM_UP + repeats):
         for call, mine in zip(calls, seconds, strict=True):
             synchronize(device)
             began = time.perf_counter()
-            call()
+            for _ in range(in_a_row):
+                call()
             synchronize(device)
             if attempt >= WARM_UP:
-                mine.append(time.perf_counter() - began)
+                mine.append((time.perf_counter() - began) / in_a_row)
     return [statistics.median(mine) for mine in seconds]
 
 

@@ -8,14 +8,14 @@ namespace tide::cuda {
 template <int kLanes>
 class WarpFinder {
   public:
-    // All lanes of the warp, after wait_for_previous().
-    __device__ explicit WarpFinder(const AttentionWork& p)
+    // All lanes of the warp, when what rows are is written.
+    __device__ explicit WarpFinder(const AttentionWork& p, const IndexReader& read = {})
         : share_(static_cast<int>((p.rows + 31) / 32)), first_(0), queries_(0), length_(0), upto_(0) {
         const int lane = threadIdx.x % 32, rows = static_cast<int>(p.rows);
         const int true_rows = static_cast<int>(count_rows(p.num_rows, p.rows));
         int mine = 0;
         for (int row = share_ * lane; row < min(share_ * (lane + 1), rows); ++row) {
-            const RowWork work = read_row(p, row);  // without waiting for true_rows
+            const RowWork work = read_row(p, row, read);  // without waiting for true_rows
             mine += row < true_rows ? work.num_pieces<kLanes>(p) : 0;
             if (row > share_ * lane) continue;
             first_ = work.first_query;
@@ -53,12 +53,12 @@ class WarpFinder {
     __device__ int total() const { return total_; }
 
     // All lanes of the warp get the same piece. `index` is below total().
-    __device__ Piece find(const AttentionWork& p, int index) const {
+    __device__ Piece find(const AttentionWork& p, int index, const IndexReader& read = {}) const {
         const int share = __popc(__ballot_sync(~0u, upto_ <= index));
         int row = share_ * share, rest = index - __shfl_sync(~0u, before_, share);
         RowWork work(p, __shfl_sync(~0u, first_, share), __shfl_sync(~0u, queries_, share),
                      __shfl_sync(~0u, length_, share));
-        for (int pieces; rest >= (pieces = work.num_pieces<kLanes>(p)); rest -= pieces) work = read_row(p, ++row);
+        for (int pieces; rest >= (pieces = work.num_pieces<kLanes>(p)); rest -= pieces) work = read_row(p, ++row, read);
         return piece_of<kLanes>(p, work, row, rest);
     }
 

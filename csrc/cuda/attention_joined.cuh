@@ -13,12 +13,15 @@ namespace tide::cuda {
 // Attention, and what happens to its queries before. Not joined: nothing, they are in place.
 struct StreamWork {
     AttentionWork attention;
-    RotaryWriteParams rotary;
-    bool joined, aligned;
-    CUtensorMap keys, values;
+    RotaryWriteParams rotary = {};
+    bool joined = false, aligned = true;
+    bool reads_ahead = false;  // pages and indices, before wait_for_previous()
+    CUtensorMap keys = {}, values = {};
     ScoreScale scale;
-    Divider by_chunk;  // by the pieces of a chunk, where all rows have max_queries
-    int stages;
+    Divider by_chunk = Divider(1);  // by the pieces of a chunk, where all rows have max_queries
+    int stages = 0;
+
+    explicit StreamWork(const PagedAttentionParams& p) : attention(p), scale(attention) {}
 };
 
 // The positions of a piece that this pass has tokens for.
@@ -54,10 +57,10 @@ struct NewHeads {
 template <bool kAhead>
 class NewTokens {
   public:
-    __device__ NewTokens(const StreamWork& w, int lane) : position_(-1), slot_(-1) {
+    __device__ NewTokens(const StreamWork& w, int lane, const IndexReader& read) : position_(-1), slot_(-1) {
         if (!kAhead || !w.joined || lane >= w.rotary.rows) return;
-        position_ = read_position(w.rotary, lane);
-        slot_ = read_slot(w.rotary, lane);
+        position_ = read_position(w.rotary, lane, read);
+        slot_ = read_slot(w.rotary, lane, read);
     }
     // All lanes of a warp call these, with one token.
     __device__ int position(const RotaryWriteParams& p, int token) const {
@@ -70,12 +73,12 @@ class NewTokens {
     }
 
   private:
-    __device__ static int read_position(const RotaryWriteParams& p, int token) {
-        const int64_t position = p.positions == nullptr ? token : p.positions[token];
+    __device__ static int read_position(const RotaryWriteParams& p, int token, const IndexReader& read = {}) {
+        const int64_t position = p.positions == nullptr ? token : read(p.positions + token);
         return position < 0 || position >= p.num_positions ? -1 : static_cast<int>(position);
     }
-    __device__ static int read_slot(const RotaryWriteParams& p, int token) {
-        const int64_t slot = p.slots[token];
+    __device__ static int read_slot(const RotaryWriteParams& p, int token, const IndexReader& read = {}) {
+        const int64_t slot = read(p.slots + token);
         return slot < 0 || slot >= p.num_blocks * p.block_size ? -1 : static_cast<int>(slot);
     }
     int position_, slot_;  // of the token that has this thread's number

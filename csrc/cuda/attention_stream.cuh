@@ -6,6 +6,9 @@
 //
 //     find a piece -> ask for tiles -> make queries and new heads -> see tile by tile -> add up warps -> store
 //                     ^ and queries, before the present piece is added up
+//
+// Joined, the first two need nothing that kernels of the same pass write: where it is known that all before the pass
+// has ended (settled.h) they are done while the kernel before this one ends.
 #pragma once
 
 #include "cuda/attention_finder.cuh"
@@ -84,14 +87,19 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         fetch_map(w.values);
     }
     let_next_start();
-    wait_for_previous();
-    const NewTokens<Layout::kHoldsPiece> tokens(w, lane);
-    const GuessedPage guess = GuessedPage::make(w, warp, lane, Layout{});
-    const Finder finder(p);
-    if (blockIdx.x >= finder.total()) return;
+    if (w.reads_ahead) {
+        order_copies_after_stores();
+    } else {
+        wait_for_previous();
+    }
+    const IndexReader early = {w.reads_ahead};
+    const NewTokens<Layout::kHoldsPiece> tokens(w, lane, early);
+    const GuessedPage guess = GuessedPage::make(w, warp, lane, early, Layout{});
+    const Finder finder(p, early);
+    if (blockIdx.x >= finder.total()) return wait_for_previous();
     Piece(&pieces)[2] = shared.pieces[warp];
-    Piece held = finder.find(p, blockIdx.x);
-    StreamTiles tiles = stream_tiles_of<Layout>(p, held, guess, warp, lane), next = {};
+    Piece held = finder.find(p, blockIdx.x, early);
+    StreamTiles tiles = stream_tiles_of<Layout>(p, held, guess, warp, lane, early), next = {};
     if (!w.joined) copy_queries<T, Layout>(p, held, queries);  // first: they are few, and all wait for them
     ring.ask(tiles, next, lane);
     if (warp == 0) finder.save(shared.finder);
@@ -99,7 +107,18 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         if (lane == 0) pieces[0] = held;
         __syncwarp();
     }
+    Finder known = finder;
     for (int turn = 0;; ++turn) {
+        const int index = blockIdx.x + (turn + 1) * gridDim.x;
+        const bool more = index < known.total();
+        if (more) {
+            const IndexReader read = {early.early && turn == 0};
+            const Piece found = known.find(p, index, read);
+            next = stream_tiles_of<Layout>(p, found, {-1, 0}, warp, lane, read);
+            if (lane == 0) pieces[(turn + 1) % 2] = found;
+            ring.ask(tiles, next, lane);
+        }
+        if (turn == 0) wait_for_previous();
         const Piece& piece = Layout::kHoldsPiece ? held : pieces[turn % 2];
         char* my_queries = queries + turn % 2 * Layout::kQueryBytes;
         if (w.joined) {
@@ -108,14 +127,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
             wait_all_copies();
         }
         __syncthreads();  // queries and new heads are there, and all have stored the piece before
-        const int index = blockIdx.x + (turn + 1) * gridDim.x;
-        const bool more = index < shared.finder[Finder::kSaved - 1];
-        if (more) {
-            const Piece found = Finder(p, shared.finder).find(p, index);
-            next = stream_tiles_of<Layout>(p, found, {-1, 0}, warp, lane);
-            if (!w.joined) copy_queries<T, Layout>(p, found, queries + (turn + 1) % 2 * Layout::kQueryBytes);
-            if (lane == 0) pieces[(turn + 1) % 2] = found;
-        }
+        if (more && !w.joined)
+            copy_queries<T, Layout>(p, pieces[(turn + 1) % 2], queries + (turn + 1) % 2 * Layout::kQueryBytes);
         // Tiles in between are seen by all lanes, as they are.
         const int lanes = piece.num_lanes;
         const Sight sight(p, piece);
@@ -144,6 +157,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         if (Layout::kHoldsPiece) held = pieces[(turn + 1) % 2];
         tiles = next;
         next = {};
+        known = Finder(p, shared.finder);
     }
 #endif
 }
@@ -171,7 +185,8 @@ void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, c
                 p.num_tokens * p.num_heads <= kCounters;
     combined = p.counted;
     launch("paged_attention", attention_stream<T, Layout>,
-           {grid, Layout::kThreads, stream_bytes<T, Layout>(work.stages)}, stream, work);
+           {grid, Layout::kThreads, stream_bytes<T, Layout>(work.stages), 1, Effect::kNothing}, stream, work);
+    if (work.joined) Settled::note_pool(stream, p.k_pool);
 }
 
 // Few lanes a piece are quickest for as long as every piece has a multiprocessor of its own; then tiles should be read
@@ -194,11 +209,12 @@ template <typename T>
 void launch_attention_stream(const PagedAttentionParams& p, const RotaryWriteParams* rotary, bool& combined,
                              cudaStream_t stream) {
     constexpr DType kType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-    StreamWork work = {AttentionWork(p), {}, rotary != nullptr, true, {}, {}, ScoreScale(AttentionWork(p)),
-                       Divider(1),       0};
+    StreamWork work(p);
     if (rotary != nullptr) {
+        work.joined = true;
         work.rotary = *rotary;
         work.aligned = in_twos<T>(*rotary);
+        work.reads_ahead = Settled::may_read(stream, p.k_pool);
     }
     work.keys = map_rows("paged_attention", kType, p.k_pool, p.head_dim, kTilePositions);
     work.values = map_rows("paged_attention", kType, p.v_pool, p.head_dim, kTilePositions);

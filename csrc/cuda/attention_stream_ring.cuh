@@ -25,26 +25,27 @@ struct GuessedPage {
     int entry, block;
 
     template <typename Layout>
-    __device__ static GuessedPage make(const StreamWork& w, int warp, int lane, Layout) {
+    __device__ static GuessedPage make(const StreamWork& w, int warp, int lane, const IndexReader& read, Layout) {
         const AttentionWork& p = w.attention;
         const int tile = warp + lane * Layout::kWarps;
         const int position = chunk_begin(w.by_chunk(blockIdx.x)) + tile * kTilePositions;
         const int entry = p.by_page_units(position / AttentionWork::kPageUnit);
         if (p.rows > 1 || tile * kTilePositions >= kLargestChunk || entry >= p.max_blocks) return {-1, 0};
-        return {entry, p.block_tables[entry]};
+        return {entry, read(p.block_tables + entry)};
     }
 };
 
 // Where a position of the piece, a multiple of 8, lies in the pools, in rows of a head.
-__device__ inline int pool_row(const AttentionWork& p, const Piece& piece, const GuessedPage& guess, int position) {
+__device__ inline int pool_row(const AttentionWork& p, const Piece& piece, const GuessedPage& guess, int position,
+                               const IndexReader& read = {}) {
     const int unit = position / AttentionWork::kPageUnit, entry = p.by_page_units(unit);
-    const int block = entry == guess.entry ? guess.block : p.block_tables[piece.row * p.max_blocks + entry];
+    const int block = entry == guess.entry ? guess.block : read(p.block_tables + piece.row * p.max_blocks + entry);
     return ((block * p.kv_heads + piece.kv_head - entry) * p.page_units + unit) * AttentionWork::kPageUnit;
 }
 
 template <typename Layout>
 __device__ inline StreamTiles stream_tiles_of(const AttentionWork& p, const Piece& piece, const GuessedPage& guess,
-                                              int warp, int lane) {
+                                              int warp, int lane, const IndexReader& read = {}) {
     constexpr int kWarps = Layout::kWarps;
     const int begin = piece.begin(), end = piece.end();
     const int low = span_of(p, piece.position_of(p.by_group(piece.first_lane))).low;
@@ -54,7 +55,7 @@ __device__ inline StreamTiles stream_tiles_of(const AttentionWork& p, const Piec
     const int count = max(num_tiles - first + kWarps - 1, 0) / kWarps, from = begin + first * kTilePositions;
     StreamTiles tiles = {from, from + count * Layout::kTurnPositions, count, 0, 0};
     if (lane >= tiles.count) return tiles;
-    tiles.row = pool_row(p, piece, guess, tiles.begin + lane * Layout::kTurnPositions);
+    tiles.row = pool_row(p, piece, guess, tiles.begin + lane * Layout::kTurnPositions, read);
     return tiles;
 }
 

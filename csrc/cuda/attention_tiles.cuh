@@ -200,7 +200,8 @@ bool launch_attention(const PagedAttentionParams& p, bool& combined, const Devic
     AttentionWork work(p);
     work.counted = Layout::kCounts && p.num_tokens * p.num_heads <= kCounters;
     combined = work.counted;
-    launch("paged_attention", attention_tiles<T, Layout>, {ctas, Layout::kThreads, Layout::kSharedBytes}, stream, work);
+    launch("paged_attention", attention_tiles<T, Layout>,
+           {ctas, Layout::kThreads, Layout::kSharedBytes, 1, Effect::kNothing}, stream, work);
     return true;
 }
 

@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(Layout::kAllThreads, 1) attention_wide(const _
         const bool values = warp == Layout::kWarps + 1;
         if (warp < Layout::kWarps + 2)
             bring_tiles<Layout>(w, places, values ? w.values : w.keys, places.tiles + (values ? Layout::kPoolBytes : 0),
-                                values ? places.shared.values : places.shared.keys, lane);
+                                values ? places.shared.values : places.shared.keys, !values, lane);
         if (warp == Layout::kWarps + 2) bring_queries<T, Layout>(w, places, lane);
     }
 #endif
@@ -254,16 +254,16 @@ void launch_wide_heads(StreamWork& work, bool& combined, cudaStream_t stream) {
     // another kernel does it.
     constexpr int64_t kMostChunks = 64, kMostCounted = 2;
     p.counted = pieces <= kMostCounted * device.num_sms && num_chunks(p.max_context) <= kMostChunks &&
-                p.num_tokens * p.num_heads <= kCounters;
+                p.num_tokens * p.num_heads < kCounters;
     combined = p.counted;
-    launch("paged_attention", attention_wide<T, Layout>, {grid, Layout::kAllThreads, wide_bytes<Layout>(work.stages)},
-           stream, work);
+    launch("paged_attention", attention_wide<T, Layout>,
+           {grid, Layout::kAllThreads, wide_bytes<Layout>(work.stages), 1, Effect::kNothing}, stream, work);
 }
 
 template <typename T>
 void launch_attention_wide(const PagedAttentionParams& p, bool& combined, cudaStream_t stream) {
     constexpr DType kType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-    StreamWork work = {AttentionWork(p), {}, false, true, {}, {}, ScoreScale(AttentionWork(p)), Divider(1), 0};
+    StreamWork work(p);
     work.keys = map_eights("paged_attention", kType, p.k_pool, p.head_dim, kTilePositions);
     work.values = map_eights("paged_attention", kType, p.v_pool, p.head_dim, kTilePositions);
     const bool many = work.attention.group * p.max_queries > 32;

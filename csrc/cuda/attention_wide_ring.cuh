@@ -3,7 +3,8 @@
 //     shared:  a ring of tiles (keys, values), queries of two pieces, what a group hands over, WideShared
 //
 // They run ahead of the warps that multiply, on into the pieces that follow: two as far as the ring has room, the third
-// by one piece.
+// by one piece. Some multiprocessors are further from memory than others, so pieces are not dealt out in advance: when
+// all keys of a piece are on their way, the warp that brings them takes the next one, and tells the other two.
 #pragma once
 
 #include "cuda/attention_finder.cuh"
@@ -16,7 +17,9 @@ struct WideShared {
     float2 stats[Layout::kGroups][Layout::kLanes];
     uint64_t keys[Layout::kMostStages], values[Layout::kMostStages], free[Layout::kMostStages];  // of the ring
     uint64_t known[2], done[2];                                                                  // of the pieces
+    uint64_t named[2], noted[2];                                                                 // of their numbers
     Piece pieces[2];  // the present one and the next; the one after the last has no lanes
+    int numbers[2];
     bool is_last;
 };
 
@@ -49,6 +52,8 @@ struct WidePlaces {
         for (int i = 0; i < 2; ++i) {
             start_barrier(shared_address(shared.known + i), 1 + 32);
             start_barrier(shared_address(shared.done + i), Layout::kWarps);
+            start_barrier(shared_address(shared.named + i));
+            start_barrier(shared_address(shared.noted + i), 2);
         }
         show_barriers();
     }
@@ -66,18 +71,52 @@ struct WideSlot {
     }
 };
 
+// The next piece that nobody has taken, for a CTA that had one. Each of these takes one that does not exist, and the
+// last of them leaves the counter as it was.
+__device__ inline int take_piece(const AttentionWork& p, int total, int lane) {
+    int taken = 0;
+    if (lane == 0) {
+        int32_t* counter = partials(p).counters + kCounters - 1;
+        taken = atomicAdd(counter, 1);
+        if (taken == total - 1) *counter = 0;
+    }
+    return __shfl_sync(~0u, taken, 0) + gridDim.x;
+}
+
+// Tells the number of the CTA's piece `turn`, the first of which all know.
+template <typename Layout>
+__device__ inline void tell_number(WideShared<Layout>& shared, int turn, int number, int lane) {
+    const int at = (turn - 1) % 2;
+    wait_bytes(shared_address(shared.noted + at), ((turn - 1) / 2 & 1) ^ 1);
+    if (lane != 0) return;
+    shared.numbers[at] = number;
+    arrive_at(shared_address(shared.named + at));
+}
+
+template <typename Layout>
+__device__ inline int hear_number(WideShared<Layout>& shared, int turn, int lane) {
+    if (turn == 0) return blockIdx.x;
+    const int at = (turn - 1) % 2;
+    wait_bytes(shared_address(shared.named + at), (turn - 1) / 2 & 1);
+    const int number = shared.numbers[at];
+    __syncwarp();
+    if (lane == 0) arrive_at(shared_address(shared.noted + at));
+    return number;
+}
+
 // A warp that asks the copy engine for the keys or the values of all tiles of the CTA; `to`: of the first place.
+// `takes`: it is the one that takes the pieces.
 template <typename Layout>
 __device__ inline void bring_tiles(const StreamWork& w, const WidePlaces<Layout>& places, const CUtensorMap& map,
-                                   const char* to, const uint64_t* arrived, int lane) {
+                                   const char* to, const uint64_t* arrived, bool takes, int lane) {
     static_assert(kWideTiles * kWidePages == 32);  // a thread knows one page
     const AttentionWork& p = w.attention;
     const WarpFinder<Layout::kLanes> finder(p);
     const uint64_t policy = read_once_policy();
     const uint32_t full = shared_address(arrived), free = shared_address(places.shared.free), base = shared_address(to);
     WideSlot slot;
-    for (int index = blockIdx.x; index < finder.total(); index += gridDim.x) {
-        const Piece piece = finder.find(p, index);
+    for (int turn = 0, number = blockIdx.x; number < finder.total(); ++turn) {
+        const Piece piece = finder.find(p, number);
         const WideTiles tiles(p, piece);
         const bool exists = lane >= tiles.first && lane < tiles.upto;
         const int mine = exists ? pool_row(p, piece, {-1, 0}, tiles.begin + lane * kTilePositions) : 0;
@@ -102,6 +141,12 @@ __device__ inline void bring_tiles(const StreamWork& w, const WidePlaces<Layout>
             __syncwarp();
             slot.next(w.stages);
         }
+        if (takes) {
+            number = take_piece(p, finder.total(), lane);
+            tell_number(places.shared, turn + 1, number, lane);
+        } else {
+            number = hear_number(places.shared, turn + 1, lane);
+        }
     }
 }
 
@@ -116,11 +161,11 @@ __device__ inline void bring_queries(const StreamWork& w, const WidePlaces<Layou
     constexpr int kVectors = Layout::kDim / kVector;
     const AttentionWork& p = w.attention;
     const WarpFinder<Layout::kLanes> finder(p);
-    for (int turn = 0, index = blockIdx.x;; ++turn, index += gridDim.x) {
-        const int at = turn % 2;
+    for (int turn = 0;; ++turn) {
+        const int at = turn % 2, number = hear_number(places.shared, turn, lane);
         const uint32_t known = shared_address(places.shared.known + at);
-        const bool more = index < finder.total();
-        const Piece piece = more ? finder.find(p, index) : Piece{};
+        const bool more = number < finder.total();
+        const Piece piece = more ? finder.find(p, number) : Piece{};
         wait_bytes(shared_address(places.shared.done + at), (turn / 2 & 1) ^ 1);
         if (lane == 0) {
             places.shared.pieces[at] = piece;

@@ -32,8 +32,8 @@ __host__ __device__ inline int64_t num_chunks(int64_t context) {
     return context > 0 ? chunk_of(static_cast<int>(context - 1)) + 1 : 0;
 }
 
-// The workspace: counters of finished chunks, zero between calls and always in the same place; then sums
-// [T, num_heads, chunks, head_dim]; then the largest score and the total of each.
+// The workspace: counters of finished chunks, the last of them of pieces that were taken, zero between calls and always
+// in the same place; then sums [T, num_heads, chunks, head_dim]; then the largest score and the total of each.
 constexpr int64_t kCounters = 64 * 1024;
 
 struct Partials {
@@ -113,9 +113,19 @@ struct Piece {
     __device__ int position_of(int query) const { return length - num_queries + query; }
 };
 
-__device__ inline RowWork read_row(const AttentionWork& p, int row) {
-    const int first_query = p.query_starts[row];
-    return {p, first_query, p.query_starts[row + 1] - first_query, p.context_lens[row]};
+// Reads what rows are; past the first-level cache before wait_for_previous().
+struct IndexReader {
+    bool early = false;
+
+    __device__ int operator()(const int32_t* from) const { return early ? __ldcg(from) : *from; }
+    __device__ int64_t operator()(const int64_t* from) const {
+        return early ? __ldcg(reinterpret_cast<const long long*>(from)) : *from;
+    }
+};
+
+__device__ inline RowWork read_row(const AttentionWork& p, int row, const IndexReader& read = {}) {
+    const int first_query = read(p.query_starts + row);
+    return {p, first_query, read(p.query_starts + row + 1) - first_query, read(p.context_lens + row)};
 }
 
 // The piece of a row that `rest` others of it come before.

@@ -146,6 +146,11 @@ __device__ inline void order_before_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// What kernels that have ended wrote comes before what this thread will have copied.
+__device__ inline void order_copies_after_stores() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 #endif
 
 }  // namespace tide::cuda

@@ -3,8 +3,10 @@
 // On sm_90 and above a kernel may start while the one before it still runs. Rules for every kernel:
 //   - every thread calls wait_for_previous(), also one that has nothing to do: a grid that ended without waiting
 //     would let the next grid believe that everything before it is done;
-//   - before wait_for_previous() only memory that no kernel ever writes (weights) is read, and nothing is written;
-//   - let_next_start() may come first of all, because the next kernel waits for the end of this one anyway.
+//   - before wait_for_previous() only memory that no kernel ever writes (weights) is read, or what settled.h allows,
+//     and nothing is written;
+//   - let_next_start() may come first of all, because the next kernel waits for the end of this one anyway; it comes
+//     after wait_for_previous() in a kernel that settles.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,6 +15,8 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "cuda/settled.h"
 
 namespace tide::cuda {
 
@@ -44,6 +48,7 @@ struct LaunchShape {
     int block;
     int64_t shared_bytes = 0;  // dynamic
     int cluster = 1;           // CTAs that share their memory; above 1 needs sm_90
+    Effect effect = Effect::kWrites;
 };
 
 // Launches nothing for an empty grid.
@@ -83,6 +88,7 @@ void launch(const char* op, void (*kernel)(Formal...), const LaunchShape& shape,
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Actual>(args)...);
     cudaGetLastError();  // the same error again, if there was one
     check(op, error);
+    Settled::note(stream, shape.effect);
 }
 
 #ifdef __CUDACC__

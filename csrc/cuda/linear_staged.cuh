@@ -205,7 +205,7 @@ void launch_staged(const LinearParams& p, cudaStream_t stream) {
     const int stages = std::min(Layout::kStages, kStepsPerBlock * blocks_before(p.in_features, 0));
     const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kCluster, Layout::kThreads,
-                               warp_bytes * Layout::kWarps, Layout::kCluster};
+                               warp_bytes * Layout::kWarps, Layout::kCluster, Effect::kNothing};
     launch("linear", linear_staged<T, Layout>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
 }
 

@@ -218,7 +218,8 @@ void launch_tile(const LinearParams& p, cudaStream_t stream) {
     const int64_t token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
     const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
     const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes) + Layout::kXBytes;
-    const LaunchShape shape = {row_blocks * token_blocks, Layout::kThreads, warp_bytes * Layout::kWarps};
+    const LaunchShape shape = {row_blocks * token_blocks, Layout::kThreads, warp_bytes * Layout::kWarps, 1,
+                               Effect::kNothing};
     launch("linear", linear_tiles<T, kRowTiles, kNormed>, shape, stream, p, static_cast<uint32_t>(token_blocks),
            warp_bytes);
 }

@@ -191,7 +191,7 @@ void launch_wide(const LinearParams& p, cudaStream_t stream) {
                                 blocks_before(p.in_features, 0) * Layout::kOwnSlices);
     const int ring_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kSplit, Layout::kThreads,
-                               ring_bytes + Layout::kHandedBytes + 16 * stages, Layout::kSplit};
+                               ring_bytes + Layout::kHandedBytes + 16 * stages, Layout::kSplit, Effect::kNothing};
     launch("linear", linear_wide<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
            static_cast<uint32_t>(stages), ring_bytes);
 }

@@ -32,8 +32,8 @@ void attend_joined(DType dtype, const PagedAttentionParams& params, const Rotary
 // or above and the shared memory for it. Never depends on the rows.
 bool takes_joined(int64_t head_dim, int64_t block_size);
 
-// Bytes of workspace that serve any call with at most these counts. Its first 256 KiB count finished chunks: the caller
-// clears them once, before the first call; every call leaves them cleared. Calls that share it must not overlap.
+// Bytes of workspace that serve any call with at most these counts. Its first 256 KiB are counters of the calls: the
+// caller clears them once, before the first call; every call leaves them cleared. Calls that share it must not overlap.
 size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t max_context);
 
 }  // namespace tide::cuda

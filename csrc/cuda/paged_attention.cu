@@ -42,8 +42,8 @@ void launch_combine(const PagedAttentionParams& p, cudaStream_t stream) {
     constexpr int64_t kMostAtOnce = 16;
     const int64_t queries = p.max_queries < 1 ? 1 : p.max_queries < kMostAtOnce ? p.max_queries : kMostAtOnce;
     const int64_t ctas = (p.rows * p.num_heads * queries + kCombineWarps - 1) / kCombineWarps;
-    launch("paged_attention", combine_lanes<T>, {ctas, kCombineWarps * 32}, stream, AttentionWork(p),
-           static_cast<uint32_t>(queries));
+    launch("paged_attention", combine_lanes<T>, {ctas, kCombineWarps * 32, 0, 1, Effect::kNothing}, stream,
+           AttentionWork(p), static_cast<uint32_t>(queries));
 }
 
 bool is_aligned(const void* pointer) {
@@ -108,8 +108,8 @@ bool takes_joined(int64_t head_dim, int64_t block_size) {
 
 size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t max_context) {
     const int64_t chunks = num_chunks(max_context);
-    if (chunks <= 1) return 0;
-    return static_cast<size_t>(kCounters + num_tokens * num_heads * chunks * (head_dim + 2)) * sizeof(float);
+    const int64_t partial = chunks > 1 ? num_tokens * num_heads * chunks * (head_dim + 2) : 0;
+    return static_cast<size_t>(kCounters + partial) * sizeof(float);
 }
 
 void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream) {

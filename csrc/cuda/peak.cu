@@ -129,8 +129,8 @@ __device__ void finish_row(const PeakParams& p, int64_t row, uint32_t chunk, uin
 template <typename T>
 __global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, uint32_t chunks, bool aligned) {
     __shared__ Part warps[kWarps];
-    let_next_start();
     wait_for_previous();
+    let_next_start();  // drafts follow one another: it settles
     const int64_t tasks = count_rows(p.num_rows, p.rows) * chunks;
     for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
         const int64_t row = task / chunks, chunk = task - row * chunks;
@@ -160,8 +160,8 @@ void peak(DType dtype, const PeakParams& p, cudaStream_t stream) {
     const int64_t chunks = (p.width + kChunk - 1) / kChunk;
     with_storage("peak", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
-        launch("peak", peak_kernel<T>, LaunchShape{grid_of(p.rows * chunks), kThreads}, stream, p,
-               static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
+        launch("peak", peak_kernel<T>, LaunchShape{grid_of(p.rows * chunks), kThreads, 0, 1, Effect::kSettles}, stream,
+               p, static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
     });
 }
 

@@ -9,8 +9,8 @@ namespace {
 constexpr int kThreads = 128;
 
 __global__ void __launch_bounds__(kThreads) pending_tokens_kernel(PendingTokensParams p) {
-    let_next_start();
     wait_for_previous();
+    let_next_start();  // the deep pass follows: it settles
     const int64_t drafts = p.drafts * p.rows, count = drafts + p.tokens, step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
         if (i < drafts) {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) pending_tokens_kernel(PendingTokensP
 void pending_tokens(const PendingTokensParams& params, cudaStream_t stream) {
     const int64_t count = params.drafts * params.rows + params.tokens;
     if (count <= 0) return;
-    const LaunchShape shape = {grid_of((count + kThreads - 1) / kThreads), kThreads};
+    const LaunchShape shape = {grid_of((count + kThreads - 1) / kThreads), kThreads, 0, 1, Effect::kSettles};
     launch("pending_tokens", pending_tokens_kernel, shape, stream, params);
 }
 

@@ -17,7 +17,9 @@ from tide_core.engine.branches import branches_for
 from tide_core.engine.captured_cycle import CapturedCycles, Started
 from tide_core.engine.captured_pass import TOKEN_SIZES
 from tide_core.engine.captured_prompts import MOST_PROMPTS
+from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.engine import Completion
+from tide_core.engine.exits import Exits
 from tide_core.request import Audit, SamplingParams
 
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2")
@@ -93,6 +95,29 @@ def test_tokens_scores_layers_and_audits_are_those_of_the_plain_engine(
         assert one.usage.num_drafts == other.usage.num_drafts
         assert one.usage.num_accepted == other.usage.num_accepted
         assert one.usage.deep_passes == other.usage.deep_passes
+
+
+@pytest.mark.parametrize(("params", "remembers"), [({"mode": "full"}, False), ({"threshold": 0.3}, True)], ids=str)
+def test_only_rows_that_may_exit_are_remembered_and_only_once_their_results_are_sent(
+    params: dict[str, Any], remembers: bool, cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def note(kind: Any, name: str) -> None:
+        work = getattr(kind, name)
+
+        def noted(self: Any, *given: Any) -> None:
+            order.append(name)
+            work(self, *given)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note(CycleSaid, "send")
+    note(Exits, "keep")
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        engine.generate(random_prompts(2, 11), SamplingParams(**GREEDY, **params))
+    of_each = ["send", "keep"] if remembers else ["send"]
+    assert order[-len(of_each) * len(cycles) :] == of_each * len(cycles), "prompts come before"
 
 
 def test_a_bound_holds_for_the_drafts_it_was_certified_for(

@@ -109,7 +109,7 @@ class CapturedCycles:
             even = rows[0].num_drafts == rows[-1].num_drafts
             room = self._room(len(rows), rows[0].num_drafts, blocks_for(blocks), branch=even)
         cycle, begins = self._ready(room, rows)
-        cycle.replay()
+        cycle.replay(remembers=any([row.policy.may_exit for row in rows]))
         return lambda: self._results(rows, begins, cycle)
 
     def _room(self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True) -> CycleRoom:

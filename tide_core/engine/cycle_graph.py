@@ -1,9 +1,12 @@
-"""The passes of a cycle of one shape, one behind another on the device: captured once, then launched as one."""
+"""The passes of a cycle of one shape, one behind another on the device: captured once, then launched as one.
+
+What exits remember of the tokens is no result: it is a second launch, which runs while the host reads the first.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,13 +16,23 @@ from tide_core.engine.captured_pass import Buffer, Replayed
 from tide_core.engine.cycle_choice import CycleChoice, Drawn, Likeliest
 from tide_core.engine.cycle_room import CycleRoom, CycleRows
 from tide_core.engine.cycle_said import CycleSaid, Said
-from tide_core.engine.deep_pass import run_deep
+from tide_core.engine.deep_pass import DeepStates, run_deep
 from tide_core.engine.exits import Exits
 from tide_core.kernels import CudaKernels, cycle_plan
 from tide_core.kernels.branching import Claims
 from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import KernelView
 from tide_core.models.adapter import ModelAdapter
+
+
+class Remembering(Replayed):
+    """What is kept for later cycles, once all tokens have run."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._work = run
+
+    def _run(self) -> None:
+        self._work()
 
 
 class CycleGraph(Replayed):
@@ -53,9 +66,13 @@ class CycleGraph(Replayed):
         if room.draws:
             numbers = room.numbers(self._buffer.device, torch.float64)
             self._choice = Drawn(kernels, exits, self._about, parts, numbers)
-        apart = cache.device.type == "cuda" and exits is not None
+        on_gpu = cache.device.type == "cuda"
+        apart = on_gpu and exits is not None
         self._side: Any = torch.cuda.Stream(cache.device) if apart else None  # type: ignore[no-untyped-call]
+        self._sent: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._is_open = False
+        self._states: DeepStates | None = None
+        self._remembering = None if exits is None else Remembering(self._remember)
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
         view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
@@ -68,17 +85,28 @@ class CycleGraph(Replayed):
 
     def wait(self) -> None:
         """Until the host may write: at once, unless what was launched last was never read."""
-        if self._is_open and self._cache.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if self._is_open and self._sent is not None:
+            self._sent.synchronize()
         self._is_open = False
 
     def capture(self, pool: Any) -> None:
-        self._is_open = True  # it runs once beforehand
-        super().capture(pool)
+        super().capture(pool)  # it runs once beforehand
+        if self._remembering is not None:
+            self._remembering.capture(self.pool)
+        self._states = None  # other graphs may have the memory
+        self._note_sent()
 
-    def replay(self) -> None:
-        self._is_open = True
+    def replay(self, *, remembers: bool = True) -> None:
+        """`remembers`: whether any of the rows may exit."""
         super().replay()
+        self._note_sent()
+        if remembers and self._remembering is not None:
+            self._remembering.replay()
+
+    def _note_sent(self) -> None:
+        self._is_open = True
+        if self._sent is not None:
+            self._sent.record()
 
     def read(self) -> Said:
         self.wait()
@@ -95,33 +123,26 @@ class CycleGraph(Replayed):
         said, parts = self._said, self._parts
         pending = parts.newest, said.places, self._shortlist, parts.sources
         self._kernels.pending_tokens(*pending, said.drafted, said.token_ids)
+        beside = None if self.room.draws else self._side  # drafts that were drawn are judged by their scores
         if features and self._exits is not None:
-            # Scores are for the host alone, unless drafts were drawn: these are judged with them.
-            with contextlib.nullcontext() if self.room.draws else self._beside():
+            with _stream(beside):
                 self._exits.rate(torch.cat(features), said.all_peaks, said.scores.flatten())
-        states = run_deep(self._adapter, self._deep, said.token_ids, self._exits)
-        if self._exits is not None:
-            with self._beside():
-                self._exits.keep(self._deep, *states, parts.kept_slots, parts.deep_slots, parts.distances)
-        self._choice.settle(self._adapter.head(states.normed), said)
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+        self._states = run_deep(self._adapter, self._deep, said.token_ids, self._exits)
+        self._choice.settle(self._adapter.head(self._states.normed), said)
+        if features and beside is not None:
+            torch.cuda.current_stream().wait_stream(beside)
+        said.send()
+
+    def _remember(self) -> None:
+        """Deep states and the head's K and V; and the branch that was right becomes the row."""
+        assert self._exits is not None
+        assert self._states is not None
+        parts, said = self._parts, self._said
+        self._exits.keep(self._deep, *self._states, parts.kept_slots, parts.deep_slots, parts.distances)
         if self.room.branches > 1:
             assert self._branches is not None
             source, target, *_ = self._returns
             self._branches.copy(source, target, Claims(self._returns[2:], said.following, said.drafted[0]))
-        said.send()
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """For what nobody waits for before the results are sent: it runs while the passes behind it do. What it reads
-        must live till then: whoever held its memory next would not wait for it."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
 
     def _draft(self, ahead: int, view: KernelView) -> torch.Tensor:
         """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones. Returns
@@ -139,3 +160,15 @@ class CycleGraph(Replayed):
             self._kernels.nth_best(logits, self._ranks[0], out=said.places[0])
         self._choice.draft(ahead, logits, said)
         return features
+
+
+@contextlib.contextmanager
+def _stream(other: Any) -> Iterator[None]:
+    """On another stream than the current one, if there is one: for what nobody waits for before the results are sent.
+    What it reads must live till then: whoever held its memory next would not wait for it."""
+    if other is None:
+        yield
+        return
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        yield

@@ -1,5 +1,5 @@
-// Checks and times the CUDA ops. Arguments: any of check, check-draw, linear, narrow, chain, attention, small, draw;
-// none: all.
+// Checks and times the CUDA ops. Arguments: any of check, check-draw, linear, narrow, head, chain, attention, small,
+// draw; none: all.
 #include <cstring>
 
 #include "cuda/bench/support.cuh"
@@ -24,12 +24,14 @@ int main(int argc, char** argv) {
         std::printf("{\"checks\": %d, \"failed\": %d}\n", num_checks, num_failures);
         std::fflush(stdout);
     }
-    if (wanted("linear") || wanted("narrow") || wanted("chain") || wanted("attention") || wanted("small")) {
+    if (wanted("linear") || wanted("narrow") || wanted("head") || wanted("chain") || wanted("attention") ||
+        wanted("small")) {
         const int64_t bytes = wanted("chain") ? int64_t{16} << 30 : int64_t{2} << 30;
         const Buffer arena(bytes);
         fill(arena.get<__nv_bfloat16>(), bytes / 2, 8, 0.02f);
         if (wanted("linear")) time_linear(arena);
         if (wanted("narrow")) time_narrow(arena);
+        if (wanted("head")) time_head(arena);
         if (wanted("chain")) time_chain(arena);
         if (wanted("attention")) time_attention(arena);
         if (wanted("small")) time_small(arena);

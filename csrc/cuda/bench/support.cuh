@@ -211,6 +211,7 @@ void time_chain(const Buffer& arena);
 void time_attention(const Buffer& arena);
 void time_small(const Buffer& arena);
 void time_narrow(const Buffer& arena);
+void time_head(const Buffer& arena);
 void time_draw();
 
 }  // namespace tide::cuda::bench

@@ -1,0 +1,71 @@
+// Which kernels may read pages of the KV cache and indices before wait_for_previous().
+//
+// A kernel starts when all CTAs of the one before it have let it. Some kernels let the next one start only after their
+// own wait: when anything behind such a one starts, everything before it has ended, and what that wrote can be read at
+// once, past the first-level cache. The others say whether they write pages or indices, so that for a launch it is
+// known whether any of those behind the last such kernel does. What is launched by others than us lets nothing start
+// before its end, and changes nothing.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace tide::cuda {
+
+enum class Effect {
+    kWrites,   // it may write pages or indices
+    kNothing,  // it writes neither
+    kSettles,  // nor does it, and it lets the next kernel start after its own wait_for_previous()
+};
+
+// Of every stream: what was launched since it was settled last.
+class Settled {
+  public:
+    static void note(cudaStream_t stream, Effect effect) {
+        const std::lock_guard<std::mutex> lock(mutex());
+        State& state = states()[stream];
+        if (effect == Effect::kNothing) return;
+        state.is_settled = effect == Effect::kSettles;
+        state.written.clear();
+    }
+
+    // A kernel was launched that writes new tokens to the pages of this pool, and else neither pages nor indices.
+    static void note_pool(cudaStream_t stream, const void* pool) {
+        const std::lock_guard<std::mutex> lock(mutex());
+        states()[stream].written.push_back(pool);
+    }
+
+    // Whether all pages and indices are as they were when the stream was settled last.
+    static bool is_settled(cudaStream_t stream) {
+        const std::lock_guard<std::mutex> lock(mutex());
+        const State& state = states()[stream];
+        return state.is_settled && state.written.empty();
+    }
+
+    // Whether the next launch may read the pages of this pool, and all indices, before it waits.
+    static bool may_read(cudaStream_t stream, const void* pool) {
+        const std::lock_guard<std::mutex> lock(mutex());
+        const State& state = states()[stream];
+        return state.is_settled && std::find(state.written.begin(), state.written.end(), pool) == state.written.end();
+    }
+
+  private:
+    struct State {
+        bool is_settled = false;
+        std::vector<const void*> written;
+    };
+    static std::mutex& mutex() {
+        static std::mutex one;
+        return one;
+    }
+    static std::unordered_map<cudaStream_t, State>& states() {
+        static std::unordered_map<cudaStream_t, State> all;
+        return all;
+    }
+};
+
+}  // namespace tide::cuda
