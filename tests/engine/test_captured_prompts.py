@@ -3,7 +3,6 @@ for them and nothing is captured."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,14 +91,9 @@ def test_rows_with_exits_and_without_share_a_pass(request: pytest.FixtureRequest
         plain = [engine.generate([prompt], params)[0] for prompt, params in zip(prompts, both, strict=True)]
     pieces = request.getfixturevalue("pieces")
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
-        others = asked(mode="full", max_tokens=40)
-        with ThreadPoolExecutor(3) as threads:  # the engine is busy, so that the two come in together
-            busy = threads.submit(engine.generate, random_prompts(6, 5), others)
-            said = [threads.submit(engine.generate, [p], params) for p, params in zip(prompts, both, strict=True)]
-            answers = [one.result()[0] for one in said]
-            busy.result()
+        answers = engine.generate(prompts, both)
     assert all_ids(answers) == all_ids(plain)
-    assert sum(map(len, pieces)) == 8
+    assert pieces == [[21, 21]]
 
 
 @pytest.mark.parametrize("budget", [24, 64])
