@@ -10,8 +10,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <mutex>
-#include <unordered_map>
+#include <map>
+#include <utility>
 #include <vector>
 
 namespace tide::cuda {
@@ -22,34 +22,29 @@ enum class Effect {
     kSettles,  // nor does it, and it lets the next kernel start after its own wait_for_previous()
 };
 
-// Of every stream: what was launched since it was settled last.
+// What this thread has launched on each stream since that was settled last. Other threads do not concern it: nobody
+// writes the pages and indices of its launches but itself.
 class Settled {
   public:
     static void note(cudaStream_t stream, Effect effect) {
-        const std::lock_guard<std::mutex> lock(mutex());
-        State& state = states()[stream];
         if (effect == Effect::kNothing) return;
+        State& state = of(stream);
         state.is_settled = effect == Effect::kSettles;
         state.written.clear();
     }
 
     // A kernel was launched that writes new tokens to the pages of this pool, and else neither pages nor indices.
-    static void note_pool(cudaStream_t stream, const void* pool) {
-        const std::lock_guard<std::mutex> lock(mutex());
-        states()[stream].written.push_back(pool);
-    }
+    static void note_pool(cudaStream_t stream, const void* pool) { of(stream).written.push_back(pool); }
 
     // Whether all pages and indices are as they were when the stream was settled last.
     static bool is_settled(cudaStream_t stream) {
-        const std::lock_guard<std::mutex> lock(mutex());
-        const State& state = states()[stream];
+        const State& state = of(stream);
         return state.is_settled && state.written.empty();
     }
 
     // Whether the next launch may read the pages of this pool, and all indices, before it waits.
     static bool may_read(cudaStream_t stream, const void* pool) {
-        const std::lock_guard<std::mutex> lock(mutex());
-        const State& state = states()[stream];
+        const State& state = of(stream);
         return state.is_settled && std::find(state.written.begin(), state.written.end(), pool) == state.written.end();
     }
 
@@ -58,13 +53,12 @@ class Settled {
         bool is_settled = false;
         std::vector<const void*> written;
     };
-    static std::mutex& mutex() {
-        static std::mutex one;
-        return one;
-    }
-    static std::unordered_map<cudaStream_t, State>& states() {
-        static std::unordered_map<cudaStream_t, State> all;
-        return all;
+    // The default stream has one name on all devices.
+    static State& of(cudaStream_t stream) {
+        thread_local std::map<std::pair<int, cudaStream_t>, State> states;
+        int device = 0;
+        if (cudaGetDevice(&device) != cudaSuccess) device = -1;
+        return states[{device, stream}];
     }
 };
 
