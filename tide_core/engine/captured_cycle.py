@@ -9,7 +9,8 @@ with a number of drafts of 0, so that a step at full depth is such a cycle too.
 Rows that draw at random are given beforehand all the numbers they may need, and their drafts are judged on the device
 (`cycle_choice`). A cycle with such a row has a graph of its own kind.
 
-Then the host reads what every pass said, and `greedy` makes results of it.
+Then the host reads what every pass said, and `greedy` makes results of it, while the device does what is left: what
+exits remember of the tokens.
 """
 
 from __future__ import annotations
