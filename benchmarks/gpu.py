@@ -7,11 +7,11 @@
 
     step     a full-depth step against the time to read the weights
     cycle    a shallow pass, a deep pass, and routers that let nothing leave
-    reads    what the host waits for in a cycle
     demo     verified against full on the demo model
     replay   the large shape with the acceptance of the demo model
     kernels  paged attention, norm and router
     rivals   transformers generate and tide-inference
+    reads    what the host waits for in a cycle
 
 The large shape is Llama 3.1 8B in bfloat16 with random weights. Times are whole calls of the engine's runner by the
 host's clock, medians; floors are bytes over the rate at which this device reads, measured in the same run. A part

@@ -34,7 +34,9 @@ class Settled {
     }
 
     // A kernel was launched that writes new tokens to the pages of this pool, and else neither pages nor indices.
-    static void note_pool(cudaStream_t stream, const void* pool) { of(stream).written.push_back(pool); }
+    static void note_pool(cudaStream_t stream, const void* pool) {
+        if (may_read(stream, pool)) of(stream).written.push_back(pool);  // once: some models never settle again
+    }
 
     // Whether all pages and indices are as they were when the stream was settled last.
     static bool is_settled(cudaStream_t stream) {

@@ -108,7 +108,7 @@ class ModelRunner:
                 others.append(r)
         started = []
         if prompts is not None and prompting:
-            prompts.mark()
+            prompts.mark()  # blocks of rows that ended may be theirs now
         if cycles is not None and talking:
             started.append((talking, cycles.start([rows[r] for r in talking])))
         if prompts is not None and prompting:
