@@ -52,6 +52,7 @@ logger = logging.getLogger("tide")
 
 LARGE_SIZES = Sizes(
     batches=(1, 8, 32),
+    steps=40,
     repeats=30,
     tokens=128,
     prompts=24,
@@ -62,7 +63,7 @@ LARGE_SIZES = Sizes(
     rival_tokens=36,
     rival_limit_s=90.0,
 )
-SMALL_SIZES = replace(LARGE_SIZES, repeats=3, tokens=12, prompts=2, turns=1, rounds=2, calls=2, rival_tokens=8)
+SMALL_SIZES = replace(LARGE_SIZES, steps=8, repeats=3, tokens=12, prompts=2, turns=1, rounds=2, calls=2, rival_tokens=8)
 Report = dict[str, Any]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_shapes import Subject
-from benchmarks.gpu_times import cycle_times, profile_cycle
+from benchmarks.gpu_times import cycle_times, profile_cycle, step_time
 from benchmarks.mode_parts import ABOVE_ALL, different_kinds, greedy
 from benchmarks.mode_runs import Bench, Runs, output_ids
 from tide_core.batch import RowStep, ScheduledBatch
@@ -33,6 +33,8 @@ class Sizes:
     """How much of everything."""
 
     batches: tuple[int, ...]
+    steps: int
+    """At full depth, in a row."""
     repeats: int
     tokens: int
     prompts: int
@@ -96,7 +98,7 @@ def step(world: World) -> Found:
     found.figures |= {"weight_bytes": subject.weight_bytes, "floor_ms": 1e3 * floor}
     context = subject.shape.context
     for rows in world.sizes.batches:
-        [seconds] = cycle_times(subject.plain, [-1], rows, context, world.sizes.repeats)
+        seconds = step_time(subject.plain, rows, context, world.sizes.steps, max(1, world.sizes.repeats // 6))
         keys_values = rows * context * subject.shape.layers * subject.kv_bytes
         figures = {"ms": 1e3 * seconds, "with_kv_floor_ms": 1e3 * world.floor_s(subject.weight_bytes + keys_values)}
         if world.with_profile:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from tide_core.batch import ScheduledBatch
 from tide_core.engine.assemble import Parts
 from tide_core.engine.cost_measure import blank_tables, decode_batch
+from tide_core.request import Request, RequestOutput, SamplingParams
 
 WARM_UP = 3
 """The first run of a shape captures it."""
@@ -63,6 +65,37 @@ def cycle_times(
     finally:
         for table in tables:
             blocks.free(table)
+
+
+def step_time(parts: Parts, rows: int, context: int, steps: int, repeats: int) -> float:
+    """Median seconds of a step of the whole engine at full depth, while so many rows talk: scheduled, run, committed
+    and said. `steps` of them at a time, around a `context` of so many positions."""
+    core, device = parts.core, parts.runner.cache.device
+    names = [f"step-{row}" for row in range(rows)]
+    seconds = []
+    for _ in range(repeats + 1):  # the first one warms up
+        params = SamplingParams(max_tokens=2 * steps + WARM_UP, ignore_eos=True, mode="full")
+        for row, name in enumerate(names):
+            ids = tuple((7 * row + place) % 250 for place in range(context - WARM_UP - steps // 2))
+            core.add(Request(name, ids, params, seed=0))
+        said = Counter[str]()
+
+        def deliver(outputs: Sequence[RequestOutput], said: Counter[str] = said) -> None:
+            said.update(output.request_id for output in outputs for _ in output.tokens)
+
+        while len(said) < rows or min(said.values()) < WARM_UP - 1:
+            core.advance(deliver)
+        synchronize(device)
+        began, before = time.perf_counter(), said.total()
+        for _ in range(steps):
+            core.advance(deliver)
+        seconds.append((time.perf_counter() - began) / steps)
+        if said.total() - before != rows * steps:
+            raise RuntimeError(f"{said.total() - before} tokens in {steps} steps of {rows} rows")
+        for name in names:
+            core.abort(name)
+        synchronize(device)
+    return statistics.median(seconds[1:])
 
 
 def in_turns(

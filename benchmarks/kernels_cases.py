@@ -69,6 +69,7 @@ class Cases(LayerOps, ExitOps, DrawOps):
             "exit_input": (self._exit_input, True),
             "embed": (self._embed, True),
             "plan_cycle": (self._plan_cycle, True),
+            "carry_on": (self._carry_on, True),
             "pending_tokens": (self._pending_tokens, True),
             "nth_best": (self._nth_best, True),
             "slot_copier": (self._copy_slots, True),

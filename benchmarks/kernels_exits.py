@@ -90,6 +90,7 @@ class ExitOps(Inputs):
         facts = [[1] * rows, [shape.context] * rows, [DRAFTS] * rows, [1] * rows]
         about = torch.tensor(facts, dtype=torch.int32, device=self.device)
         tables = torch.arange(rows * blocks, dtype=torch.int32, device=self.device).view(rows, blocks)
+        carried = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
         wide, narrow = cycle_plan.sizes(rows, DRAFTS)
 
         def buffers() -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ class ExitOps(Inputs):
             )
 
         def plan(op: Any, into: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            op(about, tables, BLOCK, DRAFTS, *into)
+            op(about, carried, tables, BLOCK, DRAFTS, *into)
             return into
 
         ours, plain = buffers(), buffers()
@@ -107,6 +108,28 @@ class ExitOps(Inputs):
             lambda i: plan(self.kernels.plan_cycle, ours),
             lambda i: plan(cycle_plan.plan_cycle, plain),
             4 * (about.numel() + tables.numel() + narrow) + 8 * wide,
+            captured_reference=False,
+        )
+
+    def _carry_on(self, shape: Shape, rows: int) -> Calls:
+        """Where rows go on whose drafts are right now and then."""
+        facts, tokens = [[1] * rows, [shape.context] * rows, [DRAFTS] * rows, [1] * rows], rows * (DRAFTS + 1)
+        about = torch.tensor(facts, dtype=torch.int32, device=self.device)
+        starts = torch.arange(0, tokens + 1, DRAFTS + 1, dtype=torch.int32, device=self.device)
+        positions = torch.arange(tokens, device=self.device)
+        drafted = torch.randint(0, 2, (DRAFTS, rows), device=self.device)
+        following = torch.randint(0, 2, (tokens,), device=self.device)
+        carried = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
+        ours, plain = (torch.zeros((2, rows), dtype=torch.int64, device=self.device) for _ in range(2))
+
+        def go_on(op: Any, into: Tensor) -> Tensor:
+            op(about, starts, positions, drafted, following, 1, carried, into)
+            return into
+
+        return Calls(
+            lambda i: go_on(self.kernels.carry_on, ours),
+            lambda i: go_on(cycle_plan.carry_on, plain),
+            4 * (about.numel() + starts.numel() + 2 * rows) + 8 * (2 * tokens + drafted.numel() + 2 * rows),
             captured_reference=False,
         )
 

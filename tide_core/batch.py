@@ -39,6 +39,8 @@ class ScheduledBatch:
     """Scheduler to runner: rows in arrival order."""
 
     rows: tuple[RowStep, ...]
+    goes_on: bool = False
+    """Whether these rows are likely to be in the next step too, with what comes of this one: a runner may begin it."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +72,8 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """Runner to scheduler, for one row: the tokens it gained, or the reason there are none."""
+    """Runner to scheduler, for one row: the tokens it gained, or the reason there are none. Without either, it has only
+    waited."""
 
     tokens: tuple[TokenResult, ...] = ()
     num_valid: int = 0

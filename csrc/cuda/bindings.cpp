@@ -255,11 +255,19 @@ void exit_input(int dtype, Address states, Address state_norm, Address deep, Add
                            stream_of(stream));
 }
 
-void plan_cycle(Address about, Address tables, Address wide, Address narrow, int64_t rows, int64_t drafts,
-                int64_t blocks, int64_t block_size, Address stream) {
-    tide::cuda::plan_cycle({in<int32_t>(about), in<int32_t>(tables), out<int64_t>(wide), out<int32_t>(narrow), rows,
-                            drafts, blocks, block_size},
+void plan_cycle(Address about, Address carried, Address tables, Address wide, Address narrow, int64_t rows,
+                int64_t drafts, int64_t blocks, int64_t block_size, int64_t branches, int64_t first_spare,
+                Address stream) {
+    tide::cuda::plan_cycle({in<int32_t>(about), in<int32_t>(carried), out<int32_t>(tables), out<int64_t>(wide),
+                            out<int32_t>(narrow), rows, drafts, blocks, block_size, branches, first_spare},
                            stream_of(stream));
+}
+
+void carry_on(Address about, Address starts, Address positions, Address drafted, Address following, Address carried,
+              Address next, int64_t rows, int64_t drafts, int64_t branches, Address stream) {
+    tide::cuda::carry_on({in<int32_t>(about), in<int32_t>(starts), in<int64_t>(positions), in<int64_t>(drafted),
+                          in<int64_t>(following), out<int32_t>(carried), out<int64_t>(next), rows, drafts, branches},
+                         stream_of(stream));
 }
 
 void pending_tokens(Address newest, Address places, Address shortlist, Address sources, Address drafted,
@@ -358,6 +366,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from what is said of its rows.");
     m.def("pending_tokens", &pending_tokens, no_gil,
           "The tokens that the drafts of a cycle are, and of its deep pass.");
+    m.def("carry_on", &carry_on, no_gil, "Where the rows of a cycle go on: next token and its position.");
     m.def("nth_best", &nth_best, no_gil, "Where the number of some rank stands in each row.");
     m.def("copy_slots", &copy_slots, no_gil, "Slots of all pools to other slots.");
     m.def("exit_input", &exit_input, no_gil,

@@ -151,6 +151,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         if (s < count) copy_x(s, mine + s * Layout::kStageBytes);
         close_copy_group();
     }
+    const T residual =
+        Outputs<Layout>(p, row_block, first_token, rows).template residual<T>(p, rank * Layout::kThreads + threadIdx.x);
 
     // 3. The slice.
     float sums[kRowTiles][kTokenTiles][4] = {};
@@ -193,7 +195,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         stage =
             stage + Layout::kStageBytes == mine + kStages * Layout::kStageBytes ? mine : stage + Layout::kStageBytes;
     }
-    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, rank, row_block, first_token, rows);
+    const Outputs<Layout> outputs(p, row_block, first_token, rows);
+    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, rank, outputs, residual);
 #endif
 }
 

@@ -73,12 +73,41 @@ __device__ inline float load_cluster(uint32_t address, uint32_t rank) {
     return v;
 }
 
+// The outputs of a CTA, token by token.
+template <typename Shape>
+struct Outputs {
+    static constexpr int kColumns = Shape::kRowTiles * kTileRows;  // half of them when gated
+    static constexpr int kAtOnce = Shape::kCluster * Shape::kThreads;
+    int columns, count;
+    int64_t first_token, first_column;
+    bool gated;
+
+    __device__ Outputs(const LinearParams& p, int64_t row_block, int64_t first_token, int64_t rows)
+        : columns(p.gated ? kColumns / 2 : kColumns),
+          first_token(first_token),
+          first_column(row_block * columns),
+          gated(p.gated) {
+        count = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Shape::kTokens))) * columns;
+    }
+    // Divisions by constants are quick.
+    __device__ int token(int i) const { return gated ? i / (kColumns / 2) : i / kColumns; }
+    __device__ int column(int i) const { return i - token(i) * columns; }
+    __device__ bool exists(const LinearParams& p, int i) const {
+        return i < count && first_column + column(i) < p.out_features;
+    }
+    template <typename T>
+    __device__ T residual(const LinearParams& p, int i) const {
+        return exists(p, i) ? residual_of<T>(p, first_token + token(i), first_column + column(i)) : T{};
+    }
+};
+
 // Adds the slices in order and writes the outputs. Each warp leaves its sums where its stages were, `warp_bytes` apart.
+// `residual` is that of the thread's first output, which was asked for before there were any sums.
 template <typename T, typename Shape>
 __device__ inline void finish_outputs(const LinearParams& p, char* shared, int warp_bytes,
                                       const float (&sums)[Shape::kRowTiles][Shape::kTokenTiles][4],
-                                      const RowSquares<Shape::kTokenTiles>& squares, int rank, int64_t row_block,
-                                      int64_t first_token, int64_t rows) {
+                                      const RowSquares<Shape::kTokenTiles>& squares, int rank,
+                                      const Outputs<Shape>& outputs, T residual) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const float share = 1.0f / static_cast<float>(p.in_features);
     float* partial = reinterpret_cast<float*>(shared + warp * warp_bytes);
@@ -118,14 +147,10 @@ __device__ inline void finish_outputs(const LinearParams& p, char* shared, int w
         }
         return sum;
     };
-    constexpr int kColumns = Shape::kRowTiles * kTileRows;  // half of them when gated; divisions by constants are quick
-    const int columns = p.gated ? kColumns / 2 : kColumns;
-    const int64_t first_column = row_block * columns;
-    const int live = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Shape::kTokens)));
-    for (int i = rank * Shape::kThreads + threadIdx.x; i < live * columns; i += Shape::kCluster * Shape::kThreads) {
-        const int token = p.gated ? i / (kColumns / 2) : i / kColumns, column = i - token * columns;
+    for (int i = rank * Shape::kThreads + threadIdx.x; i < outputs.count; i += Outputs<Shape>::kAtOnce) {
+        const int token = outputs.token(i), column = outputs.column(i);
         const int row = p.gated ? column / 8 * kTileRows + column % 8 : column;
-        if (first_column + column >= p.out_features) continue;
+        if (!outputs.exists(p, i)) continue;
         float up = p.gated ? add_slices(token, row + kTileRows / 2) : 0.0f;
         float sum = add_slices(token, row);
         if constexpr (Shape::kNormed) {
@@ -133,7 +158,8 @@ __device__ inline void finish_outputs(const LinearParams& p, char* shared, int w
             sum = __fmul_rn(sum, factor);  // in no tile joined with an addition
             up = __fmul_rn(up, factor);
         }
-        write_output<T>(p, first_token + token, first_column + column, sum, up);
+        const T added = i < Outputs<Shape>::kAtOnce ? residual : outputs.template residual<T>(p, i);
+        write_output<T>(p, outputs.first_token + token, outputs.first_column + column, sum, up, added);
     }
     if constexpr (Shape::kCluster > 1) cluster_barrier();  // the other CTA may still be reading here
 }

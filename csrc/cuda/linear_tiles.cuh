@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(kSlices * 32)
     };
     fetch_x(0, 0);
     fetch_x(1, 0);
+    const T residual = Outputs<Layout>(p, row_block, first_token, rows).template residual<T>(p, threadIdx.x);
 
     // 3. The slice: 64 columns a turn.
     float sums[kRowTiles][1][4] = {};
@@ -206,7 +207,8 @@ __global__ void __launch_bounds__(kSlices * 32)
     }
 
     // 4. The slices' sums, in order.
-    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, 0, row_block, first_token, rows);
+    const Outputs<Layout> outputs(p, row_block, first_token, rows);
+    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, 0, outputs, residual);
 #endif
 }
 

@@ -96,11 +96,14 @@ __device__ inline void write_sums(const LinearParams& p, const WideWork<Layout>&
     for (; first < live; first += kBatch * step) {
         const auto token = [&](int i) { return min(first + i * step, live - 1); };
         float sums[kBatch], ups[kBatch];
+        T residuals[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) residuals[i] = residual_of<T>(p, work.first_token + token(i), column);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) sums[i] = from[token(i) * Layout::kSumStride];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) ups[i] = p.gated ? from[token(i) * Layout::kSumStride + kTileRows / 2] : 0.0f;
-        write_outputs<T>(p, column, (live - first + step - 1) / step, sums, ups,
+        write_outputs<T>(p, column, (live - first + step - 1) / step, sums, ups, residuals,
                          [&](int i) { return work.first_token + token(i); });
     }
 }

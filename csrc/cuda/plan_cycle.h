@@ -8,16 +8,20 @@
 namespace tide::cuda {
 
 constexpr int kMostCycleRows = 256;
+constexpr int kBlocksPerBranch = 2;  // a branch has fewer drafts than a block has slots
 
 struct PlanCycleParams {
-    const int32_t* about;   // [4, rows]: newest token, its position, drafts (-1: no row), whether it may leave early
-    const int32_t* tables;  // [rows, blocks]
-    int64_t* wide;          // the 64-bit parts, one behind another
-    int32_t* narrow;        // the 32-bit parts
-    int64_t rows;           // at most kMostCycleRows, by falling number of drafts
+    const int32_t* about;    // [4, rows]: newest token, its position, drafts (-1: no row), how it may leave early
+    const int32_t* carried;  // [2, kMostCycleRows]: tokens and positions, for rows whose own are not known yet
+    int32_t* tables;         // [rows, blocks]; branches get blocks of their own here
+    int64_t* wide;           // the 64-bit parts, one behind another
+    int32_t* narrow;         // the 32-bit parts
+    int64_t rows;            // at most kMostCycleRows, by falling number of drafts
     int64_t drafts;
     int64_t blocks;
     int64_t block_size;
+    int64_t branches;     // that each row is there with, one behind another
+    int64_t first_spare;  // the first of the blocks that are for branches
 };
 
 void plan_cycle(const PlanCycleParams& params, cudaStream_t stream);
@@ -36,5 +40,21 @@ struct PendingTokensParams {
 };
 
 void pending_tokens(const PendingTokensParams& params, cudaStream_t stream);
+
+// Where the rows of a cycle go on: the token that follows the last draft that is right, and its position.
+struct CarryOnParams {
+    const int32_t* about;      // as above
+    const int32_t* starts;     // [rows + 1], from here on as the plan has them
+    const int64_t* positions;  // [tokens]
+    const int64_t* drafted;    // [drafts, rows]
+    const int64_t* following;  // [tokens]
+    int32_t* carried;          // [2, kMostCycleRows]
+    int64_t* next;             // [2, rows], the same again
+    int64_t rows;
+    int64_t drafts;
+    int64_t branches;
+};
+
+void carry_on(const CarryOnParams& params, cudaStream_t stream);
 
 }  // namespace tide::cuda

@@ -12,14 +12,13 @@ import torch
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import random_prompts
 from tests.kernels.twin import twin_kernels
-from tide_core.batch import RowStep
-from tide_core.engine import assemble, branches, captured_cycle, core
+from tide_core.engine import assemble, branches, core, cycle_flight
 from tide_core.engine.branches import MOST_TOKENS, SPARE_BLOCKS, Branches, branches_for
 from tide_core.engine.engine import Completion
 from tide_core.kernels.branching import Claims
-from tide_core.kv.block_manager import BlockTable
+from tide_core.kernels.cycle_plan import IF_RIGHT, MOST_ROWS, plan_cycle, sizes, split
 from tide_core.kv.cache import KVLayout, PagedKV
-from tide_core.request import Request, SamplingParams
+from tide_core.request import SamplingParams
 
 BLOCK = {"kind": "block", "taps": (2, 3)}
 HARDER = 0.3
@@ -35,14 +34,14 @@ def on_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 def brought_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The branches that were right, but for the first ones."""
     seen: list[int] = []
-    branch_of = captured_cycle._branch_of
+    branch_of = cycle_flight.branch_of
 
     def counted(right: int, tried: Sequence[int]) -> int:
         branch = branch_of(right, tried)
         seen.extend([branch] if branch else [])
         return branch
 
-    monkeypatch.setattr(captured_cycle, "_branch_of", counted)
+    monkeypatch.setattr(cycle_flight, "branch_of", counted)
     return seen
 
 
@@ -72,6 +71,7 @@ def test_a_branch_that_is_always_right_gives_a_token_in_every_cycle(
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         [expected] = engine.generate([prompt], SamplingParams(**GREEDY, mode="full"))
     parts = exit_parts(artefact=BLOCK, drafts=3)
+    parts.core.scheduler.runs_ahead = False  # the oracle looks at what was counted
     ids = all_ids([expected])[0]
     assert parts.runner.exits is not None
     shortlist = parts.runner.exits.shortlist.tolist()
@@ -118,28 +118,32 @@ def test_everything_of_a_token_goes_to_a_branch_and_comes_back(start: int, draft
     for pool in pools:
         pool.copy_(torch.randn(pool.shape))
     before = [pool.clone() for pool in pools]
-    table = BlockTable([start], [5, 2, 7, 0])
-    row = RowStep(Request("r", (1,), SamplingParams(), seed=0), table, (1,), (), True, num_drafts=drafts)
+    own = [5, 2, 7, 0]
     there = Branches(cache, twin_kernels())
-    blocks = there.blocks(row, 3)
-    assert not {*blocks[start // 16 : (start + drafts) // 16 + 1]} & {*table.block_ids}
-    count, source, target = there.before(row, blocks)
-    there.copy(*(torch.arange(first, first + count, dtype=torch.int32) for first in (source, target)))
+    about = torch.tensor([[1, 1], [start, start], [drafts, drafts], [IF_RIGHT, IF_RIGHT]], dtype=torch.int32)
+    tables, carried = torch.tensor([own, own], dtype=torch.int32), torch.zeros(2, MOST_ROWS, dtype=torch.int32)
+    wide, narrow = (
+        torch.zeros(n, dtype=kind) for n, kind in zip(sizes(2, drafts, 16), (torch.int64, torch.int32), strict=True)
+    )
+    plan_cycle(about, carried, tables, 16, drafts, wide, narrow, 2, there.first_spare)
+    parts = split(wide, narrow, 2, drafts, 16)
+    assert tables[0].tolist() == own
+    blocks = tables[1].tolist()
+    assert not {*blocks[start // 16 : (start + drafts) // 16 + 1]} & {*own}
+    there.copy(*parts.copies)
     for pool, old in zip(pools, before, strict=True):
         for position in range(start):  # the branch sees what the row sees
             block, offset = position // 16, position % 16
-            assert torch.equal(pool[blocks[block], :, offset], old[table.block_ids[block], :, offset])
+            assert torch.equal(pool[blocks[block], :, offset], old[own[block], :, offset])
         assert torch.equal(pool[:8], old[:8]), "and the row's own blocks are as they were"
-    back = [torch.tensor(slots, dtype=torch.int32) for slots in there.after(row, blocks)]
-    places = torch.tensor([[4] * (drafts + 1), [1] * (drafts + 1)], dtype=torch.int32)
-    said, tried = torch.tensor([1, 2, 3, 4, 9]), torch.tensor([7, 8])
+    source, target, *_ = parts.returns
     for is_right in (False, True):
-        tried[1] = 9 if is_right else 8
-        there.copy(*back, Claims(places, said, tried))
+        said, tried = torch.full((2 * drafts + 2,), 9), torch.tensor([7, 9 if is_right else 8])
+        there.copy(source, target, Claims(parts.returns[2:], said, tried))
         for pool, old in zip(pools, before, strict=True):
             for position in range(64):
                 block, offset = position // 16, position % 16
-                now, was = pool[table.block_ids[block], :, offset], old[table.block_ids[block], :, offset]
+                now, was = pool[own[block], :, offset], old[own[block], :, offset]
                 came = is_right and start <= position <= start + drafts
                 assert torch.equal(now, pool[blocks[block], :, offset] if came else was)
 

@@ -17,6 +17,7 @@ from tide_core.engine.branches import branches_for
 from tide_core.engine.captured_cycle import CapturedCycles, Started
 from tide_core.engine.captured_pass import TOKEN_SIZES
 from tide_core.engine.captured_prompts import MOST_PROMPTS
+from tide_core.engine.cycle_flight import Flight
 from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.engine import Completion
 from tide_core.engine.exits import Exits
@@ -34,9 +35,9 @@ def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     start = CapturedCycles.start
 
-    def counted(self: CapturedCycles, rows: Any) -> Started:
+    def counted(self: CapturedCycles, rows: Any, **how: Any) -> Started:
         seen.append([row.num_drafts for row in rows])
-        return start(self, rows)
+        return start(self, rows, **how)
 
     monkeypatch.setattr(CapturedCycles, "start", counted)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
@@ -98,7 +99,7 @@ def test_tokens_scores_layers_and_audits_are_those_of_the_plain_engine(
 
 
 @pytest.mark.parametrize(("params", "remembers"), [({"mode": "full"}, False), ({"threshold": 0.3}, True)], ids=str)
-def test_only_rows_that_may_exit_are_remembered_and_only_once_their_results_are_sent(
+def test_only_rows_that_may_exit_are_remembered(
     params: dict[str, Any], remembers: bool, cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -116,7 +117,7 @@ def test_only_rows_that_may_exit_are_remembered_and_only_once_their_results_are_
     note(Exits, "keep")
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         engine.generate(random_prompts(2, 11), SamplingParams(**GREEDY, **params))
-    of_each = ["send", "keep"] if remembers else ["send"]
+    of_each = ["keep", "send"] if remembers else ["send"]
     assert order[-len(of_each) * len(cycles) :] == of_each * len(cycles), "prompts come before"
 
 
@@ -246,15 +247,24 @@ def test_few_shapes_come_up(cycles: list[list[int]]) -> None:
     assert len(rooms) <= 4 * 5 + 4
 
 
-def test_what_a_row_counts_as_run_is_every_pass_it_was_in(cycles: list[list[int]]) -> None:
+def test_what_a_row_counts_as_run_is_every_pass_it_was_in(
+    cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three drafts: three times the first segment, then four tokens through all layers, for each of its branches."""
+    passes: list[tuple[int, int]] = []
+    results = Flight.results
+
+    def noted(self: Flight, *given: Any) -> Any:
+        passes.append((self.each, self.drafts))
+        return results(self, *given)
+
+    monkeypatch.setattr(Flight, "results", noted)
     with poisoned(exit_parts(drafts=3)) as engine:
         [answer] = engine.generate(random_prompts(1, 11), SamplingParams(max_tokens=30, ignore_eos=True))
+    assert len(passes) == len(cycles)
     num_layers = max(exit_layers(answer))
-    drafted = [drafts for [drafts] in cycles]
-    times = [branches_for(1, drafts, 16) for drafts in drafted]
-    assert max(times) == 2
-    passes = zip(times, drafted, strict=True)
+    assert {(branches_for(1, drafts, 16), drafts) for _, drafts in passes} == {*passes}
+    assert (2, 3) in passes
     expected = num_layers + sum(each * (drafts * 1 + (drafts + 1) * num_layers) for each, drafts in passes)
     assert answer.usage.layers_run == expected
 

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowStep
-from tide_core.engine.branches import SPARE_BLOCKS, Branches
-from tide_core.engine.cycle_room import CycleRoom, CycleRows
+from tide_core.engine.cycle_room import CycleRoom, CycleRows, RowPlace
 from tide_core.kv.block_manager import BlockTable
-from tide_core.kv.cache import KVLayout, PagedKV
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
 BLOCK_SIZE = 16
 
 
-def step(token: int, start: int, drafts: int = 2, *, leaves_at: float = np.inf) -> RowStep:
+def step(token: int, start: int, drafts: int = 2, *, leaves_at: float = np.inf, exits: bool = True) -> RowStep:
     request = Request(f"r{token}", (1,), SamplingParams(), seed=0)
-    table, policy = BlockTable([start], [token, token + 1, token + 2]), ExitPolicy("verified", (0.5,), (leaves_at,))
+    table = BlockTable([start], [token, token + 1, token + 2])
+    policy = ExitPolicy("verified", (0.5,), (leaves_at,)) if exits else ExitPolicy()
     return RowStep(request, table, (token,), (), True, policy, drafts)
 
 
-def filled(room: CycleRoom, *fills: list[RowStep], branches: Branches | None = None) -> tuple[np.ndarray, ...]:
+def filled(room: CycleRoom, *fills: list[RowStep]) -> tuple[np.ndarray, ...]:
     """The parts of a buffer that was filled so often."""
     host = np.zeros(room.size, dtype=np.int32)
-    rows = CycleRows(room, host, BLOCK_SIZE, branches)
+    rows = CycleRows(room, host)
     for one in fills:
-        rows.fill(one)
+        rows.fill([RowPlace(row, row.num_drafts, row.table.block_ids) for row in one])
     return tuple(part.copy() for part in room.split(host))
 
 
@@ -42,33 +39,25 @@ def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
     assert (about[2, after:] == -1).all()
 
 
-def test_slots_that_an_earlier_branch_copied_are_not_copied_again() -> None:
-    cache = PagedKV([KVLayout(1, 4, 4)], 8 + SPARE_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    branches = Branches(cache, twin_kernels())
-    room = CycleRoom(4, 2, 3, 2, BLOCK_SIZE)
-    early, late = [step(1, 14), step(3, 9)], [step(1, 5)]
-    *_, copies, returns = filled(room, early, late, branches=branches)
-    *_, expected, expected_returns = filled(room, late, branches=branches)
-    assert returns[:2].tolist() == expected_returns[:2].tolist()
-    assert copies.tolist() == expected.tolist()
-    assert (copies >= 0).sum() == 2 * 5
+def test_every_branch_is_told_the_row_and_its_blocks_and_how_the_row_may_leave() -> None:
+    about, tables = filled(CycleRoom(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
+    assert about.tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
+    assert tables.tolist() == [[1, 2, 3], [1, 2, 3], [3, 4, 5], [3, 4, 5], [7, 8, 9], [7, 8, 9]]
 
 
-def test_a_branch_comes_back_if_its_token_is_the_one_that_follows_but_never_to_a_row_that_may_leave_for_good() -> None:
-    cache = PagedKV([KVLayout(1, 4, 4)], 8 + SPARE_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    room, spare = CycleRoom(4, 2, 3, 2, BLOCK_SIZE), 8 * BLOCK_SIZE
-    rows = [step(1, 14, leaves_at=0.9), step(3, 15)]
-    *_, returns = filled(room, rows, branches=Branches(cache, twin_kernels()))
-    expected = [[spare + 2 * 16 + 15, spare + 3 * 16, spare + 3 * 16 + 1], [3 * 16 + 15, 4 * 16, 4 * 16 + 1]]
-    assert returns[:2, :3].tolist() == expected
-    assert returns[2:, :3].tolist() == [[6, 6, 6], [3, 3, 3]], "said behind 2 branches of 3 tokens, tried by the fourth"
-    assert (returns[:2, 3:] == -1).all()
+def test_of_a_row_that_goes_on_from_the_cycle_before_its_place_there_is_told() -> None:
+    known, behind = step(1, 14), step(3, 15)
+    rows = [RowPlace(known, 2, [1, 2]), RowPlace(behind, 1, [3, 4], behind=4)]
+    room = CycleRoom(2, 2, 3)
+    host = np.zeros(room.size, dtype=np.int32)
+    assert CycleRows(room, host).fill(rows) == [0, 3]
+    assert room.split(host)[0].tolist() == [[1, 3], [14, -5], [2, 1], [1, 1]]
 
 
 def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
     room, rng = CycleRoom(4, 0, 8), np.random.default_rng(0)
     host = np.zeros(room.size, dtype=np.int32)
-    rows = CycleRows(room, host, BLOCK_SIZE)
+    rows = CycleRows(room, host)
     tables = [BlockTable([start], rng.permutation(100)[:8].tolist()) for start in (0, 40, 90, 120)]
     for _ in range(200):
         table = tables[rng.integers(4)]
@@ -78,7 +67,8 @@ def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
             table.block_ids[int(rng.integers(8))] = int(rng.integers(100))
         shown = [tables[place] for place in rng.permutation(4)[: rng.integers(1, 5)]] if rng.random() < 0.3 else tables
         request = Request("r", (1,), SamplingParams(), seed=0)
-        rows.fill([RowStep(request, table, (1,), (), True) for table in shown])
-        for place, table in enumerate(shown):
-            used = table.num_valid // BLOCK_SIZE + 1
+        used_by = [table.num_valid // BLOCK_SIZE + 1 for table in shown]
+        steps = [RowStep(request, table, (1,), (), True) for table in shown]
+        rows.fill([RowPlace(row, 0, row.table.block_ids[:n]) for row, n in zip(steps, used_by, strict=True)])
+        for place, (table, used) in enumerate(zip(shown, used_by, strict=True)):
             assert room.split(host)[1][place, :used].tolist() == table.block_ids[:used]

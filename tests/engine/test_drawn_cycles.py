@@ -45,9 +45,9 @@ def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[RowStep]]:
     seen: list[list[RowStep]] = []
     start = CapturedCycles.start
 
-    def counted(self: CapturedCycles, rows: Any) -> Started:
+    def counted(self: CapturedCycles, rows: Any, **how: Any) -> Started:
         seen.append(list(rows))
-        return start(self, rows)
+        return start(self, rows, **how)
 
     monkeypatch.setattr(CapturedCycles, "start", counted)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())

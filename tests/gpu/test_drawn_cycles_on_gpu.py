@@ -30,9 +30,9 @@ def test_a_replayed_cycle_draws_what_its_passes_draw_op_by_op(
     taken: list[int] = []
     start = CapturedCycles.start
 
-    def counted(self: CapturedCycles, rows: Any) -> Started:
+    def counted(self: CapturedCycles, rows: Any, **how: Any) -> Started:
         taken.append(len(rows))
-        return start(self, rows)
+        return start(self, rows, **how)
 
     monkeypatch.setattr(CapturedCycles, "start", counted)
     params, answers = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **kind), []

@@ -22,5 +22,33 @@ def cycle_case(seed: int, num_rows: int, room: int, drafts: int, blocks: int = 8
     return torch.from_numpy(about), torch.from_numpy(tables)
 
 
+def branched_case(
+    seed: int, num_rows: int, drafts: int, branches: int, blocks: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows with as many branches each, all with as many drafts; spare blocks are those from 900 on."""
+    about, tables = cycle_case(seed, num_rows, num_rows, drafts, blocks)
+    about[2] = drafts
+    about[3] = torch.from_numpy(np.random.default_rng(seed).integers(0, 3, num_rows))
+    return about.repeat_interleave(branches, 1), tables.repeat_interleave(branches, 0)
+
+
+def no_row_carried(seed: int = 0) -> torch.Tensor:
+    """What the cycle before left, of no matter to rows that are told what they are."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 100, (2, 256)).astype(np.int32))
+
+
+def carried_case(seed: int, about: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same rows, every other one as the cycle before left it, and what that carried."""
+    carried, told = no_row_carried(seed), about.clone()
+    places = np.random.default_rng(seed).permutation(256)
+    for r in range(0, about.shape[1], 2):
+        if about[2, r] >= 0:
+            carried[:, places[r]] = about[:2, r]
+            told[:2, r] = torch.tensor([0, -1 - places[r]])
+    return told, carried
+
+
+BRANCHED = [(1, 1, 2), (1, 3, 2), (1, 15, 2), (2, 3, 2), (3, 1, 4), (4, 1, 2)]
+"""Rows, drafts, branches."""
 CASES = [(1, 1, 0), (1, 1, 5), (3, 4, 3), (8, 8, 1), (5, 16, 15), (64, 64, 3), (130, 192, 0), (256, 256, 0), (0, 2, 2)]
 """Rows, room for rows, drafts."""

@@ -102,8 +102,14 @@ def library_cases(device: str, dtype: torch.dtype = torch.float32) -> dict[str, 
         "gather_rows_out": (x, index, num_rows, empty(ROWS, WIDTH)),
         "exit_input_out": (*exit_input, num_rows, empty(ROWS, 2 * WIDTH)),
         "plan_cycle": (
-            *(integers([7, 3, 2, 1], torch.int32).view(4, 1), integers([[3]], torch.int32), BLOCK_SIZE, 2),
+            *(integers([7, 3, 2, 1], torch.int32).view(4, 1), integers([[5] * 256] * 2, torch.int32)),
+            *(integers([[3]], torch.int32), BLOCK_SIZE, 2),
             *(empty(size, like=kind) for size, kind in zip(sizes(1, 2), (torch.int64, torch.int32), strict=True)),
+        ),
+        "carry_on": (
+            *(integers([7, 3, 2, 1], torch.int32).view(4, 1), integers([0, 3], torch.int32)),
+            *(integers([3, 4, 5], torch.int64), integers([[6], [9]], torch.int64), integers([6, 8, 9], torch.int64)),
+            *(1, integers([[5] * 256] * 2, torch.int32), empty(2, 1, like=torch.int64)),
         ),
         "pending_tokens": (
             *(integers(ids, torch.int64) for ids in ([7, 3], [[1, 0], [2, 2]], [40, 41, 42], [0, 2, 4, 1, 5])),

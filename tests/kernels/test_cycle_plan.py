@@ -6,17 +6,33 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.cycle_cases import BLOCK_SIZE, CASES, cycle_case
+from tests.kernels.cycle_cases import (
+    BLOCK_SIZE,
+    BRANCHED,
+    CASES,
+    branched_case,
+    carried_case,
+    cycle_case,
+    no_row_carried,
+)
 from tide_core.kernels import cycle_plan
 from tide_core.kv.cache import RowSpan, StepIndex
 
 
-def planned(about: torch.Tensor, tables: torch.Tensor, drafts: int) -> cycle_plan.CycleParts:
-    room = about.shape[1]
-    wide, narrow = cycle_plan.sizes(room, drafts)
+def planned(
+    about: torch.Tensor,
+    tables: torch.Tensor,
+    drafts: int,
+    *,
+    branches: int = 1,
+    carried: torch.Tensor | None = None,
+) -> cycle_plan.CycleParts:
+    room, branch_size = about.shape[1], BLOCK_SIZE if branches > 1 else 0
+    wide, narrow = cycle_plan.sizes(room, drafts, branch_size)
     buffers = torch.full((wide,), 77), torch.full((narrow,), 77, dtype=torch.int32)
-    cycle_plan.plan_cycle(about, tables, BLOCK_SIZE, drafts, *buffers)
-    return cycle_plan.split(*buffers, room, drafts)
+    carried = no_row_carried() if carried is None else carried
+    cycle_plan.plan_cycle(about, carried, tables, BLOCK_SIZE, drafts, *buffers, branches, 900)
+    return cycle_plan.split(*buffers, room, drafts, branch_size)
 
 
 def spans(about: torch.Tensor, tables: torch.Tensor, num_rows: int, ahead: int | None) -> list[RowSpan]:
@@ -71,3 +87,81 @@ def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(num_row
             at += 1
     assert parts.kept_slots[at:].tolist() == [-1] * (len(parts.kept_slots) - at)
     assert np.all(parts.sources[at:].numpy() == 0)
+
+
+@pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)
+def test_a_row_that_the_cycle_before_left_somewhere_is_planned_as_if_the_host_knew(
+    num_rows: int, room: int, drafts: int
+) -> None:
+    about, tables = cycle_case(9, num_rows, room, drafts)
+    told, carried = carried_case(9, about)
+    assert num_rows == 0 or not torch.equal(told, about)
+    expected, found = planned(about, tables, drafts), planned(told, tables, drafts, carried=carried)
+    for name, one, other in zip(found._fields, found, expected, strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("num_rows", "drafts", "branches"), BRANCHED)
+def test_a_branch_writes_to_blocks_of_its_own_and_comes_back_if_its_row_keeps_what_is_right(
+    num_rows: int, drafts: int, branches: int
+) -> None:
+    about, tables = branched_case(10, num_rows, drafts, branches)
+    own = tables.clone()
+    parts = planned(about, tables, drafts, branches=branches)
+    spare: list[int] = []
+    for r in range(num_rows * branches):
+        first, start, leaves = r - r % branches, int(about[1, r]), int(about[3, r])
+        begin, places = int(parts.starts[r]), range(start, start + drafts + 1)
+        written = sorted({place // BLOCK_SIZE for place in places})
+        copies = parts.copies[:, r * BLOCK_SIZE : (r + 1) * BLOCK_SIZE]
+        returns = parts.returns[:, begin : begin + drafts + 1]
+        if r == first:
+            assert torch.equal(tables[r], own[r])
+            assert (copies == -1).all()
+            assert (returns[:2] == -1).all()
+            continue
+        spare += tables[r, written].tolist()
+        kept = [block for block in range(tables.shape[1]) if block not in written]
+        assert torch.equal(tables[r, kept], own[r, kept])
+        slots = [[int(t[p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for p in places] for t in (tables[r], own[r])]
+        assert parts.slots[begin : begin + drafts + 1].tolist() == slots[0]
+        before = [
+            [int(t[start // BLOCK_SIZE]) * BLOCK_SIZE + offset for offset in range(start % BLOCK_SIZE)]
+            for t in (own[r], tables[r])
+        ]
+        assert copies.tolist() == [some + [-1] * (BLOCK_SIZE - len(some)) for some in before]
+        if leaves == cycle_plan.IF_RIGHT:
+            claims = [[int(parts.starts[first])] * (drafts + 1), [r] * (drafts + 1)]
+            assert returns.tolist() == slots + claims
+        else:
+            assert (returns[:2] == -1).all()
+    assert len(spare) == len({*spare})
+    assert all(block >= 900 for block in spare)
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, 3])
+def test_a_row_goes_on_behind_the_last_draft_that_is_right(right: int) -> None:
+    about, tables = cycle_case(3, 1, 2, 3)
+    parts = planned(about, tables, 3)
+    drafted, following = torch.tensor([[11, 0], [12, 0], [13, 0]]), torch.tensor([11, 12, 13, 14, 0, 0, 0, 0])
+    if right < 3:
+        following[right] = 40
+    carried, going_on = no_row_carried(), torch.full((2, 2), 77)
+    behind = carried[:, 2:].clone()
+    cycle_plan.carry_on(about, parts.starts, parts.positions, drafted, following, 1, carried, going_on)
+    expected = [[14 if right == 3 else 40, 0], [int(about[1, 0]) + right + 1, 0]]
+    assert going_on.tolist() == expected
+    assert carried[:, :2].tolist() == expected
+    assert torch.equal(carried[:, 2:], behind)
+
+
+@pytest.mark.parametrize("leaves", [cycle_plan.IF_RIGHT, cycle_plan.FOR_GOOD])
+def test_a_row_goes_on_from_the_branch_that_was_right_unless_it_may_leave_for_good(leaves: int) -> None:
+    about, tables = branched_case(4, 1, 2, 2)
+    about[3] = leaves
+    parts = planned(about, tables, 2, branches=2)
+    drafted, following = torch.tensor([[11, 21], [12, 22]]), torch.tensor([21, 0, 0, 21, 22, 23])
+    carried, going_on = no_row_carried(), torch.zeros(2, 2, dtype=torch.int64)
+    cycle_plan.carry_on(about, parts.starts, parts.positions, drafted, following, 2, carried, going_on)
+    token, gained = (23, 3) if leaves == cycle_plan.IF_RIGHT else (21, 1)
+    assert going_on.tolist() == [[token] * 2, [int(about[1, 0]) + gained] * 2]

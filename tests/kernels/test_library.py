@@ -22,7 +22,8 @@ WRITES = {
     "router_out": {"partials", "counters", "scores", "flags"},
     "gather_rows_out": {"out"},
     "exit_input_out": {"out"},
-    "plan_cycle": {"wide", "narrow"},
+    "plan_cycle": {"tables", "wide", "narrow"},
+    "carry_on": {"carried", "following_rows"},
     "pending_tokens": {"drafted", "token_ids"},
     "copy_slots": {"pools"},
 }

@@ -52,6 +52,7 @@ def twin_kernels() -> CudaKernels:
         scatter_rows=reference.scatter_rows,
         plan_cycle=cycle_plan.plan_cycle,
         pending_tokens=cycle_plan.pending_tokens,
+        carry_on=cycle_plan.carry_on,
         nth_best=branching.nth_best,
         slot_copier=branching.slot_copier,
         draw=draw_plan.draw,

@@ -177,6 +177,7 @@ def assemble_loaded(
         max_batch_tokens=config.max_batch_tokens,
         plan_drafts=planner,
         max_drafts=0 if planner is None else planner.max_drafts,
+        runs_ahead=runner.cycles is not None,
     )
     text = Tokenizer(tokenizer, adapter.vocab_size)
     digest = None if artefact is None else artefact.digest

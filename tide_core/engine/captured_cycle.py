@@ -9,8 +9,9 @@ with a number of drafts of 0, so that a step at full depth is such a cycle too.
 Rows that draw at random are given beforehand all the numbers they may need, and their drafts are judged on the device
 (`cycle_choice`). A cycle with such a row has a graph of its own kind.
 
-Then the host reads what every pass said, and `greedy` makes results of it, while the device does what is left: what
-exits remember of the tokens.
+Then the host reads what every pass said, and `greedy` makes results of it. Meanwhile the device need not wait: where
+rows are going to go on, the next cycle is launched before this one is read, behind what the device itself carries from
+one to the other (`cycle_flight`).
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ import torch
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine.branches import Branches, branches_for
 from tide_core.engine.captured_pass import FEWEST_BLOCKS, TOKEN_SIZES, blocks_for, size_for
+from tide_core.engine.cycle_flight import Flight
 from tide_core.engine.cycle_graph import CycleGraph
-from tide_core.engine.cycle_room import CycleRoom
+from tide_core.engine.cycle_room import CycleRoom, RowPlace
 from tide_core.engine.exits import Exits
-from tide_core.engine.greedy import Drafted, Settler
+from tide_core.engine.greedy import Settler
 from tide_core.engine.policy import changes_logits
 from tide_core.kernels import CudaKernels
+from tide_core.kernels.cycle_plan import MOST_ROWS
 from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import FEW_QUERIES
 from tide_core.models.adapter import ModelAdapter
 
 Reading = Callable[[], list[RowResult]]
+NOTHING_YET = RowResult()
 
 
 class CapturedCycles:
@@ -57,8 +61,10 @@ class CapturedCycles:
         self._cycles: dict[CycleRoom, CycleGraph] = {}
         self._pool: Any = None
         self._branches = Branches(cache, kernels) if exits is not None and branches else None
+        self._carried = torch.zeros((2, MOST_ROWS), dtype=torch.int32, device=cache.device)
         layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
         self._settler = Settler(layer, adapter.num_layers)
+        self._ahead: Flight | None = None
 
     def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
         """The shapes that texts of no great length come in."""
@@ -66,15 +72,24 @@ class CapturedCycles:
         drafts = range(1 if self._exits is None else max_drafts + 1)
         shapes = [(size, count) for size in sizes for count in drafts if size * (count + 1) <= TOKEN_SIZES[-1]]
         # With branches and without: rows that end draft fewer tokens than others, and then there are none.
+        both = (True, False)
         likeliest = dict.fromkeys(
-            self._room(size, count, FEWEST_BLOCKS, branch=branch) for size, count in shapes for branch in (True, False)
+            self._room(size, count, FEWEST_BLOCKS, branch=branch, remembers=remembers)
+            for size, count in shapes
+            for branch in both
+            for remembers in both
         )
-        return [*likeliest, *(CycleRoom(size, count, FEWEST_BLOCKS, draws=True) for size, count in shapes)]
+        drawing = (
+            self._room(size, count, FEWEST_BLOCKS, remembers=remembers, draws=True)
+            for size, count in shapes
+            for remembers in both
+        )
+        return [*likeliest, *dict.fromkeys(drawing)]
 
     @torch.inference_mode()
     def prepare(self, room: CycleRoom) -> None:
         """Make a cycle before anybody waits for it: it takes some hundredths of a second."""
-        self._ready(room, ())
+        self._ready(room)
 
     @staticmethod
     def takes(row: RowStep) -> bool:
@@ -89,92 +104,152 @@ class CapturedCycles:
             and not changes_logits(params)
         )
 
-    def start(self, rows: Sequence[RowStep]) -> Started:
-        """Begin a cycle of these rows, to be read before the next one is started."""
-        drafts = [row.num_drafts for row in rows]
-        limit = _most_rows(max(drafts))
-        order = list(range(len(rows)))
-        if drafts.count(drafts[0]) != len(drafts):
-            order.sort(key=lambda r: -drafts[r])
-        groups = [order[at : at + limit] for at in range(0, len(order), limit)]
-        return Started(rows, groups, self._launch)
+    @staticmethod
+    @functools.cache
+    def most_rows(drafts: int) -> int:
+        """That one launch takes, with so many drafts of each."""
+        return max(size for size in TOKEN_SIZES if size * (drafts + 1) <= TOKEN_SIZES[-1])
+
+    def start(self, rows: Sequence[RowStep], *, goes_on: bool = False) -> Started:
+        """Begin a cycle of these rows, or take the one that runs them already; it must be read before the next but one
+        is begun. With `goes_on` the one behind it is begun as well, if that can be: rows that are new then have to wait
+        for it and get nothing as yet."""
+        flight, self._ahead = self._ahead, None
+        found = {} if flight is None else flight.find(rows)
+        groups = _groups([row.num_drafts for row in rows], [r for r in range(len(rows)) if r not in found])
+        if flight is None or not found:
+            mine = groups.pop(0)
+            flight = self._fly([self._place(rows[r]) for r in mine])
+            found = dict(zip(mine, range(len(mine)), strict=True))
+            goes_on = goes_on and not groups
+        if goes_on:
+            flight.ahead = self._ahead = self._go_on(rows, flight, found)
+            groups = groups if self._ahead is None else []
+        return Started(rows, groups, self._launch, (list(found), functools.partial(flight.results, found, rows)))
+
+    def forget(self) -> None:
+        """Nothing of what was begun is of use any more."""
+        self._ahead = None
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
-        size = self._cache.block_size
-        blocks = max([row.table.num_valid + row.num_drafts for row in rows]) // size + 1
-        if not all([row.request.params.is_greedy for row in rows]):
-            # Branches try the likeliest tokens, and a draw must not know which of them full depth will say.
-            room = CycleRoom(size_for(len(rows)), rows[0].num_drafts, blocks_for(blocks), draws=True)
-        else:
-            # A row that drafts fewer tokens than another gets no branches: they would all be the same.
-            even = rows[0].num_drafts == rows[-1].num_drafts
-            room = self._room(len(rows), rows[0].num_drafts, blocks_for(blocks), branch=even)
-        cycle, begins = self._ready(room, rows)
-        cycle.replay(remembers=any([row.policy.may_exit for row in rows]))
-        return lambda: self._results(rows, begins, cycle)
+        flight = self._fly([self._place(row) for row in rows])
+        return functools.partial(flight.results, dict(enumerate(range(len(rows)))), rows)
 
-    def _room(self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True) -> CycleRoom:
-        size = self._cache.block_size
-        each = branches_for(num_rows, drafts, size) if self._branches is not None and branch else 1
-        rows = size_for(num_rows * each)
-        return CycleRoom(rows, drafts, blocks) if each == 1 else CycleRoom(rows, drafts, blocks, each, size)
+    def _place(self, row: RowStep) -> RowPlace:
+        table, drafts = row.table, row.num_drafts
+        return RowPlace(row, drafts, table.block_ids[: (table.num_valid + drafts) // self._cache.block_size + 1])
 
-    def _ready(self, room: CycleRoom, rows: Sequence[RowStep]) -> tuple[CycleGraph, list[int]]:
-        """The cycle of this shape, loaded, and where the tokens of each row begin in its deep pass."""
+    def _go_on(self, rows: Sequence[RowStep], flight: Flight, found: dict[int, int]) -> Flight | None:
+        """Begin the cycle behind a flight: with the rows that it runs, as it leaves them, and with those that are new.
+        None where it cannot be known what a row goes on with, or has no room for it, or if all may end before."""
+        size, longest = self._cache.block_size, self._adapter.max_positions
+        places, is_worth_it = list[RowPlace](), False
+        for index, row in enumerate(rows):
+            params, table = row.request.params, row.table
+            if not params.is_greedy or not _as_full_depth_says(row):
+                return None
+            left = params.max_tokens - len(row.output_ids)
+            number = found.get(index)
+            behind, gained = -1, 0
+            if number is not None:
+                behind, gained = number * flight.each, flight.rows[number].drafts + 1
+                left -= 1  # at least
+                if left < 1:
+                    continue
+            is_worth_it |= left >= gained
+            drafts = min(row.num_drafts, left - 1)
+            last = table.num_valid + gained + drafts
+            if last >= longest or last // size >= len(table.block_ids):
+                return None
+            places.append(RowPlace(row, drafts, table.block_ids[: last // size + 1], behind))
+        if not is_worth_it:
+            return None
+        places.sort(key=_drafts_of, reverse=True)
+        return self._fly(places) if len(places) <= self.most_rows(places[0].drafts) else None
+
+    def _fly(self, rows: Sequence[RowPlace]) -> Flight:
+        """By falling number of drafts."""
+        drafts = rows[0].drafts
+        # Branches try the likeliest tokens, and a draw must not know which of them full depth will say. A row that
+        # drafts fewer tokens than another gets none either: they would all be the same.
+        draws = not all([row.step.request.params.is_greedy for row in rows])
+        room = self._room(
+            len(rows),
+            drafts,
+            blocks_for(max([len(row.blocks) for row in rows])),
+            branch=drafts == rows[-1].drafts,
+            remembers=any([row.step.policy.may_exit for row in rows]),
+            draws=draws,
+        )
+        return Flight(rows, room.branches, *self._ready(room).launch(rows), self._settler)
+
+    def _room(
+        self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True, remembers: bool, draws: bool = False
+    ) -> CycleRoom:
+        each = 1
+        if self._branches is not None and branch and not draws:
+            each = branches_for(num_rows, drafts, self._cache.block_size)
+        remembers = self._exits is not None and (remembers or drafts > 0)
+        return CycleRoom(size_for(num_rows * each), drafts, blocks, each, remembers, draws)
+
+    def _ready(self, room: CycleRoom) -> CycleGraph:
+        """The cycle of this shape."""
         cycle = self._cycles.get(room)
         if cycle is None:
             parts = self._adapter, self._cache, self._kernels, self._exits, self._branches
-            cycle = self._cycles[room] = CycleGraph(*parts, room)
-        cycle.wait()
-        begins = cycle.rows.fill(rows)
+            cycle = self._cycles[room] = CycleGraph(*parts, room, self._carried)
         if self._capture and not cycle.is_captured:
             cycle.capture(self._pool)
             self._pool = cycle.pool
-        return cycle, begins
-
-    def _results(self, rows: Sequence[RowStep], begins: Sequence[int], cycle: CycleGraph) -> list[RowResult]:
-        token_ids, best_ids, scores, best = cycle.read()
-        if not cycle.room.drafts:
-            return list(map(self._settler.plain, best[: len(rows)], best_ids))
-        each, results = cycle.room.branches, []
-        by_place = list(map(Drafted, zip(*scores, strict=True), zip(*token_ids, strict=True)))
-        for index, row in enumerate(rows):
-            count, place = row.num_drafts, index * each
-            # The branch whose first draft is what full depth says. A token that leaves for good is the likeliest.
-            if each > 1 and row.policy.exit_thresholds[0] > 1.0:
-                place += _branch_of(best_ids[begins[place]], token_ids[0][place : place + each])
-            begin = begins[place]
-            end = begin + count + 1
-            said = best[begin:end], best_ids[begin:end]
-            results.append(self._settler.row(row, by_place[place], *said, branches=each))
-        return results
+        return cycle
 
 
-def _branch_of(right: int, tried: Sequence[int]) -> int:
-    """The branch that has tried what is right first, or else the first."""
-    return tried.index(right) if right in tried else 0
+def _as_full_depth_says(row: RowStep) -> bool:
+    """Whether drafts of this row count if full depth says the same, and else not: the device can tell."""
+    policy = row.policy
+    if not policy.may_exit:
+        return True
+    return row.request.params.threshold is None and policy.epsilon is None and policy.exit_thresholds[0] > 1.0
 
 
-@functools.cache
-def _most_rows(drafts: int) -> int:
-    """That one launch takes, with so many drafts of each."""
-    return max(size for size in TOKEN_SIZES if size * (drafts + 1) <= TOKEN_SIZES[-1])
+def _drafts_of(row: RowPlace) -> int:
+    return row.drafts
+
+
+def _groups(drafts: Sequence[int], which: list[int]) -> list[list[int]]:
+    """These rows by falling number of drafts, as many at a time as one launch takes."""
+    if not which:
+        return []
+    which.sort(key=lambda r: -drafts[r])
+    limit = CapturedCycles.most_rows(drafts[which[0]])
+    return [which[at : at + limit] for at in range(0, len(which), limit)]
 
 
 class Started:
-    """A cycle on its way. More rows than one launch can take go in several, each when the one before it was read."""
+    """Rows on their way. More of them than one launch can take go in several, each when the one before it was read."""
 
-    def __init__(self, rows: Sequence[RowStep], groups: list[list[int]], launch: Callable[..., Reading]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[RowStep],
+        groups: list[list[int]],
+        launch: Callable[[list[RowStep]], Reading],
+        running: tuple[list[int], Reading] | None = None,
+    ) -> None:
+        """`running` is launched already."""
         self._rows, self._groups, self._launch = rows, groups, launch
-        self._reading = self._next() if groups else None
+        self._running = self._next() if running is None else running
 
-    def _next(self) -> Reading:
-        return self._launch([self._rows[r] for r in self._groups[0]])
+    def _next(self) -> tuple[list[int], Reading] | None:
+        if not self._groups:
+            return None
+        group = self._groups.pop(0)
+        return group, self._launch([self._rows[r] for r in group])
 
     def results(self) -> list[RowResult]:
         """Wait for the device; one result for each row."""
         found: dict[int, RowResult] = {}
-        while self._reading is not None:
-            found.update(zip(self._groups.pop(0), self._reading(), strict=True))
-            self._reading = self._next() if self._groups else None
-        return [found[r] for r in range(len(self._rows))]
+        while self._running is not None:
+            group, reading = self._running
+            found.update(zip(group, reading(), strict=True))
+            self._running = self._next()
+        return [found.get(r, NOTHING_YET) for r in range(len(self._rows))]

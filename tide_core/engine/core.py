@@ -209,6 +209,8 @@ class EngineCore:
         if result.error is not None:
             self._end(progress, step, FinishReason.ERROR, error=EngineError(result.error))
             return
+        if not result.num_valid:
+            return  # it has only waited
         self.counters.num_prompt_tokens += len(step.token_ids) - bool(row.output_ids)
         if not result.tokens:
             self.scheduler.advance(row, result.num_valid, ())

@@ -1,20 +1,21 @@
 """The passes of a cycle of one shape, one behind another on the device: captured once, then launched as one.
 
-What exits remember of the tokens is no result: it is a second launch, which runs while the host reads the first.
+A cycle may be launched while the one before it has not been read, so there are two of everything on the host's side:
+what it says of the rows, and what comes of them. On the device there is one: there cycles run one behind another.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tide_core.engine.branches import Branches
-from tide_core.engine.captured_pass import Buffer, Replayed
+from tide_core.engine.captured_pass import Replayed
 from tide_core.engine.cycle_choice import CycleChoice, Drawn, Likeliest
-from tide_core.engine.cycle_room import CycleRoom, CycleRows
+from tide_core.engine.cycle_room import CycleRoom, CycleRows, RowPlace
 from tide_core.engine.cycle_said import CycleSaid, Said
 from tide_core.engine.deep_pass import DeepStates, run_deep
 from tide_core.engine.exits import Exits
@@ -25,18 +26,35 @@ from tide_core.kv.kernel_view import KernelView
 from tide_core.models.adapter import ModelAdapter
 
 
-class Remembering(Replayed):
-    """What is kept for later cycles, once all tokens have run."""
+class Side:
+    """The host's side of one launch."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._work = run
+    def __init__(self, room: CycleRoom, said: CycleSaid, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.host = torch.zeros(room.size, dtype=torch.int32, pin_memory=on_gpu)
+        self.rows = CycleRows(room, self.host.numpy())
+        self.landing = said.landing()
+        self._sent: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._is_open = False
 
-    def _run(self) -> None:
-        self._work()
+    def note_sent(self) -> None:
+        self._is_open = True
+        if self._sent is not None:
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Until all of the launch is done: at once, if it was waited for before."""
+        if self._is_open and self._sent is not None:
+            self._sent.synchronize()
+        self._is_open = False
+
+    def read(self) -> Said:
+        self.wait()
+        return self.landing.read()
 
 
 class CycleGraph(Replayed):
-    """The passes of one shape, from the host's buffer to the host's results."""
+    """The passes of one shape, from what is said of the rows to what comes of them."""
 
     def __init__(
         self,
@@ -46,33 +64,33 @@ class CycleGraph(Replayed):
         exits: Exits | None,
         branches: Branches | None,
         room: CycleRoom,
+        carried: torch.Tensor,
     ) -> None:
+        """`carried` goes from one cycle to the next, whatever their shapes."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
-        self.room, self._branches = room, branches
-        self._buffer = Buffer.of(room.size, cache.device)
-        self.rows = CycleRows(room, self._buffer.numpy, cache.block_size, branches)
-        self._about, self._tables, self._ranks, self._copies, self._returns = room.split(self._buffer.device)
-        wide, narrow = cycle_plan.sizes(room.rows, room.drafts)
-        self._wide = torch.empty(wide, dtype=torch.int64, device=cache.device)
-        self._narrow = torch.empty(narrow, dtype=torch.int32, device=cache.device)
-        self._parts = parts = cycle_plan.split(self._wide, self._narrow, room.rows, room.drafts)
+        self.room, self._branches, self._carried = room, branches if room.branches > 1 else None, carried
+        device, branch_size = cache.device, cache.block_size if room.branches > 1 else 0
+        self._buffer = torch.zeros(room.size, dtype=torch.int32, device=device)
+        self._about, self._tables = room.split(self._buffer)
+        wide, narrow = cycle_plan.sizes(room.rows, room.drafts, branch_size)
+        self._wide = torch.empty(wide, dtype=torch.int64, device=device)
+        self._narrow = torch.empty(narrow, dtype=torch.int32, device=device)
+        self._parts = parts = cycle_plan.split(self._wide, self._narrow, room.rows, room.drafts, branch_size)
         of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
         self._drafts = [self._view(*(part[ahead] for part in of_drafts), queries=1) for ahead in range(room.drafts)]
         self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=room.drafts + 1)
-        self._said = CycleSaid(room.rows, room.drafts, cache.device)
-        none = torch.empty(0, dtype=torch.int64, device=cache.device)
+        self._ranks = torch.arange(room.rows, dtype=torch.int32, device=device) % room.branches
+        self._said = CycleSaid(room.rows, room.drafts, device)
+        self._sides = [Side(room, self._said, device) for _ in range(2)]
+        none = torch.empty(0, dtype=torch.int64, device=device)
         self._shortlist = none if exits is None else exits.shortlist
         self._choice: CycleChoice = Likeliest(kernels)
         if room.draws:
-            numbers = room.numbers(self._buffer.device, torch.float64)
+            numbers = room.numbers(self._buffer, torch.float64)
             self._choice = Drawn(kernels, exits, self._about, parts, numbers)
-        on_gpu = cache.device.type == "cuda"
-        apart = on_gpu and exits is not None
-        self._side: Any = torch.cuda.Stream(cache.device) if apart else None  # type: ignore[no-untyped-call]
-        self._sent: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._is_open = False
-        self._states: DeepStates | None = None
-        self._remembering = None if exits is None else Remembering(self._remember)
+        apart = device.type == "cuda" and exits is not None
+        # Before others: its few CTAs would else wait until all of the LM head's have ended.
+        self._beside: Any = torch.cuda.Stream(device, priority=-1) if apart else None  # type: ignore[no-untyped-call]
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
         view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
@@ -83,66 +101,59 @@ class CycleGraph(Replayed):
     def is_captured(self) -> bool:
         return self._graph is not None
 
-    def wait(self) -> None:
-        """Until the host may write: at once, unless what was launched last was never read."""
-        if self._is_open and self._sent is not None:
-            self._sent.synchronize()
-        self._is_open = False
-
     def capture(self, pool: Any) -> None:
-        super().capture(pool)  # it runs once beforehand
-        if self._remembering is not None:
-            self._remembering.capture(self.pool)
-        self._states = None  # other graphs may have the memory
-        self._note_sent()
+        """It runs once beforehand, without any rows, and changes nothing of what is carried."""
+        self._buffer.copy_(self._sides[0].host)
+        carried = self._carried.clone()
+        super().capture(pool)
+        self._carried.copy_(carried)
 
-    def replay(self, *, remembers: bool = True) -> None:
-        """`remembers`: whether any of the rows may exit."""
-        super().replay()
-        self._note_sent()
-        if remembers and self._remembering is not None:
-            self._remembering.replay()
-
-    def _note_sent(self) -> None:
-        self._is_open = True
-        if self._sent is not None:
-            self._sent.record()
-
-    def read(self) -> Said:
-        self.wait()
-        return self._said.read()
+    def launch(self, rows: Sequence[RowPlace]) -> tuple[Side, list[int]]:
+        """Start a cycle of these rows. Returns the side to read it from, and where the tokens of each place begin in
+        the deep pass. The launch before the last must have been read."""
+        self._sides.reverse()
+        side = self._sides[0]
+        side.wait()
+        begins = side.rows.fill(rows)
+        self._buffer.copy_(side.host, non_blocking=True)
+        self.replay()
+        self._said.send(side.landing)
+        side.note_sent()
+        return side, begins
 
     def _run(self) -> None:
-        self._buffer.device.copy_(self._buffer.host, non_blocking=True)
-        size, drafts = self._cache.block_size, self.room.drafts
-        self._kernels.plan_cycle(self._about, self._tables, size, drafts, self._wide, self._narrow)
-        if self.room.branches > 1:
-            assert self._branches is not None
-            self._branches.copy(*self._copies)
-        features = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
+        size, room = self._cache.block_size, self.room
+        spare = 0 if self._branches is None else self._branches.first_spare
+        where = self._carried, self._tables, size, room.drafts, self._wide, self._narrow
+        self._kernels.plan_cycle(self._about, *where, room.branches, spare)
         said, parts = self._said, self._parts
+        if self._branches is not None:
+            self._branches.copy(*parts.copies)
+        features = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
         pending = parts.newest, said.places, self._shortlist, parts.sources
         self._kernels.pending_tokens(*pending, said.drafted, said.token_ids)
-        beside = None if self.room.draws else self._side  # drafts that were drawn are judged by their scores
-        if features and self._exits is not None:
-            with _stream(beside):
+        # Drafts that were drawn are judged by their scores; else nobody waits for these.
+        with _stream(None if room.draws else self._beside):
+            if features and self._exits is not None:
                 self._exits.rate(torch.cat(features), said.all_peaks, said.scores.flatten())
-        self._states = run_deep(self._adapter, self._deep, said.token_ids, self._exits)
-        self._choice.settle(self._adapter.head(self._states.normed), said)
-        if features and beside is not None:
-            torch.cuda.current_stream().wait_stream(beside)
-        said.send()
+        states = run_deep(self._adapter, self._deep, said.token_ids, self._exits)
+        with _stream(self._beside):
+            self._remember(states)
+        self._choice.settle(self._adapter.head(states.normed), said)
+        of_rows = self._about, parts.starts, parts.positions, said.drafted, said.following
+        self._kernels.carry_on(*of_rows, room.branches, self._carried, said.going_on)
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+        if self._branches is not None:  # the branch that was right becomes the row
+            source, target, *_ = parts.returns
+            self._branches.copy(source, target, Claims(parts.returns[2:], said.following, said.drafted[0]))
 
-    def _remember(self) -> None:
-        """Deep states and the head's K and V; and the branch that was right becomes the row."""
-        assert self._exits is not None
-        assert self._states is not None
-        parts, said = self._parts, self._said
-        self._exits.keep(self._deep, *self._states, parts.kept_slots, parts.deep_slots, parts.distances)
-        if self.room.branches > 1:
-            assert self._branches is not None
-            source, target, *_ = self._returns
-            self._branches.copy(source, target, Claims(self._returns[2:], said.following, said.drafted[0]))
+    def _remember(self, states: DeepStates) -> None:
+        """Deep states and the head's K and V."""
+        if self.room.remembers:
+            assert self._exits is not None
+            parts = self._parts
+            self._exits.keep(self._deep, *states, parts.kept_slots, parts.deep_slots, parts.distances)
 
     def _draft(self, ahead: int, view: KernelView) -> torch.Tensor:
         """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones. Returns
@@ -156,15 +167,15 @@ class CycleGraph(Replayed):
         states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
         deep = parts.draft_deep_slots, parts.draft_distances[ahead]
         features, logits = exits.draft(view, states, *deep, said.peaks_of(ahead))
-        if ahead == 0 and self.room.branches > 1:
-            self._kernels.nth_best(logits, self._ranks[0], out=said.places[0])
+        if ahead == 0 and self._branches is not None:
+            self._kernels.nth_best(logits, self._ranks, out=said.places[0])
         self._choice.draft(ahead, logits, said)
         return features
 
 
 @contextlib.contextmanager
 def _stream(other: Any) -> Iterator[None]:
-    """On another stream than the current one, if there is one: for what nobody waits for before the results are sent.
+    """On another stream than the current one, if there is one: for what nobody waits for before the end of the cycle.
     What it reads must live till then: whoever held its memory next would not wait for it."""
     if other is None:
         yield

@@ -16,6 +16,8 @@ class Said(NamedTuple):
     """[K][R] token ids."""
     following: list[int]
     """[T] the tokens that follow those of the deep pass."""
+    going_on: list[list[int]]
+    """[2][R] the token that each row goes on with, and its position."""
     scores: list[list[float]]
     """[K][R] of the drafts."""
     best: list[float]
@@ -27,11 +29,9 @@ class CycleSaid:
 
     def __init__(self, rows: int, drafts: int, device: torch.device) -> None:
         tokens, self._shape = rows * (drafts + 1), (drafts, rows)
-        size = 12 * (drafts * rows + tokens)
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.drafted, self.following, self.scores, self.best = self._split(self._device)
-        self._there = [part.numpy() for part in self._split(self._host)]
+        self._size = 12 * (drafts * rows + tokens) + 16 * rows
+        self._device = torch.zeros(self._size, dtype=torch.uint8, device=device)
+        self.drafted, self.following, self.going_on, self.scores, self.best = self._split(self._device)
         self.places = torch.zeros(self._shape, dtype=torch.int64, device=device)
         """Of the drafts, in the shortlist."""
         self._peaks = [torch.zeros(self._shape, device=device) for _ in range(3)]
@@ -39,12 +39,14 @@ class CycleSaid:
         self.token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         """Of the deep pass."""
 
-    def _split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         drafts, rows = self._shape
         count, tokens = drafts * rows, rows * (drafts + 1)
-        wide = buffer[: 8 * (count + tokens)].view(torch.int64)
-        narrow = buffer[8 * (count + tokens) :].view(torch.float32)
-        return wide[:count].view(self._shape), wide[count:], narrow[:count].view(self._shape), narrow[count:]
+        border = 8 * (count + tokens + 2 * rows)
+        wide, narrow = buffer[:border].view(torch.int64), buffer[border:].view(torch.float32)
+        drafted, following, going_on = wide[:count], wide[count : count + tokens], wide[count + tokens :]
+        scores, best = narrow[:count], narrow[count:]
+        return [drafted.view(self._shape), following, going_on.view(2, rows), scores.view(self._shape), best]
 
     def peaks_of(self, ahead: int) -> Peaks:
         """Where the peaks of one draft pass go."""
@@ -62,9 +64,22 @@ class CycleSaid:
         """Where those of the deep pass go."""
         return Peaks(self.best, self.following, *self._deep)
 
-    def send(self) -> None:
-        self._host.copy_(self._device, non_blocking=True)
+    def landing(self) -> Landing:
+        """A place on the host for what is said."""
+        host = torch.zeros(self._size, dtype=torch.uint8, pin_memory=self._device.is_cuda)
+        return Landing(host, self._split(host))
+
+    def send(self, landing: Landing) -> None:
+        landing.host.copy_(self._device, non_blocking=True)
+
+
+class Landing:
+    """Where on the host it arrives."""
+
+    def __init__(self, host: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        self.host = host
+        self._parts = [part.numpy() for part in parts]
 
     def read(self) -> Said:
         """Once it has arrived."""
-        return Said(*(part.tolist() for part in self._there))
+        return Said(*(part.tolist() for part in self._parts))

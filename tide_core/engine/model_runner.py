@@ -83,8 +83,16 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One cycle of every row."""
         meanwhile, self._meanwhile = self._meanwhile, _nothing
+        try:
+            return self._run(batch, meanwhile)
+        except Exception:
+            if self._cycles is not None:
+                self._cycles.forget()
+            raise
+
+    def _run(self, batch: ScheduledBatch, meanwhile: Callable[[], None]) -> StepResult:
         rows = batch.rows
-        started, others = self._start(rows)
+        started, others = self._start(rows, goes_on=batch.goes_on)
         meanwhile()
         results: dict[int, RowResult] = {}
         if others:  # while the device is busy
@@ -93,7 +101,7 @@ class ModelRunner:
             results.update(zip(mine, running.results(), strict=True))
         return StepResult(tuple(results[r] for r in range(len(rows))))
 
-    def _start(self, rows: Sequence[RowStep]) -> tuple[list[tuple[list[int], Started]], list[int]]:
+    def _start(self, rows: Sequence[RowStep], *, goes_on: bool) -> tuple[list[tuple[list[int], Started]], list[int]]:
         """What the device has begun to run, with its rows, and the rows that are left."""
         cycles, prompts = self._cycles, self._prompts
         talking: list[int] = []
@@ -110,7 +118,7 @@ class ModelRunner:
         if prompts is not None and prompting:
             prompts.mark()  # blocks of rows that ended may be theirs now
         if cycles is not None and talking:
-            started.append((talking, cycles.start([rows[r] for r in talking])))
+            started.append((talking, cycles.start([rows[r] for r in talking], goes_on=goes_on and not others)))
         if prompts is not None and prompting:
             started.append((prompting, prompts.start([rows[r] for r in prompting])))
         return started, others

@@ -68,15 +68,19 @@ class Scheduler:
         max_batch_tokens: int,
         plan_drafts: Callable[[int, int], int] | None = None,
         max_drafts: int = 0,
+        runs_ahead: bool = False,
     ) -> None:
         """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows.
 
-        Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`."""
+        Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`. With
+        `runs_ahead` rows are given blocks for two steps where the pool has them, so that the second can be begun before
+        it is known what the first one gives."""
         self.blocks = blocks
         self.max_rows = max_rows
         self.max_batch_tokens = max_batch_tokens
         self.plan_drafts = plan_drafts
         self.max_drafts = max_drafts
+        self.runs_ahead = runs_ahead
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.num_preemptions = 0
@@ -108,8 +112,10 @@ class Scheduler:
         planned, reserved = self._plan(drafting, missing)
         shares = self._shares(missing, self.max_batch_tokens - reserved)
         drafts = self._allocate_drafts(drafting, planned, shares)
+        if self.runs_ahead:
+            self._look_ahead(shares, missing, drafts)
         steps = [_step(row, share, missing[row], drafts.get(row, 0)) for row, share in shares.items()]
-        return list(shares), ScheduledBatch(tuple(steps))
+        return list(shares), ScheduledBatch(tuple(steps), self.runs_ahead)
 
     def advance(self, row: Row, num_valid: int, token_ids: Sequence[int]) -> None:
         """Record by how much a row's valid length has grown, and the tokens it has gained."""
@@ -216,6 +222,16 @@ class Scheduler:
             if useful > 0:
                 drafts[row] = useful
         return drafts
+
+    def _look_ahead(self, shares: dict[Row, int], missing: dict[Row, int], drafts: dict[Row, int]) -> None:
+        """Blocks for the step behind this one, for rows that talk, as long as every row that runs can have one more."""
+        blocks, reserve = self.blocks, len(self.running)
+        for row in shares:
+            num_tokens = row.num_tokens + 2 * drafts.get(row, 0) + 1
+            if missing[row] == 1 and not blocks.has_room(row.table, num_tokens):
+                if not blocks.can_allocate(row.table, num_tokens, reserve=reserve):
+                    return
+                blocks.allocate(row.table, num_tokens)
 
     def _preempt(self, row: Row) -> None:
         self.running.remove(row)

@@ -201,9 +201,10 @@ class CudaKernels(Kernels):
     exit_input: ExitInputOp
     embed: Callable[[Tensor, Tensor], Tensor]
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
-    plan_cycle: Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
+    plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    """`tide_core.kernels.cycle_plan` says what both make."""
+    carry_on: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    """`tide_core.kernels.cycle_plan` says what these make."""
     nth_best: Callable[..., Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], CopySlots]
     """`tide_core.kernels.branching` says what these do."""
@@ -269,6 +270,7 @@ def cuda_kernels() -> CudaKernels:
         scatter_rows=cuda.scatter_rows,
         plan_cycle=cycle.plan_cycle,
         pending_tokens=cycle.pending_tokens,
+        carry_on=cycle.carry_on,
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
         draw=draws.draw,

@@ -3,23 +3,32 @@ is one launch, so that the host sends what it knows of each row and nothing of w
 
 Rows come by falling number of drafts, those that take part in a draft pass are the first ones. What is left of the
 room belongs to no row: its slot is -1 and its context is empty.
+
+A cycle may be sent before the one that comes before it was read. Then the host does not know yet with which token a row
+goes on, and where: that is carried from one cycle to the next on the device, by the place a row had there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 MOST_ROWS = 256
-NEWEST, START, DRAFTS, TRACKED = range(4)
-"""What is said of a row: its newest token, where that stands, how many tokens it drafts (-1: there is no row), and
-whether it may leave early."""
+NEWEST, START, DRAFTS, LEAVES = range(4)
+"""What is said of a row: its newest token, where that stands, how many tokens it drafts (-1: there is no row), and how
+it may leave early. A start of -1 - p means: as the cycle before has left the row at its place p, token and all."""
+NEVER, IF_RIGHT, FOR_GOOD = range(3)
+"""How a row may leave early: not at all; with drafts that full depth says too; or with others as well."""
+BLOCKS_PER_BRANCH = 2
+"""A branch has fewer drafts than a block has slots."""
 
 
 class CycleParts(NamedTuple):
-    """With R rows and K drafts of each, T = R (K + 1). The first eleven are int64, the others int32."""
+    """With R rows and K drafts of each, T = R (K + 1). The first eleven are int64, the others int32. The last two are
+    empty where rows have no branches."""
 
     newest: Tensor
     """[R] token ids."""
@@ -51,26 +60,32 @@ class CycleParts(NamedTuple):
     """[R + 1]"""
     lens: Tensor
     """[R]"""
+    copies: Tensor
+    """[2, R B] with blocks of B slots: the slots that branches need of their rows, from and to, -1 for none."""
+    returns: Tensor
+    """[4, T] what a branch has written, from and to, if it is right: if what is said to follow the newest token, at the
+    third number among the tokens of the deep pass, is what the row at the fourth has tried."""
 
 
 NUM_WIDE = 11
 
 
-def part_shapes(rows: int, drafts: int) -> tuple[tuple[int, ...], ...]:
+def part_shapes(rows: int, drafts: int, branch_size: int = 0) -> tuple[tuple[int, ...], ...]:
     per_draft, per_token = (drafts, rows), (rows * (drafts + 1),)
     wide = ((rows,), (rows,), per_draft, per_draft, per_draft, *(per_token,) * 6)
-    return (*wide, (drafts, rows + 1), per_draft, (rows + 1,), (rows,))
+    branches = (2, rows * branch_size), (4, *per_token) if branch_size else (4, 0)
+    return (*wide, (drafts, rows + 1), per_draft, (rows + 1,), (rows,), *branches)
 
 
-def sizes(rows: int, drafts: int) -> tuple[int, int]:
-    """Numbers of 64 and of 32 bits that the parts take."""
-    volumes = [torch.Size(shape).numel() for shape in part_shapes(rows, drafts)]
+def sizes(rows: int, drafts: int, branch_size: int = 0) -> tuple[int, int]:
+    """Numbers of 64 and of 32 bits that the parts take; with branches, `branch_size` is the slots of a block."""
+    volumes = [torch.Size(shape).numel() for shape in part_shapes(rows, drafts, branch_size)]
     return sum(volumes[:NUM_WIDE]), sum(volumes[NUM_WIDE:])
 
 
-def split(wide: Tensor, narrow: Tensor, rows: int, drafts: int) -> CycleParts:
+def split(wide: Tensor, narrow: Tensor, rows: int, drafts: int, branch_size: int = 0) -> CycleParts:
     """The parts in two buffers of these sizes, one behind another."""
-    parts, shapes = [], part_shapes(rows, drafts)
+    parts, shapes = [], part_shapes(rows, drafts, branch_size)
     for whole, some in ((wide, shapes[:NUM_WIDE]), (narrow, shapes[NUM_WIDE:])):
         end = 0
         for shape in some:
@@ -88,18 +103,62 @@ def pending_tokens(
     token_ids[:] = torch.cat((newest, drafted.flatten()))[sources]
 
 
-def plan_cycle(about: Tensor, tables: Tensor, block_size: int, drafts: int, wide: Tensor, narrow: Tensor) -> None:
-    """Fill both buffers from what is said `about` the rows [4, R] and their blocks [R, B], int32 both."""
+def carry_on(
+    about: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    drafted: Tensor,
+    following: Tensor,
+    branches: int,
+    carried: Tensor,
+    following_rows: Tensor,
+) -> None:
+    """Where each row goes on: with the token that follows the newest one and all drafts that are right, and its
+    position. Into `carried` [2, MOST_ROWS], int32, by place, and into `following_rows` [2, R], int64; zeros for no
+    row."""
+    carried[:, : about.shape[1]] = following_rows[:] = 0
+    for r, (_, _, count, leaves) in enumerate(about.T.tolist()):
+        if count < 0:
+            continue
+        place = first = r - r % branches
+        if leaves == IF_RIGHT and len(drafted):
+            right = following[starts[first]]
+            place = next((b for b in range(first, first + branches) if drafted[0, b] == right), first)
+        begin, taken = int(starts[place]), 0
+        while taken < count and drafted[taken, place] == following[begin + taken]:
+            taken += 1
+        following_rows[:, r] = torch.stack((following[begin + taken], positions[begin] + taken + 1))
+        carried[:, r] = following_rows[:, r]
+
+
+def plan_cycle(
+    about: Tensor,
+    carried: Tensor,
+    tables: Tensor,
+    block_size: int,
+    drafts: int,
+    wide: Tensor,
+    narrow: Tensor,
+    branches: int = 1,
+    first_spare: int = 0,
+) -> None:
+    """Fill both buffers from what is said `about` the rows [4, R], what was `carried` [2, MOST_ROWS] and their blocks
+    [R, B], int32 all. With `branches` of each row, one behind another, all but the first get blocks of their own, from
+    the spare ones, in `tables`."""
     num_rows = about.shape[1]
-    out = split(wide, narrow, num_rows, drafts)
-    start, counts = about[START].long(), about[DRAFTS].long()
+    out = split(wide, narrow, num_rows, drafts, block_size if branches > 1 else 0)
+    place = (-1 - about[START]).long()
+    newest, start = torch.where(place >= 0, carried[:, place.clamp(min=0)], about[[NEWEST, START]]).long()
+    counts = about[DRAFTS].long()
     every = torch.arange(num_rows, device=about.device)
+    if branches > 1:
+        _branch_off(start.tolist(), counts.tolist(), tables, block_size, branches, first_spare)
 
     def slots(rows: Tensor, places: Tensor) -> Tensor:
         return tables[rows, places // block_size].long() * block_size + places % block_size
 
     known = (counts >= 0) & (start > 0)
-    out.newest[:] = about[NEWEST]
+    out.newest[:] = newest
     out.draft_deep_slots[:] = torch.where(known, slots(every, (start - 1).clamp(min=0)), 0)
     ahead = torch.arange(drafts, device=about.device).unsqueeze(-1)
     drafting = counts > ahead
@@ -120,9 +179,52 @@ def plan_cycle(about: Tensor, tables: Tensor, block_size: int, drafts: int, wide
         (out.positions, places, 0),
         (out.slots, here, -1),
         (out.sources, ahead * num_rows + row_of, 0),
-        (out.kept_slots, torch.where(about[TRACKED][row_of] != 0, here, -1), -1),
+        (out.kept_slots, torch.where(about[LEAVES][row_of] != NEVER, here, -1), -1),
         (out.deep_slots, slots(row_of, (places - 1).clamp(min=0)), 0),
         (out.distances, places > 0, 0),
     ):
         part[: len(row_of)] = values
         part[len(row_of) :] = rest
+    if branches > 1:
+        _plan_branches(out, about[LEAVES].tolist(), start.tolist(), counts.tolist(), tables, block_size, branches)
+
+
+def _branch_off(
+    starts: Sequence[int], counts: Sequence[int], tables: Tensor, block_size: int, branches: int, first_spare: int
+) -> None:
+    """Give every branch but the first of each row the blocks that it will write to."""
+    spare = first_spare
+    for r, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        if r % branches and count >= 0:
+            blocks = range(start // block_size, (start + count) // block_size + 1)
+            tables[r, blocks.start : blocks.stop] = torch.arange(spare, spare + len(blocks), dtype=tables.dtype)
+        if r % branches:
+            spare += BLOCKS_PER_BRANCH
+
+
+def _plan_branches(
+    out: CycleParts,
+    leaves: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Tensor,
+    block_size: int,
+    branches: int,
+) -> None:
+    """The way of what branches need there, and of what they have written back."""
+    out.copies[:] = out.returns[:2] = -1
+    out.returns[2:] = 0
+    offsets = torch.arange(block_size)
+    for r, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        first, block = r - r % branches, start // block_size
+        if r == first or count < 0:
+            continue
+        for place, blocks in enumerate(tables[[first, r], block].tolist()):
+            before = offsets[: start % block_size]
+            out.copies[place, r * block_size : r * block_size + len(before)] = blocks * block_size + before
+        if leaves[r] == IF_RIGHT:
+            at, places = int(out.starts[r]), torch.arange(start, start + count + 1)
+            own = tables[first, places // block_size] * block_size + places % block_size
+            said, tried = (torch.full_like(own, value) for value in (int(out.starts[first]), r))
+            here = out.slots[at : at + count + 1]
+            out.returns[:, at : at + count + 1] = torch.stack((here.to(own.dtype), own, said, tried))

@@ -33,9 +33,17 @@ def _claims(places: Tensor | None = None, said: Tensor | None = None, tried: Ten
 
 writing(
     "plan_cycle",
-    "Tensor about, Tensor tables, int block_size, int drafts, Tensor(a!) wide, Tensor(b!) narrow",
+    "Tensor about, Tensor carried, Tensor(a!) tables, int block_size, int drafts, Tensor(b!) wide, Tensor(c!) narrow, "
+    "int branches=1, int first_spare=0",
     cuda_cycle.plan_cycle,
     cycle_plan.plan_cycle,
+)
+writing(
+    "carry_on",
+    "Tensor about, Tensor starts, Tensor positions, Tensor drafted, Tensor following, int branches, "
+    "Tensor(a!) carried, Tensor(b!) following_rows",
+    cuda_cycle.carry_on,
+    cycle_plan.carry_on,
 )
 writing(
     "pending_tokens",

@@ -1,0 +1,197 @@
+"""Cycles that are begun before the one before them was read: on the CPU, with the CUDA kernels' twin."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.engine.exit_engines import all_ids, exit_parts, poisoned
+from tests.factories import random_prompts
+from tests.kernels.twin import twin_kernels
+from tide_core.batch import RowResult
+from tide_core.engine import assemble, captured_cycle
+from tide_core.engine.assemble import Parts
+from tide_core.engine.captured_cycle import CapturedCycles
+from tide_core.engine.cycle_flight import Flight
+from tide_core.engine.cycle_room import RowPlace
+from tide_core.request import FinishReason, RequestOutput, SamplingParams
+
+BLOCK = {"kind": "block", "taps": (2, 3)}
+HARDER = 0.3
+"""Exits that are right now and then."""
+
+
+@pytest.fixture
+def flights(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Engines made from now on run cycles in one go; how many were launched, of them ahead, and read; and how often a
+    row had to wait."""
+    count: Counter[str] = Counter()
+    fly, results, start = CapturedCycles._fly, Flight.results, captured_cycle.Started.results
+
+    def launched(self: CapturedCycles, rows: Sequence[RowPlace]) -> Flight:
+        count["launched"] += 1
+        count["ahead"] += any(row.behind >= 0 for row in rows)
+        return fly(self, rows)
+
+    def read(self: Flight, *given: Any) -> list[RowResult]:
+        count["read"] += 1
+        return results(self, *given)
+
+    def waited(self: captured_cycle.Started) -> list[RowResult]:
+        found = start(self)
+        count["waited"] += sum(result is captured_cycle.NOTHING_YET for result in found)
+        return found
+
+    monkeypatch.setattr(CapturedCycles, "_fly", launched)
+    monkeypatch.setattr(Flight, "results", read)
+    monkeypatch.setattr(captured_cycle.Started, "results", waited)
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    return count
+
+
+def answers(parts: Parts, prompts: Sequence[Sequence[int]], params: Any) -> list[list[int]]:
+    with poisoned(parts) as engine:
+        found = engine.generate(prompts, params)
+    parts.core.check_idle()
+    return all_ids(found)
+
+
+def without_running_ahead(**settings: Any) -> Parts:
+    parts = exit_parts(**settings)
+    parts.core.scheduler.runs_ahead = False
+    return parts
+
+
+@pytest.mark.parametrize("mode", ["full", "verified"])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_answers_are_those_of_full_depth_and_nearly_every_cycle_is_begun_ahead(
+    mode: str, num_rows: int, flights: Counter[str]
+) -> None:
+    prompts, params = random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True, mode=mode)
+    expected = answers(without_running_ahead(share=HARDER), prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert not flights["ahead"]
+    flights.clear()
+    assert answers(exit_parts(share=HARDER), prompts, params) == expected
+    assert flights["ahead"] >= flights["launched"] - 6
+    if mode == "full":
+        assert flights["launched"] == flights["read"], "that a text ends by its length is known beforehand"
+
+
+@pytest.mark.parametrize("mode", ["full", "verified"])
+def test_rows_come_and_go_while_others_are_on_their_way(mode: str, flights: Counter[str]) -> None:
+    """Texts that end by a token, which nobody knows beforehand, or by their length; a new row waits for the cycle that
+    is on its way, and joins the next."""
+    prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(9, 40))]
+    ends = [ids[7] for ids in answers(without_running_ahead(share=HARDER), prompts, SamplingParams(max_tokens=8))]
+    params = [
+        SamplingParams(max_tokens=9 + 4 * i, mode=mode, ignore_eos=True, stop_ids=(ends[i],) if i % 2 else ())
+        for i in range(9)
+    ]
+    expected = [
+        answers(without_running_ahead(share=HARDER), [p], [one])[0] for p, one in zip(prompts, params, strict=True)
+    ]
+    flights.clear()
+    assert answers(exit_parts(share=HARDER, max_rows=3), prompts, params) == expected
+    assert flights["ahead"] > 10
+    assert flights["waited"] > 2
+    assert flights["launched"] > flights["read"] - flights["waited"]
+
+
+@pytest.mark.parametrize("mode", ["full", "verified"])
+@pytest.mark.parametrize("num_blocks", [9, 12, 16])
+def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
+    mode: str, num_blocks: int, flights: Counter[str]
+) -> None:
+    """The pool is full: blocks that were given beforehand are taken back, and rows give way."""
+    prompts, params = random_prompts(4, 21), SamplingParams(max_tokens=50, ignore_eos=True, mode=mode)
+    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    flights.clear()
+    parts = exit_parts(share=HARDER)
+    blocks = parts.core.scheduler.blocks
+    others = blocks.new_table()
+    with poisoned(parts) as engine:
+        blocks.allocate(others, (blocks.num_available - num_blocks) * blocks.block_size)
+        found = engine.generate(prompts, params)
+        assert blocks.num_available == num_blocks
+        blocks.free(others)
+    assert all_ids(found) == expected
+    assert parts.core.scheduler.num_preemptions
+    assert flights["ahead"] > 5
+
+
+def test_a_request_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str]) -> None:
+    prompts, params = random_prompts(3, 11), {"max_tokens": 30, "ignore_eos": True}
+    expected = answers(without_running_ahead(share=HARDER), prompts, SamplingParams(**params))
+    parts = exit_parts(share=HARDER)
+    with poisoned(parts) as engine:
+        core = parts.core
+        with engine._loop.stepping:
+            said: list[RequestOutput] = []
+            for r, prompt in enumerate(prompts):
+                core.add(engine.make_request(prompt, SamplingParams(**params), request_id=f"r{r}"))
+            for step in range(100):
+                if step == 4:
+                    assert parts.runner.cycles is not None
+                    assert parts.runner.cycles._ahead is not None
+                    said.append(core.abort("r1"))  # type: ignore[arg-type]
+                    core.add(engine.make_request(prompts[1], SamplingParams(**params), request_id="again"))
+                core.advance(said.extend)
+                if not core.has_work:
+                    break
+    for name, ids in (("r0", expected[0]), ("r2", expected[2]), ("again", expected[1])):
+        mine = [output for output in said if output.request_id == name]
+        assert [token.token_id for output in mine for token in output.tokens] == ids
+        assert mine[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_that_fails_leaves_nothing_on_its_way(flights: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = random_prompts(3, 11), SamplingParams(max_tokens=30, ignore_eos=True)
+    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    parts = exit_parts(share=HARDER)
+    results, calls = Flight.results, []
+
+    def fails_once(self: Flight, *given: Any) -> list[RowResult]:
+        calls.append(self)
+        if len(calls) == 5:
+            raise RuntimeError("a read that fails")
+        return results(self, *given)
+
+    monkeypatch.setattr(Flight, "results", fails_once)
+    assert answers(parts, prompts, params) == expected
+    assert len(calls) > 8
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"threshold": 0.3}, {"mode": "bounded", "epsilon": 0.05}, {"temperature": 0.8, "seed": 1}],
+    ids=str,
+)
+def test_where_the_host_decides_what_a_row_goes_on_with_nothing_is_begun_ahead(
+    params: dict[str, Any], flights: Counter[str]
+) -> None:
+    answers(exit_parts(artefact=BLOCK), random_prompts(2, 11), SamplingParams(max_tokens=20, ignore_eos=True, **params))
+    assert flights["launched"] == flights["read"] > 3
+    assert not flights["ahead"]
+
+
+def test_a_row_that_draws_joins_others_and_all_go_on_without_running_ahead(flights: Counter[str]) -> None:
+    prompts = random_prompts(3, 11)
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8 if r == 2 else 0.0, seed=5) for r in range(3)
+    ]
+    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    flights.clear()
+    assert answers(exit_parts(share=HARDER), prompts, params) == expected
+
+
+def test_no_block_is_touched_behind_the_last_that_a_model_or_a_row_can_have(flights: Counter[str]) -> None:
+    """A text up to the model's last position: what would be behind it is not begun."""
+    parts = exit_parts(share=HARDER)
+    longest = parts.max_model_len
+    prompt = random_prompts(1, longest - 20)[0]
+    with poisoned(parts) as engine:
+        [answer] = engine.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert len(answer.tokens) == 20
