@@ -39,9 +39,9 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     start = CapturedPrompts.start
 
-    def counted(self: CapturedPrompts, rows: Any) -> Started:
+    def counted(self: CapturedPrompts, rows: Any, **how: Any) -> Started:
         seen.append([len(row.token_ids) for row in rows])
-        return start(self, rows)
+        return start(self, rows, **how)
 
     monkeypatch.setattr(CapturedPrompts, "start", counted)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())

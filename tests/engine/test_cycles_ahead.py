@@ -15,6 +15,7 @@ from tide_core.batch import RowResult
 from tide_core.engine import assemble, captured_cycle
 from tide_core.engine.assemble import Parts
 from tide_core.engine.captured_cycle import CapturedCycles
+from tide_core.engine.captured_prompts import CapturedPrompts
 from tide_core.engine.cycle_flight import Flight
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.request import FinishReason, RequestOutput, SamplingParams
@@ -195,3 +196,59 @@ def test_no_block_is_touched_behind_the_last_that_a_model_or_a_row_can_have(flig
     with poisoned(parts) as engine:
         [answer] = engine.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))
     assert len(answer.tokens) == 20
+
+
+@pytest.fixture
+def slow_prompts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Prompts that are done when somebody has asked for the third time."""
+    count: Counter[str] = Counter()
+
+    def is_done(self: CapturedPrompts) -> bool:
+        count["asked"] += 1
+        return count["asked"] % 3 == 0
+
+    launch = CapturedPrompts._launch
+
+    def launched(self: CapturedPrompts, rows: Any) -> Any:
+        count["launched"] += 1
+        return launch(self, rows)
+
+    monkeypatch.setattr(CapturedPrompts, "_is_done", is_done)
+    monkeypatch.setattr(CapturedPrompts, "_launch", launched)
+    return count
+
+
+@pytest.mark.parametrize("mode", ["full", "verified"])
+def test_rows_that_talk_go_on_while_a_prompt_is_on_its_way(
+    mode: str, flights: Counter[str], slow_prompts: Counter[str]
+) -> None:
+    """And the prompt is run once, for all that."""
+    prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(7, 40))]
+    params = [SamplingParams(max_tokens=9 + 4 * i, mode=mode, ignore_eos=True) for i in range(7)]
+    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    assert not slow_prompts["asked"]
+    slow_prompts.clear()
+    assert answers(exit_parts(share=HARDER, max_rows=3), prompts, params) == expected
+    assert slow_prompts["asked"] >= 3 * 4
+    assert slow_prompts["launched"] == 5, "three together, then one by one"
+
+
+def test_a_prompt_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str], slow_prompts: Counter[str]) -> None:
+    prompts, params = random_prompts(3, 11), SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    parts = exit_parts(share=HARDER, prefix_caching=False)
+    core, said = parts.core, list[RequestOutput]()
+    with poisoned(parts) as engine, engine._loop.stepping:
+        core.add(engine.make_request(prompts[0], params, request_id="r0"))
+        core.advance(said.extend)
+        core.add(engine.make_request(prompts[1], params, request_id="gone"))
+        core.advance(said.extend)
+        assert parts.runner.prompts is not None
+        assert parts.runner.prompts.are_on_their_way
+        said.append(core.abort("gone"))  # type: ignore[arg-type]
+        core.add(engine.make_request(prompts[2], params, request_id="r2"))
+        while core.has_work:
+            core.advance(said.extend)
+    for name, ids in (("r0", expected[0]), ("r2", expected[2])):
+        mine = [output for output in said if output.request_id == name]
+        assert [token.token_id for output in mine for token in output.tokens] == ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -181,3 +182,10 @@ def test_an_engine_that_is_closed_says_the_ends_that_were_reached(parts: Parts) 
     with Engine.from_parts(make_config(), parts) as engine:
         [answer] = engine.generate(random_prompts(1, 5), SamplingParams(max_tokens=1, ignore_eos=True))
     assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_what_was_there_before_an_engine_is_left_alone_by_the_collector_while_it_runs(parts: Parts) -> None:
+    before = gc.get_freeze_count()
+    with Engine.from_parts(make_config(), parts):
+        assert gc.get_freeze_count() > before + 1000
+    assert gc.get_freeze_count() <= before

@@ -234,10 +234,12 @@ class Started:
         groups: list[list[int]],
         launch: Callable[[list[RowStep]], Reading],
         running: tuple[list[int], Reading] | None = None,
+        is_done: Callable[[], bool] | None = None,
     ) -> None:
-        """`running` is launched already."""
+        """`running` is launched already. With `is_done` nobody waits for it before it is."""
         self._rows, self._groups, self._launch = rows, groups, launch
         self._running = self._next() if running is None else running
+        self._is_done = is_done
 
     def _next(self) -> tuple[list[int], Reading] | None:
         if not self._groups:
@@ -248,6 +250,8 @@ class Started:
     def results(self) -> list[RowResult]:
         """Wait for the device; one result for each row."""
         found: dict[int, RowResult] = {}
+        if self._is_done is not None and not self._is_done():
+            self._running = None
         while self._running is not None:
             group, reading = self._running
             found.update(zip(group, reading(), strict=True))

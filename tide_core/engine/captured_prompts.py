@@ -1,9 +1,10 @@
 """Prompts on a GPU: pieces of several of them through all layers as one launch.
 
 A piece of a prompt is run as a captured pass of up to 256 tokens: all layers, what the exits keep of every token, and
-the logits behind the last token of each row. It runs beside the cycle of the rows that talk, on a stream of its own:
-the kernels of a small model leave most of a GPU idle, so that a prompt that comes in costs the others little. Both read
-the same weights and write different slots; what they work in is not shared.
+the logits behind the last token of each row. It runs beside the cycles of the rows that talk, on a stream of its own:
+the kernels of a small model leave most of a GPU idle, so that a prompt that comes in costs the others little. Nor do
+they wait for it: it takes as long as several cycles, and its rows get nothing until it is done. Both read the same
+weights and write different slots; what they work in is not shared.
 
 All its ops are those of the cycles: what a token comes to does not depend on how a prompt was cut into pieces, nor on
 what else was in the step. Longer pieces and contexts are left to the plain path, which reads K and V only once for all
@@ -13,7 +14,9 @@ of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,6 +63,7 @@ class CapturedPrompts:
         self._workspaces: list[torch.Tensor] = []
         self._stream: Any = torch.cuda.Stream(cache.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._before: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._flight: _PromptFlight | None = None
         self._blocks = -(-LONGEST_CONTEXT // cache.block_size)
 
     def shapes(self) -> list[Shape]:
@@ -79,23 +83,54 @@ class CapturedPrompts:
         num = len(row.token_ids)
         return 1 < num <= PROMPT_SIZES[-1] and row.start + num <= LONGEST_CONTEXT and not row.num_drafts
 
-    def mark(self) -> None:
-        """What is on the current stream by now comes before the next prompts; what follows may run beside them."""
-        if self._stream is not None:
+    def mark(self, rows: Sequence[RowStep]) -> None:
+        """What is on the current stream by now comes before the next prompts; what follows may run beside them, but for
+        those that are on their way and not among these rows any more: others may have their blocks now."""
+        if self._stream is None:
+            return
+        flight = self._flight
+        found = 0 if flight is None else len(flight.find(rows))
+        if flight is not None and found < len(flight.rows):
+            torch.cuda.current_stream().wait_stream(self._stream)
+        if found < len(rows):
             self._before.record()
 
-    def start(self, rows: Sequence[RowStep]) -> Started:
-        """Begin to run these, to be read before the next ones are started."""
-        groups: list[list[int]] = []
-        left, places = 0, 0
-        for r, row in enumerate(rows):
-            num = len(row.token_ids)
-            if num > left or not places:
-                groups.append([])
-                left, places = PROMPT_SIZES[-1], MOST_PROMPTS
-            groups[-1].append(r)
-            left, places = left - num, places - 1
-        return Started(rows, groups, self._launch)
+    @property
+    def are_on_their_way(self) -> bool:
+        """Whether any were begun and not read."""
+        return self._flight is not None
+
+    def start(self, rows: Sequence[RowStep], *, waits: bool = True) -> Started:
+        """Begin to run these, as far as they are not on their way. Whoever does not want to wait for them gets nothing
+        of those that are not done, and comes back with them."""
+        flight = self._flight
+        found = {} if flight is None else flight.find(rows)
+        groups = _groups(rows, [r for r in range(len(rows)) if r not in found])
+        if flight is None or not found:
+            if not groups:
+                self._flight = None
+                return Started(rows, [], self._launch)
+            mine = groups.pop(0)
+            flight = _PromptFlight.of([rows[r] for r in mine], self._launch)
+            found = dict(zip(mine, range(len(mine)), strict=True))
+        self._flight = flight
+        running = list(found), functools.partial(self._read, list(found.values()))
+        return Started(rows, groups if waits else [], self._launch, running, self._is_done if not waits else None)
+
+    def forget(self) -> None:
+        """Nothing of what was begun is of use any more."""
+        self._flight = None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _is_done(self) -> bool:
+        return self._stream is None or bool(self._stream.query())
+
+    def _read(self, which: Sequence[int]) -> list[RowResult]:
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        results = flight.reading()
+        return [results[number] for number in which]
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         spans = [RowSpan(row.table.block_ids, row.start, len(row.token_ids)) for row in rows]
@@ -156,6 +191,53 @@ class CapturedPrompts:
         best = one.best
         logits = one.logits[: len(rows)] if len(ends) == len(rows) else one.logits[ends]
         return self._verifier.settle(cycles, wanted, logits, best[:, ends])
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptFlight:
+    """Prompts on their way."""
+
+    rows: Sequence[RowStep]
+    starts: Sequence[int]
+    blocks: Sequence[list[int]]
+    reading: Reading
+
+    @classmethod
+    def of(cls, rows: Sequence[RowStep], launch: Callable[[Sequence[RowStep]], Reading]) -> _PromptFlight:
+        return cls(rows, [row.start for row in rows], [list(row.table.block_ids) for row in rows], launch(rows))
+
+    def find(self, rows: Sequence[RowStep]) -> dict[int, int]:
+        """Which of these rows are on their way, and as the how manyth of them: those that are as they were."""
+        mine = {id(row.table): number for number, row in enumerate(self.rows)}
+        found = {}
+        for index, row in enumerate(rows):
+            number = mine.get(id(row.table))
+            if number is None:
+                continue
+            told, blocks = self.rows[number], self.blocks[number]
+            if (
+                told.request is row.request
+                and told.policy is row.policy
+                and self.starts[number] == row.start
+                and len(told.token_ids) == len(row.token_ids)
+                and row.table.block_ids[: len(blocks)] == blocks
+            ):
+                found[index] = number
+        return found
+
+
+def _groups(rows: Sequence[RowStep], which: Sequence[int]) -> list[list[int]]:
+    """These of the rows, as many at a time as fit a pass."""
+    groups: list[list[int]] = []
+    left, places = 0, 0
+    for r in which:
+        num = len(rows[r].token_ids)
+        if num > left or not places:
+            groups.append([])
+            left, places = PROMPT_SIZES[-1], MOST_PROMPTS
+        groups[-1].append(r)
+        left, places = left - num, places - 1
+    return groups
 
 
 class _PromptPass(CapturedPass):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -103,7 +104,8 @@ class Turns:
 
 
 class EngineLoop:
-    """Owns the core from the moment it starts."""
+    """Owns the core from the moment it starts. As long as it runs, the garbage collector leaves alone what the process
+    had by then."""
 
     def __init__(self, core: EngineCore, *, max_open: int) -> None:
         self._cores = [core]  # the last one is in use; those before it finish what they have
@@ -117,6 +119,7 @@ class EngineLoop:
         self._death: BaseException | None = None
         self.last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="tide-engine", daemon=True)
+        gc.freeze()  # to look through a model's objects for garbage takes a third of a second, in the middle of a step
         self._thread.start()
         atexit.register(self.close)  # the interpreter must not go while the thread is inside a kernel
 
@@ -161,6 +164,7 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+        gc.unfreeze()
         atexit.unregister(self.close)
 
     def _main(self) -> None:

@@ -86,8 +86,9 @@ class ModelRunner:
         try:
             return self._run(batch, meanwhile)
         except Exception:
-            if self._cycles is not None:
-                self._cycles.forget()
+            for captured in (self._cycles, self._prompts):
+                if captured is not None:
+                    captured.forget()
             raise
 
     def _run(self, batch: ScheduledBatch, meanwhile: Callable[[], None]) -> StepResult:
@@ -114,13 +115,16 @@ class ModelRunner:
                 prompting.append(r)
             else:
                 others.append(r)
+        goes_on = goes_on and not others
         started = []
-        if prompts is not None and prompting:
-            prompts.mark()  # blocks of rows that ended may be theirs now
+        to_prompt = [rows[r] for r in prompting]
+        prompts = prompts if prompts is not None and (prompting or prompts.are_on_their_way) else None
+        if prompts is not None:
+            prompts.mark(to_prompt)  # blocks of rows that ended may be theirs now, and the other way round
         if cycles is not None and talking:
-            started.append((talking, cycles.start([rows[r] for r in talking], goes_on=goes_on and not others)))
-        if prompts is not None and prompting:
-            started.append((prompting, prompts.start([rows[r] for r in prompting])))
+            started.append((talking, cycles.start([rows[r] for r in talking], goes_on=goes_on)))
+        if prompts is not None:
+            started.append((prompting, prompts.start(to_prompt, waits=not (goes_on and talking))))
         return started, others
 
     def _run_rows(self, steps: Sequence[RowStep]) -> list[RowResult]:

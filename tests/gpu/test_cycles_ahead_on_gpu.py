@@ -1,0 +1,54 @@
+"""Cycles begun before the last was read, and prompts that nobody waits for: what comes of rows is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.exit_engines import all_ids, exit_parts, poisoned
+from tests.factories import random_prompts
+from tide_core.engine.captured_cycle import CapturedCycles
+from tide_core.engine.cycle_flight import Flight
+from tide_core.request import SamplingParams
+
+pytestmark = pytest.mark.gpu
+HARDER = 0.3
+
+
+def answers(prompts: Any, params: Any, *, ahead: bool, **settings: Any) -> list[list[int]]:
+    parts = exit_parts("qwen3", share=HARDER, device="cuda", **settings)
+    parts.core.scheduler.runs_ahead = ahead
+    with poisoned(parts) as engine:
+        found = [engine.generate(prompts, params) for _ in range(2)]  # the second time all is captured
+    parts.core.check_idle()
+    assert all_ids(found[0]) == all_ids(found[1])
+    return all_ids(found[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["full", "verified"])
+@pytest.mark.parametrize("max_rows", [1, 3, 8])
+def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
+    max_rows: int, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[int] = []
+    fly = CapturedCycles._fly
+
+    def launched(self: CapturedCycles, rows: Any) -> Flight:
+        ahead.append(sum(row.behind >= 0 for row in rows))
+        return fly(self, rows)
+
+    prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(12, 50))]
+    params = [SamplingParams(max_tokens=9 + 5 * i, ignore_eos=True, mode=mode) for i in range(12)]
+    expected = answers(prompts, params, ahead=False, max_rows=1, dtype=dtype, prefix_caching=False)
+    ends = [ids[-3] for ids in expected]
+    params = [
+        SamplingParams(max_tokens=9 + 5 * i, ignore_eos=True, mode=mode, stop_ids=(ends[i],) if i % 3 == 1 else ())
+        for i in range(12)
+    ]
+    expected = [ids[: ids.index(ends[i]) + 1] if i % 3 == 1 else ids for i, ids in enumerate(expected)]
+    monkeypatch.setattr(CapturedCycles, "_fly", launched)
+    found = answers(prompts, params, ahead=True, max_rows=max_rows, dtype=dtype, prefix_caching=False)
+    assert found == expected
+    assert sum(map(bool, ahead)) > len(ahead) // 2
