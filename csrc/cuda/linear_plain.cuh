@@ -105,9 +105,10 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
     }
     const float up = __shfl_down_sync(~0u, mine, 16);  // of output n, two weight rows further on
     const int n = lane / kPlainTokens, m = lane % kPlainTokens;
-    if (n < outputs && first_column + n < p.out_features && first_token + m < rows)
+    if (n < outputs && first_column + n < p.out_features && first_token + m < rows) {
         const T residual = residual_of<T>(p, first_token + m, first_column + n);
-    write_output<T>(p, first_token + m, first_column + n, mine, up, residual);
+        write_output<T>(p, first_token + m, first_column + n, mine, up, residual);
+    }
 }
 
 template <typename T>
