@@ -98,6 +98,34 @@ def test_the_gain_is_tokens_per_second_over_those_of_full_depth() -> None:
     assert gain == pytest.approx((1 + 0.8 * PRIOR_REACH) / (11.0 + 2.0) * 10.0)
 
 
+def test_where_the_host_is_the_slower_one_drafts_pay_by_what_they_save_the_host() -> None:
+    """Each draft takes the device so long that it would not pay; but the host is busy for longer in any case."""
+    slow = planner(0.8, point(8, draft=9.0))
+    assert slow.plan(8, 8).drafts == 0
+    slow.observe_host(8, 8, 16 * 2.0)
+    plan = slow.plan(8, 8)
+    kept = 0.8 * PRIOR_REACH
+    assert plan.drafts > 0
+    assert slow.plan(8, 8).gain >= (8 * (1 + kept)) / (2.0 * (16 + 8 * kept)) / (8 / 32) - 1e-9
+
+
+def test_a_host_that_is_quick_enough_changes_no_plan() -> None:
+    alone, beside = planner(0.8), planner(0.8)
+    beside.observe_host(8, 8, 16 * 0.1)
+    assert beside.plan(8, 8) == alone.plan(8, 8)
+
+
+def test_what_the_host_needs_is_smoothed() -> None:
+    one = planner(0.8)
+    one.observe_host(8, 8, 1.6)
+    assert one.host_s == pytest.approx(0.1)
+    one.observe_host(8, 24, 32.0)
+    assert 0.1 < one.host_s < 0.15
+    for _ in range(500):
+        one.observe_host(8, 24, 32.0)
+    assert one.host_s == pytest.approx(1.0, rel=0.01)
+
+
 def test_rows_that_may_not_exit_share_the_step_and_lower_the_gain() -> None:
     alone, mixed = planner(0.8).plan(8, 8), planner(0.8).plan(2, 8)
     assert alone.gain > mixed.gain >= 1.0

@@ -189,6 +189,8 @@ def assemble_loaded(
         num_layers=adapter.num_layers,
         on_result=None if planner is None else planner.observe,
         during=runner.during,
+        waited=runner.waited,
+        on_host=None if planner is None else planner.observe_host,
     )
     logger.info(
         "model %s: %d layers in %d segments, %s on %s, %s kernels, KV pool of %d blocks of %d tokens, artefact %s",

@@ -17,6 +17,7 @@ one to the other (`cycle_flight`).
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ class CapturedCycles:
         layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
         self._settler = Settler(layer, adapter.num_layers)
         self._ahead: Flight | None = None
+        self.waited_s = 0.0
+        """For the last cycle that was read."""
 
     def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
         """The shapes that texts of no great length come in."""
@@ -125,7 +128,18 @@ class CapturedCycles:
         if goes_on:
             flight.ahead = self._ahead = self._go_on(rows, flight, found)
             groups = groups if self._ahead is None else []
-        return Started(rows, groups, self._launch, (list(found), functools.partial(flight.results, found, rows)))
+        return Started(rows, groups, self._launch, (list(found), functools.partial(self._read, flight, found, rows)))
+
+    def _read(self, flight: Flight, found: dict[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
+        before = time.perf_counter()
+        flight.side.wait()
+        self.waited_s = time.perf_counter() - before
+        return flight.results(found, rows)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the device has a cycle to run behind the one that was read last."""
+        return self._ahead is not None and self._cache.device.type == "cuda"
 
     def forget(self) -> None:
         """Nothing of what was begun is of use any more."""

@@ -57,9 +57,13 @@ class EngineCore:
         num_layers: int,
         on_result: Callable[[RowStep, RowResult], None] | None = None,
         during: Callable[[Callable[[], None]], None] | None = None,
+        waited: Callable[[], float | None] | None = None,
+        on_host: Callable[[int, int, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`during` is told what the next `run` shall do while the device works; without it that is done before."""
+        """`during` is told what the next `run` shall do while the device works; without it that is done before.
+        `waited` says how long the last `run` has waited for a device that works meanwhile, None where it does not;
+        `on_host` then hears the rows and tokens of the step and how long the host was busy with it."""
         self.scheduler = scheduler
         self.counters = Counters()
         self.exits = ExitStats(num_layers)
@@ -71,6 +75,7 @@ class EngineCore:
         self._namespace = namespace
         self._clock = clock
         self._during = during
+        self._waited, self._on_host = waited, on_host
         self._open: dict[str, Progress] = {}
         self._unsaid: list[Gain] = []
         self._in_flight: list[Row] = []
@@ -121,6 +126,7 @@ class EngineCore:
         if not self.scheduler.has_work:
             deliver(self.say())
             return
+        scheduled_at = self._clock()
         rows, batch = self.scheduler.schedule()
         began_at = self._begin()
         self._in_flight = rows
@@ -128,8 +134,12 @@ class EngineCore:
             result = self._run_fenced(batch, deliver)
         finally:
             self._in_flight = []
+        before = self.counters.num_output_tokens
         for row, step, got in zip(rows, batch.rows, result.rows, strict=True):
             self._commit(row, step, got, began_at)
+        if self._waited is not None and self._on_host is not None and (waited := self._waited()) is not None:
+            gained = self.counters.num_output_tokens - before
+            self._on_host(len(rows), gained, self._clock() - scheduled_at - waited)
 
     def say(self) -> list[RequestOutput]:
         """What has not been said yet, as outputs."""

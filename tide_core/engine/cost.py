@@ -8,6 +8,9 @@ that at least j of them become output, both counted while the engine runs,
     seconds of it                            cycle(r, 0) + slope_1 p_1 + ... + slope_k p_k
 
 where slope_j = cycle(r, j) - cycle(r, j - 1) and p_j is the chance that any of the rows gets to its j-th draft pass.
+On a GPU the host works while the device does, and a step takes as long as the slower of both. What the host needs for a
+row and for a token is counted while the engine runs; the table is about the device.
+
 The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0; now and then one draft is
 tried all the same where calibration says it should pay, or a text that was hard once would end drafting for good.
 
@@ -37,6 +40,8 @@ PRIOR_REACH = 0.85
 """Chance that a draft follows a draft, before anything was seen."""
 PROBE_EVERY = 64
 """Plans of no drafts between two that try one."""
+HOST_MEMORY = 64.0
+"""Steps by which what the host needs is smoothed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,8 @@ class DraftPlanner:
     num_full: int = 0
     """Plans that sent rows that may exit to full depth."""
     last: Plan = field(default=Plan(0, 1.0))
+    host_s: float = 0.0
+    """That the host needs in a step for each row and for each token, while the device works."""
     _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -188,6 +195,9 @@ class DraftPlanner:
         if prices is None or prices.table is not self.table or prices.max_drafts != self.max_drafts:
             prices = self._prices = Prices(self.table, self.max_drafts)
         full_rate, seconds = prices.full(num_rows)
+        host_s = self.host_s
+        if host_s:
+            full_rate = min(full_rate, 0.5 / host_s)  # a row and a token each
         best, best_gain = 0, LEAST_GAIN
         tokens = float(num_rows)
         reach = keep = 1.0
@@ -196,10 +206,15 @@ class DraftPlanner:
             reach *= acceptance.reached[drafts - 1].value
             keep *= acceptance.kept[drafts - 1].value
             tokens += num_drafting * keep
-            gain = tokens / seconds / full_rate
+            gain = tokens / max(seconds, host_s * (num_rows + tokens)) / full_rate
             if gain > best_gain:
                 best, best_gain = drafts, gain
         return Plan(best, best_gain) if best else Plan(0, 1.0)
+
+    def observe_host(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Learn from what the host did in a step, without waiting for the device."""
+        each = seconds / (num_rows + num_tokens)
+        self.host_s += (each - self.host_s) / (HOST_MEMORY if self.host_s else 1.0)
 
     def observe(self, step: RowStep, result: RowResult) -> None:
         """Learn from a row's cycle, if its drafting is like that of any other: by calibrated thresholds, verified."""

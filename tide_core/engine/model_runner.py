@@ -48,6 +48,7 @@ class ModelRunner:
         self.exits = exits
         self._cycles, self._prompts = captured_cycles, captured_prompts
         self._meanwhile: Callable[[], None] = _nothing
+        self._waited_s: float | None = None
         taps = () if exits is None else exits.taps
         self._depth = DepthLoop(adapter, cache, kernels, segments, taps, captured_segments)
         self._prompt_exits = prompt_exits
@@ -68,6 +69,11 @@ class ModelRunner:
     def during(self, meanwhile: Callable[[], None]) -> None:
         """What the next run shall do while the device works, or before it does. It must not raise."""
         self._meanwhile = meanwhile
+
+    def waited(self) -> float | None:
+        """Seconds that the last run has waited for the device; None unless all its rows were in one cycle and the next
+        one was on its way: only then do host and device work side by side."""
+        return self._waited_s
 
     @property
     def cycles(self) -> CapturedCycles | None:
@@ -93,6 +99,7 @@ class ModelRunner:
 
     def _run(self, batch: ScheduledBatch, meanwhile: Callable[[], None]) -> StepResult:
         rows = batch.rows
+        self._waited_s = None
         started, others = self._start(rows, goes_on=batch.goes_on)
         meanwhile()
         results: dict[int, RowResult] = {}
@@ -100,6 +107,8 @@ class ModelRunner:
             results.update(zip(others, self._run_rows([rows[r] for r in others]), strict=True))
         for mine, running in started:
             results.update(zip(mine, running.results(), strict=True))
+        if self._cycles is not None and self._cycles.runs_ahead and all(map(self._cycles.takes, rows)):
+            self._waited_s = self._cycles.waited_s
         return StepResult(tuple(results[r] for r in range(len(rows))))
 
     def _start(self, rows: Sequence[RowStep], *, goes_on: bool) -> tuple[list[tuple[list[int], Started]], list[int]]:
