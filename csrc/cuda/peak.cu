@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int64_t kChunk = kThreads * kPack;
+constexpr int kPacks = 4;                                       // of a thread: what they ask for is on its way together
+constexpr int64_t kChunk = int64_t{kThreads} * kPack * kPacks;  // a shortlist of 8192 is one, with nothing to join
 constexpr uint32_t kNowhere = 0xffffffffu;
 constexpr uint32_t kSign = 0x80000000u, kMissing = 0;  // below every number
 
@@ -73,22 +74,33 @@ __device__ Part joined(const Part& a, const Part& b) {
     return {best, max(beaten, first ? a.second : b.second), first ? a.index : b.index, sum};
 }
 
+// Of a chunk that begins at `begin`.
 template <typename T>
-__device__ Part part_of_warp(const T* row, int64_t at, int64_t width, bool aligned) {
-    const Pack pack = load_pack(row + at, width - at, aligned);
+__device__ Part part_of_warp(const T* row, int64_t begin, int64_t width, bool aligned) {
+    const auto place = [&](int pack) { return begin + (int64_t{pack} * kThreads + threadIdx.x) * kPack; };
+    Pack packs[kPacks];
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) packs[n] = load_pack(row + place(n), width - place(n), aligned);
     Part mine = {kMissing, kMissing, kNowhere, 0.0f};
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-        const uint32_t key = at + i < width ? key_of(pack.at[i]) : kMissing;
-        mine.index = key > mine.best ? static_cast<uint32_t>(at + i) : mine.index;
-        mine.second = max(mine.second, min(key, mine.best));
-        mine.best = max(mine.best, key);
+    for (int n = 0; n < kPacks; ++n) {
+        const int64_t at = place(n);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+            const uint32_t key = at + i < width ? key_of(packs[n].at[i]) : kMissing;
+            mine.index = key > mine.best ? static_cast<uint32_t>(at + i) : mine.index;
+            mine.second = max(mine.second, min(key, mine.best));
+            mine.best = max(mine.best, key);
+        }
     }
     Part all = warp_best(mine);
     const float best = number_of(all.best);
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) sum += at + i < width ? above(pack.at[i], best) : 0.0f;
+    for (int n = 0; n < kPacks; ++n) {
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) sum += place(n) + i < width ? above(packs[n].at[i], best) : 0.0f;
+    }
     all.sum = warp_sum(sum);
     return all;
 }
@@ -135,8 +147,7 @@ __global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, uint32_t c
     for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
         const int64_t row = task / chunks, chunk = task - row * chunks;
         const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
-        const int64_t at = chunk * kChunk + int64_t{threadIdx.x} * kPack;
-        const Part mine = part_of_warp(x, at, p.width, aligned);
+        const Part mine = part_of_warp(x, chunk * kChunk, p.width, aligned);
         if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = mine;
         __syncthreads();
         if (threadIdx.x < kWarp) {

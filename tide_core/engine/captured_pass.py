@@ -103,6 +103,8 @@ class Replayed:
     """Work of fixed shape, `_run` in a class of its own, which is captured once and replayed from then on."""
 
     _graph: Any = None
+    _priority = 0
+    """Of its kernels on the device, 0 being the lowest there is and lower numbers higher."""
 
     @property
     def pool(self) -> Any:
@@ -123,7 +125,8 @@ class Replayed:
         finally:
             torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        stream = torch.cuda.Stream(priority=self._priority)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._run()
         self._graph = graph
 

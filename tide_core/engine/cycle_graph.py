@@ -56,6 +56,8 @@ class Side:
 class CycleGraph(Replayed):
     """The passes of one shape, from what is said of the rows to what comes of them."""
 
+    _priority = -1  # before prompts, which run beside cycles
+
     def __init__(
         self,
         adapter: ModelAdapter,
@@ -88,9 +90,11 @@ class CycleGraph(Replayed):
         if room.draws:
             numbers = room.numbers(self._buffer, torch.float64)
             self._choice = Drawn(kernels, exits, self._about, parts, numbers)
-        apart = device.type == "cuda" and exits is not None
-        # Before others: its few CTAs would else wait until all of the LM head's have ended.
-        self._beside: Any = torch.cuda.Stream(device, priority=-1) if apart else None  # type: ignore[no-untyped-call]
+        # Scores give way to the deep pass; but drafts that were drawn are judged by them. What exits remember goes
+        # first: its few CTAs would else wait until all of the LM head's have ended.
+        rates, apart = room.drafts > 0 and not room.draws, device.type == "cuda"
+        self._rating = _side_stream(device, 0) if apart and rates else None
+        self._keeping = _side_stream(device, -2) if apart and room.remembers else None
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
         view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
@@ -132,18 +136,18 @@ class CycleGraph(Replayed):
         features = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
         pending = parts.newest, said.places, self._shortlist, parts.sources
         self._kernels.pending_tokens(*pending, said.drafted, said.token_ids)
-        # Drafts that were drawn are judged by their scores; else nobody waits for these.
-        with _stream(None if room.draws else self._beside):
+        with _stream(self._rating):
             if features and self._exits is not None:
                 self._exits.rate(torch.cat(features), said.all_peaks, said.scores.flatten())
         states = run_deep(self._adapter, self._deep, said.token_ids, self._exits)
-        with _stream(self._beside):
+        with _stream(self._keeping):
             self._remember(states)
         self._choice.settle(self._adapter.head(states.normed), said)
         of_rows = self._about, parts.starts, parts.positions, said.drafted, said.following
         self._kernels.carry_on(*of_rows, room.branches, self._carried, said.going_on)
-        if self._beside is not None:
-            torch.cuda.current_stream().wait_stream(self._beside)
+        for beside in (self._rating, self._keeping):
+            if beside is not None:
+                torch.cuda.current_stream().wait_stream(beside)
         if self._branches is not None:  # the branch that was right becomes the row
             source, target, *_ = parts.returns
             self._branches.copy(source, target, Claims(parts.returns[2:], said.following, said.drafted[0]))
@@ -171,6 +175,10 @@ class CycleGraph(Replayed):
             self._kernels.nth_best(logits, self._ranks, out=said.places[0])
         self._choice.draft(ahead, logits, said)
         return features
+
+
+def _side_stream(device: torch.device, priority: int) -> Any:
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
