@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu_parts import Found, World
+from benchmarks.gpu_replay_cycles import Cycle, ReplayedCycles
 from benchmarks.mode_parts import greedy
 from benchmarks.mode_runs import Bench
 from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
@@ -26,8 +27,6 @@ from tide_core.engine.cost_measure import measure
 from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
 
 Run = Callable[[ScheduledBatch], StepResult]
-Cycle = tuple[int, int]
-"""Drafted and accepted by one row."""
 USUAL_DRAFTS = 4
 RECORDED = 24
 """Prompts."""
@@ -63,7 +62,9 @@ def replay(world: World) -> Found:
         planned = best_drafts(world, rows)
         drafts = planned or min(USUAL_DRAFTS, world.bench.planner.max_drafts)
         trace = record(world.bench, drafts, world.sizes.tokens, rows)
-        turns = [_rates(world, parts, rows, drafts, trace) for _ in range(1 + world.sizes.turns)]
+        cycles = parts.runner.cycles
+        replayed = None if cycles is None else ReplayedCycles(cycles, trace)
+        turns = [_rates(world, parts, rows, drafts, trace, replayed) for _ in range(1 + world.sizes.turns)]
         rates = turns[1:]  # the first captures
         full, verified = ([pair[i] for pair in rates] for i in (0, 1))
         ratio = statistics.median(b / a for a, b in rates)
@@ -128,14 +129,20 @@ def core_of(parts: Parts, run: Run, on_result: Any = None) -> EngineCore:
     return EngineCore(parts.core.scheduler, run, parts.tokenizer, **settings)
 
 
-def _rates(world: World, parts: Parts, rows: int, drafts: int, trace: Sequence[Cycle]) -> tuple[float, float]:
+def _rates(
+    world: World, parts: Parts, rows: int, drafts: int, trace: Sequence[Cycle], replayed: ReplayedCycles | None
+) -> tuple[float, float]:
     """Tokens per second of full depth and of replayed cycles."""
     assert parts.planner is not None
     parts.planner.max_drafts = drafts  # it has no table: every plan is this one
     verified = ExitPolicy("verified", (0.0,), (float("inf"),))
     prompt, run = world.subject.shape.context - world.sizes.tokens // 2, parts.runner.run
-    full = decode_rate(core_of(parts, run), NO_EXITS, rows, prompt, world.sizes.tokens)
-    return full, decode_rate(core_of(parts, Replay(run, trace)), verified, rows, prompt, world.sizes.tokens)
+    sizes = rows, prompt, world.sizes.tokens
+    full = decode_rate(core_of(parts, run), NO_EXITS, *sizes)
+    if replayed is None:
+        return full, decode_rate(core_of(parts, Replay(run, trace)), verified, *sizes)
+    with replayed.on():
+        return full, decode_rate(core_of(parts, run), verified, *sizes)
 
 
 def decode_rate(core: EngineCore, policy: ExitPolicy, rows: int, prompt: int, tokens: int) -> float:

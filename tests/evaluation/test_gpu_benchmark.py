@@ -16,6 +16,7 @@ import torch
 from benchmarks import gpu, gpu_parts, gpu_replay, kernels
 from benchmarks.gpu_parts import FEW, MANY, Found, split
 from benchmarks.gpu_replay import Replay, core_of, decode_rate, record
+from benchmarks.gpu_replay_cycles import ReplayedCycles
 from benchmarks.gpu_shapes import EIGHT_B, SMALL, Subject
 from benchmarks.gpu_table import ROWS
 from benchmarks.gpu_times import read_profile
@@ -24,6 +25,7 @@ from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
 from tests.kernels.twin import twin_kernels
 from tide_core.config import EngineConfig
 from tide_core.engine import assemble
+from tide_core.engine.cycle_flight import Flight
 from tide_core.request import NO_EXITS, ExitPolicy
 
 NEEDS_A_GPU = {"attention_512", "attention_8192", "attention_32768", "router"}
@@ -222,6 +224,27 @@ def test_a_replayed_row_gains_what_the_trace_says_and_ends_where_it_should() -> 
     assert run.cycles[:4] == [(3, 0), (3, 3), (3, 1), (3, 0)]
     assert lengths[:5] == [1, 1, 4, 2, 1], "the prompt's own token, then one more than each cycle accepts"
     assert sum(lengths) >= 16
+    core.check_idle()
+
+
+def test_where_cycles_run_ahead_the_device_goes_on_as_the_trace_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    parts = Subject(SMALL, "cpu").exits
+    assert parts.planner is not None
+    parts.planner.max_drafts = 3
+    assert parts.runner.cycles is not None
+    replayed = ReplayedCycles(parts.runner.cycles, [(3, 0), (3, 3), (3, 1)])
+    lengths: list[int] = []
+    core = core_of(parts, parts.runner.run, lambda step, result: lengths.append(len(result.tokens)))
+    read = []
+    results = Flight.results
+    monkeypatch.setattr(Flight, "results", lambda self, *given: read.append(self) or results(self, *given))
+    with replayed.on():
+        assert decode_rate(core, DRAFTING, rows=1, prompt=20, tokens=24) > 0
+    assert replayed.cycles[:6] == [(3, 0), (3, 3), (3, 1)] * 2
+    assert lengths[:7] == [1, 1, 4, 2, 1, 4, 2]
+    behind = [flight for flight in read if any(row.behind >= 0 for row in flight.rows)]
+    assert len(behind) >= len(read) - 3, "what was begun ahead was of use"
     core.check_idle()
 
 

@@ -118,12 +118,22 @@ def test_a_host_that_is_quick_enough_changes_no_plan() -> None:
 def test_what_the_host_needs_is_smoothed() -> None:
     one = planner(0.8)
     one.observe_host(8, 8, 1.6)
-    assert one.host_s == pytest.approx(0.1)
+    assert one.host_s == {8: pytest.approx(0.1)}
     one.observe_host(8, 24, 32.0)
-    assert 0.1 < one.host_s < 0.15
+    assert 0.1 < one.host_s[8] < 0.15
     for _ in range(500):
         one.observe_host(8, 24, 32.0)
-    assert one.host_s == pytest.approx(1.0, rel=0.01)
+    assert one.host_s[8] == pytest.approx(1.0, rel=0.01)
+
+
+def test_what_the_host_needs_is_known_by_the_number_of_rows_or_the_next_one() -> None:
+    """A row alone costs the host more than one of many: what is the same in every step is all its own."""
+    alone, few = planner(0.8, point(8, draft=9.0)), planner(0.8, point(8, draft=9.0))
+    alone.observe_host(1, 1, 2 * 2.0)
+    few.observe_host(1, 1, 2 * 2.0)
+    few.observe_host(7, 7, 14 * 0.1)
+    assert alone.plan(8, 8).drafts > 0, "nothing else is known"
+    assert few.plan(8, 8).drafts == 0
 
 
 def test_rows_that_may_not_exit_share_the_step_and_lower_the_gain() -> None:

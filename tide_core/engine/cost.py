@@ -9,7 +9,7 @@ that at least j of them become output, both counted while the engine runs,
 
 where slope_j = cycle(r, j) - cycle(r, j - 1) and p_j is the chance that any of the rows gets to its j-th draft pass.
 On a GPU the host works while the device does, and a step takes as long as the slower of both. What the host needs for a
-row and for a token is counted while the engine runs; the table is about the device.
+row and for a token, with so many rows, is counted while the engine runs; the table is about the device.
 
 The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0; now and then one draft is
 tried all the same where calibration says it should pay, or a text that was hard once would end drafting for good.
@@ -166,8 +166,8 @@ class DraftPlanner:
     num_full: int = 0
     """Plans that sent rows that may exit to full depth."""
     last: Plan = field(default=Plan(0, 1.0))
-    host_s: float = 0.0
-    """That the host needs in a step for each row and for each token, while the device works."""
+    host_s: dict[int, float] = field(default_factory=dict)
+    """By rows of a step: what the host needs for each row and for each token, while the device works."""
     _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -195,7 +195,7 @@ class DraftPlanner:
         if prices is None or prices.table is not self.table or prices.max_drafts != self.max_drafts:
             prices = self._prices = Prices(self.table, self.max_drafts)
         full_rate, seconds = prices.full(num_rows)
-        host_s = self.host_s
+        host_s = self._host(num_rows)
         if host_s:
             full_rate = min(full_rate, 0.5 / host_s)  # a row and a token each
         best, best_gain = 0, LEAST_GAIN
@@ -213,8 +213,15 @@ class DraftPlanner:
 
     def observe_host(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Learn from what the host did in a step, without waiting for the device."""
-        each = seconds / (num_rows + num_tokens)
-        self.host_s += (each - self.host_s) / (HOST_MEMORY if self.host_s else 1.0)
+        each, known = seconds / (num_rows + num_tokens), self.host_s.get(num_rows)
+        self.host_s[num_rows] = each if known is None else known + (each - known) / HOST_MEMORY
+
+    def _host(self, num_rows: int) -> float:
+        """With so many rows, or the next number that was seen; 0 where there was none."""
+        found = self.host_s.get(num_rows)
+        if found is None and self.host_s:
+            found = self.host_s[min(self.host_s, key=lambda rows: abs(rows - num_rows))]
+        return found or 0.0
 
     def observe(self, step: RowStep, result: RowResult) -> None:
         """Learn from a row's cycle, if its drafting is like that of any other: by calibrated thresholds, verified."""
