@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.engine.exit_engines import all_ids, exit_parts, poisoned
-from tests.factories import random_prompts
+from tests.factories import make_request, random_prompts
 from tests.kernels.twin import twin_kernels
-from tide_core.batch import RowResult
+from tide_core.batch import RowResult, RowStep
 from tide_core.engine import assemble, captured_cycle
 from tide_core.engine.assemble import Parts
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_prompts import CapturedPrompts
 from tide_core.engine.cycle_flight import Flight
 from tide_core.engine.cycle_room import RowPlace
-from tide_core.request import FinishReason, RequestOutput, SamplingParams
+from tide_core.engine.cycle_said import Said
+from tide_core.engine.greedy import Settler
+from tide_core.kv.block_manager import BlockTable
+from tide_core.request import ExitPolicy, FinishReason, RequestOutput, SamplingParams
 
 BLOCK = {"kind": "block", "taps": (2, 3)}
 HARDER = 0.3
@@ -252,3 +256,51 @@ def test_a_prompt_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str],
     for name, ids in (("r0", expected[0]), ("r2", expected[2])):
         mine = [output for output in said if output.request_id == name]
         assert [token.token_id for output in mine for token in output.tokens] == ids
+
+
+def begun_ahead(step: RowStep, *, token: int, position: int) -> Flight:
+    """A cycle begun behind one that leaves the row of this step so."""
+    side: Any = None
+    flight = Flight([RowPlace(step, 2, list(step.table.block_ids), behind=0)], 1, side, [0], Settler(1, 4))
+    flight.learn(Said([], [], [[token], [position]], [], []))
+    return flight
+
+
+def test_a_row_that_goes_on_as_the_device_ran_it_is_found() -> None:
+    now = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    flight = begun_ahead(now, token=5, position=21)
+    assert flight.find([now]) == {0: 0}
+    now.table.block_ids.append(12)  # more is no harm
+    assert flight.find([now]) == {0: 0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": (6,)},
+        {"token_ids": (5, 6)},
+        {"request": make_request(request_id="another")},
+        {"policy": ExitPolicy("verified", (0.5,), (0.9,))},
+        {"table": BlockTable([21], [4, 7, 9])},
+    ],
+    ids=str,
+)
+def test_a_row_that_is_no_longer_what_the_device_ran_is_not_found(change: dict[str, Any]) -> None:
+    then = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    assert begun_ahead(then, token=5, position=21).find([replace(then, **change)]) == {}
+
+
+@pytest.mark.parametrize("blocks", [[4, 7], [4, 7, 10], []], ids=str)
+def test_a_row_whose_blocks_were_taken_from_it_is_not_found(blocks: list[int]) -> None:
+    """It may have others in their place; what the cycle wrote lies where somebody else will write."""
+    row = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    flight = begun_ahead(row, token=5, position=21)
+    row.table.block_ids[:] = blocks
+    assert flight.find([row]) == {}
+
+
+def test_a_row_that_stands_elsewhere_than_the_device_thinks_is_not_found() -> None:
+    row = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    flight = begun_ahead(row, token=5, position=21)
+    row.table.lengths[0] = 20
+    assert flight.find([row]) == {}

@@ -170,6 +170,29 @@ def test_drafts_preempt_nobody_and_shrink_to_what_the_pool_has() -> None:
     assert old.num_preemptions == young.num_preemptions == 0
 
 
+def test_where_steps_run_ahead_rows_that_talk_get_blocks_for_the_next_one_too() -> None:
+    scheduler = make_scheduler(num_blocks=16, drafts=2, prefix_caching=False)
+    scheduler.runs_ahead = True
+    talks = add(scheduler, "talks", 3, policy=EXITS, max_tokens=50)
+    step(scheduler)
+    add(scheduler, "prompt", 6, first=100)
+    _, batch = scheduler.schedule()
+    assert batch.goes_on
+    # 4 tokens; this step may run 2 drafts more, the next one a token and 2 drafts behind the 3 that this one gives.
+    assert len(talks.table.block_ids) * 4 >= 4 + 2 + 3
+    assert len(batch.rows[1].table.block_ids) == 2, "a prompt has what it needs"
+
+
+def test_blocks_for_the_next_step_are_given_only_while_every_row_can_have_one_more() -> None:
+    scheduler = make_scheduler(num_blocks=5, drafts=0, prefix_caching=False)
+    scheduler.runs_ahead = True
+    rows = [add(scheduler, name, 3, first=first, max_tokens=50) for name, first in (("old", 2), ("young", 100))]
+    step(scheduler)  # 4 tokens each, and 4 slots
+    scheduler.schedule()
+    assert [len(row.table.block_ids) for row in rows] == [2, 1], "three were left, and two must be"
+    assert [row.num_preemptions for row in rows] == [0, 0]
+
+
 def test_drafts_and_a_prompt_share_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=64, max_batch_tokens=16, drafts=100)
     add(scheduler, "talks", 3, policy=EXITS, max_tokens=100)

@@ -49,6 +49,7 @@ class ModelRunner:
         self._cycles, self._prompts = captured_cycles, captured_prompts
         self._meanwhile: Callable[[], None] = _nothing
         self._waited_s: float | None = None
+        self._num_talking = 0
         taps = () if exits is None else exits.taps
         self._depth = DepthLoop(adapter, cache, kernels, segments, taps, captured_segments)
         self._prompt_exits = prompt_exits
@@ -107,7 +108,7 @@ class ModelRunner:
             results.update(zip(others, self._run_rows([rows[r] for r in others]), strict=True))
         for mine, running in started:
             results.update(zip(mine, running.results(), strict=True))
-        if self._cycles is not None and self._cycles.runs_ahead and all(map(self._cycles.takes, rows)):
+        if self._cycles is not None and self._cycles.runs_ahead and self._num_talking == len(rows):
             self._waited_s = self._cycles.waited_s
         return StepResult(tuple(results[r] for r in range(len(rows))))
 
@@ -125,6 +126,7 @@ class ModelRunner:
             else:
                 others.append(r)
         goes_on = goes_on and not others
+        self._num_talking = len(talking)
         started = []
         to_prompt = [rows[r] for r in prompting]
         prompts = prompts if prompts is not None and (prompting or prompts.are_on_their_way) else None
