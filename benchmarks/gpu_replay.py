@@ -19,7 +19,7 @@ from benchmarks.gpu_parts import Found, World
 from benchmarks.gpu_replay_cycles import Cycle, ReplayedCycles
 from benchmarks.mode_parts import greedy
 from benchmarks.mode_runs import Bench
-from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
+from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.assemble import Parts
 from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, DraftPlanner
@@ -51,7 +51,7 @@ class Replay:
         self.cycles.append((got.counts.drafted, accepted))
         # What the tokens say is of no interest; a row gains one more than it accepts.
         tokens = (*got.tokens, *[got.tokens[-1]] * accepted)[: accepted + 1]
-        counts = DraftCounts(got.counts.drafted, accepted, got.counts.non_finite)
+        counts = replace(got.counts, accepted=accepted)
         return replace(got, tokens=tokens, num_valid=len(step.token_ids) + accepted, counts=counts)
 
 

@@ -103,5 +103,5 @@ class Told:
         self.cycles.append((step.num_drafts, accepted))
         # What the tokens say is of no interest, but for the last: the device goes on with it.
         last = replace(got.tokens[-1], token_id=best_ids[accepted])
-        counts = DraftCounts(step.num_drafts, accepted, got.counts.non_finite)
+        counts = DraftCounts(step.num_drafts, accepted, got.counts.non_finite, step.num_drafts)
         return replace(got, tokens=(last,) * (accepted + 1), num_valid=1 + accepted, counts=counts)

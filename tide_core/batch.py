@@ -68,6 +68,8 @@ class DraftCounts:
     """How many of the drafts became output, from the first on."""
     non_finite: int = 0
     """Scores that were no number; no token left on them."""
+    allowed: int = 0
+    """Drafts that it could have made: those of the step it was begun with, which need not be the one it ends in."""
 
 
 @dataclass(frozen=True, slots=True)

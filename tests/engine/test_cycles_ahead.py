@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,7 +18,7 @@ from tide_core.batch import RowResult, RowStep
 from tide_core.engine import assemble, captured_cycle
 from tide_core.engine.assemble import Parts
 from tide_core.engine.captured_cycle import CapturedCycles
-from tide_core.engine.captured_prompts import CapturedPrompts
+from tide_core.engine.captured_prompts import PATIENCE, CapturedPrompts
 from tide_core.engine.cycle_flight import Flight
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.engine.cycle_said import Said
@@ -27,6 +29,7 @@ from tide_core.request import ExitPolicy, FinishReason, RequestOutput, SamplingP
 BLOCK = {"kind": "block", "taps": (2, 3)}
 HARDER = 0.3
 """Exits that are right now and then."""
+REALLY_DONE = CapturedPrompts._is_done
 
 
 @pytest.fixture
@@ -192,14 +195,19 @@ def test_a_row_that_draws_joins_others_and_all_go_on_without_running_ahead(fligh
     assert answers(exit_parts(share=HARDER), prompts, params) == expected
 
 
-def test_no_block_is_touched_behind_the_last_that_a_model_or_a_row_can_have(flights: Counter[str]) -> None:
-    """A text up to the model's last position: what would be behind it is not begun."""
-    parts = exit_parts(share=HARDER)
-    longest = parts.max_model_len
-    prompt = random_prompts(1, longest - 20)[0]
+@pytest.mark.parametrize("longest", [64, None])
+def test_nothing_is_begun_behind_the_last_position_there_is(
+    longest: int | None, flights: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the model, or of the engine where that is told of fewer: its tables end there."""
+    settings = {} if longest is None else {"max_model_len": longest}
+    parts = exit_parts(**settings)
+    prompts = random_prompts(4, parts.max_model_len - 20)
     with poisoned(parts) as engine:
-        [answer] = engine.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))
-    assert len(answer.tokens) == 20
+        answers = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert [len(answer.tokens) for answer in answers] == [20] * 4
+    assert flights["ahead"] > 2
+    assert not caplog.records, "no step has failed"
 
 
 @pytest.fixture
@@ -235,6 +243,96 @@ def test_rows_that_talk_go_on_while_a_prompt_is_on_its_way(
     assert answers(exit_parts(share=HARDER, max_rows=3), prompts, params) == expected
     assert slow_prompts["asked"] >= 3 * 4
     assert slow_prompts["launched"] == 5, "three together, then one by one"
+
+
+def test_a_prompt_gains_what_it_was_begun_with_however_much_of_it_is_asked_for_meanwhile(
+    flights: Counter[str], slow_prompts: Counter[str]
+) -> None:
+    """A prompt longer than the budget, whose share changes with the drafts of others."""
+    prompts = [*random_prompts(3, 8), random_prompts(1, 70)[0]]
+    params = [*(SamplingParams(max_tokens=50 + 7 * i, ignore_eos=True) for i in range(3)), SamplingParams(max_tokens=4)]
+    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    slow_prompts.clear()
+    parts = exit_parts(share=HARDER, max_batch_tokens=32, prefix_caching=False)
+    plans = itertools.cycle((1, 2, 3))
+    parts.core.scheduler.plan_drafts = lambda *rows: next(plans)
+    assert answers(parts, prompts, params) == expected
+    assert slow_prompts["launched"] <= 7
+    assert parts.core.counters.num_prompt_tokens == sum(map(len, prompts))
+
+
+def test_those_who_talk_wait_for_a_prompt_that_is_never_done(
+    flights: Counter[str], slow_prompts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    is_done = REALLY_DONE
+
+    def stream_is_busy(self: CapturedPrompts) -> bool:
+        asked.append(1)
+        stream, self._stream = self._stream, cast(Any, SimpleNamespace(query=lambda: False))
+        try:
+            return is_done(self)
+        finally:
+            self._stream = stream
+
+    monkeypatch.setattr(CapturedPrompts, "_is_done", stream_is_busy)
+    prompts = random_prompts(2, 8)
+    parts = exit_parts(share=HARDER)
+    with poisoned(parts) as engine, engine._loop.stepping:
+        core, said = parts.core, list[RequestOutput]()
+        core.add(engine.make_request(prompts[0], SamplingParams(max_tokens=100, ignore_eos=True), request_id="talks"))
+        core.advance(said.extend)
+        core.add(engine.make_request(prompts[1], SamplingParams(max_tokens=3, ignore_eos=True), request_id="prompt"))
+        for _ in range(PATIENCE + 8):
+            core.advance(said.extend)
+    assert len(asked) == PATIENCE + 1
+    assert any(output.request_id == "prompt" for output in said)
+
+
+def test_the_planner_hears_what_a_cycle_was_allowed_when_it_was_begun(flights: Counter[str]) -> None:
+    """A plan counts for the cycle behind the one on its way."""
+    parts = exit_parts(share=HARDER, prefix_caching=False)
+    plans = itertools.cycle((0, 2))
+    parts.core.scheduler.plan_drafts = lambda *rows: next(plans)
+    heard: list[tuple[int, int]] = []
+    parts.core._on_result = lambda step, result: heard.append((result.counts.allowed, len(result.tokens)))
+    answers(parts, random_prompts(1, 8), SamplingParams(max_tokens=40, ignore_eos=True))
+    assert {0, 2} <= {allowed for allowed, _ in heard[1:]} <= {0, 1, 2}, "fewer at the end"
+    assert all(tokens <= allowed + 1 for allowed, tokens in heard[1:])
+    assert any(tokens > 1 for _, tokens in heard)
+
+
+def test_a_row_that_only_waits_has_not_been_started(flights: Counter[str], slow_prompts: Counter[str]) -> None:
+    parts = exit_parts(share=HARDER, prefix_caching=False)
+    with poisoned(parts) as engine, engine._loop.stepping:
+        core, params = parts.core, SamplingParams(max_tokens=30, ignore_eos=True)
+        core.add(engine.make_request(random_prompts(1, 8)[0], params, request_id="talks"))
+        core.advance(lambda outputs: None)
+        core.add(engine.make_request(random_prompts(1, 9)[0], params, request_id="waits"))
+        core.advance(lambda outputs: None)
+        assert core._open["talks"].started_at is not None
+        assert core._open["waits"].started_at is None
+
+
+def test_nothing_stays_on_its_way_when_the_last_request_is_aborted(
+    flights: Counter[str], slow_prompts: Counter[str]
+) -> None:
+    parts = exit_parts(share=HARDER)
+    runner = parts.runner
+    assert runner.cycles is not None
+    assert runner.prompts is not None
+    with poisoned(parts) as engine, engine._loop.stepping:
+        core, params = parts.core, SamplingParams(max_tokens=30, ignore_eos=True)
+        core.add(engine.make_request(random_prompts(1, 8)[0], params, request_id="talks"))
+        core.advance(lambda outputs: None)
+        core.add(engine.make_request(random_prompts(1, 9)[0], params, request_id="prompt"))
+        core.advance(lambda outputs: None)
+        assert runner.cycles._ahead is not None
+        assert runner.prompts.are_on_their_way
+        core.abort("talks")
+        core.abort("prompt")
+        assert runner.cycles._ahead is None
+        assert not runner.prompts.are_on_their_way
 
 
 def test_a_prompt_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str], slow_prompts: Counter[str]) -> None:

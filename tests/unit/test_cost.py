@@ -126,6 +126,18 @@ def test_what_the_host_needs_is_smoothed() -> None:
     assert one.host_s[8] == pytest.approx(1.0, rel=0.01)
 
 
+def test_a_step_that_took_the_host_long_once_is_soon_forgotten() -> None:
+    """It has made a graph, maybe."""
+    first, later = planner(0.8), planner(0.8)
+    first.observe_host(8, 8, 160.0)
+    later.observe_host(8, 8, 1.6)
+    later.observe_host(8, 8, 160.0)
+    assert later.host_s[8] < 0.11
+    for _ in range(60):
+        first.observe_host(8, 8, 1.6)
+    assert first.host_s[8] < 0.2
+
+
 def test_what_the_host_needs_is_known_by_the_number_of_rows_or_the_next_one() -> None:
     """A row alone costs the host more than one of many: what is the same in every step is all its own."""
     alone, few = planner(0.8, point(8, draft=9.0)), planner(0.8, point(8, draft=9.0))
@@ -177,7 +189,7 @@ def test_a_fixed_plan_is_always_the_same_whatever_the_load_and_the_acceptance() 
 def observe(planner: DraftPlanner, *, allowed: int, drafted: int, accepted: int, policy: ExitPolicy = VERIFIED) -> None:
     table = make_blocks().new_table()
     step = RowStep(make_request(), table, (1,), (), samples=True, policy=policy, num_drafts=allowed)
-    planner.observe(step, RowResult(counts=DraftCounts(drafted, accepted)))
+    planner.observe(step, RowResult(counts=DraftCounts(drafted, accepted, allowed=step.num_drafts)))
 
 
 def test_drafts_that_are_refused_make_the_planner_give_up_and_accepted_ones_bring_it_back() -> None:

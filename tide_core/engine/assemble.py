@@ -156,7 +156,7 @@ def assemble_loaded(
             spare_blocks=SPARE_BLOCKS if isinstance(kernels, CudaKernels) and artefact is not None else 0,
         )
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
-    captured = _captured(adapter, cache, kernels, exits, segments)
+    captured = _captured(adapter, cache, kernels, exits, segments, max_model_len)
     runner = ModelRunner(
         adapter,
         cache,
@@ -190,6 +190,7 @@ def assemble_loaded(
         on_result=None if planner is None else planner.observe,
         during=runner.during,
         waited=runner.waited,
+        forget=runner.forget,
         on_host=None if planner is None else planner.observe_host,
     )
     logger.info(
@@ -234,7 +235,12 @@ def bind_exits(
 
 
 def _captured(
-    adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, exits: Exits | None, segments: tuple[range, ...]
+    adapter: ModelAdapter,
+    cache: PagedKV,
+    kernels: Kernels,
+    exits: Exits | None,
+    segments: tuple[range, ...],
+    max_model_len: int,
 ) -> dict[str, Any]:
     """What runs as graphs."""
     why_not = obstacle(adapter, cache, kernels)
@@ -244,7 +250,9 @@ def _captured(
     assert isinstance(kernels, CudaKernels)
     captured: dict[str, Any] = {"captured_segments": CapturedSegments(adapter, cache, kernels, segments, exits)}
     if exits is None or len(exits.checkpoints) == 1:  # with more, a token that leaves nowhere goes on to the next one
-        captured["captured_cycles"] = CapturedCycles(adapter, cache, kernels, exits, branches=True)
+        captured["captured_cycles"] = CapturedCycles(
+            adapter, cache, kernels, exits, branches=True, max_positions=max_model_len
+        )
         captured["captured_prompts"] = CapturedPrompts(adapter, cache, kernels, exits)
     if exits is not None and len(exits.checkpoints) == 1:
         captured["captured_drafts"] = CapturedDrafts(adapter, cache, kernels, exits, segments[0])

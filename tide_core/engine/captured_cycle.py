@@ -54,9 +54,11 @@ class CapturedCycles:
         *,
         branches: bool = False,
         capture: bool | None = None,
+        max_positions: int | None = None,
     ) -> None:
         """`exits` of one checkpoint. With `branches` the last blocks of the pool are for them alone. Without `capture`
-        the same passes run op by op, as they do on a CPU."""
+        the same passes run op by op, as they do on a CPU. No row is run at `max_positions` or behind; by default those
+        of the model."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._capture = cache.device.type == "cuda" if capture is None else capture
         self._cycles: dict[CycleRoom, CycleGraph] = {}
@@ -65,6 +67,7 @@ class CapturedCycles:
         self._carried = torch.zeros((2, MOST_ROWS), dtype=torch.int32, device=cache.device)
         layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
         self._settler = Settler(layer, adapter.num_layers)
+        self._max_positions = adapter.max_positions if max_positions is None else max_positions
         self._ahead: Flight | None = None
         self.waited_s = 0.0
         """For the last cycle that was read."""
@@ -156,7 +159,7 @@ class CapturedCycles:
     def _go_on(self, rows: Sequence[RowStep], flight: Flight, found: dict[int, int]) -> Flight | None:
         """Begin the cycle behind a flight: with the rows that it runs, as it leaves them, and with those that are new.
         None where it cannot be known what a row goes on with, or has no room for it, or if all may end before."""
-        size, longest = self._cache.block_size, self._adapter.max_positions
+        size, longest = self._cache.block_size, self._max_positions
         places, is_worth_it = list[RowPlace](), False
         for index, row in enumerate(rows):
             params, table = row.request.params, row.table

@@ -103,8 +103,8 @@ class Replayed:
     """Work of fixed shape, `_run` in a class of its own, which is captured once and replayed from then on."""
 
     _graph: Any = None
-    _priority = 0
-    """Of its kernels on the device, 0 being the lowest there is and lower numbers higher."""
+    _priority = -1
+    """Of its kernels on the device: above that of other streams, which is 0 and the lowest."""
 
     @property
     def pool(self) -> Any:

@@ -39,6 +39,8 @@ PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256)
 MOST_PROMPTS = 16
 """Rows of a pass."""
 LONGEST_CONTEXT = 1024
+PATIENCE = 16
+"""Steps that go by without a prompt; then they wait for it."""
 Shape = tuple[int, bool]
 """Tokens, and whether the exits keep something of them."""
 
@@ -64,6 +66,7 @@ class CapturedPrompts:
         self._stream: Any = torch.cuda.Stream(cache.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._before: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._flight: _PromptFlight | None = None
+        self._num_asked = 0
         self._blocks = -(-LONGEST_CONTEXT // cache.block_size)
 
     def shapes(self) -> list[Shape]:
@@ -112,6 +115,7 @@ class CapturedPrompts:
                 return Started(rows, [], self._launch)
             mine = groups.pop(0)
             flight = _PromptFlight.of([rows[r] for r in mine], self._launch)
+            self._num_asked = 0
             found = dict(zip(mine, range(len(mine)), strict=True))
         self._flight = flight
         running = list(found), functools.partial(self._read, list(found.values()))
@@ -119,12 +123,13 @@ class CapturedPrompts:
 
     def forget(self) -> None:
         """Nothing of what was begun is of use any more."""
+        if self._flight is not None and self._stream is not None:
+            self._stream.synchronize()
         self._flight = None
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _is_done(self) -> bool:
-        return self._stream is None or bool(self._stream.query())
+        self._num_asked += 1
+        return self._num_asked > PATIENCE or self._stream is None or bool(self._stream.query())
 
     def _read(self, which: Sequence[int]) -> list[RowResult]:
         flight, self._flight = self._flight, None
@@ -207,7 +212,8 @@ class _PromptFlight:
         return cls(rows, [row.start for row in rows], [list(row.table.block_ids) for row in rows], launch(rows))
 
     def find(self, rows: Sequence[RowStep]) -> dict[int, int]:
-        """Which of these rows are on their way, and as the how manyth of them: those that are as they were."""
+        """Which of these rows are on their way, and as the how manyth of them: those that are as they were. How much of
+        a prompt is asked for now does not matter: it gains what it was begun with."""
         mine = {id(row.table): number for number, row in enumerate(self.rows)}
         found = {}
         for index, row in enumerate(rows):
@@ -219,7 +225,6 @@ class _PromptFlight:
                 told.request is row.request
                 and told.policy is row.policy
                 and self.starts[number] == row.start
-                and len(told.token_ids) == len(row.token_ids)
                 and row.table.block_ids[: len(blocks)] == blocks
             ):
                 found[index] = number

@@ -59,11 +59,13 @@ class EngineCore:
         during: Callable[[Callable[[], None]], None] | None = None,
         waited: Callable[[], float | None] | None = None,
         on_host: Callable[[int, int, float], None] | None = None,
+        forget: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`during` is told what the next `run` shall do while the device works; without it that is done before.
         `waited` says how long the last `run` has waited for a device that works meanwhile, None where it does not;
-        `on_host` then hears the rows and tokens of the step and how long the host was busy with it."""
+        `on_host` then hears the rows and tokens of the step and how long the host was busy with it. `forget` is told
+        when nobody is left who could want what `run` has begun."""
         self.scheduler = scheduler
         self.counters = Counters()
         self.exits = ExitStats(num_layers)
@@ -75,7 +77,7 @@ class EngineCore:
         self._namespace = namespace
         self._clock = clock
         self._during = during
-        self._waited, self._on_host = waited, on_host
+        self._waited, self._on_host, self._forget = waited, on_host, forget
         self._open: dict[str, Progress] = {}
         self._unsaid: list[Gain] = []
         self._in_flight: list[Row] = []
@@ -112,6 +114,8 @@ class EngineCore:
         if request_id not in self._open:  # its text could not be made
             return RequestOutput(request_id, tokens, FinishReason.ABORT, progress.usage(self._clock()))
         self._close(progress)
+        if not self.scheduler.has_work and self._forget is not None:
+            self._forget()
         return RequestOutput(request_id, tokens, FinishReason.ABORT, progress.usage(self._clock()))
 
     def step(self) -> list[RequestOutput]:
@@ -214,14 +218,16 @@ class EngineCore:
         if progress.is_over:  # its text failed while this step ran
             self._close(progress)
             return
+        if not result.num_valid and result.error is None:
+            return  # it has only waited
         if progress.started_at is None:
             progress.started_at = began_at
         if result.error is not None:
             self._end(progress, step, FinishReason.ERROR, error=EngineError(result.error))
             return
-        if not result.num_valid:
-            return  # it has only waited
-        self.counters.num_prompt_tokens += len(step.token_ids) - bool(row.output_ids)
+        # A piece of a prompt may have been begun when another length of it was asked for.
+        ran = result.num_valid if len(step.token_ids) > 1 else 1
+        self.counters.num_prompt_tokens += ran - bool(row.output_ids)
         if not result.tokens:
             self.scheduler.advance(row, result.num_valid, ())
             return

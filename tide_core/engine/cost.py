@@ -40,8 +40,8 @@ PRIOR_REACH = 0.85
 """Chance that a draft follows a draft, before anything was seen."""
 PROBE_EVERY = 64
 """Plans of no drafts between two that try one."""
-HOST_MEMORY = 64.0
-"""Steps by which what the host needs is smoothed."""
+HOST_MEMORY, HOST_MEMORY_DOWN = 64.0, 8.0
+"""Steps by which what the host needs is smoothed, where it rises and where it falls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,12 @@ class DraftPlanner:
     def observe_host(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Learn from what the host did in a step, without waiting for the device."""
         each, known = seconds / (num_rows + num_tokens), self.host_s.get(num_rows)
-        self.host_s[num_rows] = each if known is None else known + (each - known) / HOST_MEMORY
+        if known is None:
+            self.host_s[num_rows] = each
+        elif each < known:  # quickly: a step may have had to do what is done once
+            self.host_s[num_rows] += (each - known) / HOST_MEMORY_DOWN
+        else:
+            self.host_s[num_rows] += (min(each, 2.0 * known) - known) / HOST_MEMORY
 
     def _host(self, num_rows: int) -> float:
         """With so many rows, or the next number that was seen; 0 where there was none."""
@@ -225,11 +230,11 @@ class DraftPlanner:
 
     def observe(self, step: RowStep, result: RowResult) -> None:
         """Learn from a row's cycle, if its drafting is like that of any other: by calibrated thresholds, verified."""
-        if not step.num_drafts or step.policy.skips_layers:
+        counts, params = result.counts, step.request.params
+        if not counts.allowed or step.policy.skips_layers:
             return
-        params = step.request.params
         if params.threshold is None and not params.logit_bias:
-            self.acceptance.observe(step.num_drafts, result.counts.drafted, result.counts.accepted)
+            self.acceptance.observe(counts.allowed, counts.drafted, counts.accepted)
 
 
 def _observe(chances: Sequence[Chance], num_hits: int) -> None:

@@ -56,8 +56,6 @@ class Side:
 class CycleGraph(Replayed):
     """The passes of one shape, from what is said of the rows to what comes of them."""
 
-    _priority = -1  # before prompts, which run beside cycles
-
     def __init__(
         self,
         adapter: ModelAdapter,

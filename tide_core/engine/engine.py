@@ -8,6 +8,7 @@ with Engine("demo") as engine:
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import threading
 import time
@@ -53,7 +54,9 @@ class Engine:
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         """`settings` are the fields of `EngineConfig`; an unknown one is refused by name."""
         config = EngineConfig.from_mapping({"model": model, **settings})
-        self._start(config, assemble(config))
+        parts = assemble(config)
+        gc.collect()  # what is there when the loop starts is left alone until it is closed
+        self._start(config, parts)
 
     @classmethod
     def from_parts(cls, config: EngineConfig, parts: Parts) -> Engine:

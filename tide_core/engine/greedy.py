@@ -53,9 +53,9 @@ class Settler:
         tokens, error = self._tokens(step, drafted, taken, score, best, best_ids)
         accepted = len(tokens) if error is not None else len(tokens) - 1
         if error is not None and tokens:  # the text may end with these; if not, the next step fails too
-            return make_result(tuple(tokens), accepted, layers_run, make_counts(taken, accepted, non_finite))
+            return make_result(tuple(tokens), accepted, layers_run, make_counts(taken, accepted, non_finite, count))
         num_valid = 1 + accepted
-        return make_result(tuple(tokens), num_valid, layers_run, make_counts(taken, accepted, non_finite), error)
+        return make_result(tuple(tokens), num_valid, layers_run, make_counts(taken, accepted, non_finite, count), error)
 
     def _tokens(
         self,

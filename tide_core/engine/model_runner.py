@@ -93,10 +93,14 @@ class ModelRunner:
         try:
             return self._run(batch, meanwhile)
         except Exception:
-            for captured in (self._cycles, self._prompts):
-                if captured is not None:
-                    captured.forget()
+            self.forget()
             raise
+
+    def forget(self) -> None:
+        """Nothing of what was begun for later steps is of use any more."""
+        for captured in (self._cycles, self._prompts):
+            if captured is not None:
+                captured.forget()
 
     def _run(self, batch: ScheduledBatch, meanwhile: Callable[[], None]) -> StepResult:
         rows = batch.rows
