@@ -17,7 +17,7 @@ import torch
 from tide_core.batch import ScheduledBatch
 from tide_core.engine.assemble import Parts
 from tide_core.engine.cost_measure import blank_tables, decode_batch
-from tide_core.request import Request, RequestOutput, SamplingParams
+from tide_core.request import NO_EXITS, ExitPolicy, Request, RequestOutput, SamplingParams
 
 WARM_UP = 3
 """The first run of a shape captures it."""
@@ -67,17 +67,21 @@ def cycle_times(
             blocks.free(table)
 
 
-def step_time(parts: Parts, rows: int, context: int, steps: int, repeats: int) -> float:
-    """Median seconds of a step of the whole engine at full depth, while so many rows talk: scheduled, run, committed
-    and said. `steps` of them at a time, around a `context` of so many positions."""
+def step_time(
+    parts: Parts, rows: int, context: int, steps: int, repeats: int, *, policy: ExitPolicy = NO_EXITS
+) -> float:
+    """Median seconds of a step of the whole engine without drafts, while so many rows talk: scheduled, run, committed
+    and said. `steps` of them at a time, around a `context` of so many positions. Rows whose `policy` lets them exit
+    have a planner that sees no use in it."""
     core, device = parts.core, parts.runner.cache.device
     names = [f"step-{row}" for row in range(rows)]
-    seconds = []
+    seconds, plan_drafts = [], core.scheduler.plan_drafts
+    core.scheduler.plan_drafts = lambda *rows: 0
     for _ in range(repeats + 1):  # the first one warms up
-        params = SamplingParams(max_tokens=2 * steps + WARM_UP, ignore_eos=True, mode="full")
+        params = SamplingParams(max_tokens=2 * steps + WARM_UP, ignore_eos=True)
         for row, name in enumerate(names):
             ids = tuple((7 * row + place) % 250 for place in range(context - WARM_UP - steps // 2))
-            core.add(Request(name, ids, params, seed=0))
+            core.add(Request(name, ids, params, seed=0, policy=policy))
         said = Counter[str]()
 
         def deliver(outputs: Sequence[RequestOutput], said: Counter[str] = said) -> None:
@@ -95,6 +99,7 @@ def step_time(parts: Parts, rows: int, context: int, steps: int, repeats: int) -
         for name in names:
             core.abort(name)
         synchronize(device)
+    core.scheduler.plan_drafts = plan_drafts
     return statistics.median(seconds[1:])
 
 
