@@ -65,7 +65,7 @@ def built() -> Path:
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         *("-DTIDE_CUDA=ON", "-DTIDE_CUDA_ARCHS=90"),
     ]
-    for command in (configure, [tool("cmake"), "--build", str(BUILD), "-j1", "--target", "_cuda"]):
+    for command in (configure, [tool("cmake"), "--build", str(BUILD), "-j2", "--target", "_cuda"]):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     suffix = next(suffix for suffix in EXTENSION_SUFFIXES if (BUILD / "cuda" / f"_cuda{suffix}").exists())
