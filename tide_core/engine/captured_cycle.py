@@ -150,7 +150,7 @@ class CapturedCycles:
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         flight = self._fly([self._place(row) for row in rows])
-        return functools.partial(flight.results, dict(enumerate(range(len(rows)))), rows)
+        return functools.partial(flight.results, {r: r for r in range(len(rows))}, rows)
 
     def _place(self, row: RowStep) -> RowPlace:
         table, drafts = row.table, row.num_drafts

@@ -26,6 +26,7 @@ from tide_core.batch import RowResult, RowStep
 from tide_core.engine.captured_cycle import Reading, Started
 from tide_core.engine.captured_pass import CapturedPass, Passes, Step
 from tide_core.engine.cycle import RowCycle
+from tide_core.engine.cycle_flight import find_rows
 from tide_core.engine.deep_pass import Kept, run_deep
 from tide_core.engine.exits import Exits
 from tide_core.engine.verify import Verifier
@@ -214,21 +215,8 @@ class _PromptFlight:
     def find(self, rows: Sequence[RowStep]) -> dict[int, int]:
         """Which of these rows are on their way, and as the how manyth of them: those that are as they were. How much of
         a prompt is asked for now does not matter: it gains what it was begun with."""
-        mine = {id(row.table): number for number, row in enumerate(self.rows)}
-        found = {}
-        for index, row in enumerate(rows):
-            number = mine.get(id(row.table))
-            if number is None:
-                continue
-            told, blocks = self.rows[number], self.blocks[number]
-            if (
-                told.request is row.request
-                and told.policy is row.policy
-                and self.starts[number] == row.start
-                and row.table.block_ids[: len(blocks)] == blocks
-            ):
-                found[index] = number
-        return found
+        found = find_rows(self.rows, self.blocks, rows)
+        return {index: number for index, number in found.items() if self.starts[number] == rows[index].start}
 
 
 def _groups(rows: Sequence[RowStep], which: Sequence[int]) -> list[list[int]]:

@@ -40,21 +40,12 @@ class Flight:
 
     def find(self, rows: Sequence[RowStep]) -> dict[int, int]:
         """Where the rows are that it runs as they are now: by their index, their number here."""
-        mine = {id(row.step.table): number for number, row in enumerate(self.rows)}
-        found: dict[int, int] = {}
-        for index, row in enumerate(rows):
-            number = mine.get(id(row.table))
-            if number is None or len(row.token_ids) != 1:
-                continue
-            told = self.rows[number]
-            if (
-                self._starts[number] == (row.token_ids[0], row.table.num_valid)
-                and told.step.request is row.request
-                and told.step.policy is row.policy
-                and row.table.block_ids[: len(told.blocks)] == told.blocks
-            ):
-                found[index] = number
-        return found
+        found = find_rows([row.step for row in self.rows], [row.blocks for row in self.rows], rows)
+        return {index: number for index, number in found.items() if self._stands(number, rows[index])}
+
+    def _stands(self, number: int, row: RowStep) -> bool:
+        """Whether the row goes on with the token, and where, that the device ran it with."""
+        return len(row.token_ids) == 1 and self._starts[number] == (row.token_ids[0], row.table.num_valid)
 
     def results(self, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         """Wait for the device. Of the rows that `find` has found, in the order of `wanted`."""
@@ -85,6 +76,21 @@ class Flight:
         end = begin + drafts + 1
         what = said.best[begin:end], said.following[begin:end]
         return self.settler.row(step, by_place[place], *what, branches=self.each)
+
+
+def find_rows(told: Sequence[RowStep], blocks: Sequence[list[int]], rows: Sequence[RowStep]) -> dict[int, int]:
+    """Which rows are those that a launch was told of, with these blocks, and still are: by their index, the number it
+    has given them."""
+    numbers = {id(row.table): number for number, row in enumerate(told)}
+    found: dict[int, int] = {}
+    for index, row in enumerate(rows):
+        number = numbers.get(id(row.table))
+        if number is None:
+            continue
+        one, own = told[number], blocks[number]
+        if one.request is row.request and one.policy is row.policy and row.table.block_ids[: len(own)] == own:
+            found[index] = number
+    return found
 
 
 def branch_of(right: int, tried: Sequence[int]) -> int:
