@@ -1,7 +1,8 @@
 // What a piece needs of its pass's projection: queries, and keys and values where it holds positions of the pass.
 //
-// A warp makes one head at a time, with the bits of rotary_write. New keys and values go to the pools for later passes,
-// and to shared memory for this piece: what the pools hold at their places is of no use yet.
+// A team of threads makes one head at a time, with the bits of rotary_write: a warp, or half of one where heads are
+// narrow. New keys and values go to the pools for later passes, and to shared memory for this piece: what the pools
+// hold at their places is of no use yet.
 #pragma once
 
 #include "cuda/attention_stream.h"
@@ -62,14 +63,16 @@ class NewTokens {
         position_ = read_position(w.rotary, lane, read);
         slot_ = read_slot(w.rotary, lane, read);
     }
-    // All lanes of a warp call these, with one token.
+    // All lanes of a warp call these, each with a token of its own, or any where it has none.
     __device__ int position(const RotaryWriteParams& p, int token) const {
         const int known = kAhead ? __shfl_sync(~0u, position_, token % 32) : -1;
-        return kAhead && token < 32 ? known : read_position(p, token);
+        if (kAhead && token < 32) return known;
+        return token < p.rows ? read_position(p, token) : -1;
     }
     __device__ int slot(const RotaryWriteParams& p, int token) const {
         const int known = kAhead ? __shfl_sync(~0u, slot_, token % 32) : -1;
-        return kAhead && token < 32 ? known : read_slot(p, token);
+        if (kAhead && token < 32) return known;
+        return token < p.rows ? read_slot(p, token) : -1;
     }
 
   private:
@@ -89,6 +92,8 @@ class NewTokens {
 template <typename T, int kDim>
 class HeadTurner {
   public:
+    static constexpr int kTeam = kDim / 4;        // threads of a head
+    static constexpr int kTeams = kWarp / kTeam;  // of a warp
     struct RawPair {
         RawTwo<T> low, high;
     };
@@ -97,14 +102,13 @@ class HeadTurner {
         bool placed;
     };
 
-    __device__ explicit HeadTurner(const StreamWork& w) : w_(w), at_(2 * (threadIdx.x % kWarp)) {}
+    __device__ explicit HeadTurner(const StreamWork& w) : w_(w), at_(2 * (threadIdx.x % kTeam)) {}
 
-    // kDim is 64 or 128: a thread has one pair, or the upper half of the warp none.
-    __device__ bool has_pair() const { return at_ < kDim / 2; }
+    // Of the warp, that this thread belongs to.
+    __device__ static int team() { return threadIdx.x % kWarp / kTeam; }
 
     __device__ RawPair load(const void* head) const {
         const T *low = static_cast<const T*>(head) + at_, *high = low + kDim / 2;
-        if (!has_pair()) return {};
         if (w_.aligned) return {*reinterpret_cast<const RawTwo<T>*>(low), *reinterpret_cast<const RawTwo<T>*>(high)};
         return {{low[0], low[1]}, {high[0], high[1]}};
     }
@@ -124,13 +128,15 @@ class HeadTurner {
     __device__ HeadPair turn(const Raw& raw, const void* norm) const {
         const HeadPair missing = {{NAN, NAN}, {NAN, NAN}};
         HeadPair x = widen(raw.x);
-        if (norm != nullptr) x = normed<T>(x, norm_scale(add_squares(x, 0.0f), kDim, w_.rotary.eps), widen(raw.norm));
+        if (w_.rotary.q_norm != nullptr || w_.rotary.k_norm != nullptr) {  // the same for all teams: they shuffle
+            const float scale = norm_scale<kTeam>(add_squares(x, 0.0f), kDim, w_.rotary.eps);
+            if (norm != nullptr) x = normed<T>(x, scale, widen(raw.norm));
+        }
         return turned<T>(x, raw.placed ? Angles{widen(raw.cos), widen(raw.sin)} : Angles{missing, missing});
     }
     // store(dim, two elements from there on), twice.
     template <typename Store>
     __device__ void each(const HeadPair& pair, Store&& store) const {
-        if (!has_pair()) return;
         store(at_, pair.low);
         store(kDim / 2 + at_, pair.high);
     }
@@ -166,58 +172,62 @@ __device__ inline void copy_queries(const AttentionWork& p, const Piece& piece, 
 }
 
 // The same of a joined pass; and the piece's new heads, one to a warp, which the first piece of their lanes also writes
-// to the pools.
+// to the pools. A warp has kRows queries and perhaps a key, with its value; its teams take them in turn, all of them by
+// the same code.
 template <typename T, typename Layout>
 __device__ inline void make_heads(const StreamWork& w, const Piece& piece, const NewPositions& fresh,
                                   const NewTokens<Layout::kHoldsPiece>& tokens, char* queries,
                                   NewHeads<T, Layout::kDim>& heads, int warp) {
     constexpr int kDim = Layout::kDim, kRows = Layout::kLanes / Layout::kWarps;
-    static_assert(kMostJoinedQueries <= Layout::kWarps);
+    static_assert(kMostJoinedQueries == Layout::kWarps);
     using Turner = HeadTurner<T, kDim>;
+    constexpr int kTurns = (kRows + Turner::kTeams) / Turner::kTeams;  // kRows queries and a key
     const AttentionWork& p = w.attention;
     const RotaryWriteParams& r = w.rotary;
     const Turner turner(w);
-    typename Turner::Raw raw[kRows] = {}, raw_key = {};
+    const int mine = Layout::kWarps - 1 - warp, new_token = fresh.token + mine;
+    const int slot = tokens.slot(r, new_token);
+    typename Turner::Raw raw[kTurns] = {};
     typename Turner::RawPair raw_value = {};
+    const auto task_of = [](int turn) { return turn * Turner::kTeams + Turner::team(); };
+    const auto makes_key = [&](int turn) { return task_of(turn) == kRows && mine < fresh.count; };
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const int row = warp * kRows + i, token = piece.first_query + p.by_group(piece.first_lane + row);
-        if (row < piece.num_lanes)
-            raw[i] = turner.load(static_cast<const T*>(p.q) + query_offset(p, piece, row), tokens.position(r, token),
-                                 r.q_norm);
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int row = warp * kRows + task_of(turn);
+        const bool key = makes_key(turn), query = task_of(turn) < kRows && row < piece.num_lanes;
+        const int position =
+            tokens.position(r, key ? new_token : piece.first_query + p.by_group(piece.first_lane + row));
+        const T* head =
+            key ? head_of<T>(r.k, new_token, piece.kv_head) : static_cast<const T*>(p.q) + query_offset(p, piece, row);
+        if (!query && !key) continue;
+        raw[turn] = turner.load(head, position, key ? r.k_norm : r.q_norm);
+        if (key) raw_value = turner.load(head_of<T>(r.v, new_token, piece.kv_head));
     }
-    const int mine = Layout::kWarps - 1 - warp, token = fresh.token + mine;
-    const bool makes = mine < fresh.count;
-    int slot = -1;
-    if (makes) {
-        slot = tokens.slot(r, token);
-        raw_key = turner.load(head_of<T>(r.k, token, piece.kv_head), tokens.position(r, token), r.k_norm);
-        raw_value = turner.load(head_of<T>(r.v, token, piece.kv_head));
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const int row = warp * kRows + i;
-        HeadPair pair = {};
-        if (row < piece.num_lanes) pair = turner.turn(raw[i], r.q_norm);
-        turner.each(pair, [&](int dim, Two two) {
-            char* to = queries + line_offset(Layout::kLanes, row, dim / kVector) + dim % kVector * 2;
-            store_two(reinterpret_cast<T*>(to), two, 2, true);
-        });
-    }
-    if (!makes) return;
-    const int block = p.by_page_units(max(slot, 0) / AttentionWork::kPageUnit);
-    const int64_t row = (int64_t{block} * p.kv_heads + piece.kv_head - block) * p.page_units * AttentionWork::kPageUnit;
-    const int64_t place = (row + slot) * kDim;  // of the head in its pool
     const bool written = piece.first_lane == 0 && slot >= 0;
-    const auto keep = [&](const HeadPair& pair, T* here, void* pool) {
-        turner.each(pair, [&](int dim, Two two) {
-            store_two(here + dim, two, 2, true);
-            if (written) store_two(static_cast<T*>(pool) + place + dim, two, 2, true);
-        });
+    const auto in_pool = [&](void* pool) {  // the place of the new head
+        const int block = p.by_page_units(max(slot, 0) / AttentionWork::kPageUnit);
+        const int64_t first = int64_t{block} * p.kv_heads + piece.kv_head - block;
+        return static_cast<T*>(pool) + (first * p.page_units * AttentionWork::kPageUnit + slot) * kDim;
     };
-    if (threadIdx.x % kWarp == 0) heads.slots[mine] = slot;
-    keep(turner.turn(raw_key, r.k_norm), heads.keys[mine], r.k_pool);
-    keep(turner.widen(raw_value), heads.values[mine], r.v_pool);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int row = warp * kRows + task_of(turn);
+        const bool key = makes_key(turn), query = task_of(turn) < kRows;
+        HeadPair pair = turner.turn(raw[turn], query ? r.q_norm : r.k_norm);
+        if (query && row >= piece.num_lanes) pair = {};
+        turner.each(pair, [&](int dim, Two two) {
+            char* place_of_query = queries + line_offset(Layout::kLanes, row, dim / kVector) + dim % kVector * 2;
+            T* to = query ? reinterpret_cast<T*>(place_of_query) : heads.keys[mine] + dim;
+            if (query || key) store_two(to, two, 2, true);
+            if (key && written) store_two(in_pool(r.k_pool) + dim, two, 2, true);
+        });
+        if (!key) continue;
+        turner.each(turner.widen(raw_value), [&](int dim, Two two) {
+            store_two(heads.values[mine] + dim, two, 2, true);
+            if (written) store_two(in_pool(r.v_pool) + dim, two, 2, true);
+        });
+        if (threadIdx.x % Turner::kTeam == 0) heads.slots[mine] = slot;
+    }
 }
 
 // Makes the tile of 16 positions from `begin` on what it must be: new heads where the pass has tokens, and zeros for

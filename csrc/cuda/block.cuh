@@ -8,9 +8,11 @@ namespace tide::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// Of all lanes of a warp, or of each team of neighbours in it.
+template <int kTeam = kWarp>
 __device__ inline float warp_sum(float value) {
 #pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+    for (int distance = kTeam / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
     return value;
 }
 

@@ -8,7 +8,9 @@
 //     then, with a norm:          8 vectors of its weight
 //
 // x goes to registers, one block ahead, and from there through shared memory too, which hands it out as the products
-// want it. See linear_sums.cuh for the order of the sums.
+// want it. Where a slice is short (kShort: a stage for each of its blocks) all of x is asked for at once: a wait for
+// memory instead of one for every block, which is most of the time of a small model's linear. See linear_sums.cuh for
+// the order of the sums.
 //
 // Weights are read before wait_for_previous(): no kernel writes them.
 #pragma once
@@ -29,7 +31,7 @@ struct LinearLayout : LinearShape<kRowTiles, 1, 1, kNormed> {
     static constexpr int kStages = kRowTiles % 2 ? 4 : 3;
     static constexpr int kNormOffset = kRowTiles * kTileBytes;
     static constexpr int kStageBytes = kNormOffset + (kNormed ? kRowBytes : 0);
-    static constexpr int kXBytes = kTileTokens * kRowBytes;  // behind the stages: 64 columns of 8 rows of x
+    static constexpr int kXBytes = kTileTokens * kRowBytes;  // 64 columns of 8 rows of x, behind the stages
 };
 
 #if TIDE_HAS_TENSOR_CORE_PATH
@@ -106,9 +108,9 @@ __device__ inline uint4 load_x(const char* from, bool valid) {
 
 #endif
 
-template <typename T, int kRowTiles, bool kNormed>
+template <typename T, int kRowTiles, bool kNormed, bool kShort>
 __global__ void __launch_bounds__(kSlices * 32)
-    linear_tiles(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
+    linear_tiles(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes, int x_bytes) {
 #if TIDE_HAS_TENSOR_CORE_PATH
     using Layout = LinearLayout<kRowTiles, kNormed>;
     constexpr int kStages = Layout::kStages;
@@ -120,7 +122,8 @@ __global__ void __launch_bounds__(kSlices * 32)
     // 1. This warp's slice, in stages, and the first of them on their way.
     const int64_t slice_begin = warp * kBlockColumns;
     const int count = blocks_before(p.in_features, slice_begin);
-    const uint32_t mine = shared_address(shared) + warp * warp_bytes, x_stage = mine + warp_bytes - Layout::kXBytes;
+    const uint32_t mine = shared_address(shared) + warp * warp_bytes;
+    const uint32_t x_stage = mine + warp_bytes - x_bytes;
     const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, lane);
     constexpr uint32_t kAllRows = (1u << (kRowTiles * kLoadsPerTile)) - 1;
     const bool all_rows = __all_sync(~0u, weight.valid == kAllRows);
@@ -148,13 +151,17 @@ __global__ void __launch_bounds__(kSlices * 32)
     const char* x = static_cast<const char*>(p.x) + ((first_token + g) * p.x_stride + first_k) * 2;
     const int64_t x_columns = p.in_features - first_k;
     const bool exists = first_token + g < rows;
-    uint4 xs[2];
-    auto fetch_x = [&](int half, int b) {
-        const int64_t offset = int64_t{b} * kTurnColumns + half * (kBlockColumns / 2);
-        xs[half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
+    constexpr int kBlocksAhead = kShort ? kStages : 1;
+    uint4 xs[kBlocksAhead][2];
+    const auto fetch_x = [&](int ahead, int b) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int64_t offset = int64_t{b} * kTurnColumns + half * (kBlockColumns / 2);
+            xs[ahead][half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
+        }
     };
-    fetch_x(0, 0);
-    fetch_x(1, 0);
+#pragma unroll
+    for (int b = 0; b < kBlocksAhead; ++b) fetch_x(b, b);
     const T residual = Outputs<Layout>(p, row_block, first_token, rows).template residual<T>(p, threadIdx.x);
 
     // 3. The slice: 64 columns a turn.
@@ -167,19 +174,20 @@ __global__ void __launch_bounds__(kSlices * 32)
     const auto turned = [](int r) { return r % 2 * 4 + r / 2; };
     const uint32_t x_to = x_stage + g * kRowBytes + (t ^ turned(g)) * kVectorBytes;
     const uint32_t x_at = x_stage + row * kRowBytes + (matrix ^ turned(row)) * kVectorBytes;
-    int slot = 0;
-    for (int b = 0; b < count; ++b) {
-        store_shared(x_to, xs[0]);
-        store_shared(x_to ^ 4 * kVectorBytes, xs[1]);
-        fetch_x(0, b + 1);
-        fetch_x(1, b + 1);
-        wait_copy_groups<kStages - 1>();
-        __syncwarp();  // the other lanes' copies have arrived too
-        const uint32_t stage = mine + slot * Layout::kStageBytes;
-        uint4 raw[2];
+    const auto store_x = [&](int b) {
+        store_shared(x_to + b * Layout::kXBytes, xs[b][0]);
+        store_shared((x_to + b * Layout::kXBytes) ^ 4 * kVectorBytes, xs[b][1]);
+    };
+    uint4 raw[2];
+    const auto add_squares = [&] {
+        if constexpr (!kNormed) return;
+        squares.add(0, raw[0]);
+        squares.add(0, raw[1]);
+    };
+    const auto multiply_block = [&](uint32_t stage, uint32_t x_from) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            uint4 x_here = load_matrices(x_at ^ half * 4 * kVectorBytes);
+            uint4 x_here = load_matrices(x_from ^ half * 4 * kVectorBytes);
             if constexpr (kNormed) {
                 raw[half] = x_here;
                 const uint32_t norm = stage + Layout::kNormOffset + (half * 4 + matrix) * kVectorBytes;
@@ -196,14 +204,34 @@ __global__ void __launch_bounds__(kSlices * 32)
                 multiply_tile(sums[m][0], second.x, second.y, second.z, second.w, x_here.z, x_here.w, T{});
             }
         }
-        __syncwarp();  // all lanes have read the stage before it is filled again
-        if (b + kStages < count) copy_stage(b + kStages, stage);
-        close_copy_group();
-        if constexpr (kNormed) {  // after the copies, which must not wait for it
-            squares.add(0, raw[0]);
-            squares.add(0, raw[1]);
+    };
+    if constexpr (kShort) {
+#pragma unroll
+        for (int b = 0; b < kStages; ++b) {
+            if (b < count) store_x(b);
         }
-        slot = slot + 1 == kStages ? 0 : slot + 1;
+        wait_copy_groups<0>();
+        __syncwarp();  // the other lanes' copies have arrived too
+#pragma unroll 1
+        for (int b = 0; b < count; ++b) {
+            multiply_block(mine + b * Layout::kStageBytes, x_at + b * Layout::kXBytes);
+            add_squares();
+        }
+    } else {
+        int slot = 0;
+        for (int b = 0; b < count; ++b) {
+            store_x(0);
+            fetch_x(0, b + 1);
+            wait_copy_groups<kStages - 1>();
+            __syncwarp();  // the other lanes' copies have arrived too
+            const uint32_t stage = mine + slot * Layout::kStageBytes;
+            multiply_block(stage, x_at);
+            __syncwarp();  // all lanes have read the stage before it is filled again
+            if (b + kStages < count) copy_stage(b + kStages, stage);
+            close_copy_group();
+            add_squares();  // after the copies, which must not wait for it
+            slot = slot + 1 == kStages ? 0 : slot + 1;
+        }
     }
 
     // 4. The slices' sums, in order.
@@ -212,18 +240,26 @@ __global__ void __launch_bounds__(kSlices * 32)
 #endif
 }
 
-template <typename T, int kRowTiles, bool kNormed>
-void launch_tile(const LinearParams& p, cudaStream_t stream) {
+template <typename T, int kRowTiles, bool kNormed, bool kShort>
+void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
     using Layout = LinearLayout<kRowTiles, kNormed>;
     const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
     const int64_t token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
     const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
-    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes) + Layout::kXBytes;
+    const int x_bytes = (kShort ? stages : 1) * Layout::kXBytes;
+    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes) + x_bytes;
     const LaunchShape shape = {row_blocks * token_blocks, Layout::kThreads, warp_bytes * Layout::kWarps, 1,
                                Effect::kNothing};
-    launch("linear", linear_tiles<T, kRowTiles, kNormed>, shape, stream, p, static_cast<uint32_t>(token_blocks),
-           warp_bytes);
+    launch("linear", linear_tiles<T, kRowTiles, kNormed, kShort>, shape, stream, p, static_cast<uint32_t>(token_blocks),
+           warp_bytes, x_bytes);
+}
+
+template <typename T, int kRowTiles, bool kNormed>
+void launch_tile(const LinearParams& p, cudaStream_t stream) {
+    if (blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages)
+        return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
+    launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);
 }
 
 template <typename T, bool kNormed>

@@ -61,9 +61,10 @@ __device__ inline float add_squares(const HeadPair& x, float squares) {
     return fmaf(x.high.b, x.high.b, fmaf(x.high.a, x.high.a, squares));
 }
 
-// Of the squares of all threads of a warp.
+// Of the squares of all threads of a warp, or of a team of neighbours in it: the same, where the others have none.
+template <int kTeam = kWarp>
 __device__ inline float norm_scale(float squares, int64_t dim, float eps) {
-    return rsqrtf(warp_sum(squares) / static_cast<float>(dim) + eps);
+    return rsqrtf(warp_sum<kTeam>(squares) / static_cast<float>(dim) + eps);
 }
 
 template <typename T>
