@@ -48,6 +48,7 @@ def twin_kernels() -> CudaKernels:
         judge=reference.judge,
         judge_scratch=workspace,
         exit_input=reference.exit_input,
+        norm_into=reference.norm_into,
         embed=reference.embed,
         scatter_rows=reference.scatter_rows,
         plan_cycle=cycle_plan.plan_cycle,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,13 @@ class Side:
     def read(self) -> Said:
         self.wait()
         return self.landing.read()
+
+
+class _Made(NamedTuple):
+    """By a draft pass: what scores follow from, [R, D], and logits [R, S]."""
+
+    features: torch.Tensor
+    logits: torch.Tensor
 
 
 class CycleGraph(Replayed):
@@ -131,12 +138,12 @@ class CycleGraph(Replayed):
         said, parts = self._said, self._parts
         if self._branches is not None:
             self._branches.copy(*parts.copies)
-        features = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
+        drafts = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
         pending = parts.newest, said.places, self._shortlist, parts.sources
         self._kernels.pending_tokens(*pending, said.drafted, said.token_ids)
         with _stream(self._rating):
-            if features and self._exits is not None:
-                self._exits.rate(torch.cat(features), said.all_peaks, said.scores.flatten())
+            if drafts and self._exits is not None:
+                self._exits.rate(torch.cat([made.features for made in drafts]), said.all_peaks, said.scores.flatten())
         states = run_deep(self._adapter, self._deep, said.token_ids, self._exits)
         with _stream(self._keeping):
             self._remember(states)
@@ -157,9 +164,8 @@ class CycleGraph(Replayed):
             parts = self._parts
             self._exits.keep(self._deep, *states, parts.kept_slots, parts.deep_slots, parts.distances)
 
-    def _draft(self, ahead: int, view: KernelView) -> torch.Tensor:
-        """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones. Returns
-        what their scores follow from, [R, D]."""
+    def _draft(self, ahead: int, view: KernelView) -> _Made:
+        """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones."""
         adapter, exits, parts, said = self._adapter, self._exits, self._parts, self._said
         assert exits is not None
         [checkpoint] = exits.checkpoints
@@ -168,11 +174,15 @@ class CycleGraph(Replayed):
         states = exits.enter(places, positions) if ahead else adapter.embed(parts.newest, positions)
         states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
         deep = parts.draft_deep_slots, parts.draft_distances[ahead]
-        features, logits = exits.draft(view, states, *deep, said.peaks_of(ahead))
-        if ahead == 0 and self._branches is not None:
-            self._kernels.nth_best(logits, self._ranks, out=said.places[0])
-        self._choice.draft(ahead, logits, said)
-        return features
+        made = _Made(*exits.draft(view, states, *deep))
+        if ahead == 0 and self._branches is not None:  # scores alone wait for the peaks
+            with _stream(self._rating):
+                exits.peak(made.logits, said.peaks_of(ahead, chooses=False), beside=True)
+            self._kernels.nth_best(made.logits, self._ranks, out=said.places[0])
+        else:
+            exits.peak(made.logits, said.peaks_of(ahead))
+        self._choice.draft(ahead, made.logits, said)
+        return made
 
 
 def _side_stream(device: torch.device, priority: int) -> Any:

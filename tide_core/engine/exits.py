@@ -50,6 +50,8 @@ class Judge:
 
     weights: RouterWeights
     scratch: Any
+    scratch_beside: Any
+    """For peaks that are looked for while others are."""
     kernels: CudaKernels
 
     @classmethod
@@ -59,13 +61,14 @@ class Judge:
         first, second, third, fourth, fifth = (tensor.detach().float().contiguous() for tensor in tensors)
         weights = RouterWeights(first, second, third, fourth, fifth, norm.variance_epsilon)
         sizes = {"vocabulary": shortlist_size, "bottleneck": down.out_features}
-        return cls(weights, kernels.judge_scratch(down.weight.device, MOST_JUDGED, **sizes), kernels)
+        scratch, beside = (kernels.judge_scratch(down.weight.device, MOST_JUDGED, **sizes) for _ in range(2))
+        return cls(weights, scratch, beside, kernels)
 
     def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kernels.judge(features, logits, self.weights, self.scratch)
 
-    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
-        self.kernels.peak(logits, self.scratch, out=out)
+    def peak(self, logits: torch.Tensor, out: Peaks, *, beside: bool) -> None:
+        self.kernels.peak(logits, self.scratch_beside if beside else self.scratch, out=out)
 
     def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
         self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
@@ -177,14 +180,15 @@ class Exits:
         return logits, *self._judges[index](features, logits)
 
     def draft(
-        self, view: KernelView, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor, out: Peaks
+        self, view: KernelView, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`score` at the only checkpoint, but for the score: features [T, D] and logits [T, S], whose peaks go to
-        `out`."""
+        """`score` at the only checkpoint, but for the score: features [T, D] and logits [T, S]."""
         features = self._features(0, view, states, deep_slots, distances)
-        logits = self._narrow_logits(features)
-        self._judges[0].peak(logits, out)
-        return features, logits
+        return features, self._narrow_logits(features)
+
+    def peak(self, logits: torch.Tensor, out: Peaks, *, beside: bool = False) -> None:
+        """The peaks of what `draft` gave; `beside` other work, which may be such a search as well."""
+        self._judges[0].peak(logits, out, beside=beside)
 
     def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
         """The scores that `draft` left out, [T], of features and peaks of several drafts at once."""
@@ -259,7 +263,7 @@ class Exits:
         [checkpoint], [kept] = self.checkpoints, self._cache.deep_states
         head, [fused] = checkpoint.head, self._fused
         if head.spec.deep:
-            view.kernels.scatter_rows(head.deep_state(normed, [tapped[tap] for tap in head.spec.taps]), slots, kept)
+            view.kernels.scatter_rows(fused.deep_state(normed, [tapped[tap] for tap in head.spec.taps]), slots, kept)
         if checkpoint.kv_layer >= 0:
             fused.write(view, checkpoint.kv_layer, fused.embed(states, kept, deep_slots, distances), slots)
 

@@ -7,6 +7,8 @@ them inside.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tide_core.batch import Rotation
@@ -22,6 +24,8 @@ class FusedHead:
     def __init__(self, head: ExitHead, kernels: CudaKernels) -> None:
         self._head, self._kernels, self._eps = head, kernels, head.spec.norm_eps
         spec = head.spec
+        self._order: dict[int, torch.Tensor] = {}
+        """0, 1, 2 ... by how many."""
         if spec.hidden:
             self._gate_up = _joined(head.mlp)
         if spec.attends:
@@ -29,6 +33,21 @@ class FusedHead:
             self._qkv = stacked(block.q_proj, block.k_proj, block.v_proj)
             self._keys_values = self._qkv[block.q_proj.out_features :]
             self._block_gate_up = _joined(block.mlp)
+
+    def deep_state(self, last: torch.Tensor, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`ExitHead.deep_state` of final-norm states and states at the taps, [T, D] each. All of them are put beside
+        each other by our own launches, each of which begins before the one in front of it has ended."""
+        head, kernels, (num, width) = self._head, self._kernels, last.shape
+        if not head.spec.taps:
+            return last
+        joined = last.new_empty(num, (1 + len(tapped)) * width)
+        own, *taps = torch.split(joined, width, 1)
+        for norm, states, to in zip(head.tap_norms, tapped, taps, strict=True):
+            kernels.norm_into(states, norm.weight, self._eps, out=to)
+        if num not in self._order:  # the first run is not captured
+            self._order[num] = torch.arange(num, device=last.device)
+        kernels.embed(self._order[num], last, out=own)
+        return kernels.linear(joined, head.fuse.weight, head.fuse.bias)
 
     def embed(
         self,

@@ -199,7 +199,10 @@ class CudaKernels(Kernels):
     judge_scratch: Callable[..., Any]
     """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
     exit_input: ExitInputOp
-    embed: Callable[[Tensor, Tensor], Tensor]
+    norm_into: Callable[..., Tensor]
+    """`rms_norm`, by name where to write."""
+    embed: Callable[..., Tensor]
+    """Of ids and rows, by name where to write."""
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -266,6 +269,7 @@ def cuda_kernels() -> CudaKernels:
         judge=cuda.judge,
         judge_scratch=cuda.Scratch.sized,
         exit_input=cuda.exit_input,
+        norm_into=cuda.rms_norm,
         embed=cuda.embed,
         scatter_rows=cuda.scatter_rows,
         plan_cycle=cycle.plan_cycle,

@@ -45,6 +45,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * scaled.to(x.dtype)
 
 
+def norm_into(x: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> Tensor:
+    """`rms_norm` to where it is wanted."""
+    return out.copy_(rms_norm(x, weight, eps))
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """The gate of an MLP: silu of `gate` times `up`, of one shape."""
     return F.silu(gate) * up
@@ -284,9 +289,10 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
     out[index[kept]] = x[kept]
 
 
-def embed(ids: Tensor, weight: Tensor) -> Tensor:
+def embed(ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The rows of `weight` [V, D] that the tokens `ids` [T] name."""
-    return gather_rows(weight, ids)
+    rows = gather_rows(weight, ids)
+    return rows if out is None else out.copy_(rows)
 
 
 def exit_input(
