@@ -12,19 +12,12 @@ namespace tide::cuda {
 
 #if TIDE_HAS_WARPGROUP_PRODUCTS
 
-// The two groups meet: what a thread wrote to shared memory before can be read by all of them afterwards. They meet an
-// even number of times for a piece, so `time` counts from its first. Wide heads have no registers left for a barrier in
-// memory; with narrow ones it is that kind which compute-sanitizer can follow.
-template <typename Layout>
-__device__ inline void groups_meet(const WideShared<Layout>& shared, int time, int lane) {
-    if constexpr (Layout::kDim > 64) {
-        asm volatile("bar.sync 1, %0;" ::"n"(Layout::kThreads) : "memory");
-        return;
-    }
-    const uint32_t met = shared_address(shared.met);
-    __syncwarp();
-    if (lane == 0) arrive_at(met);
-    wait_bytes(met, time % 2);
+// The two groups meet, for the kTime-th time of a piece. They do so an even number of times, at two barriers in turn:
+// whoever is at one has left the other, which compute-sanitizer wants to see.
+template <typename Layout, int kTime>
+__device__ inline void groups_meet() {
+    constexpr int kBarriers[] = {1, 4};
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarriers[kTime % 2]), "n"(Layout::kThreads) : "memory");
 }
 
 template <typename Layout>
@@ -127,7 +120,7 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
     const auto four = [&](int r, int i) {
         return make_float4(state.sums[r][i], state.sums[r][i + 1], state.sums[r][i + 2], state.sums[r][i + 3]);
     };
-    groups_meet(shared, 0, lane);  // nobody needs the queries any more, and all have stored the piece before
+    groups_meet<Layout, 0>();  // nobody needs the queries any more, and all have stored the piece before
     // The first group's go to where the queries were.
     float4* from_first = reinterpret_cast<float4*>(queries) + thread;
     float4* from_second = reinterpret_cast<float4*>(places.handed) + thread;
@@ -144,7 +137,7 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
         }
         if (t == 0) shared.stats[group][first_lane + r * 32] = {state.mergers[r].peak, state.mergers[r].total};
     }
-    groups_meet(shared, 1, lane);
+    groups_meet<Layout, 1>();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         if (thread / 32 * 8 + r * 32 >= piece.num_lanes) continue;
@@ -159,12 +152,12 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
                               group * (Layout::kDim / 2), t);
     }
     if (!p.counted || piece.num_chunks <= 1) return;
-    groups_meet(shared, 2, lane);
+    groups_meet<Layout, 2>();
     if (threadIdx.x == 0) {
         __threadfence();  // what the others stored comes before, for they have met
         shared.is_last = count_piece(p, piece);
     }
-    groups_meet(shared, 3, lane);
+    groups_meet<Layout, 3>();
     if (shared.is_last) combine_piece<T, Layout::kDim, Layout::kThreads>(p, piece);
 }
 

@@ -17,7 +17,6 @@ struct WideShared {
     float2 stats[Layout::kGroups][Layout::kLanes];
     uint64_t keys[Layout::kMostStages], values[Layout::kMostStages], free[Layout::kMostStages];  // of the ring
     uint64_t known[2], done[2];                                                                  // of the pieces
-    uint64_t met[1];                                                                             // of the groups
     uint64_t named[2], noted[2];                                                                 // of their numbers
     Piece pieces[2];  // the present one and the next; the one after the last has no lanes
     int numbers[2];
@@ -56,7 +55,6 @@ struct WidePlaces {
             start_barrier(shared_address(shared.named + i));
             start_barrier(shared_address(shared.noted + i), 2);
         }
-        start_barrier(shared_address(shared.met), Layout::kWarps);
         show_barriers();
     }
 };

@@ -217,6 +217,7 @@ __global__ void __launch_bounds__(kSlices * 32)
             multiply_block(mine + b * Layout::kStageBytes, x_at + b * Layout::kXBytes);
             add_squares();
         }
+        __syncwarp();  // all lanes have read the stages before sums go there
     } else {
         int slot = 0;
         for (int b = 0; b < count; ++b) {

@@ -5,6 +5,7 @@
 // instruction; each warp adds up exponentials on its own largest number, so that a CTA waits for its warps once.
 #include "cuda/block.cuh"
 #include "cuda/launch.h"
+#include "cuda/ordered.cuh"
 #include "cuda/pack.cuh"
 #include "cuda/small_ops.h"
 
@@ -15,14 +16,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kPacks = 4;                                       // of a thread: what they ask for is on its way together
 constexpr int64_t kChunk = int64_t{kThreads} * kPack * kPacks;  // a shortlist of 8192 is one, with nothing to join
-constexpr uint32_t kNowhere = 0xffffffffu;
-constexpr uint32_t kSign = 0x80000000u, kMissing = 0;  // below every number
-
-// Greater numbers have greater keys, equal ones the same; NaN stands above every number, so that it is seen.
-__device__ uint32_t key_of(float value) {
-    const uint32_t bits = __float_as_uint(value + 0.0f);  // -0 becomes 0
-    return isnan(value) ? kNowhere : bits & kSign ? ~bits : bits | kSign;
-}
 
 __device__ float number_of(uint32_t key) {
     if (key == kMissing) return -INFINITY;
@@ -36,16 +29,6 @@ struct alignas(16) Part {
     uint32_t index;
     float sum;  // of exp(x - best)
 };
-
-__device__ uint32_t warp_max(uint32_t value) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(kAllLanes, value);
-#else
-    for (int distance = kWarp / 2; distance > 0; distance /= 2)
-        value = max(value, __shfl_xor_sync(kAllLanes, value, distance));
-    return value;
-#endif
-}
 
 // The parts of all lanes as one, without the sum: the first of the largest, and the largest of the others.
 __device__ Part warp_best(const Part& mine) {

@@ -18,7 +18,7 @@ class CycleChoice(Protocol):
     """Asked by every draft pass in turn, then once by the deep pass."""
 
     def draft(self, ahead: int, logits: torch.Tensor, said: CycleSaid) -> None:
-        """Say where in the shortlist the drafts of logits [R, S] stand; it is said where the largest of them do."""
+        """Say where in the shortlist the drafts of logits [R, S] stand."""
         ...
 
     def settle(self, logits: torch.Tensor, said: CycleSaid) -> None:
@@ -27,14 +27,16 @@ class CycleChoice(Protocol):
 
 
 class Likeliest:
-    """For cycles of rows that take the likeliest token."""
+    """For cycles of rows that take the likeliest token; at the first draft, branches take the ones behind it."""
 
-    def __init__(self, kernels: CudaKernels) -> None:
+    def __init__(self, kernels: CudaKernels, rows: int, branches: int, device: torch.device) -> None:
         self._kernels = kernels
+        self._first_ranks = torch.arange(rows, dtype=torch.int32, device=device) % branches
+        self._ranks = torch.zeros_like(self._first_ranks)
         self._scratch: Any = None
 
     def draft(self, ahead: int, logits: torch.Tensor, said: CycleSaid) -> None:
-        pass
+        self._kernels.nth_best(logits, self._ranks if ahead else self._first_ranks, out=said.places[ahead])
 
     def settle(self, logits: torch.Tensor, said: CycleSaid) -> None:
         if self._scratch is None:  # the first run is not captured

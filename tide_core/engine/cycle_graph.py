@@ -86,16 +86,16 @@ class CycleGraph(Replayed):
         of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
         self._drafts = [self._view(*(part[ahead] for part in of_drafts), queries=1) for ahead in range(room.drafts)]
         self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=room.drafts + 1)
-        self._ranks = torch.arange(room.rows, dtype=torch.int32, device=device) % room.branches
         self._said = CycleSaid(room.rows, room.drafts, device)
         self._sides = [Side(room, self._said, device) for _ in range(2)]
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._shortlist = none if exits is None else exits.shortlist
-        self._choice: CycleChoice = Likeliest(kernels)
+        self._choice: CycleChoice = Likeliest(kernels, room.rows, room.branches, device)
         if room.draws:
             numbers = room.numbers(self._buffer, torch.float64)
             self._choice = Drawn(kernels, exits, self._about, parts, numbers)
-        # Scores give way to the deep pass; but drafts that were drawn are judged by them. What exits remember goes
+        # Scores, and the peaks they follow from, give way to drafts and the deep pass; but drafts that were drawn are
+        # judged by them. What exits remember goes
         # first: its few CTAs would else wait until all of the LM head's have ended.
         rates, apart = room.drafts > 0 and not room.draws, device.type == "cuda"
         self._rating = _side_stream(device, 0) if apart and rates else None
@@ -175,11 +175,7 @@ class CycleGraph(Replayed):
         states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
         deep = parts.draft_deep_slots, parts.draft_distances[ahead]
         made = _Made(*exits.draft(view, states, *deep))
-        if ahead == 0 and self._branches is not None:  # scores alone wait for the peaks
-            with _stream(self._rating):
-                exits.peak(made.logits, said.peaks_of(ahead, chooses=False), beside=True)
-            self._kernels.nth_best(made.logits, self._ranks, out=said.places[0])
-        else:
+        with _stream(self._rating):
             exits.peak(made.logits, said.peaks_of(ahead))
         self._choice.draft(ahead, made.logits, said)
         return made

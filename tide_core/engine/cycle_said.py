@@ -35,7 +35,7 @@ class CycleSaid:
         self.places = torch.zeros(self._shape, dtype=torch.int64, device=device)
         """Of the drafts, in the shortlist."""
         self._peaks = [torch.zeros(self._shape, device=device) for _ in range(3)]
-        self._likeliest = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._unused = torch.zeros(rows, dtype=torch.int64, device=device)
         self._deep = [torch.zeros(tokens, device=device) for _ in range(2)]
         self.token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         """Of the deep pass."""
@@ -49,11 +49,11 @@ class CycleSaid:
         scores, best = narrow[:count], narrow[count:]
         return [drafted.view(self._shape), following, going_on.view(2, rows), scores.view(self._shape), best]
 
-    def peaks_of(self, ahead: int, *, chooses: bool = True) -> Peaks:
-        """Where the peaks of one draft pass go. Unless it `chooses`, the drafts are not those of the largest logits:
-        where these stand is left elsewhere."""
+    def peaks_of(self, ahead: int) -> Peaks:
+        """Where the peaks of one draft pass go. Which place is drafted is chosen by others, who are quicker or have
+        other wishes."""
         best, second, total = (part[ahead] for part in self._peaks)
-        return Peaks(best, self.places[ahead] if chooses else self._likeliest, second, total)
+        return Peaks(best, self._unused, second, total)
 
     @property
     def all_peaks(self) -> Peaks:

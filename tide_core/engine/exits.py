@@ -50,8 +50,6 @@ class Judge:
 
     weights: RouterWeights
     scratch: Any
-    scratch_beside: Any
-    """For peaks that are looked for while others are."""
     kernels: CudaKernels
 
     @classmethod
@@ -61,14 +59,13 @@ class Judge:
         first, second, third, fourth, fifth = (tensor.detach().float().contiguous() for tensor in tensors)
         weights = RouterWeights(first, second, third, fourth, fifth, norm.variance_epsilon)
         sizes = {"vocabulary": shortlist_size, "bottleneck": down.out_features}
-        scratch, beside = (kernels.judge_scratch(down.weight.device, MOST_JUDGED, **sizes) for _ in range(2))
-        return cls(weights, scratch, beside, kernels)
+        return cls(weights, kernels.judge_scratch(down.weight.device, MOST_JUDGED, **sizes), kernels)
 
     def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kernels.judge(features, logits, self.weights, self.scratch)
 
-    def peak(self, logits: torch.Tensor, out: Peaks, *, beside: bool) -> None:
-        self.kernels.peak(logits, self.scratch_beside if beside else self.scratch, out=out)
+    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
+        self.kernels.peak(logits, self.scratch, out=out)
 
     def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
         self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
@@ -186,9 +183,9 @@ class Exits:
         features = self._features(0, view, states, deep_slots, distances)
         return features, self._narrow_logits(features)
 
-    def peak(self, logits: torch.Tensor, out: Peaks, *, beside: bool = False) -> None:
-        """The peaks of what `draft` gave; `beside` other work, which may be such a search as well."""
-        self._judges[0].peak(logits, out, beside=beside)
+    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
+        """The peaks of logits that `draft` gave; on one stream with `rate`."""
+        self._judges[0].peak(logits, out)
 
     def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
         """The scores that `draft` left out, [T], of features and peaks of several drafts at once."""
