@@ -146,6 +146,25 @@ def test_long_pieces_and_long_contexts_are_left_to_the_plain_path(
     assert pieces == [[32]]
 
 
+@pytest.mark.parametrize(
+    ("num", "length", "size"),
+    [(1, 9, 16), (2, 9, 32), (2, 8, 32), (3, 9, 48), (1, 33, 48), (1, 41, 96), (5, 9, 96), (4, 16, 64), (6, 2, 96)],
+)
+def test_prompts_take_the_smallest_pass_that_has_room_for_their_tokens_rows_and_contexts(
+    num: int, length: int, size: int, pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_prompts, "SHORT_CONTEXT", 40)
+    settings = {"max_rows": 8, "max_batch_tokens": 256, "prefix_caching": False}
+    parts = make_parts(**settings)
+    with poisoned(parts, **settings) as engine:
+        together = engine.generate(random_prompts(num, length), asked())
+        assert pieces == [[length] * num]
+        assert parts.runner.prompts is not None
+        assert list(parts.runner.prompts._passes._by_shape) == [(size, False)]
+        alone = [engine.generate([prompt], asked())[0] for prompt in random_prompts(num, length)]
+    assert all_ids(together) == all_ids(alone)
+
+
 def test_a_prompt_whose_logits_are_no_numbers_ends_alone(pieces: list[list[int]]) -> None:
     prompts = random_prompts(3, 9)
     with poisoned(make_parts()) as engine:
@@ -155,7 +174,7 @@ def test_a_prompt_whose_logits_are_no_numbers_ends_alone(pieces: list[list[int]]
 
     def once(states: torch.Tensor) -> torch.Tensor:
         logits = head(states)
-        if spoiled and len(states) == MOST_PROMPTS:
+        if spoiled and len(states) == len(prompts):  # a cycle has room for four
             spoiled.clear()
             logits[1] = float("nan")
         return logits

@@ -35,11 +35,16 @@ from tide_core.kv.cache import PagedKV, RowSpan, StepIndex
 from tide_core.kv.kernel_view import Room
 from tide_core.models.adapter import ModelAdapter
 
-PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256)
+PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of a pass."""
 MOST_PROMPTS = 16
 """Rows of a pass."""
 LONGEST_CONTEXT = 1024
+FEW_TOKENS, SHORT_CONTEXT = 64, 512
+"""A pass of so few tokens has room for fewer rows, of shorter contexts: attention then has no more pieces than there
+are multiprocessors on a large GPU, which is known at launch and takes it half the time."""
+TOKENS_OF_FEW = 16
+"""In such a pass, for each row."""
 PATIENCE = 16
 """Steps that go by without a prompt; then they wait for it."""
 Shape = tuple[int, bool]
@@ -68,7 +73,6 @@ class CapturedPrompts:
         self._before: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._flight: _PromptFlight | None = None
         self._num_asked = 0
-        self._blocks = -(-LONGEST_CONTEXT // cache.block_size)
 
     def shapes(self) -> list[Shape]:
         """All that there are."""
@@ -144,7 +148,8 @@ class CapturedPrompts:
         flat = np.asarray([token for row in rows for token in row.token_ids], dtype=np.int64)
         keeps = self._exits is not None and any(row.policy.may_exit for row in rows)
         others = [(flat, 0), *(self._kept(rows, index) if keeps else ())]
-        size = next(size for size in PROMPT_SIZES if size >= len(flat))
+        longest = max(row.start + len(row.token_ids) for row in rows)
+        size = next(size for size in PROMPT_SIZES if size >= len(flat) and _holds(size, len(rows), longest))
         with self._beside():
             one = self._ready((size, keeps), (index, others))
             one.replay()
@@ -162,7 +167,8 @@ class CapturedPrompts:
 
     def _ready(self, shape: Shape, step: Step) -> _PromptPass:
         size, keeps = shape
-        room = Room(size, MOST_PROMPTS, self._blocks, 1 + len(Kept._fields) * keeps)
+        rows, longest = _limits(size)
+        room = Room(size, rows, -(-longest // self._cache.block_size), 1 + len(Kept._fields) * keeps)
         index, others = step
         nothing = np.zeros(0, dtype=np.int64)
         others = others or [(nothing, 0), *((nothing, rest) for rest in (-1, 0, 0) if keeps)]
@@ -217,6 +223,16 @@ class _PromptFlight:
         a prompt is asked for now does not matter: it gains what it was begun with."""
         found = find_rows(self.rows, self.blocks, rows)
         return {index: number for index, number in found.items() if self.starts[number] == rows[index].start}
+
+
+def _limits(size: int) -> tuple[int, int]:
+    """Rows and positions of each, for which a pass of so many tokens has room."""
+    return (size // TOKENS_OF_FEW, SHORT_CONTEXT) if size <= FEW_TOKENS else (MOST_PROMPTS, LONGEST_CONTEXT)
+
+
+def _holds(size: int, num_rows: int, longest: int) -> bool:
+    rows, positions = _limits(size)
+    return num_rows <= rows and longest <= positions
 
 
 def _groups(rows: Sequence[RowStep], which: Sequence[int]) -> list[list[int]]:
