@@ -12,12 +12,10 @@ namespace tide::cuda {
 
 #if TIDE_HAS_WARPGROUP_PRODUCTS
 
-// The two groups meet, for the kTime-th time of a piece. They do so an even number of times, at two barriers in turn:
-// whoever is at one has left the other, which compute-sanitizer wants to see.
-template <typename Layout, int kTime>
+template <typename Layout>
 __device__ inline void groups_meet() {
-    constexpr int kBarriers[] = {1, 4};
-    asm volatile("bar.sync %0, %1;" ::"n"(kBarriers[kTime % 2]), "n"(Layout::kThreads) : "memory");
+    __syncwarp();  // the barrier takes warps as a whole
+    asm volatile("bar.sync 1, %0;" ::"n"(Layout::kThreads) : "memory");
 }
 
 template <typename Layout>
@@ -120,7 +118,7 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
     const auto four = [&](int r, int i) {
         return make_float4(state.sums[r][i], state.sums[r][i + 1], state.sums[r][i + 2], state.sums[r][i + 3]);
     };
-    groups_meet<Layout, 0>();  // nobody needs the queries any more, and all have stored the piece before
+    groups_meet<Layout>();  // nobody needs the queries any more, and all have stored the piece before
     // The first group's go to where the queries were.
     float4* from_first = reinterpret_cast<float4*>(queries) + thread;
     float4* from_second = reinterpret_cast<float4*>(places.handed) + thread;
@@ -137,7 +135,7 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
         }
         if (t == 0) shared.stats[group][first_lane + r * 32] = {state.mergers[r].peak, state.mergers[r].total};
     }
-    groups_meet<Layout, 1>();
+    groups_meet<Layout>();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         if (thread / 32 * 8 + r * 32 >= piece.num_lanes) continue;
@@ -152,12 +150,12 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
                               group * (Layout::kDim / 2), t);
     }
     if (!p.counted || piece.num_chunks <= 1) return;
-    groups_meet<Layout, 2>();
+    groups_meet<Layout>();
     if (threadIdx.x == 0) {
         __threadfence();  // what the others stored comes before, for they have met
         shared.is_last = count_piece(p, piece);
     }
-    groups_meet<Layout, 3>();
+    groups_meet<Layout>();
     if (shared.is_last) combine_piece<T, Layout::kDim, Layout::kThreads>(p, piece);
 }
 

@@ -57,7 +57,10 @@ LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int
         const int64_t tokens = int64_t{tile.token_tiles} * 8;
         const int64_t ctas = row_blocks * ((rows + tokens - 1) / tokens);
         const bool larger_is_better = tile.row_tiles == 1 && rows > 8 && in_features >= kLongForLittle;
-        if (ctas <= 2 * num_sms && !larger_is_better) return tile;
+        if (ctas > 2 * num_sms || larger_is_better) continue;
+        LinearTile chosen = tile;
+        chosen.crowded = tile.row_tiles > 1 && ctas > num_sms && in_features >= kLongForLittle;
+        return chosen;
     }
     return {2, 4};
 }

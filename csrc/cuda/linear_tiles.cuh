@@ -257,9 +257,9 @@ void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
 }
 
 template <typename T, int kRowTiles, bool kNormed>
-void launch_tile(const LinearParams& p, cudaStream_t stream) {
-    if (blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages)
-        return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
+void launch_tile(const LinearParams& p, bool crowded, cudaStream_t stream) {
+    const bool is_short = blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages;
+    if (is_short && !crowded) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
     launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);
 }
 
@@ -268,7 +268,8 @@ void launch_linear_tiles(const LinearParams& p, const LinearTile& tile, cudaStre
     switch (tile.token_tiles) {
         case 1:
             if (tile.staged) return launch_staged_rows<T, 1, false, kNormed>(p, tile, stream);
-            return tile.row_tiles == 1 ? launch_tile<T, 1, kNormed>(p, stream) : launch_tile<T, 2, kNormed>(p, stream);
+            if (tile.row_tiles == 1) return launch_tile<T, 1, kNormed>(p, tile.crowded, stream);
+            return launch_tile<T, 2, kNormed>(p, tile.crowded, stream);
         case 2:
             return launch_staged_tokens<T, 2, kNormed>(p, tile, stream);
         case 4:

@@ -144,7 +144,7 @@ void check_case(const Case& c) {
     same("nothing", 0, 0, 0, false, op);
     if constexpr (sizeof(T) == 2) {
         if (c.k % 8 != 0) return;
-        std::vector<LinearTile> tiles = {{1, 1}, {2, 1}};
+        std::vector<LinearTile> tiles = {{1, 1}, {2, 1}, {2, 1, 1, false, false, true}};
         for (const int token_tiles : {1, 2, 4, 8}) {
             for (const int row_tiles : {1, 2, 3, 4}) tiles.push_back({row_tiles, token_tiles, 1, true});
             tiles.push_back({4, token_tiles, 2, true});
