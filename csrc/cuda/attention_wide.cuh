@@ -14,7 +14,6 @@ namespace tide::cuda {
 
 template <typename Layout>
 __device__ inline void groups_meet() {
-    __syncwarp();  // the barrier takes warps as a whole
     asm volatile("bar.sync 1, %0;" ::"n"(Layout::kThreads) : "memory");
 }
 

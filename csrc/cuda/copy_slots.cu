@@ -12,23 +12,28 @@ template <typename Unit>
 __global__ void __launch_bounds__(kWarps* kWarp) copy_slots_kernel(CopySlotsParams p) {
     let_next_start();
     wait_for_previous();
-    const int lane = threadIdx.x % kWarp;
-    const int64_t tasks = p.num_pools * p.count;
-    for (int64_t task = blockIdx.x * kWarps + threadIdx.x / kWarp; task < tasks; task += gridDim.x * int64_t{kWarps}) {
-        const int64_t copy = task / p.num_pools;
-        const int64_t from = p.from[copy], to = p.to[copy];
+    // Slots, pools and the units of a slot are counted in 32 bits, which are quick to divide; addresses are not.
+    const int32_t lane = threadIdx.x % kWarp, block_size = static_cast<int32_t>(p.block_size);
+    const uint32_t num_pools = static_cast<uint32_t>(p.num_pools), tasks = num_pools * static_cast<uint32_t>(p.count);
+    for (uint32_t task = blockIdx.x * kWarps + threadIdx.x / kWarp; task < tasks; task += gridDim.x * kWarps) {
+        const uint32_t copy = task / num_pools;
+        const SlotPool pool = p.pools[task - copy * num_pools];
+        const int32_t from = p.from[copy], to = p.to[copy];
         if (from < 0 || to < 0) continue;
         if (p.claims != nullptr && p.said[p.claims[copy]] != p.tried[p.claims[p.count + copy]]) continue;
-        const SlotPool pool = p.pools[task - copy * p.num_pools];
-        const int64_t units = pool.bytes / static_cast<int64_t>(sizeof(Unit));
-        const auto place = [&](int64_t slot, int64_t head) {
-            const int64_t block = slot / p.block_size;
+        const int32_t units = static_cast<int32_t>(pool.bytes / static_cast<int64_t>(sizeof(Unit)));
+        const auto place = [&](int32_t slot) {  // of the first head
+            const int32_t block = slot / block_size;
             return reinterpret_cast<Unit*>(pool.data) +
-                   ((block * pool.heads + head) * p.block_size + (slot - block * p.block_size)) * units;
+                   (block * pool.heads * block_size + (slot - block * block_size)) * units;
         };
-        for (int64_t i = lane; i < pool.heads * units; i += kWarp) {
-            const int64_t head = i / units, at = i - head * units;
-            place(to, head)[at] = place(from, head)[at];
+        const Unit* source = place(from);
+        Unit* target = place(to);
+        const int64_t head_units = int64_t{block_size} * units;
+        for (int32_t i = lane; i < static_cast<int32_t>(pool.heads) * units; i += kWarp) {
+            const int32_t head = i / units;
+            const int64_t at = head * head_units + (i - head * units);
+            target[at] = source[at];
         }
     }
 }
@@ -43,6 +48,8 @@ void launch_copy(const CopySlotsParams& params, cudaStream_t stream) {
 
 void copy_slots(const CopySlotsParams& params, cudaStream_t stream) {
     if (params.num_pools <= 0 || params.count <= 0) return;
+    if (params.count > INT32_MAX / params.num_pools || params.block_size > INT32_MAX)
+        throw std::runtime_error("copy_slots: slots times pools are at most 2^31 - 1");
     switch (params.unit) {
         case 16:
             return launch_copy<uint4>(params, stream);

@@ -8,16 +8,33 @@ namespace {
 
 constexpr int32_t kKeepsDrafts = 1;  // how a row may leave early: its drafts are kept where full depth says the same
 
-// Slots, rows and tokens are counted in 32 bits here: what is wider takes several times as long to divide.
-struct Row {
-    const int32_t* blocks;
-    int32_t block_size;
-
-    // Where a position lies in the pool.
-    __device__ int32_t slot(int32_t position) const {
-        const int32_t block = position / block_size;
-        return blocks[block] * block_size + (position - block * block_size);
+// Where the positions of a row lie in the pool, one behind another from the first one asked for: one division, and a
+// read for each block. Slots, rows and tokens are counted in 32 bits here: what is wider takes several times as long to
+// divide.
+class Walk {
+  public:
+    // A row that does not exist has no blocks: nothing is read.
+    __device__ Walk(const int32_t* blocks, int32_t block_size, int32_t position, bool exists)
+        : blocks_(blocks), block_size_(block_size), block_(position / block_size) {
+        offset_ = position - block_ * block_size;
+        base_ = exists ? blocks_[block_] * block_size_ : 0;
     }
+    __device__ int32_t slot() const { return base_ + offset_; }
+    // Of the position before; of the first one itself, where there is none.
+    __device__ int32_t slot_before() const {
+        if (offset_ > 0) return base_ + offset_ - 1;
+        return block_ > 0 ? (blocks_[block_ - 1] + 1) * block_size_ - 1 : slot();
+    }
+    // To the next position, which must have a block.
+    __device__ void step() {
+        if (++offset_ < block_size_) return;
+        offset_ = 0;
+        base_ = blocks_[++block_] * block_size_;
+    }
+
+  private:
+    const int32_t* blocks_;
+    int32_t block_size_, block_, offset_, base_;
 };
 
 // The sum of `count` over this thread's row and those before it, and the same of all rows in `sums`.
@@ -81,7 +98,7 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
         const int32_t number = r / branches * (branches - 1) + r - first - 1;
         branch.take_blocks(start, start + count, static_cast<int32_t>(p.first_spare) + kBlocksPerBranch * number);
     }
-    const Row row = {p.tables + r * p.blocks, block_size};
+    const Walk begins_at(p.tables + r * p.blocks, block_size, start, count >= 0);
 
     int64_t* newest_ids = p.wide;
     int64_t* draft_deep_slots = newest_ids + rows;
@@ -105,15 +122,17 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
     // 1. The draft passes: one token of every row that still drafts.
     if (exists) {
         newest_ids[r] = newest;
-        draft_deep_slots[r] = count >= 0 && start > 0 ? row.slot(start - 1) : 0;
+        draft_deep_slots[r] = count >= 0 && start > 0 ? begins_at.slot_before() : 0;
     }
+    Walk walk = begins_at;
     for (int32_t ahead = 0; ahead < drafts; ++ahead) {
         const bool drafting = count > ahead;
         const int active = __syncthreads_count(drafting);
         if (!exists) continue;
         const int32_t at = ahead * rows + r, place = drafting ? start + ahead : 0;
         draft_positions[at] = place;
-        draft_slots[at] = drafting ? row.slot(place) : -1;
+        draft_slots[at] = drafting ? walk.slot() : -1;
+        if (count > ahead + 1) walk.step();
         draft_distances[at] = count >= 0 && start > 0 ? ahead + 1 : 0;
         draft_lens[at] = drafting ? place + 1 : 0;
         int32_t* begins = draft_starts + ahead * (rows + 1);
@@ -129,14 +148,18 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
         starts[r + 1] = end;
         lens[r] = count < 0 ? 0 : start + count + 1;
     }
+    walk = begins_at;
+    int32_t before = count >= 0 ? walk.slot_before() : 0;
     for (int32_t ahead = 0; ahead <= count; ++ahead) {
-        const int32_t at = begin + ahead, place = start + ahead, slot = row.slot(place);
+        const int32_t at = begin + ahead, place = start + ahead, slot = walk.slot();
         positions[at] = place;
         slots[at] = slot;
         sources[at] = ahead * rows + r;
         kept_slots[at] = tracked ? slot : -1;
-        deep_slots[at] = place > 0 ? row.slot(place - 1) : row.slot(0);
+        deep_slots[at] = before;
         distances[at] = place > 0;
+        before = slot;
+        if (ahead < count) walk.step();
     }
     for (int32_t at = total + r; at < tokens; at += kMostCycleRows) {
         positions[at] = sources[at] = deep_slots[at] = distances[at] = 0;
@@ -151,13 +174,17 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
     if (!is_branch) return;
     branch.copy_before(start, copies + r * block_size, num_copies);
     if (tracked != kKeepsDrafts) return;
-    const Row own = {branch.own, block_size};
+    Walk own(branch.own, block_size, start, true);
+    walk = begins_at;
     for (int32_t ahead = 0; ahead <= count; ++ahead) {
         const int32_t at = begin + ahead;
-        returns[at] = row.slot(start + ahead);
-        returns[tokens + at] = own.slot(start + ahead);
+        returns[at] = walk.slot();
+        returns[tokens + at] = own.slot();
         returns[2 * tokens + at] = sums[first] - (count + 1);  // where it is said what follows the newest token
         returns[3 * tokens + at] = r;                          // where the branch has tried a token
+        if (ahead == count) break;
+        walk.step();
+        own.step();
     }
 }
 
@@ -179,7 +206,21 @@ __global__ void __launch_bounds__(kMostCycleRows) carry_on_kernel(CarryOnParams 
         }
         const int32_t begin = p.starts[place];
         int32_t taken = 0;
-        while (taken < count && p.drafted[taken * rows + place] == p.following[begin + taken]) ++taken;
+        for (bool right = true; right && taken < count;) {  // several are asked for at once
+            constexpr int32_t kAtOnce = 4;
+            int64_t drafted[kAtOnce], said[kAtOnce];
+#pragma unroll
+            for (int32_t i = 0; i < kAtOnce; ++i) {
+                const int32_t ahead = min(taken + i, count - 1);
+                drafted[i] = p.drafted[ahead * rows + place];
+                said[i] = p.following[begin + ahead];
+            }
+#pragma unroll
+            for (int32_t i = 0; i < kAtOnce; ++i) {
+                right = right && taken < count && drafted[i] == said[i];
+                taken += right;
+            }
+        }
         token = p.following[begin + taken];
         position = p.positions[begin] + taken + 1;
     }
