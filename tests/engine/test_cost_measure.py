@@ -15,7 +15,7 @@ from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine import assemble, cost_measure
 from tide_core.engine.assemble import Parts
 from tide_core.engine.cost import CostTable
-from tide_core.engine.cost_measure import cache_path, measure, read_table, write_table
+from tide_core.engine.cost_measure import cache_path, measure, read_table, typical, write_table
 from tide_core.engine.engine import Engine
 from tide_core.engine.model_runner import ModelRunner
 from tide_core.request import SamplingParams
@@ -197,3 +197,8 @@ def test_a_fixed_number_of_drafts_needs_no_table(measurements: list[CostTable]) 
 def test_the_rows_that_are_measured_rise_from_one() -> None:
     assert cost_measure.ROWS[0] == 1
     assert list(cost_measure.ROWS) == sorted(set(cost_measure.ROWS))
+
+
+def test_a_try_that_was_disturbed_does_not_count_nor_one_that_came_out_too_short_by_the_clock_of_a_device() -> None:
+    assert typical([3.0, 2.0, 9.0], by_device=False) == 2.0
+    assert typical([3.0, 0.1, 2.9, 9.0, 3.1], by_device=True) == 3.0
