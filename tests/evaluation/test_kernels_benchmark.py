@@ -22,8 +22,8 @@ from tide_core.kernels import CudaKernels, cuda, reference
 
 CPU = torch.device("cpu")
 SLOW = Rates(read_bytes_per_s=1e6, flops_per_s=1e9)
-NOT_TIMED = {"name", "attention_workspace", "judge_scratch", "takes", "takes_joined", "paged_attention"}
-"""No ops of a step; on a GPU `paged_attention` is called as `attend`."""
+NOT_TIMED = {"name", "attention_workspace", "judge_scratch", "norm_into", "takes", "takes_joined", "paged_attention"}
+"""No ops of a step, or others by another name: `paged_attention` is `attend`, `norm_into` is `rms_norm`."""
 
 
 @pytest.fixture
