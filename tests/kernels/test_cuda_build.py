@@ -1,7 +1,7 @@
 """The CUDA module builds where there is a compiler, and stands alone: it loads without a GPU, a driver or Torch's CUDA.
 
-The build is that of one architecture and is kept in build/, so that only the first run takes its time; half of it, where
-the compiler can be told that nobody will run the code.
+The build is that of one architecture and is kept in build/, so that only the first run takes its time; half of it,
+where the compiler can be told that nobody will run the code.
 """
 
 from __future__ import annotations
