@@ -43,6 +43,13 @@ inline DeviceInfo current_device(const char* op) {
     return device;
 }
 
+// Of shared memory, that one CTA can have.
+inline int most_shared_bytes(const DeviceInfo& device) {
+    int bytes = 0;
+    check("device", cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
+    return bytes;
+}
+
 struct LaunchShape {
     int64_t grid;
     int block;

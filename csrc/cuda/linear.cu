@@ -19,12 +19,17 @@ bool can_read(const LinearParams& p, int64_t vector, int64_t element_bytes) {
            is_aligned(p.weight, vector * element_bytes) && is_aligned(p.norm, vector * element_bytes);
 }
 
+// Any tile that is not deep fits a multiprocessor: not so with the 99 KiB of compute capability 8.6, 8.9 and 12.0,
+// where the smallest one takes all rows, eight at a time.
+bool has_room(const DeviceInfo& device) {
+    constexpr int kSharedBytes = 227 * 1024 / 2;
+    return most_shared_bytes(device) >= kSharedBytes;
+}
+
 // One CTA of the deep tiles fits a multiprocessor, or two of any other, and there are clusters: sm_90 and its like.
 bool is_roomy(const DeviceInfo& device) {
     constexpr int kSharedBytes = 227 * 1024;
-    int most_shared = 0;
-    check("linear", cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
-    return device.major >= 9 && most_shared >= kSharedBytes;
+    return device.major >= 9 && most_shared_bytes(device) >= kSharedBytes;
 }
 
 // The kernels for many rows are in the build, and run here.
@@ -57,10 +62,7 @@ LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int
         const int64_t tokens = int64_t{tile.token_tiles} * 8;
         const int64_t ctas = row_blocks * ((rows + tokens - 1) / tokens);
         const bool larger_is_better = tile.row_tiles == 1 && rows > 8 && in_features >= kLongForLittle;
-        if (ctas > 2 * num_sms || larger_is_better) continue;
-        LinearTile chosen = tile;
-        chosen.crowded = tile.row_tiles > 1 && ctas > num_sms && in_features >= kLongForLittle;
-        return chosen;
+        if (ctas <= 2 * num_sms && !larger_is_better) return tile;
     }
     return {2, 4};
 }
@@ -70,6 +72,7 @@ LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int
 // As measured on the H200, by how often the row tiles go round the multiprocessors.
 LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
     const int64_t row_tiles = count_row_tiles(p), num_sms = device.num_sms;
+    if (!has_room(device)) return {1, 1};
     const auto ctas = [&](int per_cta) { return (row_tiles + per_cta - 1) / per_cta; };
     if (is_little(p, device)) return little_tile(row_tiles, p.rows, p.in_features, num_sms);
     int tokens = 1;

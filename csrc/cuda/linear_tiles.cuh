@@ -241,25 +241,43 @@ __global__ void __launch_bounds__(kSlices * 32)
 #endif
 }
 
+// What one launch needs.
+template <int kRowTiles, bool kNormed>
+struct TileLaunch {
+    using Layout = LinearLayout<kRowTiles, kNormed>;
+    int64_t row_blocks, token_blocks;
+    int x_bytes, warp_bytes;
+
+    TileLaunch(const LinearParams& p, bool is_short) {
+        const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
+        row_blocks = (p.out_features + columns - 1) / columns;
+        token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
+        const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
+        x_bytes = (is_short ? stages : 1) * Layout::kXBytes;
+        warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes) + x_bytes;
+    }
+    int64_t ctas() const { return row_blocks * token_blocks; }
+    int shared_bytes() const { return warp_bytes * Layout::kWarps; }
+};
+
 template <typename T, int kRowTiles, bool kNormed, bool kShort>
 void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
-    using Layout = LinearLayout<kRowTiles, kNormed>;
-    const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
-    const int64_t row_blocks = (p.out_features + columns - 1) / columns;
-    const int64_t token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
-    const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
-    const int x_bytes = (kShort ? stages : 1) * Layout::kXBytes;
-    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes) + x_bytes;
-    const LaunchShape shape = {row_blocks * token_blocks, Layout::kThreads, warp_bytes * Layout::kWarps, 1,
+    const TileLaunch<kRowTiles, kNormed> needs(p, kShort);
+    const LaunchShape shape = {needs.ctas(), LinearLayout<kRowTiles, kNormed>::kThreads, needs.shared_bytes(), 1,
                                Effect::kNothing};
-    launch("linear", linear_tiles<T, kRowTiles, kNormed, kShort>, shape, stream, p, static_cast<uint32_t>(token_blocks),
-           warp_bytes, x_bytes);
+    launch("linear", linear_tiles<T, kRowTiles, kNormed, kShort>, shape, stream, p,
+           static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes, needs.x_bytes);
 }
 
+// All of x at once, unless the room for it takes more than there is, or keeps two CTAs from sharing a multiprocessor
+// where there are more of them than those.
 template <typename T, int kRowTiles, bool kNormed>
-void launch_tile(const LinearParams& p, bool crowded, cudaStream_t stream) {
+void launch_tile(const LinearParams& p, cudaStream_t stream) {
+    const DeviceInfo device = current_device("linear");
+    const TileLaunch<kRowTiles, kNormed> needs(p, true);
+    const int most = most_shared_bytes(device), each = needs.ctas() > device.num_sms ? 2 : 1;
     const bool is_short = blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages;
-    if (is_short && !crowded) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
+    if (is_short && each * needs.shared_bytes() <= most) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
     launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);
 }
 
@@ -268,8 +286,8 @@ void launch_linear_tiles(const LinearParams& p, const LinearTile& tile, cudaStre
     switch (tile.token_tiles) {
         case 1:
             if (tile.staged) return launch_staged_rows<T, 1, false, kNormed>(p, tile, stream);
-            if (tile.row_tiles == 1) return launch_tile<T, 1, kNormed>(p, tile.crowded, stream);
-            return launch_tile<T, 2, kNormed>(p, tile.crowded, stream);
+            if (tile.row_tiles == 1) return launch_tile<T, 1, kNormed>(p, stream);
+            return launch_tile<T, 2, kNormed>(p, stream);
         case 2:
             return launch_staged_tokens<T, 2, kNormed>(p, tile, stream);
         case 4:

@@ -18,7 +18,6 @@ struct LinearTile {
     bool staged = false;  // x goes through shared memory; always so with more than one token tile
     bool deep = false;    // more of it on the way, one CTA per multiprocessor: 2 or 3 row tiles or a cluster, 2 or more
                           // token tiles; means nothing elsewhere
-    bool crowded = false;  // two CTAs should fit a multiprocessor: x comes block by block; one token tile, not staged
 };
 
 // The tile that should be fastest on this device.

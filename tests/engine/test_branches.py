@@ -14,6 +14,8 @@ from tests.factories import random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.engine import assemble, branches, core, cycle_flight
 from tide_core.engine.branches import MOST_TOKENS, SPARE_BLOCKS, Branches, branches_for
+from tide_core.engine.cycle_choice import Likeliest
+from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.engine import Completion
 from tide_core.kernels.branching import Claims
 from tide_core.kernels.cycle_plan import IF_RIGHT, MOST_ROWS, plan_cycle, sizes, split
@@ -164,3 +166,12 @@ def test_spare_blocks_are_nobody_elses() -> None:
     with poisoned(parts) as engine:
         engine.generate(random_prompts(6, 30), SamplingParams(**GREEDY, mode="full"))
     assert cache.pools[0][0][-SPARE_BLOCKS:].isnan().all(), "a row at full depth never touches them"
+
+
+def test_branches_part_at_the_first_draft_and_go_on_with_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
+    said = CycleSaid(4, 2, torch.device("cpu"))
+    choice = Likeliest(twin_kernels(), 4, 2, torch.device("cpu"))
+    for ahead in range(2):
+        choice.draft(ahead, logits, said)
+    assert said.places.tolist() == [[1, 3, 1, 3], [1, 1, 1, 1]]

@@ -16,7 +16,7 @@ from tide_core.engine import assemble, branches
 from tide_core.engine.branches import branches_for
 from tide_core.engine.captured_cycle import CapturedCycles, Started
 from tide_core.engine.captured_pass import TOKEN_SIZES
-from tide_core.engine.captured_prompts import MOST_PROMPTS
+from tide_core.engine.captured_prompts import TOKENS_OF_ROW
 from tide_core.engine.cycle_flight import Flight
 from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.engine import Completion
@@ -201,16 +201,14 @@ def test_a_row_with_a_number_that_is_none_ends_alone(cycles: list[list[int]], mo
         sound = engine.generate(prompts, params)
     parts = exit_parts(artefact=BLOCK)
     adapter, head, seen = parts.runner.adapter, parts.runner.adapter.head, []
+    of_prompts = 48 // TOKENS_OF_ROW  # that there is room for, with 33 tokens
 
     def spoiled(normed: torch.Tensor) -> torch.Tensor:
         logits = head(normed)
-        if (
-            len(logits) > 3 and len(logits) != MOST_PROMPTS
-        ):  # a cycle; all rows have the same number of tokens in its first ones
+        if len(logits) > 3 and len(logits) != of_prompts:  # a cycle, in which all rows have as many tokens at first
             seen.append(len(logits))
-            logits[5 if len(seen) == 1 else 6] = float(
-                "nan"
-            )  # the newest token of the second row, then its first draft
+            # The newest token of the second row, then its first draft.
+            logits[5 if len(seen) == 1 else 6] = float("nan")
         return logits
 
     adapter.head = spoiled  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from tests.factories import make_parts, random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.engine import assemble, captured_prompts
 from tide_core.engine.captured_cycle import Started
-from tide_core.engine.captured_prompts import MOST_PROMPTS, PROMPT_SIZES, CapturedPrompts
+from tide_core.engine.captured_prompts import FEW_TOKENS, MOST_PROMPTS, PROMPT_SIZES, TOKENS_OF_ROW, CapturedPrompts
 from tide_core.engine.engine import Completion
 from tide_core.request import SamplingParams
 
@@ -147,11 +147,14 @@ def test_long_pieces_and_long_contexts_are_left_to_the_plain_path(
 
 
 @pytest.mark.parametrize(
-    ("num", "length", "size"),
-    [(1, 9, 16), (2, 9, 32), (2, 8, 32), (3, 9, 48), (1, 33, 48), (1, 41, 96), (5, 9, 96), (4, 16, 64), (6, 2, 96)],
+    ("num", "length", "size", "is_short"),
+    [
+        *((1, 9, 16, True), (2, 8, 16, True), (2, 9, 32, True), (5, 9, 48, True), (1, 33, 48, True), (8, 8, 64, True)),
+        *((1, 41, 48, False), (3, 2, 16, False), (7, 6, 48, False), (3, 25, 96, False)),
+    ],
 )
 def test_prompts_take_the_smallest_pass_that_has_room_for_their_tokens_rows_and_contexts(
-    num: int, length: int, size: int, pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    num: int, length: int, size: int, is_short: bool, pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured_prompts, "SHORT_CONTEXT", 40)
     settings = {"max_rows": 8, "max_batch_tokens": 256, "prefix_caching": False}
@@ -160,7 +163,7 @@ def test_prompts_take_the_smallest_pass_that_has_room_for_their_tokens_rows_and_
         together = engine.generate(random_prompts(num, length), asked())
         assert pieces == [[length] * num]
         assert parts.runner.prompts is not None
-        assert list(parts.runner.prompts._passes._by_shape) == [(size, False)]
+        assert list(parts.runner.prompts._passes._by_shape) == [(size, False, is_short)]
         alone = [engine.generate([prompt], asked())[0] for prompt in random_prompts(num, length)]
     assert all_ids(together) == all_ids(alone)
 
@@ -174,7 +177,7 @@ def test_a_prompt_whose_logits_are_no_numbers_ends_alone(pieces: list[list[int]]
 
     def once(states: torch.Tensor) -> torch.Tensor:
         logits = head(states)
-        if spoiled and len(states) == len(prompts):  # a cycle has room for four
+        if spoiled and len(states) == 32 // TOKENS_OF_ROW:  # the prompts, which come first
             spoiled.clear()
             logits[1] = float("nan")
         return logits
@@ -194,7 +197,9 @@ def test_shapes_made_beforehand_are_those_that_prompts_run_in(pieces: list[list[
     for shape in prompts.shapes():
         prompts.prepare(shape)
     made = set(prompts._passes._by_shape)
-    assert made == {(size, keeps) for size in PROMPT_SIZES for keeps in (False, True)}
+    both = (False, True)
+    assert made >= {(size, keeps, False) for size in PROMPT_SIZES for keeps in both}
+    assert made >= {(size, keeps, True) for size in PROMPT_SIZES for keeps in both if size <= FEW_TOKENS}
     with poisoned(parts) as engine:
         engine.generate([random_prompts(1, 70)[0]], asked(threshold=0.3))
     assert set(prompts._passes._by_shape) == made

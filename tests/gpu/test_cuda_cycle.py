@@ -69,6 +69,20 @@ def test_rows_go_on_where_the_reference_says(num_rows: int, drafts: int, branche
         assert torch.equal(one.cpu(), other)
 
 
+@pytest.mark.parametrize("right", [3, 4, 5, 8, 9, 15])
+def test_a_row_goes_on_behind_all_drafts_that_are_right_however_many(right: int) -> None:
+    drafts = 15
+    about = torch.tensor([[7], [20], [drafts], [cycle_plan.IF_RIGHT]], dtype=torch.int32)
+    following = torch.arange(100, 100 + drafts + 1)
+    drafted = following[:drafts, None].clone()
+    drafted[right:] = 5
+    given = about, torch.tensor([0, drafts + 1], dtype=torch.int32), torch.arange(20, 36), drafted, following
+    carried, going_on = no_row_carried().cuda(), torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+    cuda_cycle.carry_on(*(part.cuda() for part in given), 1, carried, going_on)
+    assert going_on.flatten().tolist() == [100 + right, 20 + right + 1]
+    assert carried[:, 0].tolist() == [100 + right, 20 + right + 1]
+
+
 def test_more_rows_than_it_takes_are_refused_by_name() -> None:
     about = torch.zeros(4, 257, dtype=torch.int32, device="cuda")
     wide, narrow = (torch.zeros(size, device="cuda") for size in cycle_plan.sizes(257, 0))

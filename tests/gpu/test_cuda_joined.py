@@ -77,7 +77,7 @@ class Pass:
         self.qkv = randn(tokens, (self.group + 2) * self.heads * self.dim, dtype=self.dtype)
         rows_of_tables = max(self.contexts) if self.by_position else tokens
         self.cos, self.sin = (randn(rows_of_tables, self.dim, dtype=self.dtype) for _ in range(2))
-        self.norms = [randn(self.dim, dtype=self.dtype) if self.normed else None for _ in range(2)]
+        self.norms: list[Tensor | None] = [randn(self.dim, dtype=self.dtype) if self.normed else None for _ in range(2)]
         shape = (rows * per_row, self.heads, self.block_size, self.dim)
         self.first_pools = [randn(*shape, dtype=self.dtype) for _ in range(2)]
 
@@ -99,6 +99,24 @@ class Pass:
         pools = [one.clone() for one in self.first_pools]
         q = ops.rotary_write(*self.projected(pools))
         return [ops.paged_attention(q, *pools, *self.attended())[: self.owned], *pools]
+
+
+@HALF_WIDTH
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("without", [0, 1])
+def test_queries_may_be_normed_without_keys_and_keys_without_queries(
+    dtype: torch.dtype, dim: int, without: int
+) -> None:
+    case = Pass(CONTEXTS, QUERIES, dtype, dim=dim, normed=True)
+    case.norms[without] = None
+    assert_same(case.joined(), case.in_two())
+
+
+@HALF_WIDTH
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tokens_behind_the_first_32_are_no_others(dtype: torch.dtype, dim: int) -> None:
+    case = Pass(CONTEXTS * 3, QUERIES * 3, dtype, dim=dim)
+    assert_same(case.joined(), case.in_two())
 
 
 @pytest.mark.sanitizer

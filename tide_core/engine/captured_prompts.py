@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,14 +41,39 @@ MOST_PROMPTS = 16
 """Rows of a pass."""
 LONGEST_CONTEXT = 1024
 FEW_TOKENS, SHORT_CONTEXT = 64, 512
-"""A pass of so few tokens has room for fewer rows, of shorter contexts: attention then has no more pieces than there
-are multiprocessors on a large GPU, which is known at launch and takes it half the time."""
-TOKENS_OF_FEW = 16
-"""In such a pass, for each row."""
+"""A pass of so few tokens is made for short contexts of few rows as well. Attention is launched for the most pieces
+there may be; with a narrow model these are then no more than a large GPU has multiprocessors, which takes it half the
+time."""
+TOKENS_OF_ROW = 8
+"""In such a pass, at least, in the mean of all rows that there is room for."""
 PATIENCE = 16
 """Steps that go by without a prompt; then they wait for it."""
-Shape = tuple[int, bool]
-"""Tokens, and whether the exits keep something of them."""
+
+
+class Shape(NamedTuple):
+    tokens: int
+    keeps: bool
+    """Whether the exits keep something of them."""
+    is_short: bool
+    """For short contexts of few rows."""
+
+    @property
+    def rows(self) -> int:
+        return self.tokens // TOKENS_OF_ROW if self.is_short else MOST_PROMPTS
+
+    @property
+    def positions(self) -> int:
+        """Of a row."""
+        return SHORT_CONTEXT if self.is_short else LONGEST_CONTEXT
+
+    @classmethod
+    def holding(cls, tokens: int, rows: int, longest: int, *, keeps: bool) -> Shape:
+        """The smallest that has room for so many."""
+        size = next(size for size in PROMPT_SIZES if size >= tokens)
+        short = cls(size, keeps, is_short=True)
+        if size <= FEW_TOKENS and rows <= short.rows and longest <= short.positions:
+            return short
+        return cls(size, keeps, is_short=False)
 
 
 class CapturedPrompts:
@@ -77,7 +102,10 @@ class CapturedPrompts:
     def shapes(self) -> list[Shape]:
         """All that there are."""
         return [
-            (size, keeps) for size in PROMPT_SIZES for keeps in ((False,) if self._exits is None else (False, True))
+            Shape(size, keeps, is_short)
+            for size in PROMPT_SIZES
+            for keeps in ((False,) if self._exits is None else (False, True))
+            for is_short in ((True, False) if size <= FEW_TOKENS else (False,))
         ]
 
     @torch.inference_mode()
@@ -148,10 +176,9 @@ class CapturedPrompts:
         flat = np.asarray([token for row in rows for token in row.token_ids], dtype=np.int64)
         keeps = self._exits is not None and any(row.policy.may_exit for row in rows)
         others = [(flat, 0), *(self._kept(rows, index) if keeps else ())]
-        longest = max(row.start + len(row.token_ids) for row in rows)
-        size = next(size for size in PROMPT_SIZES if size >= len(flat) and _holds(size, len(rows), longest))
+        shape = Shape.holding(len(flat), len(rows), int(index.context_lens.max()), keeps=keeps)
         with self._beside():
-            one = self._ready((size, keeps), (index, others))
+            one = self._ready(shape, (index, others))
             one.replay()
         return lambda: self._results(rows, one)
 
@@ -166,9 +193,8 @@ class CapturedPrompts:
             yield
 
     def _ready(self, shape: Shape, step: Step) -> _PromptPass:
-        size, keeps = shape
-        rows, longest = _limits(size)
-        room = Room(size, rows, -(-longest // self._cache.block_size), 1 + len(Kept._fields) * keeps)
+        keeps, blocks = shape.keeps, -(-shape.positions // self._cache.block_size)
+        room = Room(shape.tokens, shape.rows, blocks, 1 + len(Kept._fields) * keeps)
         index, others = step
         nothing = np.zeros(0, dtype=np.int64)
         others = others or [(nothing, 0), *((nothing, rest) for rest in (-1, 0, 0) if keeps)]
@@ -223,16 +249,6 @@ class _PromptFlight:
         a prompt is asked for now does not matter: it gains what it was begun with."""
         found = find_rows(self.rows, self.blocks, rows)
         return {index: number for index, number in found.items() if self.starts[number] == rows[index].start}
-
-
-def _limits(size: int) -> tuple[int, int]:
-    """Rows and positions of each, for which a pass of so many tokens has room."""
-    return (size // TOKENS_OF_FEW, SHORT_CONTEXT) if size <= FEW_TOKENS else (MOST_PROMPTS, LONGEST_CONTEXT)
-
-
-def _holds(size: int, num_rows: int, longest: int) -> bool:
-    rows, positions = _limits(size)
-    return num_rows <= rows and longest <= positions
 
 
 def _groups(rows: Sequence[RowStep], which: Sequence[int]) -> list[list[int]]:

@@ -2,8 +2,8 @@
 
 A table is kept in the cache folder under a name made of everything it depends on: host, device, model, artefact, dtype,
 threads, kernels. Of tries by the host's clock the quickest is taken, because noise only ever adds. By a device's clock
-it is the middle one of more: there a cycle may come out too short as well, and numbers of drafts are often within two
-or three percent of each other.
+it is the middle one: there a cycle may come out too short as well, and numbers of drafts are often within two or three
+percent of each other.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ logger = logging.getLogger("tide")
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 128
-MAX_TRIES = 5
-DEVICE_TRIES = 11
-"""Of whole cycles on a GPU, which take less than a thousandth of a second each."""
+TRIES, FEW_TRIES = 5, 2
+"""As a rule, and once a quarter of the time is over."""
+DEVICE_TRIES, FEW_DEVICE_TRIES = 11, 3
+"""The same by the clock of a device, where the middle one counts."""
 START_UP_S = 10.0
 """A measurement at start-up goes no further up in rows once it has taken this long."""
 FORMAT = 4
@@ -68,8 +69,7 @@ def measure(
         if tables is None:
             break
         try:
-            tries = MAX_TRIES if spent < limit_s / 4 else 2
-            points.append(_point(runner, tables, max_drafts, tries=tries, turn=turn))
+            points.append(_point(runner, tables, max_drafts, hurried=spent >= limit_s / 4, turn=turn))
         finally:
             for table in tables:
                 blocks.free(table)
@@ -81,25 +81,33 @@ def _point(
     tables: Sequence[BlockTable],
     max_drafts: int,
     *,
-    tries: int,
+    hurried: bool,
     turn: Callable[[], AbstractContextManager[object]],
 ) -> CostPoint:
     some = sorted({0, 1, -(-max_drafts // 2), max_drafts})
     if runner.cycles is not None:  # quick, and not on a line: kernels take eight tokens at a time
         some = list(range(max_drafts + 1))
-    by_device = runner.cycles is not None and runner.cache.device.type == "cuda"
-    if by_device and tries == MAX_TRIES:
-        tries = DEVICE_TRIES
-    taken: dict[int, list[float]] = {drafts: [] for drafts in (-1, *some)}
-    for attempt in range(tries + 1):
-        for drafts, seconds in taken.items():
+    batches = [decode_batch(runner, tables, drafts) for drafts in (-1, *some)]
+    by_device = [_by_device(runner, batch) for batch in batches]
+    tries = [num_tries(by_device=own, hurried=hurried) for own in by_device]
+    taken: list[list[float]] = [[] for _ in batches]
+    for attempt in range(max(tries) + 1):
+        for batch, seconds, most in zip(batches, taken, tries, strict=True):
+            if len(seconds) == most:
+                continue
             with turn():
                 _wait(runner.cache.device)  # what a device does behind its results is no part of the next step
-                took = _seconds(runner, decode_batch(runner, tables, drafts))
+                took = _seconds(runner, batch)
             if attempt:  # the first round warms up
                 seconds.append(took)
-    full, *cycles = (typical(seconds, by_device=by_device) for seconds in taken.values())
+    full, *cycles = (typical(seconds, by_device=own) for seconds, own in zip(taken, by_device, strict=True))
     return CostPoint(len(tables), full, tuple(zip(some, cycles, strict=True)))
+
+
+def num_tries(*, by_device: bool, hurried: bool) -> int:
+    if by_device:
+        return FEW_DEVICE_TRIES if hurried else DEVICE_TRIES
+    return FEW_TRIES if hurried else TRIES
 
 
 def typical(seconds: Sequence[float], *, by_device: bool) -> float:
@@ -107,11 +115,21 @@ def typical(seconds: Sequence[float], *, by_device: bool) -> float:
     return statistics.median(seconds) if by_device else min(seconds)
 
 
+def _in_one_go(runner: ModelRunner, batch: ScheduledBatch) -> bool:
+    """Whether it is one launch, so that the next one is begun before it is read."""
+    rows, cycles = batch.rows, runner.cycles
+    return cycles is not None and all(map(cycles.takes, rows)) and len(rows) <= cycles.most_rows(rows[0].num_drafts)
+
+
+def _by_device(runner: ModelRunner, batch: ScheduledBatch) -> bool:
+    return runner.cache.device.type == "cuda" and _in_one_go(runner, batch)
+
+
 @torch.inference_mode()
 def _seconds(runner: ModelRunner, batch: ScheduledBatch) -> float:
     """Of a step; where the next one is begun before the last is read, from the end of one to the end of the next."""
     rows, cycles = batch.rows, runner.cycles
-    if cycles is None or not all(map(cycles.takes, rows)) or len(rows) > cycles.most_rows(rows[0].num_drafts):
+    if cycles is None or not _in_one_go(runner, batch):
         before = time.perf_counter()
         runner.run(batch)
         return time.perf_counter() - before
@@ -139,9 +157,10 @@ class _End:
             self._event.record()
 
     def seconds_to(self, later: _End) -> float:
-        """Both have passed."""
+        """Waits for the later one."""
         if self._event is None:
             return later._at - self._at
+        later._event.synchronize()
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
