@@ -189,10 +189,8 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) attention_tiles(const __g
 // False: it needs more shared memory than the device has.
 template <typename T, typename Layout>
 bool launch_attention(const PagedAttentionParams& p, bool& combined, const DeviceInfo& device, cudaStream_t stream) {
-    int most_shared = 0;
-    check("paged_attention", cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
     const int64_t needed = Layout::kSharedBytes + static_cast<int64_t>(sizeof(AttentionShared<Layout>));
-    if (needed > most_shared) return false;
+    if (needed > most_shared_bytes("paged_attention", device)) return false;
     const int64_t group = p.num_heads / p.num_kv_heads;
     const int64_t lane_groups = (p.num_tokens * group + Layout::kLanes - 1) / Layout::kLanes + p.rows;
     const int64_t most_pieces = lane_groups * p.num_kv_heads * num_chunks(p.max_context);

@@ -245,9 +245,7 @@ template <typename T, typename Layout>
 void launch_wide_heads(StreamWork& work, bool& combined, cudaStream_t stream) {
     const DeviceInfo device = current_device("paged_attention");
     AttentionWork& p = work.attention;
-    int most_bytes = 0;
-    check("paged_attention", cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
-    const int64_t stages = (most_bytes - wide_bytes<Layout>(0)) / Layout::kTileBytes;
+    const int64_t stages = (most_shared_bytes("paged_attention", device) - wide_bytes<Layout>(0)) / Layout::kTileBytes;
     work.stages = static_cast<int>(stages < Layout::kMostStages ? stages : Layout::kMostStages);
     const int64_t pieces = most_pieces(p, Layout::kLanes), grid = pieces < device.num_sms ? pieces : device.num_sms;
     // To count a piece takes long: not where a CTA has many. More chunks are too much for the last CTA to add up:

@@ -44,9 +44,9 @@ inline DeviceInfo current_device(const char* op) {
 }
 
 // Of shared memory, that one CTA can have.
-inline int most_shared_bytes(const DeviceInfo& device) {
+inline int most_shared_bytes(const char* op, const DeviceInfo& device) {
     int bytes = 0;
-    check("device", cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
+    check(op, cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
     return bytes;
 }
 

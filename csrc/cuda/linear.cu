@@ -23,13 +23,13 @@ bool can_read(const LinearParams& p, int64_t vector, int64_t element_bytes) {
 // where the smallest one takes all rows, eight at a time.
 bool has_room(const DeviceInfo& device) {
     constexpr int kSharedBytes = 227 * 1024 / 2;
-    return most_shared_bytes(device) >= kSharedBytes;
+    return most_shared_bytes("linear", device) >= kSharedBytes;
 }
 
 // One CTA of the deep tiles fits a multiprocessor, or two of any other, and there are clusters: sm_90 and its like.
 bool is_roomy(const DeviceInfo& device) {
     constexpr int kSharedBytes = 227 * 1024;
-    return device.major >= 9 && most_shared_bytes(device) >= kSharedBytes;
+    return device.major >= 9 && most_shared_bytes("linear", device) >= kSharedBytes;
 }
 
 // The kernels for many rows are in the build, and run here.

@@ -275,7 +275,7 @@ template <typename T, int kRowTiles, bool kNormed>
 void launch_tile(const LinearParams& p, cudaStream_t stream) {
     const DeviceInfo device = current_device("linear");
     const TileLaunch<kRowTiles, kNormed> needs(p, true);
-    const int most = most_shared_bytes(device), each = needs.ctas() > device.num_sms ? 2 : 1;
+    const int most = most_shared_bytes("linear", device), each = needs.ctas() > device.num_sms ? 2 : 1;
     const bool is_short = blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages;
     if (is_short && each * needs.shared_bytes() <= most) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
     launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);

@@ -100,10 +100,8 @@ void combine_if_needed(DType dtype, const PagedAttentionParams& p, bool combined
 
 bool takes_joined(int64_t head_dim, int64_t block_size) {
     const DeviceInfo device = current_device("attend_joined");
-    int shared = 0;
-    check("attend_joined", cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
     return (head_dim == 64 || head_dim == 128) && block_size > 0 && block_size % 16 == 0 &&
-           device.major >= kStreamMajor && shared >= kStreamShared;
+           device.major >= kStreamMajor && most_shared_bytes("attend_joined", device) >= kStreamShared;
 }
 
 size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t max_context) {
