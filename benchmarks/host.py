@@ -28,8 +28,9 @@ import typer
 from tide_core.batch import DraftCounts, RowResult, ScheduledBatch, StepResult, TokenResult
 from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, CostPoint, CostTable, DraftPlanner
-from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
+from tide_core.engine.loop import EngineLoop
 from tide_core.engine.scheduler import Scheduler
+from tide_core.engine.sinks import AsyncSink, ThreadSink
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.evaluation.machine import cpu_name
 from tide_core.kv.block_manager import BlockManager

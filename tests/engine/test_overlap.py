@@ -11,7 +11,7 @@ from tests.factories import make_config, make_parts, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Engine
-from tide_core.engine.loop import ThreadSink
+from tide_core.engine.sinks import ThreadSink
 from tide_core.engine.text import TextStream
 from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams
 

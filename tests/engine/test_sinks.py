@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.factories import make_request
-from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
+from tide_core.engine.loop import EngineLoop
+from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.request import FinishReason, Request, RequestOutput, TokenOutput
 
 NUM_TOKENS = 5
@@ -83,6 +84,31 @@ def test_a_thread_that_waits_for_several_requests_gets_each_step_at_once_and_in_
     assert [output.tokens[0].token_id for output in got[::3]] == [1, 2, 3, 4, 5]
     assert [output.request_id for output in got if output.finished] == [*NAMES]
     assert puts == [len(NAMES)] * NUM_TOKENS
+
+
+def test_a_thread_that_wants_whole_answers_is_not_woken_before_one_has_ended() -> None:
+    sink = AnswerSink()
+    sink.put([token_of("a", 1), token_of("b", 1)])
+    sink.put([token_of("a", 2), token_of("b", 2)])
+    assert sink.num_ended == 0
+    sink.put([token_of("a", 3), token_of("b", 3, FinishReason.LENGTH)])
+    assert sink.num_ended == 1
+    last, tokens = sink.get()
+    assert last.request_id == "b"
+    assert last.finish_reason is FinishReason.LENGTH
+    assert [token.token_id for token in tokens] == [1, 2, 3]
+
+
+def test_a_thread_that_wants_whole_answers_gets_each_one_once_with_all_its_tokens() -> None:
+    loop, core = start(len(NAMES))
+    sink = AnswerSink()
+    for name in NAMES:
+        loop.submit(make_request(request_id=name), sink, core)
+    got = [sink.get() for _ in NAMES]
+    loop.close()
+    assert sorted(last.request_id for last, _ in got) == [*NAMES]
+    assert [[token.token_id for token in tokens] for _, tokens in got] == [[1, 2, 3, 4, 5]] * len(NAMES)
+    assert sink.num_ended == 0
 
 
 async def test_an_event_loop_is_woken_once_per_step_however_many_requests_wait_there(

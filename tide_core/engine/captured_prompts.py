@@ -29,6 +29,8 @@ from tide_core.engine.cycle import RowCycle
 from tide_core.engine.cycle_flight import find_rows
 from tide_core.engine.deep_pass import Kept, run_deep
 from tide_core.engine.exits import Exits
+from tide_core.engine.greedy import Settler
+from tide_core.engine.policy import changes_the_choice
 from tide_core.engine.verify import Verifier
 from tide_core.kernels import CudaKernels
 from tide_core.kv.cache import PagedKV, RowSpan, StepIndex
@@ -92,7 +94,10 @@ class CapturedPrompts:
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         on_gpu = cache.device.type == "cuda"
         self._passes: Passes[_PromptPass] = Passes(capture=on_gpu if capture is None else capture)
-        self._verifier = Verifier((), adapter.num_layers)
+        self._verifier, self._settler = (
+            Verifier((), adapter.num_layers),
+            Settler(adapter.num_layers, adapter.num_layers),
+        )
         self._workspaces: list[torch.Tensor] = []
         self._stream: Any = torch.cuda.Stream(cache.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._before: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
@@ -207,28 +212,30 @@ class CapturedPrompts:
 
     def _kept(self, rows: Sequence[RowStep], index: StepIndex) -> list[tuple[Any, int]]:
         """As `Kept` has it: each token follows one that ran deep, but for the first of all."""
-        counts = np.diff(index.query_starts)
-        tracked = np.repeat([row.policy.may_exit for row in rows], counts)
-        size, begins = self._cache.block_size, index.query_starts[:-1]
-        before = np.roll(index.slots, 1)
-        last = [max(row.start - 1, 0) for row in rows]
-        before[begins] = [
-            row.table.block_ids[at // size] * size + at % size for row, at in zip(rows, last, strict=True)
-        ]
-        return [(np.where(tracked, index.slots, -1), -1), (before, 0), (np.minimum(index.positions, 1), 0)]
+        size, slots = self._cache.block_size, index.slots
+        tracked, before = slots.copy(), np.empty_like(slots)
+        before[1:] = slots[:-1]
+        for row, begin in zip(rows, index.query_starts.tolist(), strict=False):
+            last = max(row.start - 1, 0)
+            before[begin] = row.table.block_ids[last // size] * size + last % size
+            if not row.policy.may_exit:
+                tracked[begin : begin + len(row.token_ids)] = -1
+        return [(tracked, -1), (before, 0), (np.minimum(index.positions, 1), 0)]
 
     def _results(self, rows: Sequence[RowStep], one: _PromptPass) -> list[RowResult]:
         """What follows the rows that are whole now."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        if all(_takes_the_likeliest(row) for row in rows):
+            best, best_ids = one.best_here.tolist()
+            return [self._settler.prompt(row, best[r], int(best_ids[r])) for r, row in enumerate(rows)]
         cycles = [RowCycle.begin(row, 1) for row in rows]
         for cycle in cycles:
             cycle.layers_run = len(cycle.tokens) * self._adapter.num_layers
         ends = [r for r, row in enumerate(rows) if row.samples]
         wanted = [[len(row.token_ids) - 1] if row.samples else [] for row in rows]
-        if self._stream is not None:
-            self._stream.synchronize()
-        best = one.best
         logits = one.logits[: len(rows)] if len(ends) == len(rows) else one.logits[ends]
-        return self._verifier.settle(cycles, wanted, logits, best[:, ends])
+        return self._verifier.settle(cycles, wanted, logits, one.best[:, ends])
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +256,12 @@ class _PromptFlight:
         a prompt is asked for now does not matter: it gains what it was begun with."""
         found = find_rows(self.rows, self.blocks, rows)
         return {index: number for index, number in found.items() if self.starts[number] == rows[index].start}
+
+
+def _takes_the_likeliest(row: RowStep) -> bool:
+    """Whether what follows the row is the largest of its logits, and nothing else about them is asked."""
+    params = row.request.params
+    return params.logprobs is None and not changes_the_choice(params)
 
 
 def _groups(rows: Sequence[RowStep], which: Sequence[int]) -> list[list[int]]:
@@ -287,6 +300,7 @@ class _PromptPass(CapturedPass):
         self._adapter, self._exits = adapter, exits
         self.best = torch.empty(2, room.rows, dtype=torch.float64, pin_memory=cache.device.type == "cuda")
         """On the host: the largest of the logits and where they stand."""
+        self.best_here = self.best.numpy()
         self._scratch: Any = None
 
     def _run(self) -> None:

@@ -22,8 +22,9 @@ from tide_core import __version__
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble, with_artefact
 from tide_core.engine.cost import DraftPlanner
-from tide_core.engine.loop import AsyncSink, EngineLoop, ThreadSink
+from tide_core.engine.loop import EngineLoop
 from tide_core.engine.policy import resolve_policy
+from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, RequestError
 from tide_core.request import MODES, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 from tide_core.stats import EngineStats, ModelFacts
@@ -94,24 +95,22 @@ class Engine:
         parts, of_each = self._parts, zip(prompts, _for_each(prompts, params), strict=True)
         waiting = deque(self._named(index, prompt, mine, parts) for index, (prompt, mine) in enumerate(of_each))
         index_of = {request.request_id: index for index, request in enumerate(waiting)}
-        sink, pieces = ThreadSink(), dict[str, list[TokenOutput]]()
+        sink, still_open = AnswerSink(), set[str]()
         try:
-            while waiting or pieces:
-                while waiting and len(pieces) < self.config.max_queued:
+            while waiting or still_open:
+                while waiting and len(still_open) < self.config.max_queued:
                     try:
                         self._loop.submit(waiting[0], sink, parts.core)
                     except EngineBusyError:
-                        if not pieces:
+                        if not still_open:
                             raise
                         break  # others fill the queue; go on when one of ours has ended
-                    pieces[waiting.popleft().request_id] = []
-                output = sink.get()
-                pieces[output.request_id] += output.tokens
-                if output.finished:
-                    tokens = tuple(pieces.pop(output.request_id))
-                    yield index_of[output.request_id], _completion(output, tokens)
+                    still_open.add(waiting.popleft().request_id)
+                last, tokens = sink.get()
+                still_open.remove(last.request_id)
+                yield index_of[last.request_id], _completion(last, tokens)
         finally:
-            for request_id in pieces:
+            for request_id in still_open:
                 self.abort(request_id)
 
     async def stream(

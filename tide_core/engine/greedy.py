@@ -42,6 +42,15 @@ class Settler:
             return make_result((), 1, self.num_layers, NOTHING_DRAFTED, _numerical_error(best))
         return make_result((make_token(best_id, self.num_layers),), 1, self.num_layers, NOTHING_DRAFTED)
 
+    def prompt(self, step: RowStep, best: float, best_id: int) -> RowResult:
+        """What follows a piece of a prompt: the likeliest token, if it is the last piece."""
+        num = len(step.token_ids)
+        if not step.samples:
+            return make_result((), num, num * self.num_layers, NOTHING_DRAFTED)
+        if not math.isfinite(best):
+            return make_result((), num, num * self.num_layers, NOTHING_DRAFTED, _numerical_error(best))
+        return make_result((make_token(best_id, self.num_layers),), num, num * self.num_layers, NOTHING_DRAFTED)
+
     def row(
         self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int], *, branches: int = 1
     ) -> RowResult:

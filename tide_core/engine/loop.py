@@ -16,11 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from queue import SimpleQueue
-from typing import Protocol
 
 from tide_core.engine.core import EngineCore
+from tide_core.engine.sinks import Sink
 from tide_core.errors import EngineBusyError, EngineDeadError, RequestError
 from tide_core.request import FinishReason, Request, RequestOutput
 
@@ -28,58 +26,6 @@ logger = logging.getLogger("tide")
 
 IDLE_CHECK_S = 5.0
 """How long the idle loop sleeps at most, so that a watcher sees it alive."""
-
-
-class Sink(Protocol):
-    """Where the outputs of requests go. `event_loop` is None for a sink any thread may put to."""
-
-    event_loop: asyncio.AbstractEventLoop | None
-
-    def put(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take outputs of one step, in their order."""
-        ...
-
-
-class ThreadSink:
-    """Outputs for one thread that waits. Several requests may share one."""
-
-    def __init__(self) -> None:
-        self.event_loop: asyncio.AbstractEventLoop | None = None
-        self._steps: SimpleQueue[Sequence[RequestOutput]] = SimpleQueue()
-        self._taken: deque[RequestOutput] = deque()
-
-    def put(self, outputs: Sequence[RequestOutput]) -> None:
-        self._steps.put(outputs)
-
-    def get(self) -> RequestOutput:
-        while not self._taken:
-            self._taken += self._steps.get()
-        return self._taken.popleft()
-
-
-class AsyncSink:
-    """Outputs of one request, for a coroutine on `event_loop`."""
-
-    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        self.event_loop: asyncio.AbstractEventLoop | None = event_loop
-        self._outputs: list[RequestOutput] = []
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, outputs: Sequence[RequestOutput]) -> None:
-        self._outputs += outputs
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def get(self) -> RequestOutput:
-        """The next output; if several wait, all of them as one: whoever reads slowly gets larger pieces."""
-        while not self._outputs:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        outputs, self._outputs = self._outputs, []
-        if len(outputs) == 1:
-            return outputs[0]
-        tokens = tuple(token for each in outputs for token in each.tokens)
-        return replace(outputs[-1], tokens=tokens)
 
 
 class Turns:

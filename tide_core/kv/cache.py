@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -241,21 +242,22 @@ class StepIndex:
     def build(cls, spans: Sequence[RowSpan], block_size: int) -> StepIndex:
         if all(span.num_tokens == 1 for span in spans):
             return cls._of_single_tokens(spans, block_size)
-        num_rows = len(spans)
-        context_lens = np.array([span.start + span.num_tokens for span in spans], dtype=np.int32)
-        query_starts = np.zeros(num_rows + 1, dtype=np.int32)
-        np.cumsum([span.num_tokens for span in spans], out=query_starts[1:])
-        used = [-(-int(length) // block_size) for length in context_lens]
-        block_tables = np.zeros((num_rows, max(used, default=0)), dtype=np.int32)
-        positions = np.empty(int(query_starts[-1]), dtype=np.int64)
+        ends = [span.start + span.num_tokens for span in spans]
+        begins = list(accumulate([span.num_tokens for span in spans], initial=0))
+        used = [-(-end // block_size) for end in ends]
+        block_tables = np.zeros((len(spans), max(used)), dtype=np.int32)
+        positions = np.empty(begins[-1], dtype=np.int64)
         slots = np.empty_like(positions)
-        for row, span in enumerate(spans):
-            block_tables[row, : used[row]] = span.block_ids[: used[row]]
-            here = slice(query_starts[row], query_starts[row + 1])
-            positions[here] = np.arange(span.start, span.start + span.num_tokens)
-            blocks = block_tables[row, positions[here] // block_size].astype(np.int64)
-            slots[here] = blocks * block_size + positions[here] % block_size
-        return cls(positions, slots, block_tables, query_starts, context_lens)
+        offsets = np.arange(block_size)
+        for row, (span, begin, end, count) in enumerate(zip(spans, begins, ends, used, strict=False)):
+            blocks = np.array(span.block_ids[:count], dtype=np.int64)
+            block_tables[row, :count] = blocks
+            here = slice(begin, begin + span.num_tokens)
+            positions[here] = np.arange(span.start, end)
+            first = span.start // block_size  # whole blocks from there on, then the part of them that is the span's
+            of_blocks = (blocks[first:, None] * block_size + offsets).ravel()
+            slots[here] = of_blocks[span.start - first * block_size : end - first * block_size]
+        return cls(positions, slots, block_tables, np.array(begins, dtype=np.int32), np.array(ends, dtype=np.int32))
 
     @classmethod
     def of_places(

@@ -72,7 +72,8 @@ class Room:
         for row, (values, rest) in enumerate((*others, (index.positions, 0), (index.slots, -1))):
             wide[row, :num_tokens] = values
             wide[row, num_tokens:] = rest
-        starts, lens, tables, _ = np.split(narrow, self._borders)
+        starts_end, lens_end, tables_end = self._borders
+        starts, lens, tables = narrow[:starts_end], narrow[starts_end:lens_end], narrow[lens_end:tables_end]
         starts[: num_rows + 1], starts[num_rows + 1 :] = index.query_starts, num_tokens
         lens[:num_rows], lens[num_rows:] = index.context_lens, 0
         tables.reshape(self.rows, self.blocks)[:num_rows, : index.block_tables.shape[1]] = index.block_tables

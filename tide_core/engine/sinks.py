@@ -1,0 +1,93 @@
+"""Where the outputs of requests go, each to whoever waits for it in the way it can wait.
+
+Whoever is woken wants the interpreter's lock, which the engine's thread needs for its next step: so nobody is woken for
+what he does not want yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Protocol
+
+from tide_core.request import RequestOutput, TokenOutput
+
+
+class Sink(Protocol):
+    """Where the outputs of requests go. `event_loop` is None for a sink any thread may put to."""
+
+    event_loop: asyncio.AbstractEventLoop | None
+
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take outputs of one step, in their order."""
+        ...
+
+
+class ThreadSink:
+    """Outputs for one thread that waits. Several requests may share one."""
+
+    def __init__(self) -> None:
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self._steps: SimpleQueue[Sequence[RequestOutput]] = SimpleQueue()
+        self._taken: deque[RequestOutput] = deque()
+
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        self._steps.put(outputs)
+
+    def get(self) -> RequestOutput:
+        while not self._taken:
+            self._taken += self._steps.get()
+        return self._taken.popleft()
+
+
+class AsyncSink:
+    """Outputs of one request, for a coroutine on `event_loop`."""
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self.event_loop: asyncio.AbstractEventLoop | None = event_loop
+        self._outputs: list[RequestOutput] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        self._outputs += outputs
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> RequestOutput:
+        """The next output; if several wait, all of them as one: whoever reads slowly gets larger pieces."""
+        while not self._outputs:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        outputs, self._outputs = self._outputs, []
+        if len(outputs) == 1:
+            return outputs[0]
+        tokens = tuple(token for each in outputs for token in each.tokens)
+        return replace(outputs[-1], tokens=tokens)
+
+
+class AnswerSink:
+    """Whole answers, for one thread that waits: it sleeps until one has ended. Many requests may share one."""
+
+    def __init__(self) -> None:
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self._tokens: dict[str, list[TokenOutput]] = {}
+        self._ended: SimpleQueue[tuple[RequestOutput, tuple[TokenOutput, ...]]] = SimpleQueue()
+
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            tokens = self._tokens.setdefault(output.request_id, [])
+            tokens += output.tokens
+            if output.finished:
+                self._ended.put((output, tuple(self._tokens.pop(output.request_id))))
+
+    @property
+    def num_ended(self) -> int:
+        """Answers that wait to be taken."""
+        return self._ended.qsize()
+
+    def get(self) -> tuple[RequestOutput, tuple[TokenOutput, ...]]:
+        """The last output of a request that has ended, and all its tokens."""
+        return self._ended.get()
