@@ -9,8 +9,10 @@
 //
 // x goes to registers, one block ahead, and from there through shared memory too, which hands it out as the products
 // want it. Where a slice is short (kShort: a stage for each of its blocks) all of x is asked for at once: a wait for
-// memory instead of one for every block, which is most of the time of a small model's linear. See linear_sums.cuh for
-// the order of the sums.
+// memory instead of one for every block, which is most of the time of a small model's linear. Stages, each with its x,
+// then lie as the blocks do in a row of the weight: with 9 blocks, of which one slice has two, they take little more
+// than half of what two for every slice would, and more CTAs share a multiprocessor. See linear_sums.cuh for the order
+// of the sums.
 //
 // Weights are read before wait_for_previous(): no kernel writes them.
 #pragma once
@@ -32,6 +34,8 @@ struct LinearLayout : LinearShape<kRowTiles, 1, 1, kNormed> {
     static constexpr int kNormOffset = kRowTiles * kTileBytes;
     static constexpr int kStageBytes = kNormOffset + (kNormed ? kRowBytes : 0);
     static constexpr int kXBytes = kTileTokens * kRowBytes;  // 64 columns of 8 rows of x, behind the stages
+    static constexpr int kBlockBytes = kStageBytes + kXBytes;
+    static_assert(kBlockBytes >= LinearLayout::kSumBytes);
 };
 
 #if TIDE_HAS_TENSOR_CORE_PATH
@@ -110,10 +114,11 @@ __device__ inline uint4 load_x(const char* from, bool valid) {
 
 template <typename T, int kRowTiles, bool kNormed, bool kShort>
 __global__ void __launch_bounds__(kSlices * 32)
-    linear_tiles(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes, int x_bytes) {
+    linear_tiles(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
 #if TIDE_HAS_TENSOR_CORE_PATH
     using Layout = LinearLayout<kRowTiles, kNormed>;
     constexpr int kStages = Layout::kStages;
+    constexpr int kStageStep = kShort ? kSlices * Layout::kBlockBytes : Layout::kStageBytes;
     extern __shared__ __align__(128) char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int64_t row_block = blockIdx.x / token_blocks;
@@ -123,7 +128,7 @@ __global__ void __launch_bounds__(kSlices * 32)
     const int64_t slice_begin = warp * kBlockColumns;
     const int count = blocks_before(p.in_features, slice_begin);
     const uint32_t mine = shared_address(shared) + warp * warp_bytes;
-    const uint32_t x_stage = mine + warp_bytes - x_bytes;
+    const uint32_t x_stage = mine + (kShort ? Layout::kStageBytes : warp_bytes - Layout::kXBytes);
     const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, lane);
     constexpr uint32_t kAllRows = (1u << (kRowTiles * kLoadsPerTile)) - 1;
     const bool all_rows = __all_sync(~0u, weight.valid == kAllRows);
@@ -135,7 +140,7 @@ __global__ void __launch_bounds__(kSlices * 32)
     };
 #pragma unroll 1  // little code: it is fetched while nothing else can be done
     for (int s = 0; s < kStages; ++s) {
-        if (s < count) copy_stage(s, mine + s * Layout::kStageBytes);
+        if (s < count) copy_stage(s, mine + s * kStageStep);
         close_copy_group();
     }
     let_next_start();
@@ -175,8 +180,8 @@ __global__ void __launch_bounds__(kSlices * 32)
     const uint32_t x_to = x_stage + g * kRowBytes + (t ^ turned(g)) * kVectorBytes;
     const uint32_t x_at = x_stage + row * kRowBytes + (matrix ^ turned(row)) * kVectorBytes;
     const auto store_x = [&](int b) {
-        store_shared(x_to + b * Layout::kXBytes, xs[b][0]);
-        store_shared((x_to + b * Layout::kXBytes) ^ 4 * kVectorBytes, xs[b][1]);
+        store_shared(x_to + b * kStageStep, xs[b][0]);
+        store_shared((x_to + b * kStageStep) ^ 4 * kVectorBytes, xs[b][1]);
     };
     uint4 raw[2];
     const auto add_squares = [&] {
@@ -214,7 +219,7 @@ __global__ void __launch_bounds__(kSlices * 32)
         __syncwarp();  // the other lanes' copies have arrived too
 #pragma unroll 1
         for (int b = 0; b < count; ++b) {
-            multiply_block(mine + b * Layout::kStageBytes, x_at + b * Layout::kXBytes);
+            multiply_block(mine + b * kStageStep, x_at + b * kStageStep);
             add_squares();
         }
         __syncwarp();  // all lanes have read the stages before sums go there
@@ -225,7 +230,7 @@ __global__ void __launch_bounds__(kSlices * 32)
             fetch_x(0, b + 1);
             wait_copy_groups<kStages - 1>();
             __syncwarp();  // the other lanes' copies have arrived too
-            const uint32_t stage = mine + slot * Layout::kStageBytes;
+            const uint32_t stage = mine + slot * kStageStep;
             multiply_block(stage, x_at);
             __syncwarp();  // all lanes have read the stage before it is filled again
             if (b + kStages < count) copy_stage(b + kStages, stage);
@@ -246,27 +251,30 @@ template <int kRowTiles, bool kNormed>
 struct TileLaunch {
     using Layout = LinearLayout<kRowTiles, kNormed>;
     int64_t row_blocks, token_blocks;
-    int x_bytes, warp_bytes;
+    int warp_bytes, shared_bytes;
 
     TileLaunch(const LinearParams& p, bool is_short) {
         const int64_t columns = kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
         row_blocks = (p.out_features + columns - 1) / columns;
         token_blocks = (p.rows + kTileTokens - 1) / kTileTokens;
         const int stages = std::min(Layout::kStages, blocks_before(p.in_features, 0));
-        x_bytes = (is_short ? stages : 1) * Layout::kXBytes;
-        warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes) + x_bytes;
+        warp_bytes = stages * Layout::kStageBytes + Layout::kXBytes;
+        shared_bytes = warp_bytes * Layout::kWarps;
+        if (!is_short) return;
+        const int64_t blocks = (p.in_features + kBlockColumns - 1) / kBlockColumns;
+        warp_bytes = Layout::kBlockBytes;
+        shared_bytes = static_cast<int>(std::max<int64_t>(blocks, Layout::kWarps)) * Layout::kBlockBytes;
     }
     int64_t ctas() const { return row_blocks * token_blocks; }
-    int shared_bytes() const { return warp_bytes * Layout::kWarps; }
 };
 
 template <typename T, int kRowTiles, bool kNormed, bool kShort>
 void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
     const TileLaunch<kRowTiles, kNormed> needs(p, kShort);
-    const LaunchShape shape = {needs.ctas(), LinearLayout<kRowTiles, kNormed>::kThreads, needs.shared_bytes(), 1,
+    const LaunchShape shape = {needs.ctas(), LinearLayout<kRowTiles, kNormed>::kThreads, needs.shared_bytes, 1,
                                Effect::kNothing};
     launch("linear", linear_tiles<T, kRowTiles, kNormed, kShort>, shape, stream, p,
-           static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes, needs.x_bytes);
+           static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes);
 }
 
 // All of x at once, unless the room for it takes more than there is, or keeps two CTAs from sharing a multiprocessor
@@ -277,7 +285,7 @@ void launch_tile(const LinearParams& p, cudaStream_t stream) {
     const TileLaunch<kRowTiles, kNormed> needs(p, true);
     const int most = most_shared_bytes("linear", device), each = needs.ctas() > device.num_sms ? 2 : 1;
     const bool is_short = blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages;
-    if (is_short && each * needs.shared_bytes() <= most) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
+    if (is_short && each * needs.shared_bytes <= most) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
     launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);
 }
 
