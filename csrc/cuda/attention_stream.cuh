@@ -177,7 +177,9 @@ void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, c
     check("paged_attention", cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device.id));
     const int64_t room = of_sm / ctas - reserved - stream_bytes<T, Layout>(0);
     const int64_t stages = room / (stream_bytes<T, Layout>(1) - stream_bytes<T, Layout>(0));
-    work.stages = static_cast<int>(stages < 1 ? 1 : stages < Layout::kMostStages ? stages : Layout::kMostStages);
+    // Where they take most of the multiprocessors, the kernels before and behind need room there too.
+    const int most = 2 * pieces > device.num_sms ? 2 : Layout::kMostStages;
+    work.stages = static_cast<int>(stages < 1 ? 1 : stages < most ? stages : most);
     work.by_chunk = Divider(p.num_kv_heads * lane_groups(p, Layout::kLanes));
     const int64_t resident = ctas * device.num_sms, grid = pieces < resident ? pieces : resident;
     // To count a piece takes long: not where a CTA has many. More chunks are too much for the last CTA to add up:

@@ -52,16 +52,17 @@ bool is_little(const LinearParams& p, const DeviceInfo& device) {
 }
 
 // Little work is a matter of latency: the smallest tile with which no multiprocessor has more than two CTAs. The weight
-// is then read once for every token tile, which the second-level cache bears. Where a slice is long and there are
-// several token tiles, two row tiles share an x.
+// is then read once for every token tile, which the second-level cache bears. Where there are several token tiles, and
+// a slice is long or outputs are few, two row tiles share an x.
 LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int64_t num_sms) {
     constexpr LinearTile kBySize[] = {{1, 1}, {2, 1}, {2, 2}};
-    constexpr int64_t kLongForLittle = 1024;
+    constexpr int64_t kLongForLittle = 1024, kFewRowTiles = 48;
     for (const LinearTile& tile : kBySize) {
         const int64_t row_blocks = (row_tiles + tile.row_tiles - 1) / tile.row_tiles;
         const int64_t tokens = int64_t{tile.token_tiles} * 8;
         const int64_t ctas = row_blocks * ((rows + tokens - 1) / tokens);
-        const bool larger_is_better = tile.row_tiles == 1 && rows > 8 && in_features >= kLongForLittle;
+        const bool shares = in_features >= kLongForLittle || row_tiles <= kFewRowTiles;
+        const bool larger_is_better = tile.row_tiles == 1 && rows > 8 && shares;
         if (ctas <= 2 * num_sms && !larger_is_better) return tile;
     }
     return {2, 4};
