@@ -93,7 +93,7 @@ $(STAMPS)/kubectl: $(STAMPS)/venv tools/get_kubectl.sh
 	else echo "test: no kubectl; the manifests are rendered by the tests alone"; fi
 
 test: setup emulator kubectl lint ## Everything CI runs
-	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 protos: ## Generate the gRPC stubs in tide/v1 from protos/
 	@PYTHON=$(PYTHON) tools/generate_protos.sh

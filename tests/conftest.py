@@ -19,8 +19,8 @@ RAY = ("tests/job/", "tests/serve/")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2` one process has all that start Ray, which mostly waits, and begins with them; the other takes file
-    after file, and shares the rest when that one has nothing left."""
+    """Of several processes one has all that start Ray, which mostly waits, and begins with them; the others take file
+    after file, and share the rest with it when it has nothing left."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]

@@ -169,7 +169,8 @@ void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, c
     static_assert(stream_bytes<T, Layout>(1) <= kStreamShared);
     AttentionWork& p = work.attention;
     const int64_t pieces = most_pieces(p, Layout::kLanes);
-    // As many CTAs as there may be work for, and all of the memory for their rings.
+    // As many CTAs as there may be work for, and all of the memory for their rings; but where each piece has a
+    // multiprocessor and they take most of them, the kernels before and behind need room there too.
     const int64_t wanted = (pieces + device.num_sms - 1) / device.num_sms;
     const int64_t ctas = wanted < Layout::kCtasPerSm ? wanted : Layout::kCtasPerSm;
     int of_sm = 0, reserved = 0;
@@ -177,8 +178,7 @@ void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, c
     check("paged_attention", cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device.id));
     const int64_t room = of_sm / ctas - reserved - stream_bytes<T, Layout>(0);
     const int64_t stages = room / (stream_bytes<T, Layout>(1) - stream_bytes<T, Layout>(0));
-    // Where they take most of the multiprocessors, the kernels before and behind need room there too.
-    const int most = 2 * pieces > device.num_sms ? 2 : Layout::kMostStages;
+    const int most = pieces <= device.num_sms && 2 * pieces > device.num_sms ? 2 : Layout::kMostStages;
     work.stages = static_cast<int>(stages < 1 ? 1 : stages < most ? stages : most);
     work.by_chunk = Divider(p.num_kv_heads * lane_groups(p, Layout::kLanes));
     const int64_t resident = ctas * device.num_sms, grid = pieces < resident ? pieces : resident;

@@ -61,7 +61,7 @@ LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int
         const int64_t row_blocks = (row_tiles + tile.row_tiles - 1) / tile.row_tiles;
         const int64_t tokens = int64_t{tile.token_tiles} * 8;
         const int64_t ctas = row_blocks * ((rows + tokens - 1) / tokens);
-        const bool shares = in_features >= kLongForLittle || row_tiles <= kFewRowTiles;
+        const bool shares = in_features >= kLongForLittle || (row_tiles > 1 && row_tiles <= kFewRowTiles);
         const bool larger_is_better = tile.row_tiles == 1 && rows > 8 && shares;
         if (ctas <= 2 * num_sms && !larger_is_better) return tile;
     }

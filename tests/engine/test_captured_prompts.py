@@ -11,11 +11,13 @@ import torch
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import make_parts, random_prompts
 from tests.kernels.twin import twin_kernels
+from tide_core.batch import RowStep
 from tide_core.engine import assemble, captured_prompts
 from tide_core.engine.captured_cycle import Started
 from tide_core.engine.captured_prompts import FEW_TOKENS, MOST_PROMPTS, PROMPT_SIZES, TOKENS_OF_ROW, CapturedPrompts
 from tide_core.engine.engine import Completion
-from tide_core.request import SamplingParams
+from tide_core.kv.cache import RowSpan, StepIndex
+from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
 
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2")
 BLOCK = {"kind": "block", "taps": (2, 3)}
@@ -26,6 +28,7 @@ SAYS: list[dict[str, Any]] = [
     {"threshold": 0.3, "temperature": 0.9, "seed": 5},
     {"logprobs": 3, "threshold": 0.3},
     {"threshold": 0.3, "repetition_penalty": 1.3},
+    {"threshold": 0.3, "logit_bias": {7: 100.0}},
 ]
 
 
@@ -94,6 +97,60 @@ def test_rows_with_exits_and_without_share_a_pass(request: pytest.FixtureRequest
         answers = engine.generate(prompts, both)
     assert all_ids(answers) == all_ids(plain)
     assert pieces == [[21, 21]]
+
+
+def test_rows_that_ask_for_more_than_the_likeliest_token_share_a_pass_with_one_that_does_not(
+    request: pytest.FixtureRequest,
+) -> None:
+    prompts = random_prompts(3, 21)
+    settings = [asked(), asked(temperature=0.9, seed=5), asked(logprobs=2)]
+    with poisoned(exit_parts(artefact=BLOCK, kernels="reference")) as engine:
+        plain = [engine.generate([prompt], params)[0] for prompt, params in zip(prompts, settings, strict=True)]
+    pieces = request.getfixturevalue("pieces")
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        answers = engine.generate(prompts, settings)
+    assert all_ids(answers) == all_ids(plain)
+    assert len(logprobs(answers)[2]) == len(answers[2].tokens)
+    assert pieces == [[21, 21, 21]]
+
+
+def test_the_fewest_tokens_of_an_answer_count_from_the_one_behind_the_prompt(pieces: list[list[int]]) -> None:
+    [prompt] = random_prompts(1, 21)
+    with poisoned(make_parts()) as engine:
+        likeliest = engine.generate([prompt], asked())[0].tokens[0].token_id
+        short = engine.generate([prompt], asked(stop_ids=(likeliest,)))[0]
+        longer = engine.generate([prompt], asked(stop_ids=(likeliest,), min_tokens=3))[0]
+    assert [token.token_id for token in short.tokens] == [likeliest]
+    assert longer.tokens[0].token_id != likeliest
+    assert len(longer.tokens) >= 3
+    assert len(pieces) == 3
+
+
+def test_what_is_kept_of_a_piece_stands_behind_the_token_before_it_and_nowhere_for_rows_without_exits(
+    pieces: list[list[int]],
+) -> None:
+    parts = exit_parts(artefact=BLOCK)
+    prompts, size = parts.runner.prompts, parts.runner.cache.block_size
+    assert prompts is not None
+    exits = ExitPolicy("verified", (0.3,), (float("inf"),))
+    steps = []
+    for start, num, policy in ((0, 5, exits), (size + 3, 4, exits), (2, 6, NO_EXITS)):
+        table = parts.core.scheduler.blocks.new_table()
+        parts.core.scheduler.blocks.allocate(table, start + num + size)
+        table.advance_all(start)
+        steps.append(RowStep(Request("r", (1,), SamplingParams(), seed=0), table, (1,) * num, (), True, policy))
+    index = StepIndex.build([RowSpan(s.table.block_ids, s.start, len(s.token_ids)) for s in steps], size)
+    (slots, _), (before, _), (distances, _) = prompts._kept(steps, index)
+    expected = [
+        (
+            step.table.block_ids[at // size] * size + at % size if step.policy.may_exit else -1,
+            step.table.block_ids[max(at - 1, 0) // size] * size + max(at - 1, 0) % size,
+            min(at, 1),
+        )
+        for step in steps
+        for at in range(step.start, step.start + len(step.token_ids))
+    ]
+    assert list(zip(slots.tolist(), before.tolist(), distances.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize("budget", [24, 64])

@@ -16,6 +16,7 @@ import torch
 from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Engine
+from tide_core.engine.sinks import AnswerSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, EngineError, RequestError
 from tide_core.request import FinishReason, SamplingParams
 
@@ -147,6 +148,37 @@ def test_callers_of_generate_that_fill_the_queue_together_all_get_their_answers(
         for thread in threads:
             thread.join()
     assert answers == [20, 20, 20]
+
+
+def test_prompts_that_found_the_queue_full_come_in_when_others_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when one of the same call has ended, which may take long."""
+    monkeypatch.setattr("tide_core.engine.engine.BUSY_S", 0.005)
+    with make_engine(max_rows=3, max_queued=2) as engine:
+        others = [engine.make_request("the cat", LONG) for _ in range(4)]
+        for other in others:
+            engine._loop.submit(other, ThreadSink(), engine._parts.core)
+        leaving = threading.Timer(0.05, lambda: [engine.abort(other.request_id) for other in others])
+        leaving.start()
+        answers = engine.generate_as_completed([[1, 2], [3, 4]], [LONG, PARAMS])  # one place is left
+        first, _ = next(answers)
+        answers.close()  # type: ignore[attr-defined]
+        leaving.join()
+    assert first == 1, "the short one, though the long one was there before it"
+
+
+def test_whoever_waits_for_answers_is_woken_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[object] = []
+
+    class Counting(AnswerSink):
+        def get(self, timeout: float | None = None) -> Any:
+            woken.append(got := super().get(timeout))
+            return got
+
+    monkeypatch.setattr("tide_core.engine.engine.AnswerSink", Counting)
+    with make_engine() as engine:
+        answers = engine.generate(random_prompts(3, 5), PARAMS)
+    assert sum(len(answer.tokens) for answer in answers) > 3
+    assert len(woken) == 3
 
 
 def test_two_open_requests_cannot_have_one_id() -> None:

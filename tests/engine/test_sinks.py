@@ -93,7 +93,9 @@ def test_a_thread_that_wants_whole_answers_is_not_woken_before_one_has_ended() -
     assert sink.num_ended == 0
     sink.put([token_of("a", 3), token_of("b", 3, FinishReason.LENGTH)])
     assert sink.num_ended == 1
-    last, tokens = sink.get()
+    ended = sink.get()
+    assert ended is not None
+    last, tokens = ended
     assert last.request_id == "b"
     assert last.finish_reason is FinishReason.LENGTH
     assert [token.token_id for token in tokens] == [1, 2, 3]
@@ -104,11 +106,11 @@ def test_a_thread_that_wants_whole_answers_gets_each_one_once_with_all_its_token
     sink = AnswerSink()
     for name in NAMES:
         loop.submit(make_request(request_id=name), sink, core)
-    got = [sink.get() for _ in NAMES]
+    got = [ended for _ in NAMES if (ended := sink.get()) is not None]
     loop.close()
     assert sorted(last.request_id for last, _ in got) == [*NAMES]
     assert [[token.token_id for token in tokens] for _, tokens in got] == [[1, 2, 3, 4, 5]] * len(NAMES)
-    assert sink.num_ended == 0
+    assert sink.get(timeout=0.01) is None, "nothing is left"
 
 
 async def test_an_event_loop_is_woken_once_per_step_however_many_requests_wait_there(

@@ -189,6 +189,8 @@ def exit_input(dtype: torch.dtype, width: int) -> RowOp:
 
 ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "linear 5 of 7": lambda dtype: linear(dtype, 5, 7, bias=True),
+    "linear 100 of 72": lambda dtype: linear(dtype, 100, 72),
+    "linear 100 of 72, normed": lambda dtype: linear(dtype, 100, 72, normed=True),
     "linear 960 of 576": lambda dtype: linear(dtype, 960, 576),
     "linear 1001 of 1536, bias, residual": lambda dtype: linear(dtype, 1001, 1536, bias=True, residual=True),
     "linear 4096 of 4096, residual": lambda dtype: linear(dtype, 4096, 4096, residual=True),

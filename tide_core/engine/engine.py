@@ -35,6 +35,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one for each."""
 
 MAX_NAME_CHARS = 128
+BUSY_S = 0.05
+"""How long `generate` waits before it asks again for a place in a queue that others have filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +100,21 @@ class Engine:
         sink, still_open = AnswerSink(), set[str]()
         try:
             while waiting or still_open:
+                patience = None
                 while waiting and len(still_open) < self.config.max_queued:
                     try:
                         self._loop.submit(waiting[0], sink, parts.core)
                     except EngineBusyError:
                         if not still_open:
                             raise
-                        break  # others fill the queue; go on when one of ours has ended
+                        patience = BUSY_S  # others fill the queue
+                        break
                     still_open.add(waiting.popleft().request_id)
-                last, tokens = sink.get()
-                still_open.remove(last.request_id)
-                yield index_of[last.request_id], _completion(last, tokens)
+                ended = sink.get(patience)
+                if ended is not None:
+                    last, tokens = ended
+                    still_open.remove(last.request_id)
+                    yield index_of[last.request_id], _completion(last, tokens)
         finally:
             for request_id in still_open:
                 self.abort(request_id)

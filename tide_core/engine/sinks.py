@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from tide_core.request import RequestOutput, TokenOutput
@@ -88,6 +88,9 @@ class AnswerSink:
         """Answers that wait to be taken."""
         return self._ended.qsize()
 
-    def get(self) -> tuple[RequestOutput, tuple[TokenOutput, ...]]:
-        """The last output of a request that has ended, and all its tokens."""
-        return self._ended.get()
+    def get(self, timeout: float | None = None) -> tuple[RequestOutput, tuple[TokenOutput, ...]] | None:
+        """The last output of a request that has ended, and all its tokens; None if none has by then."""
+        try:
+            return self._ended.get(timeout=timeout)
+        except Empty:
+            return None
