@@ -87,31 +87,26 @@ def test_what_the_exits_keep_of_a_prompt_is_what_the_plain_engine_keeps(
     assert pieces == [[21, 21, 21]]
 
 
-def test_rows_with_exits_and_without_share_a_pass(request: pytest.FixtureRequest) -> None:
-    prompts = random_prompts(2, 21)
-    both = [asked(threshold=0.3), asked(mode="full")]
-    with poisoned(exit_parts(artefact=BLOCK, kernels="reference")) as engine:
-        plain = [engine.generate([prompt], params)[0] for prompt, params in zip(prompts, both, strict=True)]
-    pieces = request.getfixturevalue("pieces")
-    with poisoned(exit_parts(artefact=BLOCK)) as engine:
-        answers = engine.generate(prompts, both)
-    assert all_ids(answers) == all_ids(plain)
-    assert pieces == [[21, 21]]
-
-
-def test_rows_that_ask_for_more_than_the_likeliest_token_share_a_pass_with_one_that_does_not(
-    request: pytest.FixtureRequest,
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"threshold": 0.3}, {"mode": "full"}],
+        [{}, {"temperature": 0.9, "seed": 5}, {"logprobs": 2}],
+    ],
+    ids=["with exits and without", "the likeliest token and more than that"],
+)
+def test_rows_that_ask_for_different_things_share_a_pass(
+    settings: list[dict[str, Any]], request: pytest.FixtureRequest
 ) -> None:
-    prompts = random_prompts(3, 21)
-    settings = [asked(), asked(temperature=0.9, seed=5), asked(logprobs=2)]
+    prompts, wishes = random_prompts(len(settings), 21), [asked(**each) for each in settings]
     with poisoned(exit_parts(artefact=BLOCK, kernels="reference")) as engine:
-        plain = [engine.generate([prompt], params)[0] for prompt, params in zip(prompts, settings, strict=True)]
+        plain = [engine.generate([prompt], params)[0] for prompt, params in zip(prompts, wishes, strict=True)]
     pieces = request.getfixturevalue("pieces")
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
-        answers = engine.generate(prompts, settings)
+        answers = engine.generate(prompts, wishes)
     assert all_ids(answers) == all_ids(plain)
-    assert len(logprobs(answers)[2]) == len(answers[2].tokens)
-    assert pieces == [[21, 21, 21]]
+    assert list(map(len, logprobs(answers))) == list(map(len, logprobs(plain)))
+    assert pieces == [[21] * len(prompts)]
 
 
 def test_the_fewest_tokens_of_an_answer_count_from_the_one_behind_the_prompt(pieces: list[list[int]]) -> None:

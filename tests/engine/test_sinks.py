@@ -90,15 +90,15 @@ def test_a_thread_that_wants_whole_answers_is_not_woken_before_one_has_ended() -
     sink = AnswerSink()
     sink.put([token_of("a", 1), token_of("b", 1)])
     sink.put([token_of("a", 2), token_of("b", 2)])
-    assert sink.num_ended == 0
+    assert sink.get(timeout=0.01) is None
     sink.put([token_of("a", 3), token_of("b", 3, FinishReason.LENGTH)])
-    assert sink.num_ended == 1
     ended = sink.get()
     assert ended is not None
     last, tokens = ended
     assert last.request_id == "b"
     assert last.finish_reason is FinishReason.LENGTH
     assert [token.token_id for token in tokens] == [1, 2, 3]
+    assert sink.get(timeout=0.01) is None, "the other goes on"
 
 
 def test_a_thread_that_wants_whole_answers_gets_each_one_once_with_all_its_tokens() -> None:

@@ -36,20 +36,19 @@ class Settler:
     exit_layer: int
     num_layers: int
 
-    def plain(self, best: float, best_id: int) -> RowResult:
-        """What `row` makes of a row that has drafted nothing."""
+    def plain(self, best: float, best_id: int, num_tokens: int = 1) -> RowResult:
+        """What `row` makes of a row that has drafted nothing; it may have run more tokens than one."""
+        layers_run = num_tokens * self.num_layers
         if not math.isfinite(best):
-            return make_result((), 1, self.num_layers, NOTHING_DRAFTED, _numerical_error(best))
-        return make_result((make_token(best_id, self.num_layers),), 1, self.num_layers, NOTHING_DRAFTED)
+            return make_result((), num_tokens, layers_run, NOTHING_DRAFTED, _numerical_error(best))
+        return make_result((make_token(best_id, self.num_layers),), num_tokens, layers_run, NOTHING_DRAFTED)
 
     def prompt(self, step: RowStep, best: float, best_id: int) -> RowResult:
         """What follows a piece of a prompt: the likeliest token, if it is the last piece."""
         num = len(step.token_ids)
-        if not step.samples:
-            return make_result((), num, num * self.num_layers, NOTHING_DRAFTED)
-        if not math.isfinite(best):
-            return make_result((), num, num * self.num_layers, NOTHING_DRAFTED, _numerical_error(best))
-        return make_result((make_token(best_id, self.num_layers),), num, num * self.num_layers, NOTHING_DRAFTED)
+        if step.samples:
+            return self.plain(best, best_id, num)
+        return make_result((), num, num * self.num_layers, NOTHING_DRAFTED)
 
     def row(
         self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int], *, branches: int = 1

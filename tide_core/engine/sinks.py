@@ -83,11 +83,6 @@ class AnswerSink:
             if output.finished:
                 self._ended.put((output, tuple(self._tokens.pop(output.request_id))))
 
-    @property
-    def num_ended(self) -> int:
-        """Answers that wait to be taken."""
-        return self._ended.qsize()
-
     def get(self, timeout: float | None = None) -> tuple[RequestOutput, tuple[TokenOutput, ...]] | None:
         """The last output of a request that has ended, and all its tokens; None if none has by then."""
         try:
