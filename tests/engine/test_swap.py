@@ -124,11 +124,11 @@ def test_an_engine_around_a_model_that_was_handed_in_says_that_it_cannot() -> No
 async def test_outputs_that_wait_are_read_as_one_piece(engine: Engine) -> None:
     stream = engine.stream(PROMPT, PARAMS)
     first = await anext(stream)
-    assert len(first.tokens) == 1
-    await asyncio.sleep(1.0)
+    while engine.stats().num_finished == 0:
+        time.sleep(0.01)  # on the event loop, which reads nothing meanwhile
     outputs = await rest(stream)
-    assert sum(len(output.tokens) for output in outputs) == 59
-    assert len(outputs) < 5
+    assert sum(len(output.tokens) for output in [first, *outputs]) == 60
+    assert len(outputs) <= 2, "the engine counts an end before it tells of it, so the last may come by itself"
     assert outputs[-1].finished
 
 
