@@ -207,16 +207,17 @@ async def test_a_request_made_before_a_swap_runs_with_its_exits_even_if_their_co
 ) -> None:
     engine.use_artefact(str(folders["artefact"]))
     [before] = engine.generate([PROMPT], PARAMS)
-    core, make, made = engine._parts.core, engine._make_request, threading.Event()
+    core, make, begun, made = engine._parts.core, engine._make_request, threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:
         request = make(*args)
-        made.wait(10)
+        begun.set()
+        made.wait(60)
         return request
 
     monkeypatch.setattr(engine, "_make_request", slow)
     waits = asyncio.create_task(rest(engine.stream(PROMPT, PARAMS)))
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(begun.wait, 60)
     await asyncio.to_thread(engine.use_artefact, "none")
     monkeypatch.setattr(engine, "_make_request", make)
     await asyncio.to_thread(engine.generate, [PROMPT], PARAMS)
