@@ -30,7 +30,7 @@ from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, CostPoint, CostTable, DraftPlanner
 from tide_core.engine.loop import EngineLoop
 from tide_core.engine.scheduler import Scheduler
-from tide_core.engine.sinks import AsyncSink, ThreadSink
+from tide_core.engine.sinks import AnswerSink, AsyncSink
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.evaluation.machine import cpu_name
 from tide_core.kv.block_manager import BlockManager
@@ -112,13 +112,11 @@ def run_core(core: EngineCore, requests: list[Request]) -> int:
 
 def run_thread(core: EngineCore, requests: list[Request]) -> int:
     """The loop, and one thread that waits for all requests, as `Engine.generate` does."""
-    loop, sink, num_tokens, num_open = EngineLoop(core, max_open=len(requests)), ThreadSink(), 0, len(requests)
-    for request in requests:
-        loop.submit(request, sink, core)
-    while num_open:
-        output = sink.get()
-        num_tokens += len(output.tokens)
-        num_open -= output.finished
+    loop, sink, num_tokens = EngineLoop(core, max_open=len(requests)), AnswerSink(), 0
+    loop.submit(requests, sink, core)
+    for _ in requests:
+        if (ended := sink.get()) is not None:
+            num_tokens += len(ended[1])
     loop.close()
     return num_tokens
 
@@ -129,7 +127,7 @@ def run_async(core: EngineCore, requests: list[Request]) -> int:
 
     async def read(request: Request) -> int:
         sink, num_tokens, finished = AsyncSink(asyncio.get_running_loop()), 0, False
-        loop.submit(request, sink, core)
+        loop.submit([request], sink, core)
         while not finished:
             output = await sink.get()
             num_tokens, finished = num_tokens + len(output.tokens), output.finished

@@ -93,7 +93,7 @@ class ReadyEngine:
         self, prompt: Any, params: SamplingParams, *, request_id: str, cache_salt: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
         sink = AsyncSink(asyncio.get_running_loop())
-        self._loop.submit(Request(request_id, (0,), params, 0), sink, self._core)
+        self._loop.submit([Request(request_id, (0,), params, 0)], sink, self._core)
         finished = False
         try:
             while not finished:

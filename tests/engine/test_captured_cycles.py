@@ -3,7 +3,6 @@ nothing is captured."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -163,11 +162,7 @@ def test_rows_of_every_kind_share_a_step_and_get_what_they_get_alone(cycles: lis
     ]
     prompts, params = random_prompts(len(kinds), 11), [SamplingParams(**{**GREEDY, **kind}) for kind in kinds]
     with poisoned(exit_parts(artefact=BLOCK, max_rows=8)) as engine:
-        with ThreadPoolExecutor(len(kinds)) as threads:
-            answers = [
-                threads.submit(engine.generate, [prompt], one) for prompt, one in zip(prompts, params, strict=True)
-            ]
-            together = [answer.result()[0] for answer in answers]
+        together = engine.generate(prompts, params)
         alone = [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     assert all_ids(together) == all_ids(alone)
     assert any(len(set(drafts)) > 2 for drafts in cycles), "rows with different numbers of drafts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -129,11 +128,7 @@ def test_rows_of_every_kind_share_a_cycle_and_get_what_they_get_alone(cycles: li
     ]
     prompts, params = random_prompts(len(kinds), 11), [drawing(**kind) for kind in kinds]
     with poisoned(exit_parts(artefact={**BLOCK, **EVERY}, max_rows=8)) as engine:
-        with ThreadPoolExecutor(len(kinds)) as threads:
-            waiting = [
-                threads.submit(engine.generate, [prompt], one) for prompt, one in zip(prompts, params, strict=True)
-            ]
-            together = [answer.result()[0] for answer in waiting]
+        together = engine.generate(prompts, params)
         alone = [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     assert all(answer.error is None for answer in together)
     assert all_ids(together) == all_ids(alone)

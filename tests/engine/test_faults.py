@@ -156,7 +156,7 @@ def test_prompts_that_found_the_queue_full_come_in_when_others_have_left_it(monk
     with make_engine(max_rows=3, max_queued=2) as engine:
         others = [engine.make_request("the cat", LONG) for _ in range(4)]
         for other in others:
-            engine._loop.submit(other, ThreadSink(), engine._parts.core)
+            engine._loop.submit([other], ThreadSink(), engine._parts.core)
         leaving = threading.Timer(0.05, lambda: [engine.abort(other.request_id) for other in others])
         leaving.start()
         answers = engine.generate_as_completed([[1, 2], [3, 4]], [LONG, PARAMS])  # one place is left

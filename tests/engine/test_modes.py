@@ -167,14 +167,7 @@ def test_modes_mix_in_one_batch_and_each_keeps_its_contract() -> None:
     for mode in set(modes):
         expected[mode] = all_ids(answers(unbreakable(), mode=mode))
     with unbreakable() as engine:
-        import concurrent.futures
-
-        with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
-            futures = [
-                pool.submit(engine.generate, [prompt], params(mode=mode))
-                for prompt, mode in zip(PROMPTS, modes, strict=True)
-            ]
-            got = [future.result()[0] for future in futures]
+        got = engine.generate(PROMPTS, [params(mode=mode) for mode in modes])
     for index, (mode, answer) in enumerate(zip(modes, got, strict=True)):
         assert ids(answer) == expected[mode][index], mode
         assert {token.mode for token in answer.tokens} == {mode}

@@ -137,8 +137,8 @@ def test_an_end_that_was_reached_is_said_though_the_engine_dies(parts: Parts, mo
     monkeypatch.setattr(parts.core.scheduler, "schedule", dying)
     with Engine.from_parts(make_config(), parts) as engine:
         sink = ThreadSink()
-        for name, max_tokens in (("short", 4), ("long", 40)):
-            engine._loop.submit(request(name, max_tokens=max_tokens), sink, parts.core)
+        both = [request(name, max_tokens=max_tokens) for name, max_tokens in (("short", 4), ("long", 40))]
+        engine._loop.submit(both, sink, parts.core)
         ends = dict[str, RequestOutput]()
         while len(ends) < 2:
             output = sink.get()

@@ -11,6 +11,7 @@ import pytest
 from tests.factories import make_request
 from tide_core.engine.loop import EngineLoop
 from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
+from tide_core.errors import RequestError
 from tide_core.request import FinishReason, Request, RequestOutput, TokenOutput
 
 NUM_TOKENS = 5
@@ -76,14 +77,51 @@ def test_a_thread_that_waits_for_several_requests_gets_each_step_at_once_and_in_
 
     loop, core = start(len(NAMES))
     sink = Counting()
-    for name in NAMES:
-        loop.submit(make_request(request_id=name), sink, core)
+    loop.submit([make_request(request_id=name) for name in NAMES], sink, core)
     got = [sink.get() for _ in range(NUM_TOKENS * len(NAMES))]
     loop.close()
     assert [output.request_id for output in got] == [*NAMES] * NUM_TOKENS
     assert [output.tokens[0].token_id for output in got[::3]] == [1, 2, 3, 4, 5]
     assert [output.request_id for output in got if output.finished] == [*NAMES]
     assert puts == [len(NAMES)] * NUM_TOKENS
+
+
+def test_requests_handed_over_together_begin_with_the_same_step() -> None:
+    """However soon the engine's thread runs: between two of them it never does."""
+
+    class Eager(ReadyCore):
+        def _step(self) -> list[RequestOutput]:
+            started.append(len(self._rows))
+            return super()._step()
+
+    names, started = [str(number) for number in range(200)], list[int]()
+    core: Any = Eager(1)
+    loop, sink = EngineLoop(core, max_open=len(names)), AnswerSink()
+    assert loop.submit([make_request(request_id=name) for name in names], sink, core) == len(names)
+    for _ in names:
+        sink.get()
+    loop.close()
+    assert started == [len(names)] * NUM_TOKENS
+
+
+def test_of_requests_handed_over_together_the_first_have_the_room_there_is() -> None:
+    loop, core = start(len(NAMES))
+    sink = AnswerSink()
+    waiting = [make_request(request_id=name) for name in (*NAMES, "late")]
+    assert loop.submit(waiting, sink, core) == len(NAMES)
+    got = [ended for _ in NAMES if (ended := sink.get()) is not None]
+    loop.close()
+    assert [last.request_id for last, _ in got] == [*NAMES]
+    assert sink.get(timeout=0.01) is None
+
+
+def test_none_is_taken_of_requests_handed_over_together_when_one_has_the_id_of_an_open_one() -> None:
+    loop, core = start(len(NAMES))
+    loop.submit([make_request(request_id="a")], ThreadSink(), core)
+    with pytest.raises(RequestError, match="request_id"):
+        loop.submit([make_request(request_id=name) for name in ("b", "a")], ThreadSink(), core)
+    assert loop.num_open == 1
+    loop.close()
 
 
 def test_a_thread_that_wants_whole_answers_is_not_woken_before_one_has_ended() -> None:
@@ -104,8 +142,7 @@ def test_a_thread_that_wants_whole_answers_is_not_woken_before_one_has_ended() -
 def test_a_thread_that_wants_whole_answers_gets_each_one_once_with_all_its_tokens() -> None:
     loop, core = start(len(NAMES))
     sink = AnswerSink()
-    for name in NAMES:
-        loop.submit(make_request(request_id=name), sink, core)
+    loop.submit([make_request(request_id=name) for name in NAMES], sink, core)
     got = [ended for _ in NAMES if (ended := sink.get()) is not None]
     loop.close()
     assert sorted(last.request_id for last, _ in got) == [*NAMES]
@@ -124,7 +161,7 @@ async def test_an_event_loop_is_woken_once_per_step_however_many_requests_wait_t
 
     async def read(name: str) -> list[int]:
         sink, ids, finished = AsyncSink(event_loop), list[int](), False
-        loop.submit(make_request(request_id=name), sink, core)
+        loop.submit([make_request(request_id=name)], sink, core)
         while not finished:
             output = await sink.get()
             ids += [token.token_id for token in output.tokens]

@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,21 +94,23 @@ class Engine:
 
         Leaving the loop early aborts what is still open."""
         parts, of_each = self._parts, zip(prompts, _for_each(prompts, params), strict=True)
-        waiting = deque(self._named(index, prompt, mine, parts) for index, (prompt, mine) in enumerate(of_each))
+        waiting = [self._named(index, prompt, mine, parts) for index, (prompt, mine) in enumerate(of_each)]
         index_of = {request.request_id: index for index, request in enumerate(waiting)}
         sink, still_open = AnswerSink(), set[str]()
         try:
             while waiting or still_open:
                 patience = None
-                while waiting and len(still_open) < self.config.max_queued:
+                if waiting and (room := self.config.max_queued - len(still_open)) > 0:
                     try:
-                        self._loop.submit(waiting[0], sink, parts.core)
+                        taken = self._loop.submit(waiting[:room], sink, parts.core)
                     except EngineBusyError:
                         if not still_open:
                             raise
+                        taken = 0
+                    still_open.update(request.request_id for request in waiting[:taken])
+                    del waiting[:taken]
+                    if waiting and taken < room:
                         patience = BUSY_S  # others fill the queue
-                        break
-                    still_open.add(waiting.popleft().request_id)
                 ended = sink.get(patience)
                 if ended is not None:
                     last, tokens = ended
@@ -133,7 +134,7 @@ class Engine:
             self._make_request, prompt, params or SamplingParams(), parts, request_id, cache_salt
         )
         sink = AsyncSink(asyncio.get_running_loop())
-        self._loop.submit(request, sink, parts.core)
+        self._loop.submit([request], sink, parts.core)
         finished = False
         try:
             while not finished:
@@ -151,7 +152,7 @@ class Engine:
         parts = self._parts
         request = self._make_request(prompt, params or SamplingParams(), parts, request_id)
         sink = ThreadSink()
-        self._loop.submit(request, sink, parts.core)
+        self._loop.submit([request], sink, parts.core)
         finished = False
         try:
             while not finished:

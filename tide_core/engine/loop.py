@@ -77,18 +77,24 @@ class EngineLoop:
     def num_open(self) -> int:
         return len(self._sinks)
 
-    def submit(self, request: Request, sink: Sink, core: EngineCore) -> None:
-        """Hand a request over to the core it was made for; from now on it gets exactly one last output."""
+    def submit(self, requests: Sequence[Request], sink: Sink, core: EngineCore) -> int:
+        """Hand requests over to the core they were made for, as many of the first as there is room for, and say how
+        many these are. They begin together; from now on each gets exactly one last output."""
         with self._wake:
             if self._death is not None or self._stopping:
                 raise EngineDeadError(self._death_text())
-            if request.request_id in self._sinks:
-                raise RequestError("request_id", request.request_id, "an id that no open request has")
-            if len(self._sinks) >= self._max_open:
+            for request in requests:
+                if request.request_id in self._sinks:
+                    raise RequestError("request_id", request.request_id, "an id that no open request has")
+            room = self._max_open - len(self._sinks)
+            if room <= 0:
                 raise EngineBusyError(f"{len(self._sinks)} requests are open, the limit is {self._max_open}")
-            self._sinks[request.request_id] = sink
-            self._inbox.append((core, request))
+            taken = requests[:room]
+            for request in taken:
+                self._sinks[request.request_id] = sink
+                self._inbox.append((core, request))
             self._wake.notify()
+        return len(taken)
 
     def use(self, core: EngineCore) -> None:
         """Make another core the one in use. The one before it is let go when its last request has ended."""
