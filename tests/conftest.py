@@ -12,6 +12,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# There are more threads than cores here, and those that wait must not keep others from working.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 UNIT = Path(__file__).parent / "unit"
 RAY = ("tests/job/", "tests/serve/")
