@@ -1,4 +1,4 @@
-"""Shared rules: quiet libraries, one thread pool size, and a wall round the unit tests."""
+"""Shared rules: quiet libraries, as many threads as cores, and a wall round the unit tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# There are more threads than cores here, and those that wait must not keep others from working.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 UNIT = Path(__file__).parent / "unit"
 RAY = ("tests/job/", "tests/serve/")

@@ -242,12 +242,52 @@ def test_a_row_that_gives_way_after_it_was_given_its_share_does_not_run() -> Non
     scheduler.check_integrity()
 
 
+def with_standby(**settings: Any) -> Scheduler:
+    scheduler = make_scheduler(**settings)
+    scheduler.keeps_standby = True
+    return scheduler
+
+
+def test_the_prompt_of_a_row_on_standby_is_run_and_the_row_goes_on_as_soon_as_one_before_it_ends() -> None:
+    scheduler = with_standby(num_blocks=64, max_rows=2)
+    rows = [add(scheduler, name, 5, first=100 * number, max_tokens=20) for number, name in enumerate("abcd")]
+    assert step(scheduler) == {"a": 5, "b": 5, "c": 5}, "one stands by for two that talk"
+    assert step(scheduler) == {"a": 1, "b": 1}
+    assert len(rows[2].output_ids) == 1, "its first token is known"
+    scheduler.remove(rows[0])
+    assert step(scheduler) == {"b": 1, "c": 1, "d": 5}
+
+
+def test_without_standby_nobody_is_let_in_before_a_row_ends() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_rows=2)
+    for number, name in enumerate("abc"):
+        add(scheduler, name, 5, first=100 * number, max_tokens=20)
+    assert step(scheduler) == {"a": 5, "b": 5}
+
+
+def test_more_rows_that_talk_have_more_on_standby() -> None:
+    scheduler = with_standby(num_blocks=400, max_rows=17, max_batch_tokens=100)
+    for number in range(30):
+        add(scheduler, str(number), 2, first=10 * number, max_tokens=20)
+    assert len(step(scheduler)) == 17 + 3
+
+
+def test_a_row_on_standby_is_let_in_only_where_those_that_run_have_blocks_for_a_while() -> None:
+    scheduler = with_standby(num_blocks=12, max_rows=2, prefix_caching=False)
+    for number, name in enumerate("abc"):
+        add(scheduler, name, 5, first=100 * number, max_tokens=20)
+    assert step(scheduler) == {"a": 5, "b": 5}, "eight are left, four of them for each of the two, and none for a third"
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
 
+    num_blocks, keeps_standby = 9, False
+
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make_scheduler(num_blocks=9, max_rows=4, max_batch_tokens=8, drafts=3)
+        self.scheduler = make_scheduler(num_blocks=self.num_blocks, max_rows=4, max_batch_tokens=8, drafts=3)
+        self.scheduler.keeps_standby = self.keeps_standby
         self.scheduler.max_drafts = 2
         self.rows: list[Row] = []
         self.count = 0
@@ -266,7 +306,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(accepted=st.integers(0, 3))
     def step(self, accepted: int = 0) -> None:
+        said = {row.request.request_id: len(row.output_ids) for row in self.rows if row.output_ids}
         shares = step(self.scheduler, accepted)
+        talked = [row for row in self.rows if len(row.output_ids) > said.get(row.request.request_id, 999)]
+        assert len(talked) <= self.scheduler.max_rows
         assert bool(shares) == bool(self.rows), "a step with rows must move one"
         assert sum(shares.values()) <= self.scheduler.max_batch_tokens, "drafts included"
         for row in [row for row in self.rows if len(row.output_ids) >= row.request.params.max_tokens]:
@@ -292,8 +335,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.step()
         assert not self.rows, "a row never ended"
-        assert self.scheduler.blocks.num_available == 9
+        assert self.scheduler.blocks.num_available == self.num_blocks
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+class StandbyMachine(SchedulerMachine):
+    num_blocks, keeps_standby = 40, True
+
+
+TestSchedulerMachine, TestStandbyMachine = SchedulerMachine.TestCase, StandbyMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStandbyMachine.settings = TestSchedulerMachine.settings

@@ -8,6 +8,9 @@ Rows are served in arrival order. Within the token budget, rows that need one to
 never stalls those already talking; the rest goes to prompts, oldest first. When the pool is full the youngest row
 gives up its blocks, so the oldest always moves forward and every row ends.
 
+Where prompts run beside the rows that talk, a few more rows than may talk are let in on standby: their prompts are run,
+and each goes on as soon as one before it ends. They are the youngest, so whatever is scarce is not theirs.
+
 A row that may exit drafts some tokens before its step ends; how many is asked of the plan, once per step, and cut to
 what the row can use, the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt nobody.
 """
@@ -25,6 +28,9 @@ from tide_core.request import ExitPolicy, Request
 
 PROMPT_SHARE = 0.25
 """Of the token budget, kept from drafts as long as a prompt is there to run."""
+ROWS_OF_STANDBY, BLOCKS_BEFORE_STANDBY = 8, 4
+"""Rows that may talk for each one on standby; and blocks that are left for each row that runs before one is let in, so
+that it need not give up at once what was run for it."""
 
 make_step = quick(RowStep)
 
@@ -69,14 +75,16 @@ class Scheduler:
         plan_drafts: Callable[[int, int], int] | None = None,
         max_drafts: int = 0,
         runs_ahead: bool = False,
+        keeps_standby: bool = False,
     ) -> None:
         """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows.
 
         Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`. With
         `runs_ahead` rows are given blocks for two steps where the pool has them, so that the second can be begun before
-        it is known what the first one gives."""
+        it is known what the first one gives. With `keeps_standby` prompts of rows beyond `max_rows` are run."""
         self.blocks = blocks
         self.max_rows = max_rows
+        self.keeps_standby = keeps_standby
         self.max_batch_tokens = max_batch_tokens
         self.plan_drafts = plan_drafts
         self.max_drafts = max_drafts
@@ -107,7 +115,8 @@ class Scheduler:
     def schedule(self) -> tuple[list[Row], ScheduledBatch]:
         """Choose the next step: rows and their share of it, in arrival order. Empty only when there is no row."""
         self._admit()
-        missing = {row: row.num_missing for row in self.running}
+        missing = {row: row.num_missing for row in self.running[: self.max_rows]}
+        missing |= {row: num for row in self.running[self.max_rows :] if (num := row.num_missing) > 1}
         drafting = self._drafting(missing)
         planned, reserved = self._plan(drafting, missing)
         shares = self._shares(missing, self.max_batch_tokens - reserved)
@@ -129,7 +138,8 @@ class Scheduler:
         self.blocks.check_integrity([row.table for row in (*self.running, *self.waiting)])
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_rows:
+        most = self.max_rows + (-(-self.max_rows // ROWS_OF_STANDBY) if self.keeps_standby else 0)
+        while self.waiting and len(self.running) < most:
             row = self.waiting[0]
             situation = (row, self.blocks.num_available, len(self.running))
             if situation == self._refused:
@@ -137,7 +147,8 @@ class Scheduler:
             if row.namespace is not None:
                 row.table = self.blocks.match_prefix(row.tokens(0, row.num_tokens), row.namespace)
             # One block is left for each row that runs: admitting this one must not preempt another at once.
-            if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=len(self.running)):
+            reserve = len(self.running) * (1 if len(self.running) < self.max_rows else BLOCKS_BEFORE_STANDBY)
+            if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=reserve):
                 self.blocks.free(row.table)
                 self._refused = situation
                 return
