@@ -94,22 +94,22 @@ class Engine:
 
         Leaving the loop early aborts what is still open."""
         parts, of_each = self._parts, zip(prompts, _for_each(prompts, params), strict=True)
-        waiting = [self._named(index, prompt, mine, parts) for index, (prompt, mine) in enumerate(of_each)]
-        index_of = {request.request_id: index for index, request in enumerate(waiting)}
-        sink, still_open = AnswerSink(), set[str]()
+        requests = [self._named(index, prompt, mine, parts) for index, (prompt, mine) in enumerate(of_each)]
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
+        sink, still_open, num_taken = AnswerSink(), set[str](), 0
         try:
-            while waiting or still_open:
+            while num_taken < len(requests) or still_open:
                 patience = None
-                if waiting and (room := self.config.max_queued - len(still_open)) > 0:
+                if next_ones := requests[num_taken : num_taken + self.config.max_queued - len(still_open)]:
                     try:
-                        taken = self._loop.submit(waiting[:room], sink, parts.core)
+                        taken = self._loop.submit(next_ones, sink, parts.core)
                     except EngineBusyError:
                         if not still_open:
                             raise
                         taken = 0
-                    still_open.update(request.request_id for request in waiting[:taken])
-                    del waiting[:taken]
-                    if waiting and taken < room:
+                    still_open.update(request.request_id for request in next_ones[:taken])
+                    num_taken += taken
+                    if taken < len(next_ones):
                         patience = BUSY_S  # others fill the queue
                 ended = sink.get(patience)
                 if ended is not None:
