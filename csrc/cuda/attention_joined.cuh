@@ -16,7 +16,8 @@ struct StreamWork {
     AttentionWork attention;
     RotaryWriteParams rotary = {};
     bool joined = false, aligned = true;
-    bool reads_ahead = false;  // pages and indices, before wait_for_previous()
+    bool reads_ahead = false;  // indices and pages, before wait_for_previous()
+    bool reads_old = false;    // with it: not those of the queries' own positions, which the kernel before writes
     CUtensorMap keys = {}, values = {};
     ScoreScale scale;
     Divider by_chunk = Divider(1);  // by the pieces of a chunk, where all rows have max_queries

@@ -2,7 +2,9 @@
 //
 // Two groups of four warps take a chunk's tiles in turn and meet at its end. Three more warps bring keys, values and
 // queries (attention_wide_ring.cuh) and never wait for that: memory is busy while a piece is added up and stored. One
-// CTA a multiprocessor, and a ring of nearly all of its memory.
+// CTA a multiprocessor, and a ring of nearly all of its memory. Where it may, a CTA fills its ring before the kernels
+// in front of it have ended: behind another attention, or a rotary_write, that takes the place of the first wait for
+// memory.
 #pragma once
 
 #include "cuda/attention_wide.h"
@@ -12,9 +14,12 @@ namespace tide::cuda {
 
 #if TIDE_HAS_WARPGROUP_PRODUCTS
 
+// The groups meet an even number of times in a piece; `time` is how often they have in this one.
 template <typename Layout>
-__device__ inline void groups_meet() {
-    asm volatile("bar.sync 1, %0;" ::"n"(Layout::kThreads) : "memory");
+__device__ inline void groups_meet(const WideShared<Layout>& shared, int time) {
+    const uint32_t met = shared_address(&shared.met);
+    arrive_at(met);
+    wait_bytes(met, time % 2);
 }
 
 template <typename Layout>
@@ -117,7 +122,7 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
     const auto four = [&](int r, int i) {
         return make_float4(state.sums[r][i], state.sums[r][i + 1], state.sums[r][i + 2], state.sums[r][i + 3]);
     };
-    groups_meet<Layout>();  // nobody needs the queries any more, and all have stored the piece before
+    groups_meet(shared, 0);  // nobody needs the queries any more, and all have stored the piece before
     // The first group's go to where the queries were.
     float4* from_first = reinterpret_cast<float4*>(queries) + thread;
     float4* from_second = reinterpret_cast<float4*>(places.handed) + thread;
@@ -134,7 +139,7 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
         }
         if (t == 0) shared.stats[group][first_lane + r * 32] = {state.mergers[r].peak, state.mergers[r].total};
     }
-    groups_meet<Layout>();
+    groups_meet(shared, 1);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         if (thread / 32 * 8 + r * 32 >= piece.num_lanes) continue;
@@ -149,12 +154,12 @@ __device__ inline void finish_wide(const AttentionWork& p, const Piece& piece, c
                               group * (Layout::kDim / 2), t);
     }
     if (!p.counted || piece.num_chunks <= 1) return;
-    groups_meet<Layout>();
+    groups_meet(shared, 2);
     if (threadIdx.x == 0) {
         __threadfence();  // what the others stored comes before, for they have met
         shared.is_last = count_piece(p, piece);
     }
-    groups_meet<Layout>();
+    groups_meet(shared, 3);
     if (shared.is_last) combine_piece<T, Layout::kDim, Layout::kThreads>(p, piece);
 }
 
@@ -168,6 +173,8 @@ __device__ inline void attend_pieces(const StreamWork& w, const WidePlaces<Layou
                    free = shared_address(shared.free);
     const auto any = [&](bool is_so) { return any_of_group<Layout>(group, is_so); };
     WideSlot slot;
+    wait_for_previous();  // it may still read what is written here
+    let_next_start();
     for (int turn = 0;; ++turn) {
         wait_bytes(shared_address(shared.known + turn % 2), turn / 2 & 1);
         const Piece piece = shared.pieces[turn % 2];
@@ -207,7 +214,7 @@ __device__ inline void attend_pieces(const StreamWork& w, const WidePlaces<Layou
         }
         finish_wide<T, Layout>(p, piece, state, places, queries, group, lane);
         __syncwarp();
-        if (lane == 0) arrive_at(shared_address(shared.done + turn % 2));
+        arrive_at(shared_address(shared.done + turn % 2));
     }
 }
 
@@ -225,8 +232,6 @@ __global__ void __launch_bounds__(Layout::kAllThreads, 1) attention_wide(const _
         fetch_map(w.values);
     }
     __syncthreads();
-    let_next_start();
-    wait_for_previous();
     if (warp < Layout::kWarps) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         attend_pieces<T, Layout>(w, places, warp, lane);
@@ -255,13 +260,16 @@ void launch_wide_heads(StreamWork& work, bool& combined, cudaStream_t stream) {
                 p.num_tokens * p.num_heads < kCounters;
     combined = p.counted;
     launch("paged_attention", attention_wide<T, Layout>,
-           {grid, Layout::kAllThreads, wide_bytes<Layout>(work.stages), 1, Effect::kNothing}, stream, work);
+           {grid, Layout::kAllThreads, wide_bytes<Layout>(work.stages), 1, Effect::kSettles}, stream, work);
 }
 
 template <typename T>
 void launch_attention_wide(const PagedAttentionParams& p, bool& combined, cudaStream_t stream) {
     constexpr DType kType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     StreamWork work(p);
+    const Ahead ahead = Settled::ahead(stream, p.k_pool, p.fresh);
+    work.reads_ahead = ahead != Ahead::kNothing;
+    work.reads_old = ahead == Ahead::kOld;
     work.keys = map_eights("paged_attention", kType, p.k_pool, p.head_dim, kTilePositions);
     work.values = map_eights("paged_attention", kType, p.v_pool, p.head_dim, kTilePositions);
     const bool many = work.attention.group * p.max_queries > 32;

@@ -18,6 +18,7 @@ struct WideShared {
     uint64_t keys[Layout::kMostStages], values[Layout::kMostStages], free[Layout::kMostStages];  // of the ring
     uint64_t known[2], done[2];                                                                  // of the pieces
     uint64_t named[2], noted[2];                                                                 // of their numbers
+    uint64_t met;                                                                                // of the groups
     Piece pieces[2];  // the present one and the next; the one after the last has no lanes
     int numbers[2];
     bool is_last;
@@ -51,10 +52,11 @@ struct WidePlaces {
         }
         for (int i = 0; i < 2; ++i) {
             start_barrier(shared_address(shared.known + i), 1 + 32);
-            start_barrier(shared_address(shared.done + i), Layout::kWarps);
+            start_barrier(shared_address(shared.done + i), Layout::kThreads);
             start_barrier(shared_address(shared.named + i));
             start_barrier(shared_address(shared.noted + i), 2);
         }
+        start_barrier(shared_address(&shared.met), Layout::kThreads);
         show_barriers();
     }
 };
@@ -98,10 +100,12 @@ __device__ inline int hear_number(WideShared<Layout>& shared, int turn, int lane
     if (turn == 0) return blockIdx.x;
     const int at = (turn - 1) % 2;
     wait_bytes(shared_address(shared.named + at), (turn - 1) / 2 & 1);
-    const int number = shared.numbers[at];
-    __syncwarp();
-    if (lane == 0) arrive_at(shared_address(shared.noted + at));
-    return number;
+    int number = 0;
+    if (lane == 0) {
+        number = shared.numbers[at];
+        arrive_at(shared_address(shared.noted + at));
+    }
+    return __shfl_sync(~0u, number, 0);
 }
 
 // A warp that asks the copy engine for the keys or the values of all tiles of the CTA; `to`: of the first place.
@@ -111,15 +115,22 @@ __device__ inline void bring_tiles(const StreamWork& w, const WidePlaces<Layout>
                                    const char* to, const uint64_t* arrived, bool takes, int lane) {
     static_assert(kWideTiles * kWidePages == 32);  // a thread knows one page
     const AttentionWork& p = w.attention;
-    const WarpFinder<Layout::kLanes> finder(p);
+    if (w.reads_ahead) {
+        order_copies_after_stores();
+    } else {
+        wait_for_previous();
+    }
+    const WarpFinder<Layout::kLanes> finder(p, {w.reads_ahead});
     const uint64_t policy = read_once_policy();
     const uint32_t full = shared_address(arrived), free = shared_address(places.shared.free), base = shared_address(to);
     WideSlot slot;
     for (int turn = 0, number = blockIdx.x; number < finder.total(); ++turn) {
-        const Piece piece = finder.find(p, number);
+        const IndexReader read = {w.reads_ahead && turn == 0};
+        const Piece piece = finder.find(p, number, read);
         const WideTiles tiles(p, piece);
         const bool exists = lane >= tiles.first && lane < tiles.upto;
-        const int mine = exists ? pool_row(p, piece, {-1, 0}, tiles.begin + lane * kTilePositions) : 0;
+        const int mine = exists ? pool_row(p, piece, {-1, 0}, tiles.begin + lane * kTilePositions, read) : 0;
+        if (turn == 0 && w.reads_old && tiles.end > piece.position_of(0)) wait_for_previous();
 #pragma unroll 1
         for (int tile = 0; tile < kWideTiles; ++tile) {
             const int pages = tiles.pages(tile), skipped = tiles.skipped(tile);
@@ -141,6 +152,7 @@ __device__ inline void bring_tiles(const StreamWork& w, const WidePlaces<Layout>
             __syncwarp();
             slot.next(w.stages);
         }
+        if (turn == 0) wait_for_previous();  // it may still take pieces, and write pages that come now
         if (takes) {
             number = take_piece(p, finder.total(), lane);
             tell_number(places.shared, turn + 1, number, lane);
@@ -160,7 +172,9 @@ template <typename T, typename Layout>
 __device__ inline void bring_queries(const StreamWork& w, const WidePlaces<Layout>& places, int lane) {
     constexpr int kVectors = Layout::kDim / kVector;
     const AttentionWork& p = w.attention;
-    const WarpFinder<Layout::kLanes> finder(p);
+    if (!w.reads_ahead) wait_for_previous();
+    const WarpFinder<Layout::kLanes> finder(p, {w.reads_ahead});
+    wait_for_previous();  // for queries
     for (int turn = 0;; ++turn) {
         const int at = turn % 2, number = hear_number(places.shared, turn, lane);
         const uint32_t known = shared_address(places.shared.known + at);

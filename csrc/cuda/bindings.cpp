@@ -74,8 +74,9 @@ void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Addre
                      int64_t num_tokens, int64_t max_queries, int64_t max_context, int64_t num_heads,
                      int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks,
                      int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
-                     Address stream) {
+                     bool fresh, Address stream) {
     tide::cuda::PagedAttentionParams params = {};
+    params.fresh = fresh;
     params.q = in(q);
     params.k_pool = in(k_pool);
     params.v_pool = in(v_pool);

@@ -59,6 +59,7 @@ struct PagedAttentionParams {
     float scaling;
     int64_t window;  // <= 0: none
     float softcap;   // <= 0: none
+    bool fresh;      // the launch before it wrote K and V of these queries, and no other pages
 };
 
 }  // namespace tide::cuda

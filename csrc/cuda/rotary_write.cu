@@ -11,8 +11,8 @@ constexpr int kWarps = 4;
 template <typename T>
 __global__ void __launch_bounds__(kWarps* kWarp)
     rotary_write_kernel(const __grid_constant__ RotaryWriteParams p, Divider by_heads, Divider by_block, bool aligned) {
-    let_next_start();
     wait_for_previous();
+    let_next_start();  // attention follows, and may read older pages then
     const int heads = static_cast<int>(p.q.heads + p.k.heads + p.v.heads);
     const int tasks = static_cast<int>(count_rows(p.num_rows, p.rows)) * heads;
     const int first = blockIdx.x * kWarps + threadIdx.x / kWarp, step = gridDim.x * kWarps;
@@ -45,9 +45,10 @@ void rotary_write(DType dtype, const RotaryWriteParams& p, cudaStream_t stream) 
     with_storage("rotary_write", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         launch("rotary_write", rotary_write_kernel<T>,
-               LaunchShape{grid_of((tasks + kWarps - 1) / kWarps), kWarps * kWarp}, stream, p,
+               LaunchShape{grid_of((tasks + kWarps - 1) / kWarps), kWarps * kWarp, 0, 1, Effect::kSettles}, stream, p,
                Divider(p.q.heads + p.k.heads + p.v.heads), Divider(p.block_size > 0 ? p.block_size : 1), in_twos<T>(p));
     });
+    if (p.k_pool != nullptr) Settled::note_fresh(stream, p.k_pool);
 }
 
 }  // namespace tide::cuda

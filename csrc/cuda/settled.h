@@ -22,13 +22,21 @@ enum class Effect {
     kSettles,  // nor does it, and it lets the next kernel start after its own wait_for_previous()
 };
 
+// What a kernel may read before wait_for_previous().
+enum class Ahead {
+    kNothing,
+    kOld,  // indices, and all pages but those of the tokens that are its queries: the kernel before it writes these
+    kAll,  // indices and all pages
+};
+
 // What this thread has launched on each stream since that was settled last. Other threads do not concern it: nobody
 // writes the pages and indices of its launches but itself.
 class Settled {
   public:
     static void note(cudaStream_t stream, Effect effect) {
-        if (effect == Effect::kNothing) return;
         State& state = of(stream);
+        state.fresh = nullptr;
+        if (effect == Effect::kNothing) return;
         state.is_settled = effect == Effect::kSettles;
         state.written.clear();
     }
@@ -36,6 +44,13 @@ class Settled {
     // A kernel was launched that writes new tokens to the pages of this pool, and else neither pages nor indices.
     static void note_pool(cudaStream_t stream, const void* pool) {
         if (may_read(stream, pool)) of(stream).written.push_back(pool);  // once: some models never settle again
+    }
+
+    // The same of a kernel that lets the next one start after its own wait, right behind its launch.
+    static void note_fresh(cudaStream_t stream, const void* pool) {
+        note(stream, Effect::kSettles);
+        note_pool(stream, pool);
+        of(stream).fresh = pool;
     }
 
     // Whether all pages and indices are as they were when the stream was settled last.
@@ -50,10 +65,19 @@ class Settled {
         return state.is_settled && std::find(state.written.begin(), state.written.end(), pool) == state.written.end();
     }
 
+    // What the next launch may read of this pool before it waits. `fresh`: its queries are the tokens that the launch
+    // before it wrote there, if it wrote any.
+    static Ahead ahead(cudaStream_t stream, const void* pool, bool fresh) {
+        if (may_read(stream, pool)) return Ahead::kAll;
+        return fresh && of(stream).fresh == pool ? Ahead::kOld : Ahead::kNothing;
+    }
+
   private:
     struct State {
         bool is_settled = false;
         std::vector<const void*> written;
+        // The pool that the last launch wrote new tokens to, everything before being settled.
+        const void* fresh = nullptr;
     };
     // The default stream has one name on all devices.
     static State& of(cudaStream_t stream) {

@@ -243,10 +243,13 @@ def test_many_queries_of_many_rows_are_near_the_reference_and_the_same_alone(
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_lanes_are_clean(dtype: torch.dtype) -> None:
-    case = PagedCase(
-        [20, 40] * 9 + [530], [5] * 18 + [8], num_kv_heads=4, group=4, key_dim=64, value_dim=64, dtype=dtype
-    )
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("queries", [8, 9])
+@pytest.mark.parametrize("copies", [1, 4])
+def test_many_lanes_are_clean(copies: int, queries: int, dim: int, dtype: torch.dtype) -> None:
+    """At most 32 lanes a piece and more; with four copies a multiprocessor has several pieces."""
+    contexts, lengths = ([20, 40] * 9 + [530]) * copies, ([5] * 18 + [queries]) * copies
+    case = PagedCase(contexts, lengths, num_kv_heads=4, group=4, key_dim=dim, value_dim=dim, dtype=dtype)
     assert_near(attend(case), attend_plainly(case))
 
 

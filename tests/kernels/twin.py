@@ -14,7 +14,9 @@ def twin_kernels() -> CudaKernels:
         held = sizes[5] if len(sizes) > 5 else None
         return torch.zeros(1) if held is None else held
 
-    def attend(*tensors: Any, max_queries: int, max_context: int, workspace: torch.Tensor) -> torch.Tensor:
+    def attend(
+        *tensors: Any, max_queries: int, max_context: int, workspace: torch.Tensor, fresh: bool = False
+    ) -> torch.Tensor:
         _, _, _, tables, starts, lens, *_ = tensors
         assert int(lens.max()) <= max_context <= tables.shape[1] * tensors[1].shape[2]
         assert int(starts.diff().max()) <= max_queries

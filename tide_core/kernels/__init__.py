@@ -137,6 +137,7 @@ class AttendOp(Protocol):
         max_queries: int,
         max_context: int,
         workspace: Tensor,
+        fresh: bool = False,
     ) -> Tensor: ...
 
 

@@ -116,11 +116,14 @@ def paged_attention(
     num_rows: Tensor | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
+    fresh: bool = False,
 ) -> Tensor:
     """Causal attention of ragged queries over paged keys and values; returns [T, Hq, D].
 
     No row may have more than `max_context` positions, which are at most those of its block table. `max_queries` is the
-    most queries a row is expected to have; more are right but slow. Queries that no row owns are left unset."""
+    most queries a row is expected to have; more are right but slow. Queries that no row owns are left unset. `fresh`
+    promises that a `rotary_write` right before wrote keys and values of these queries and nothing else, so that older
+    ones can be read meanwhile."""
     device = home(q)
     checks.refuse(
         cuda_checks.paged_attention_faults(q, k_pool, v_pool, block_tables, query_starts, context_lens, device)
@@ -164,6 +167,7 @@ def paged_attention(
             scaling,
             window,
             softcap,
+            fresh,
         )
     return y
 

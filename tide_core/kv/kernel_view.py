@@ -125,8 +125,16 @@ class KernelView(PagedView):
         return self._kernels
 
     def attend_paged(
-        self, layer: int, query: torch.Tensor, scaling: float, window: int = 0, softcap: float = 0.0
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        *,
+        fresh: bool = False,
     ) -> torch.Tensor:
+        """`fresh`: the launch before wrote the keys and values of these queries, and no others."""
         pools = self._cache.pools[layer]
         if self._may_gather and self._max_queries > FEW_QUERIES and softcap <= 0 and flash_takes(*pools):
             return self._gathering.attend_paged(layer, query, scaling, window)
@@ -142,6 +150,7 @@ class KernelView(PagedView):
             max_queries=self._max_queries,
             max_context=self._max_context,
             workspace=self._workspace(query),
+            fresh=fresh,
         )
 
     def attend_joined(
@@ -158,7 +167,7 @@ class KernelView(PagedView):
         pools = self._cache.pools[layer]
         if not self._joins or not self._kernels.takes_joined(*pools):
             query = self._kernels.rotary_write(qkv, *rotation, self.slots, *pools, *norms, eps)
-            return self.attend_paged(layer, query, scaling, window)
+            return self.attend_paged(layer, query, scaling, window, fresh=True)
         head_dim = pools[0].shape[3]
         heads = qkv.view(len(qkv), -1, head_dim)
         return self._kernels.attend_joined(
