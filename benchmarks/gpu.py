@@ -57,13 +57,16 @@ LARGE_SIZES = Sizes(
     tokens=128,
     prompts=24,
     turns=3,
+    batch_turns=7,
     rounds=7,
     replays=(1, 8),
     calls=24,
     rival_tokens=36,
     rival_limit_s=90.0,
 )
-SMALL_SIZES = replace(LARGE_SIZES, steps=8, repeats=3, tokens=12, prompts=2, turns=1, rounds=2, calls=2, rival_tokens=8)
+SMALL_SIZES = replace(
+    LARGE_SIZES, steps=8, repeats=3, tokens=12, prompts=2, turns=1, batch_turns=1, rounds=2, calls=2, rival_tokens=8
+)
 Report = dict[str, Any]
 
 

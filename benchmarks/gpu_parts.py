@@ -39,6 +39,7 @@ class Sizes:
     tokens: int
     prompts: int
     turns: int
+    batch_turns: int
     rounds: int
     """Prompts for each row of a batch."""
     replays: tuple[int, ...]
@@ -186,7 +187,7 @@ def demo(world: World) -> Found:
         lengths = [sizes.tokens] if size == 1 else varied(sizes.tokens, len(groups[0]))
         contracts = {name: [greedy(tokens=length, **mode) for length in lengths] for name, mode in modes.items()}
         with bench.at_most(size):
-            runs = bench.turns(groups, contracts, sizes.turns)
+            runs = bench.turns(groups, contracts, sizes.turns if size == 1 else sizes.batch_turns)
         full, verified = runs["full"], runs["verified"]
         found.figures[f"batch {size}"] = {
             **{name: {**mine.figures(), "over_full": mine.over(full)} for name, mine in runs.items()},

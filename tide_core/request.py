@@ -88,6 +88,17 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether other logits than the model's are asked for before a token is chosen."""
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
     def check_ids(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have."""
         for name, ids in (("stop_ids", self.stop_ids), ("logit_bias", tuple(self.logit_bias))):
@@ -120,7 +131,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExitPolicy:
-    """What the contract of a request means at each checkpoint layer, shallow to deep."""
+    """What the contract of a request means at each checkpoint layer, shallow to deep. What every step asks for every
+    row is found out once."""
 
     mode: str = "full"
     draft_thresholds: tuple[float, ...] = ()
@@ -129,15 +141,18 @@ class ExitPolicy:
     """Least score at which a draft is emitted whatever full depth says; infinite in mode verified."""
     epsilon: float | None = None
     may_exit: bool = field(init=False, repr=False, compare=False)
-    """Whether it may be drafted from any checkpoint. Kept, for every step asks for every row."""
+    """Whether it may be drafted from any checkpoint."""
+    skips_layers: bool = field(init=False, repr=False, compare=False)
+    """Whether tokens that exit never run the deep layers."""
+    is_lossless: bool = field(init=False, repr=False, compare=False)
+    """Whether no token leaves that full depth does not say too."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "may_exit", any(threshold <= 1.0 for threshold in self.draft_thresholds))
-
-    @property
-    def skips_layers(self) -> bool:
-        """Whether tokens that exit never run the deep layers."""
-        return self.mode == "fast"
+        may_exit = any(threshold <= 1.0 for threshold in self.draft_thresholds)
+        verified = self.epsilon is None and all(threshold > 1.0 for threshold in self.exit_thresholds)
+        object.__setattr__(self, "may_exit", may_exit)
+        object.__setattr__(self, "skips_layers", self.mode == "fast")
+        object.__setattr__(self, "is_lossless", not may_exit or verified)
 
 
 NO_EXITS = ExitPolicy()
@@ -145,7 +160,8 @@ NO_EXITS = ExitPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One admitted request: ids checked against the model, parameters checked."""
+    """One admitted request: ids checked against the model, parameters checked. What every step asks for every row is
+    found out once."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -156,12 +172,20 @@ class Request:
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of one salt."""
     policy: ExitPolicy = NO_EXITS
+    end_ids: frozenset[int] = field(init=False, repr=False, compare=False)
+    """Ids that end the text and are no part of it."""
+    wants_tokens_alone: bool = field(init=False, repr=False, compare=False)
+    """Whether logits are used as the model makes them, and nobody wants to know them."""
+    is_foreseeable: bool = field(init=False, repr=False, compare=False)
+    """Whether what follows depends on nothing but the model's likeliest tokens, wherever none leaves for good."""
 
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Ids that end the text and are no part of it."""
+    def __post_init__(self) -> None:
         params = self.params
-        return params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
+        end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else self.eos_ids)))
+        own_threshold = params.threshold is not None and self.policy.may_exit
+        object.__setattr__(self, "end_ids", end_ids)
+        object.__setattr__(self, "wants_tokens_alone", params.logprobs is None and not params.changes_logits)
+        object.__setattr__(self, "is_foreseeable", params.is_greedy and not own_threshold)
 
 
 @dataclass(frozen=True, slots=True)

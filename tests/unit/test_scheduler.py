@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.factories import make_request, make_scheduler
+from tide_core.batch import ScheduledBatch
 from tide_core.engine.scheduler import Row, Scheduler
 from tide_core.request import ExitPolicy
 
@@ -279,15 +281,58 @@ def test_a_row_on_standby_is_let_in_only_where_those_that_run_have_blocks_for_a_
     assert step(scheduler) == {"a": 5, "b": 5}, "eight are left, four of them for each of the two, and none for a third"
 
 
+def shares_of(rows: list[Row], batch: ScheduledBatch) -> list[tuple[Any, ...]]:
+    return [
+        (row.request.request_id, list(of.token_ids), of.samples, of.policy, of.num_drafts, len(of.table.block_ids))
+        for row, of in zip(rows, batch.rows, strict=True)
+    ]
+
+
+def by_all_rules(scheduler: Scheduler) -> list[tuple[Any, ...]]:
+    """What the next step would be without the short way for rows that talk."""
+    twin = copy.deepcopy(scheduler)
+    twin._schedule_talk = lambda: None  # type: ignore[method-assign]
+    return shares_of(*twin.schedule())
+
+
+def test_rows_that_talk_are_scheduled_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    scheduler = make_scheduler(num_blocks=40, max_rows=4, max_batch_tokens=40)
+    scheduler.plan_drafts = lambda drafting, rows: asked.append((drafting, rows)) or 2  # type: ignore[func-returns-value]
+    for name, policy in (("a", EXITS), ("b", None), ("c", EXITS)):
+        add(scheduler, name, 5, policy=policy)
+    step(scheduler)
+    expected = by_all_rules(scheduler)
+    asked.clear()
+    monkeypatch.setattr(scheduler, "_schedule_all", lambda: pytest.fail("there is nothing to decide"))
+    assert shares_of(*scheduler.schedule()) == expected
+    assert [share[4] for share in expected] == [2, 0, 2]
+    assert asked == [(2, 3)]
+
+
+def test_a_plan_is_asked_for_once_where_the_short_way_was_tried_in_vain() -> None:
+    asked: list[tuple[int, int]] = []
+    scheduler = make_scheduler(num_blocks=40, max_rows=4, max_batch_tokens=5)
+    scheduler.plan_drafts = lambda drafting, rows: asked.append((drafting, rows)) or 3  # type: ignore[func-returns-value]
+    for name in ("a", "b"):
+        add(scheduler, name, 2, policy=EXITS)
+    step(scheduler)
+    asked.clear()
+    _, batch = scheduler.schedule()
+    assert [share.num_drafts for share in batch.rows] == [1, 1]
+    assert asked == [(2, 2)]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
 
-    num_blocks, keeps_standby = 9, False
+    num_blocks, max_batch_tokens, keeps_standby, runs_ahead = 9, 8, False, False
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make_scheduler(num_blocks=self.num_blocks, max_rows=4, max_batch_tokens=8, drafts=3)
-        self.scheduler.keeps_standby = self.keeps_standby
+        sizes = {"num_blocks": self.num_blocks, "max_batch_tokens": self.max_batch_tokens}
+        self.scheduler = make_scheduler(**sizes, max_rows=4, drafts=3)
+        self.scheduler.keeps_standby, self.scheduler.runs_ahead = self.keeps_standby, self.runs_ahead
         self.scheduler.max_drafts = 2
         self.rows: list[Row] = []
         self.count = 0
@@ -307,6 +352,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(accepted=st.integers(0, 3))
     def step(self, accepted: int = 0) -> None:
         said = {row.request.request_id: len(row.output_ids) for row in self.rows if row.output_ids}
+        expected = by_all_rules(self.scheduler)
+        assert shares_of(*copy.deepcopy(self.scheduler).schedule()) == expected
         shares = step(self.scheduler, accepted)
         talked = [row for row in self.rows if len(row.output_ids) > said.get(row.request.request_id, 999)]
         assert len(talked) <= self.scheduler.max_rows
@@ -342,6 +389,11 @@ class StandbyMachine(SchedulerMachine):
     num_blocks, keeps_standby = 40, True
 
 
+class AheadMachine(SchedulerMachine):
+    num_blocks, max_batch_tokens, runs_ahead = 30, 24, True
+
+
 TestSchedulerMachine, TestStandbyMachine = SchedulerMachine.TestCase, StandbyMachine.TestCase
+TestAheadMachine = AheadMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestStandbyMachine.settings = TestSchedulerMachine.settings
+TestStandbyMachine.settings = TestAheadMachine.settings = TestSchedulerMachine.settings

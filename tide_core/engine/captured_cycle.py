@@ -31,7 +31,6 @@ from tide_core.engine.cycle_graph import CycleGraph
 from tide_core.engine.cycle_room import CycleRoom, RowPlace
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Settler
-from tide_core.engine.policy import changes_logits
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.cycle_plan import MOST_ROWS
 from tide_core.kv.cache import PagedKV
@@ -100,14 +99,12 @@ class CapturedCycles:
     @staticmethod
     def takes(row: RowStep) -> bool:
         """Whether all that follows for this row can be known on the device."""
-        params = row.request.params
         return (
             len(row.token_ids) == 1
             and row.samples
             and row.num_drafts < FEW_QUERIES
+            and row.request.wants_tokens_alone
             and not row.policy.skips_layers
-            and params.logprobs is None
-            and not changes_logits(params)
         )
 
     @staticmethod
@@ -160,12 +157,13 @@ class CapturedCycles:
         """Begin the cycle behind a flight: with the rows that it runs, as it leaves them, and with those that are new.
         None where it cannot be known what a row goes on with, or has no room for it, or if all may end before."""
         size, longest = self._cache.block_size, self._max_positions
-        places, is_worth_it = list[RowPlace](), False
+        places: list[RowPlace] = []
+        is_worth_it = False
         for index, row in enumerate(rows):
-            params, table = row.request.params, row.table
-            if not params.is_greedy or not _as_full_depth_says(row):
+            request, table = row.request, row.table
+            if not (request.is_foreseeable and row.policy.is_lossless):
                 return None
-            left = params.max_tokens - len(row.output_ids)
+            left = request.params.max_tokens - len(row.output_ids)
             number = found.get(index)
             behind, gained = -1, 0
             if number is not None:
@@ -174,8 +172,8 @@ class CapturedCycles:
                 if left < 1:
                     continue
             is_worth_it |= left >= gained
-            drafts = min(row.num_drafts, left - 1)
-            last = table.num_valid + gained + drafts
+            drafts = row.num_drafts if row.num_drafts < left else left - 1
+            last = table.lengths[-1] + gained + drafts
             if last >= longest or last // size >= len(table.block_ids):
                 return None
             places.append(RowPlace(row, drafts, table.block_ids[: last // size + 1], behind))
@@ -219,14 +217,6 @@ class CapturedCycles:
             cycle.capture(self._pool)
             self._pool = cycle.pool
         return cycle
-
-
-def _as_full_depth_says(row: RowStep) -> bool:
-    """Whether drafts of this row count if full depth says the same, and else not: the device can tell."""
-    policy = row.policy
-    if not policy.may_exit:
-        return True
-    return row.request.params.threshold is None and policy.epsilon is None and policy.exit_thresholds[0] > 1.0
 
 
 def _drafts_of(row: RowPlace) -> int:

@@ -27,7 +27,7 @@ from tide_core.engine.progress import Gain, Progress, make_output
 from tide_core.engine.scheduler import Row, Scheduler
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import EngineError, RequestError
-from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams
+from tide_core.request import Audit, ExitPolicy, FinishReason, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger("tide")
 
@@ -101,7 +101,7 @@ class EngineCore:
         row = self.scheduler.add(request, self._cache_namespace(request))
         if is_broken:
             row.policy = without_exits(row.policy)
-        self._open[request.request_id] = Progress(row, text, frozenset(request.end_ids), self._clock())
+        self._open[request.request_id] = Progress(row, text, request.end_ids, self._clock())
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any phase; None if it is not open."""
@@ -245,15 +245,17 @@ class EngineCore:
         tokens, reason = progress.cut(result.tokens)
         said = None
         if row.request.params.stop:
-            said, stopped = progress.say(tokens, mode, ends=reason is not None)
+            said, stopped = progress.say(tokens, mode, reason is not None)
             tokens, reason = tokens[: len(said)], FinishReason.STOP if stopped else reason
         dropped = len(result.tokens) - len(tokens)
         self.counters.num_output_tokens += len(tokens)
-        ran = step, result
+        ran = None
         if mode in MAY_BREAK:
-            self._account(progress, *ran, tokens)
+            self._account(progress, step, result, tokens)
+        else:
+            ran = step, result
         self.scheduler.advance(row, result.num_valid - dropped, [token.token_id for token in tokens])
-        self._unsaid.append(Gain(progress, mode, tokens, said, reason, ran=None if mode in MAY_BREAK else ran))
+        self._unsaid.append(Gain(progress, mode, tokens, said, reason, None, ran))
         if reason is not None:
             self._close(progress)
 
@@ -263,9 +265,10 @@ class EngineCore:
         request_id = progress.row.request.request_id
         try:
             if gain.ran is not None:
-                self._account(progress, *gain.ran, gain.tokens)
+                step, result = gain.ran
+                self._account(progress, step, result, gain.tokens)
             if said is None:
-                said, _ = progress.say(gain.tokens, gain.mode, ends=reason is not None)
+                said, _ = progress.say(gain.tokens, gain.mode, reason is not None)
         except Exception as error:
             return self._failed(progress, error)
         if reason is None:
@@ -285,28 +288,23 @@ class EngineCore:
         return RequestOutput(request_id, (), FinishReason.ERROR, progress.usage(self._clock()), failure)
 
     def _account(self, progress: Progress, step: RowStep, result: RowResult, outputs: Sequence[TokenResult]) -> None:
-        """Count what was emitted and what truly ran for it, and hear what full depth says about it."""
+        """Count what was emitted and what truly ran for it."""
         # A prompt's layers are not the output's; its last token ran all of them for the first output token.
         layers_run = result.layers_run if len(step.token_ids) == 1 else self._num_layers
         counts = result.counts
-        accepted = min(counts.accepted, len(outputs))
-        self.exits.record(
-            [(token.exit_layer, token.audit) for token in outputs],
-            layers_run=layers_run,
-            deep_passes=1,
-            drafts=counts.drafted,
-            accepted=accepted,
-            non_finite_scores=counts.non_finite,
-        )
-        for token in outputs:
-            progress.exits[token.exit_layer] = progress.exits.get(token.exit_layer, 0) + 1
-        progress.layers_run += layers_run
-        progress.deep_passes += 1
-        progress.num_drafts += counts.drafted
-        progress.num_accepted += accepted
+        drafted, accepted = counts.drafted, counts.accepted
+        if accepted > len(outputs):
+            accepted = len(outputs)
+        exits = [(token.exit_layer, token.audit) for token in outputs]
+        self.exits.record(exits, layers_run, 1, drafted, accepted, counts.non_finite)
+        progress.count(exits, layers_run, drafted, accepted)
         if self._on_result is not None:
             self._on_result(step, result)
-        policy = step.policy
+        if step.policy.mode in MAY_BREAK:
+            self._audit(step.policy, outputs)
+
+    def _audit(self, policy: ExitPolicy, outputs: Sequence[TokenResult]) -> None:
+        """Hear what full depth says about tokens that left before it was asked."""
         if policy.mode == "bounded" and policy.epsilon is not None:
             ledger = self.audits.ledger(f"bounded:{policy.epsilon:g}", policy.epsilon)
             was_broken = ledger.broken

@@ -141,8 +141,8 @@ class Acceptance:
 
     def observe(self, allowed: int, drafted: int, accepted: int) -> None:
         """One cycle of one row that was allowed so many drafts."""
-        _observe(self.reached[:allowed], drafted)
-        _observe(self.kept[:allowed], accepted)
+        _observe(self.reached, allowed, drafted)
+        _observe(self.kept, allowed, accepted)
 
     def reach(self, draft: int) -> float:
         """Chance that a row makes its `draft`-th draft; 1 for the 0th."""
@@ -237,9 +237,11 @@ class DraftPlanner:
             self.acceptance.observe(counts.allowed, counts.drafted, counts.accepted)
 
 
-def _observe(chances: Sequence[Chance], num_hits: int) -> None:
-    """Count hits in a row and the miss that ends them; about what would have followed nothing is known."""
-    for index, chance in enumerate(chances[: num_hits + 1]):
+def _observe(chances: Sequence[Chance], allowed: int, num_hits: int) -> None:
+    """Count hits in a row and the miss that ends them, if it was not the end; about what would have followed nothing is
+    known."""
+    for index in range(min(allowed, num_hits + 1, len(chances))):
+        chance = chances[index]
         fade = _FADE if chance.tries > MEMORY else 1.0
         chance.hits = chance.hits * fade + (index < num_hits)
         chance.tries = chance.tries * fade + 1.0

@@ -39,13 +39,19 @@ class Flight:
         return self.rows[0].drafts
 
     def find(self, rows: Sequence[RowStep]) -> dict[int, int]:
-        """Where the rows are that it runs as they are now: by their index, their number here."""
-        found = find_rows([row.step for row in self.rows], [row.blocks for row in self.rows], rows)
-        return {index: number for index, number in found.items() if self._stands(number, rows[index])}
-
-    def _stands(self, number: int, row: RowStep) -> bool:
-        """Whether the row goes on with the token, and where, that the device ran it with."""
-        return len(row.token_ids) == 1 and self._starts[number] == (row.token_ids[0], row.table.num_valid)
+        """Where the rows are that it runs as they are now, with the token and at the position that the device ran them
+        with: by their index, their number here."""
+        mine, starts = self.rows, self._starts
+        numbers = {id(place.step.table): number for number, place in enumerate(mine)}
+        found: dict[int, int] = {}
+        for index, row in enumerate(rows):
+            table, token_ids = row.table, row.token_ids
+            number = numbers.get(id(table))
+            if number is None or len(token_ids) != 1 or starts[number] != (token_ids[0], table.lengths[-1]):
+                continue
+            if is_still(mine[number].step, mine[number].blocks, row):
+                found[index] = number
+        return found
 
     def results(self, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         """Wait for the device. Of the rows that `find` has found, in the order of `wanted`."""
@@ -61,9 +67,10 @@ class Flight:
     def learn(self, said: Said) -> None:
         """Hear what the cycle before has said: where the rows went on."""
         tokens, positions = said.going_on
-        for step, _, _, behind in self.rows:
-            known = step.token_ids[0], step.table.num_valid
-            self._starts.append(known if behind < 0 else (tokens[behind], positions[behind]))
+        self._starts = [
+            (step.token_ids[0], step.table.num_valid) if behind < 0 else (tokens[behind], positions[behind])
+            for step, _, _, behind in self.rows
+        ]
 
     def _result(self, step: RowStep, number: int, said: Said, by_place: Sequence[Drafted]) -> RowResult:
         drafts, place = self.rows[number].drafts, number * self.each
@@ -87,10 +94,14 @@ def find_rows(told: Sequence[RowStep], blocks: Sequence[list[int]], rows: Sequen
         number = numbers.get(id(row.table))
         if number is None:
             continue
-        one, own = told[number], blocks[number]
-        if one.request is row.request and one.policy is row.policy and row.table.block_ids[: len(own)] == own:
+        if is_still(told[number], blocks[number], row):
             found[index] = number
     return found
+
+
+def is_still(told: RowStep, blocks: list[int], row: RowStep) -> bool:
+    """Whether a row is the one that a launch was told of, and its blocks begin with those that it had."""
+    return told.request is row.request and told.policy is row.policy and row.table.block_ids[: len(blocks)] == blocks
 
 
 def branch_of(right: int, tried: Sequence[int]) -> int:

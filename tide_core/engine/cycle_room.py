@@ -89,12 +89,15 @@ class CycleRows:
         """By falling number of drafts. Returns where the tokens of each place begin in the deep pass."""
         each, written = self._each, self._written
         about: list[tuple[int, int, int, int]] = []
-        for index, (step, drafts, blocks, behind) in enumerate(rows):
-            for place in range(index * each, (index + 1) * each):
+        place = 0
+        for step, drafts, blocks, behind in rows:
+            start = step.table.num_valid if behind < 0 else -1 - behind
+            of_row = step.token_ids[0], start, drafts, leaves(step.policy)
+            for _ in range(each):
                 if written[place] != blocks:  # a few times quicker than to write them again
                     self._tables[place, : len(blocks)] = written[place] = blocks
-            start = step.table.num_valid if behind < 0 else -1 - behind
-            about += ((step.token_ids[0], start, drafts, leaves(step.policy)),) * each
+                about.append(of_row)
+                place += 1
         num, before = len(about), self._num_rows
         if about:
             self._about[:, :num] = np.array(about, dtype=np.int32).T

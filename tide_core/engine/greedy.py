@@ -9,9 +9,9 @@ stay.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import NamedTuple
 
 from tide_core.batch import DraftCounts, RowResult, RowStep, TokenResult
@@ -39,7 +39,7 @@ class Settler:
     def plain(self, best: float, best_id: int, num_tokens: int = 1) -> RowResult:
         """What `row` makes of a row that has drafted nothing; it may have run more tokens than one."""
         layers_run = num_tokens * self.num_layers
-        if not math.isfinite(best):
+        if not isfinite(best):
             return make_result((), num_tokens, layers_run, NOTHING_DRAFTED, _numerical_error(best))
         return make_result((make_token(best_id, self.num_layers),), num_tokens, layers_run, NOTHING_DRAFTED)
 
@@ -55,7 +55,7 @@ class Settler:
     ) -> RowResult:
         """`best` are the largest logits at full depth behind the newest token and behind each draft, `best_ids` the
         tokens that follow. All of it ran for each of the row's branches."""
-        taken, score, non_finite = self._taken(step, drafted)
+        taken, score, non_finite = _taken(step, drafted)
         count = step.num_drafts
         layers_run = branches * (count * self.exit_layer + (count + 1) * self.num_layers)
         tokens, error = self._tokens(step, drafted, taken, score, best, best_ids)
@@ -76,38 +76,43 @@ class Settler:
     ) -> tuple[list[TokenResult], str | None]:
         """The tokens that follow, up to the one full depth adds itself or up to the error."""
         tokens: list[TokenResult] = []
-        leave = step.policy.exit_thresholds[0] if taken else math.inf
+        exit_layer, leave = self.exit_layer, step.policy.exit_thresholds[0] if taken else inf
+        scores, token_ids = drafted
         for ahead in range(taken + 1):
-            if not math.isfinite(best[ahead]):
+            if not isfinite(best[ahead]):
                 return tokens, _numerical_error(best[ahead])
             right = best_ids[ahead]
             if ahead == taken:
                 break
-            token_id, score_here = drafted.token_ids[ahead], drafted.scores[ahead]
+            token_id, score_here = token_ids[ahead], scores[ahead]
             if score_here >= leave:
                 audit = Audit.AGREED if token_id == right else Audit.DISAGREED
-                tokens.append(make_token(token_id, self.exit_layer, None, (), score_here, audit))
+                tokens.append(make_token(token_id, exit_layer, None, (), score_here, audit))
             elif token_id == right:
-                tokens.append(make_token(token_id, self.exit_layer, None, (), score_here))
+                tokens.append(make_token(token_id, exit_layer, None, (), score_here))
             else:
                 score = score_here
                 break
         tokens.append(make_token(right, self.num_layers, None, (), score))
         return tokens, None
 
-    def _taken(self, step: RowStep, drafted: Drafted) -> tuple[int, float | None, int]:
-        """How many drafts count, the score of the one behind them that does not, and scores that are no numbers."""
-        params, end_ids = step.request.params, step.request.end_ids
-        least = -math.inf if params.threshold is None else params.threshold
-        if step.policy.epsilon is not None:  # its bound was certified for drafts that end here
-            least = step.policy.draft_thresholds[0]
-        for ahead in range(step.num_drafts):
-            score, token_id = drafted.scores[ahead], drafted.token_ids[ahead]
-            if not score >= least or not math.isfinite(score):
-                return ahead, score, int(not math.isfinite(score))
-            if token_id in end_ids:
-                return ahead + 1, None, 0
-        return step.num_drafts, None, 0
+
+def _taken(step: RowStep, drafted: Drafted) -> tuple[int, float | None, int]:
+    """How many drafts count, the score of the one behind them that does not, and scores that are no numbers."""
+    request, count = step.request, step.num_drafts
+    least = -inf if request.params.threshold is None else request.params.threshold
+    if step.policy.epsilon is not None:  # its bound was certified for drafts that end here
+        least = step.policy.draft_thresholds[0]
+    scores, token_ids = drafted
+    if least < 0.0 and isfinite(sum(scores)) and request.end_ids.isdisjoint(token_ids):
+        return count, None, 0  # as nearly always: nothing can end them
+    for ahead in range(count):
+        score = scores[ahead]
+        if not score >= least or not isfinite(score):
+            return ahead, score, int(not isfinite(score))
+        if token_ids[ahead] in request.end_ids:
+            return ahead + 1, None, 0
+    return count, None, 0
 
 
 def _numerical_error(best: float) -> str:

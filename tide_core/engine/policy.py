@@ -54,18 +54,7 @@ def resolve_policy(params: SamplingParams, checkpoints: Sequence[CheckpointPolic
 
 def changes_the_choice(params: SamplingParams) -> bool:
     """Whether full depth would choose by anything but its largest logit: a bound says nothing about such requests."""
-    return not params.is_greedy or changes_logits(params)
-
-
-def changes_logits(params: SamplingParams) -> bool:
-    """Whether a request asks for other logits than the model's before its token is chosen."""
-    return bool(
-        params.logit_bias
-        or params.min_tokens
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
+    return not params.is_greedy or params.changes_logits
 
 
 def without_exits(policy: ExitPolicy) -> ExitPolicy:

@@ -13,7 +13,7 @@ from tide_core.batch import RowResult, RowStep, TokenResult
 from tide_core.engine.scheduler import Row
 from tide_core.engine.tokenizer import TextStream
 from tide_core.quick import quick
-from tide_core.request import FinishReason, RequestOutput, TokenOutput, Usage
+from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput, Usage
 
 make_token, make_output = quick(TokenOutput), quick(RequestOutput)
 
@@ -48,14 +48,25 @@ class Progress:
                 return tokens[:place], FinishReason.LENGTH
         return tokens, None
 
-    def say(self, tokens: Sequence[TokenResult], mode: str, *, ends: bool) -> tuple[list[TokenOutput], bool]:
+    def count(self, exits: Sequence[tuple[int, Audit]], layers_run: int, drafted: int, accepted: int) -> None:
+        """Add what one step gave: exit layers of its tokens, and what ran for them."""
+        mine = self.exits
+        for layer, _ in exits:
+            mine[layer] = mine.get(layer, 0) + 1
+        self.layers_run += layers_run
+        self.deep_passes += 1
+        self.num_drafts += drafted
+        self.num_accepted += accepted
+
+    def say(self, tokens: Sequence[TokenResult], mode: str, ends: bool) -> tuple[list[TokenOutput], bool]:
         """Tokens with the text that each releases, up to a stop string; and whether there is one. `ends`: the last one
         ends the text."""
-        stream, last, said = self.text, len(tokens) - 1, list[TokenOutput]()
+        stream, end_ids, last = self.text, self.end_ids, len(tokens) - 1 if ends else -1
+        said: list[TokenOutput] = []
         for place, token in enumerate(tokens):
             token_id = token.token_id
-            text = "" if token_id in self.end_ids else stream.push(token_id)
-            if ends and place == last and not stream.stopped:
+            text = "" if token_id in end_ids else stream.push(token_id)
+            if place == last and not stream.stopped:
                 text += stream.finish()  # what was held back; a stop string may be complete only now
             said.append(
                 make_token(

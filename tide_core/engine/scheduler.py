@@ -93,6 +93,7 @@ class Scheduler:
         self.running: list[Row] = []
         self.num_preemptions = 0
         self._refused: tuple[Row, int, int] | None = None
+        self._planned: tuple[tuple[int, int], int] | None = None
 
     def add(self, request: Request, namespace: bytes | None) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
@@ -115,6 +116,49 @@ class Scheduler:
     def schedule(self) -> tuple[list[Row], ScheduledBatch]:
         """Choose the next step: rows and their share of it, in arrival order. Empty only when there is no row."""
         self._admit()
+        self._planned = None
+        return self._schedule_talk() or self._schedule_all()
+
+    def _schedule_talk(self) -> tuple[list[Row], ScheduledBatch] | None:
+        """The step in which all rows talk and the pool has blocks for all: what `_schedule_all` comes to then, in two
+        looks at each row. None where there is something to decide."""
+        rows, blocks, max_tokens = self.running[: self.max_rows], self.blocks, self.max_batch_tokens
+        if not rows or len(rows) > max_tokens or any([row.num_missing > 1 for row in self.running[self.max_rows :]]):
+            return None
+        useful: list[int] = []
+        for row in rows:
+            output_ids = row.output_ids
+            if not output_ids or len(row.request.prompt_ids) + len(output_ids) - row.table.lengths[-1] != 1:
+                return None
+            policy, most = row.policy, 0
+            if policy.may_exit:
+                if policy.skips_layers:
+                    return None
+                most = row.request.params.max_tokens - len(output_ids) - 1
+            useful.append(most)
+        planned = self._ask(len(useful) - useful.count(0), len(rows))
+        drafts = [planned if planned < most else most for most in useful] if planned > 0 else [0] * len(rows)
+        if planned > 0 and len(rows) + sum(drafts) > max_tokens:
+            return None
+        ahead, size = int(self.runs_ahead), blocks.block_size
+        growing: list[tuple[Row, int]] = []
+        steps: list[RowStep] = []
+        lacking = len(self.running)  # one for each is kept
+        for row, num_drafts in zip(rows, drafts, strict=True):
+            request, table, output_ids = row.request, row.table, row.output_ids
+            room = len(request.prompt_ids) + len(output_ids) + num_drafts + ahead * (num_drafts + 1)
+            if room > len(table.block_ids) * size:
+                growing.append((row, room))
+                lacking += -(-room // size) - len(table.block_ids)
+            steps.append(make_step(request, table, output_ids[-1:], output_ids, True, row.policy, num_drafts))
+        if growing and lacking > blocks.num_available:
+            return None
+        for row, room in growing:
+            blocks.allocate(row.table, room)
+        return rows, ScheduledBatch(tuple(steps), self.runs_ahead)
+
+    def _schedule_all(self) -> tuple[list[Row], ScheduledBatch]:
+        """The step by all the rules there are."""
         missing = {row: row.num_missing for row in self.running[: self.max_rows]}
         missing |= {row: num for row in self.running[self.max_rows :] if (num := row.num_missing) > 1}
         drafting = self._drafting(missing)
@@ -208,7 +252,7 @@ class Scheduler:
         budget = self.max_batch_tokens - num_talking
         if num_talking < len(missing):
             budget -= int(self.max_batch_tokens * PROMPT_SHARE)
-        planned = self.plan_drafts(len(drafting), num_talking)
+        planned = self._ask(len(drafting), num_talking)
         while True:
             reserved = sum([_num_drafts(planned, *limits) for limits in drafting.values()])
             if reserved <= budget:
@@ -216,6 +260,14 @@ class Scheduler:
             if planned <= 0:
                 return -1, 0
             planned -= 1
+
+    def _ask(self, num_drafting: int, num_talking: int) -> int:
+        """The plan for so many rows; asked once in a step."""
+        if not num_drafting or self.plan_drafts is None:
+            return 0
+        if self._planned is None or self._planned[0] != (num_drafting, num_talking):
+            self._planned = (num_drafting, num_talking), self.plan_drafts(num_drafting, num_talking)
+        return self._planned[1]
 
     def _allocate_drafts(
         self, drafting: dict[Row, tuple[int, int]], planned: int, shares: dict[Row, int]
