@@ -14,10 +14,19 @@ def twin_kernels() -> CudaKernels:
         held = sizes[5] if len(sizes) > 5 else None
         return torch.zeros(1) if held is None else held
 
+    written: list[torch.Tensor] = []
+    """The pool that new tokens were written to just before."""
+
+    def rotary_write(*given: Any, **more: Any) -> torch.Tensor:
+        written[:] = [given[5]]
+        return reference.rotary_write(*given, **more)
+
     def attend(
         *tensors: Any, max_queries: int, max_context: int, workspace: torch.Tensor, fresh: bool = False
     ) -> torch.Tensor:
-        _, _, _, tables, starts, lens, *_ = tensors
+        _, k_pool, _, tables, starts, lens, *_ = tensors
+        assert not fresh or any(pool is k_pool for pool in written), "a promise that is not kept"
+        written.clear()
         assert int(lens.max()) <= max_context <= tables.shape[1] * tensors[1].shape[2]
         assert int(starts.diff().max()) <= max_queries
         return reference.paged_attention(*tensors)
@@ -42,7 +51,7 @@ def twin_kernels() -> CudaKernels:
         write_kv=reference.write_kv,
         paged_attention=reference.paged_attention,
         fused_linear=reference.fused_linear,
-        rotary_write=reference.rotary_write,
+        rotary_write=rotary_write,
         attend=attend,
         attention_workspace=workspace,
         peak=reference.peak,
