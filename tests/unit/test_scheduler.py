@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.factories import make_request, make_scheduler
 from tide_core.batch import ScheduledBatch
-from tide_core.engine.scheduler import Row, Scheduler
+from tide_core.engine.row import Row
+from tide_core.engine.scheduler import Scheduler
 from tide_core.request import ExitPolicy
 
 SPACE = b"space"

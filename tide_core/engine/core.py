@@ -24,7 +24,8 @@ from tide_core.engine.audit import AuditBook
 from tide_core.engine.exit_stats import ExitStats
 from tide_core.engine.policy import without_exits
 from tide_core.engine.progress import Gain, Progress, make_output
-from tide_core.engine.scheduler import Row, Scheduler
+from tide_core.engine.row import Row
+from tide_core.engine.scheduler import Scheduler
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import EngineError, RequestError
 from tide_core.request import Audit, ExitPolicy, FinishReason, Request, RequestOutput, SamplingParams

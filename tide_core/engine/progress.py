@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tide_core.batch import RowResult, RowStep, TokenResult
-from tide_core.engine.scheduler import Row
+from tide_core.engine.row import Row
 from tide_core.engine.tokenizer import TextStream
 from tide_core.quick import quick
 from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput, Usage

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from tide_core.batch import RowStep, ScheduledBatch
-from tide_core.kv.block_manager import BlockManager, BlockTable
+from tide_core.engine.row import Row
+from tide_core.kv.block_manager import BlockManager
 from tide_core.quick import quick
-from tide_core.request import ExitPolicy, Request
+from tide_core.request import Request
 
 PROMPT_SHARE = 0.25
 """Of the token budget, kept from drafts as long as a prompt is there to run."""
@@ -33,34 +33,6 @@ ROWS_OF_STANDBY, BLOCKS_BEFORE_STANDBY = 8, 4
 that it need not give up at once what was run for it."""
 
 make_step = quick(RowStep)
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One request on its way: what it has generated and which blocks it owns."""
-
-    request: Request
-    namespace: bytes | None
-    """First parent of its prefix keys: model, policy and salt. None: it shares no blocks."""
-    table: BlockTable
-    policy: ExitPolicy
-    """In force now: that of the request, unless its bound has broken since."""
-    output_ids: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
-    num_preemptions: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.output_ids)
-
-    @property
-    def num_missing(self) -> int:
-        """Tokens still to run: 1 for a row that is talking."""
-        return len(self.request.prompt_ids) + len(self.output_ids) - self.table.num_valid
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        prompt = self.request.prompt_ids
-        return [*prompt[start:stop], *self.output_ids[max(0, start - len(prompt)) : max(0, stop - len(prompt))]]
 
 
 class Scheduler:
@@ -138,7 +110,7 @@ class Scheduler:
             useful.append(most)
         planned = self._ask(len(useful) - useful.count(0), len(rows))
         drafts = [planned if planned < most else most for most in useful] if planned > 0 else [0] * len(rows)
-        if planned > 0 and len(rows) + sum(drafts) > max_tokens:
+        if len(rows) + sum(drafts) > max_tokens:
             return None
         ahead, size = int(self.runs_ahead), blocks.block_size
         growing: list[tuple[Row, int]] = []
