@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(Layout::kAllThreads, 1) attention_wide(const _
             bring_tiles<Layout>(w, places, values ? w.values : w.keys, places.tiles + (values ? Layout::kPoolBytes : 0),
                                 values ? places.shared.values : places.shared.keys, !values, lane);
         if (warp == Layout::kWarps + 2) bring_queries<T, Layout>(w, places, lane);
+        wait_for_previous();  // also those who had nothing to do
     }
 #endif
 }
@@ -268,8 +269,8 @@ void launch_attention_wide(const PagedAttentionParams& p, bool& combined, cudaSt
     constexpr DType kType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     StreamWork work(p);
     const Ahead ahead = Settled::ahead(stream, p.k_pool, p.fresh);
-    work.reads_ahead = ahead != Ahead::kNothing;
-    work.reads_old = ahead == Ahead::kOld;
+    work.reads_ahead = ahead != Ahead::kNothing && p.num_rows == nullptr;  // that number is read as usual
+    work.reads_old = work.reads_ahead && ahead == Ahead::kOld;
     work.keys = map_eights("paged_attention", kType, p.k_pool, p.head_dim, kTilePositions);
     work.values = map_eights("paged_attention", kType, p.v_pool, p.head_dim, kTilePositions);
     const bool many = work.attention.group * p.max_queries > 32;

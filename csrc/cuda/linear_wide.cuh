@@ -52,10 +52,13 @@ __device__ inline void sum_blocks(float (&total)[Layout::kSums], const WideWork<
 #pragma unroll
             for (int i = 0; i < Layout::kSums; ++i) sums[s][i] = 0.0f;
         }
+        const int first = work.part * Layout::kOwnSlices + pass * Layout::kAtOnce;
 #pragma unroll 1
-        for (int turn = 0; turn < work.turns; ++turn) {
+        for (int block = first; block < work.blocks; block += kSlices) {
 #pragma unroll
-            for (int s = 0; s < Layout::kAtOnce; ++s) add_block(sums[s]);
+            for (int s = 0; s < Layout::kAtOnce; ++s) {
+                if (block + s < work.blocks) add_block(sums[s]);
+            }
         }
         wait_products<0>();
         if (pass == 0) begin(total);
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
     const uint32_t tile = blockIdx.x / Layout::kSplit, base = shared_address(memory);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
     const WideWork<Layout> work = {static_cast<int>(blockIdx.x % Layout::kSplit),
-                                   blocks_before(p.in_features, 0),
+                                   static_cast<int>((p.in_features + kBlockColumns - 1) / kBlockColumns),
                                    int64_t{tile / token_blocks} * columns,
                                    int64_t{tile % token_blocks} * Layout::kTokens,
                                    {base, base + ring_bytes + Layout::kHandedBytes, stages}};

@@ -39,20 +39,27 @@ struct WideLayout {
     static constexpr int kThreads = kConsumers + (kGivesAway ? kGroupThreads : 32);
 };
 
-// The blocks of a CTA in the order in which they are summed: as many for each slice. Those past in_features are zeros,
-// and a sum that zeros are added to keeps its bits.
+// The blocks of a CTA in the order in which they are summed.
 template <typename Layout>
 struct BlockWalk {
-    int turns, slice;  // slice: that of the first place
+    int blocks, slice, end;  // blocks: of in_features; slice: that of the first place, which is before `end`
     int turn = 0, place = 0;
 
-    __device__ int column() const { return (turn * kSlices + slice + place) * kBlockColumns; }
+    __device__ BlockWalk(int blocks, int part)
+        : blocks(blocks), slice(part * Layout::kOwnSlices), end(slice + Layout::kOwnSlices) {
+        if (slice >= blocks) slice = end;
+    }
+    __device__ int block() const { return turn * kSlices + slice + place; }
+    __device__ int column() const { return block() * kBlockColumns; }
+    __device__ bool is_done() const { return slice >= end; }
     __device__ void next() {
-        if (++place < Layout::kAtOnce) return;
+        if (++place < Layout::kAtOnce && block() < blocks) return;
         place = 0;
-        if (++turn < turns) return;
+        ++turn;
+        if (block() < blocks) return;
         turn = 0;
         slice += Layout::kAtOnce;
+        if (slice >= blocks) slice = end;
     }
 };
 
@@ -74,11 +81,9 @@ struct WideRing {
 // What a CTA works on, and where.
 template <typename Layout>
 struct WideWork {
-    int part, turns;  // part: of the slices, where they are split
+    int part, blocks;  // part: of the slices, where they are split; blocks: of in_features
     int64_t first_column, first_token;
     WideRing ring;
-
-    __device__ uint32_t blocks() const { return turns * Layout::kOwnSlices; }
 };
 
 // The one thread that asks for the copies. The first stages' weights come before what earlier kernels wrote.
@@ -89,8 +94,7 @@ __device__ inline void fetch_blocks(const LinearParams& p, const CUtensorMap& we
     const int group = static_cast<int>(p.gated ? work.first_column / 8 : 0);
     const int token = static_cast<int>(work.first_token);
     WideRing ring = work.ring;
-    BlockWalk<Layout> walk = {work.turns, work.part * Layout::kOwnSlices};
-    const uint32_t count = work.blocks(), begun = min(count, ring.count);
+    BlockWalk<Layout> walk(work.blocks, work.part);
     const auto fetch_weight = [&](uint32_t slot, int column) {
         expect_bytes(ring.full + slot * 8, Layout::kStageBytes);
         copy_box(ring.stages + slot * Layout::kStageBytes, weights, column, row, 0, group, ring.full + slot * 8);
@@ -102,14 +106,15 @@ __device__ inline void fetch_blocks(const LinearParams& p, const CUtensorMap& we
     fetch_map(weights);
     fetch_map(xs);
     BlockWalk<Layout> ahead = walk;
-    for (uint32_t slot = 0; slot < begun; ++slot, ahead.next()) fetch_weight(slot, ahead.column());
+    uint32_t begun = 0;
+    for (; begun < ring.count && !ahead.is_done(); ++begun, ahead.next()) fetch_weight(begun, ahead.column());
     wait_for_previous();
     for (uint32_t slot = 0; slot < begun; ++slot, walk.next()) fetch_x(slot, walk.column());
     if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // nobody leaves before what was asked for has come
         for (uint32_t slot = 0; slot < begun; ++slot) wait_bytes(ring.full + slot * 8, 0);
         return;
     }
-    for (uint32_t i = begun; i < count; ++i, walk.next(), ring.next()) {
+    for (; !walk.is_done(); walk.next(), ring.next()) {
         wait_bytes(ring.free() + ring.slot * 8, ring.phase);
         fetch_weight(ring.slot, walk.column());
         fetch_x(ring.slot, walk.column());

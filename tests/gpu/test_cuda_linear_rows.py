@@ -29,7 +29,18 @@ SHAPES = {
     "576 of 1536": lambda dtype: linear(dtype, 576, 1536),
     "70000 of 520, as an LM head": lambda dtype: linear(dtype, 70000, 520),
 }
+NARROW = {
+    "960 of 576": lambda: linear(torch.bfloat16, 960, 576, normed=True),
+    "1536 of 576, gated": lambda: linear(torch.bfloat16, 1536, 576, gated=True, normed=True),
+    "8192 of 576, residual": lambda: linear(torch.bfloat16, 8192, 576, residual=True, normed=True),
+    "333 of 72, bias": lambda: linear(torch.bfloat16, 333, 72, bias=True, normed=True),
+    "1000 of 1000, gated, bias, residual": lambda: linear(
+        torch.bfloat16, 1000, 1000, gated=True, bias=True, residual=True, normed=True
+    ),
+    "203 of 1152": lambda: linear(torch.bfloat16, 203, 1152, normed=True),
+}
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
+EVERY_NARROW = pytest.mark.parametrize("shape", NARROW)
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +87,42 @@ def test_only_as_many_rows_are_written_as_the_device_says(shape: str, dtype: tor
         for one, right in zip(expected, whole, strict=True):
             one[:count] = right[:count]
         assert_same(results, expected)
+
+
+@EVERY_NARROW
+def test_a_normed_row_is_the_same_in_batches_of_every_size_and_alone(shape: str) -> None:
+    op = NARROW[shape]()
+    inputs = op.inputs(MOST)
+    whole = op(inputs)
+    few = rows_of(inputs, 0, 128)
+    assert_right(op, op(few), op.expected(few))
+    for count in COUNTS:
+        assert_same(op(rows_of(inputs, 0, count)), [one[:count] for one in whole])
+        assert_same(op(rows_of(inputs, MOST - count, MOST)), [one[MOST - count :] for one in whole])
+
+
+@EVERY_NARROW
+def test_a_normed_row_does_not_see_what_lies_past_the_rows(shape: str) -> None:
+    """More rows are in the buffer than the device says, and they are not numbers."""
+    op = NARROW[shape]()
+    inputs = op.inputs(100)
+    for count in (0, 1, 20, 32, 33, 100):
+        given = rows_of(inputs, 0, 100)
+        given[0][count:] = torch.nan
+        results = [torch.full_like(one, 77) for one in op(inputs)]
+        op.run(given, results, torch.tensor([count], dtype=torch.int32, device=DEVICE))
+        assert all(bool((one[count:] == 77).all()) for one in results)
+        if count:
+            assert_same([one[:count] for one in results], op(rows_of(inputs, 0, count)))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("count", [17, 70])
+def test_few_normed_rows_stay_in_their_place(count: int) -> None:
+    for options in ({"bias": True}, {"gated": True, "residual": True}):
+        op = linear(torch.bfloat16, 104, 584, normed=True, **options)
+        inputs = op.inputs(count)
+        assert_right(op, op(inputs), op.expected(inputs))
 
 
 @pytest.mark.sanitizer

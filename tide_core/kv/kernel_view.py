@@ -26,9 +26,9 @@ from tide_core.kv.device_view import DeviceView, flash_takes
 FEW_QUERIES = 16
 """Of a row; with more, Torch's flash attention over gathered contexts is quicker."""
 
-FEW_POSITIONS = 8192
+FEW_POSITIONS = 32768
 """That all rows together have room for; with more, several queries of a row are turned and attend about as quickly in
-two launches, or quicker."""
+two launches as in one."""
 
 Array = np.ndarray[Any, Any]
 Other = tuple[Array, int]
