@@ -130,7 +130,8 @@ def test_few_normed_rows_stay_in_their_place(count: int) -> None:
 @HALF_WIDTHS
 def test_few_of_many_rows_stay_in_their_place(dtype: torch.dtype, count: int) -> None:
     for options in ({"bias": True}, {"gated": True, "residual": True}):
-        op = linear(dtype, 2504, 3592, **options)
+        # Weights just large enough for the kernel of many rows on an H200: racecheck takes long.
+        op = linear(dtype, 656 if "gated" in options else 1300, 3400, **options)
         inputs = op.inputs(count)
         assert_right(op, op(inputs), op.expected(inputs))
 
