@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.kernels.twin import twin_kernels
 from tests.kv.view_cases import SHAPES, ViewCase
+from tide_core.batch import Rotation
 from tide_core.kernels import reference_kernels
 from tide_core.kv.cache import GatheredView, KVLayout, PagedKV, PagedView, RowSpan, StepIndex
 from tide_core.kv.device_view import DeviceView, flash_takes
@@ -64,3 +66,30 @@ def test_flash_attention_is_asked_only_for_what_it_knows() -> None:
     pool = torch.empty(1, 1, 4, 64)
     assert not flash_takes(pool, pool)
     assert not flash_takes(pool.bfloat16(), pool.bfloat16())  # not on a GPU
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "queries", "launches"),
+    [(32, 1024, 4, 1), (8, 4096, 8, 1), (33, 1024, 2, 2), (33, 1024, 1, 1), (1, 1024, 9, 2)],
+)
+def test_queries_of_up_to_32_ki_positions_are_turned_and_attend_in_one_launch(
+    rows: int, context: int, queries: int, launches: int
+) -> None:
+    asked: list[str] = []
+    twin = twin_kernels()
+
+    def counted(name: str) -> Any:
+        def run(*tensors: Any, **limits: Any) -> Any:
+            asked.append(name)
+            return getattr(twin, name)(*tensors, **limits)
+
+        return run
+
+    kernels = replace(twin, **{name: counted(name) for name in ("attend_joined", "rotary_write", "attend")})
+    cache = PagedKV([KVLayout(1, 8, 8)], rows, context, torch.float32, torch.device("cpu"))
+    view = KernelView(cache, kernels, [RowSpan([row], 0, queries) for row in range(rows)])
+    view.limit(queries, context)
+    turns = Rotation(torch.ones(queries, 8), torch.zeros(queries, 8), view.positions)
+    attended = view.attend_joined(0, torch.randn(rows * queries, 4 * 8), turns, (None, None), 1e-6, 0.25, 0)
+    assert attended.shape == (rows * queries, 2, 8)
+    assert asked == (["attend_joined"] if launches == 1 else ["rotary_write", "attend"])
