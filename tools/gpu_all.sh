@@ -34,7 +34,7 @@ mkdir -p "$1" && OUT=$(realpath "$1") || exit 2
 DEPS=${2:-}
 export PYTHON=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${DEPS:+:$(realpath "$DEPS")}${PYTHONPATH:+:$PYTHONPATH}"
-LIMIT=${LIMIT:-590} SANITIZER_LIMIT=${SANITIZER_LIMIT:-180} # seconds, for everything and for each tool
+LIMIT=${LIMIT:-590} SANITIZER_LIMIT=${SANITIZER_LIMIT:-240} # seconds, for everything and for each tool
 status=0
 : >"$OUT/steps.txt"
 
@@ -50,6 +50,13 @@ step() {
   tail -n 12 "$OUT/$name.log"
   printf '%-12s status %3d %4d s\n' "$name" "$code" "$((SECONDS - began))" >>"$OUT/steps.txt"
   return "$code"
+}
+
+# NAME MARK COUNT: the names of the GPU tests with that mark, in turn to so many files, NAME-0.txt and so on.
+share_out() {
+  "$PYTHON" -m pytest -q -p no:cacheprovider --collect-only -m "$2" tests/gpu | grep :: >"$OUT/$1.txt"
+  [[ -s $OUT/$1.txt ]] || { echo "gpu_all: no test was found that is marked $2" >&2; exit 1; }
+  awk -v count="$3" -v to="$OUT/$1-" '{ print > (to NR % count ".txt") }' "$OUT/$1.txt"
 }
 
 build() {
@@ -84,11 +91,9 @@ fi
 
 running=()
 if [[ $tests -eq 1 ]]; then
-  # Most of a test's time is the host's: eight processes, each with every eighth test.
-  "$PYTHON" -m pytest -q -p no:cacheprovider --collect-only -m gpu tests/gpu | grep :: >"$OUT/tests.txt"
-  [[ -s $OUT/tests.txt ]] || { echo "gpu_all: no GPU test was found" >&2; exit 1; }
-  for part in 0 1 2 3 4 5 6 7; do
-    awk -v part="$part" 'NR % 8 == part' "$OUT/tests.txt" >"$OUT/tests-$part.txt"
+  # Most of a test's time is the host's: ten processes, each with every tenth test.
+  share_out tests gpu 10
+  for part in $(seq 0 9); do
     step "tests-$part" 400 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "@$OUT/tests-$part.txt" &
     running+=($!)
   done
@@ -99,14 +104,17 @@ if [[ $sanitizer -eq 1 ]] && command -v compute-sanitizer >/dev/null; then
   for option in --kernel-name --kernel-regex; do
     compute-sanitizer --help 2>&1 | grep -q -- "$option " && only_ours=("$option" kns=tide) && break
   done
+  share_out sanitizer sanitizer 2
   for tool in memcheck racecheck initcheck; do
     limited=("${only_ours[@]}")
     [[ $tool == initcheck ]] && limited=() # it must see what Torch's kernels write
-    # Without Torch's cache every tensor is an allocation of its own, so that a step outside one is seen.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" "$SANITIZER_LIMIT" compute-sanitizer --tool "$tool" \
-      "${limited[@]}" --target-processes all --error-exitcode 1 "$PYTHON" -m pytest -q -x -p no:cacheprovider \
-      -m sanitizer --timeout "$SANITIZER_LIMIT" tests/gpu &
-    running+=($!)
+    for part in 0 1; do
+      # Without Torch's cache every tensor is an allocation of its own, so that a step outside one is seen.
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$part" "$SANITIZER_LIMIT" compute-sanitizer --tool "$tool" \
+        "${limited[@]}" --target-processes all --error-exitcode 1 "$PYTHON" -m pytest -q -x -p no:cacheprovider \
+        -m sanitizer --timeout "$SANITIZER_LIMIT" "@$OUT/sanitizer-$part.txt" &
+      running+=($!)
+    done
   done
 elif [[ $sanitizer -eq 1 ]]; then
   echo "compute-sanitizer is not installed" | tee -a "$OUT/steps.txt"
