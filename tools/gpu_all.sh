@@ -89,10 +89,11 @@ if [[ $benchmarks -eq 1 ]]; then
   "$PYTHON" benchmarks/gpu_table.py "$OUT/gpu.json" >"$OUT/table.md" || status=1
 fi
 
+# Most of a test's time is the host's: ten processes, each with every tenth test.
 running=()
+[[ $tests -eq 1 ]] && share_out tests gpu 10
+[[ $sanitizer -eq 1 ]] && share_out sanitizer sanitizer 2
 if [[ $tests -eq 1 ]]; then
-  # Most of a test's time is the host's: ten processes, each with every tenth test.
-  share_out tests gpu 10
   for part in $(seq 0 9); do
     step "tests-$part" 400 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "@$OUT/tests-$part.txt" &
     running+=($!)
@@ -104,7 +105,6 @@ if [[ $sanitizer -eq 1 ]] && command -v compute-sanitizer >/dev/null; then
   for option in --kernel-name --kernel-regex; do
     compute-sanitizer --help 2>&1 | grep -q -- "$option " && only_ours=("$option" kns=tide) && break
   done
-  share_out sanitizer sanitizer 2
   for tool in memcheck racecheck initcheck; do
     limited=("${only_ours[@]}")
     [[ $tool == initcheck ]] && limited=() # it must see what Torch's kernels write

@@ -31,6 +31,11 @@ struct LinearShape {
     static constexpr int kSumBytes = kTokens * kSumStride * 4;  // of one warp
 };
 
+// Of all slices, the last of them perhaps not whole.
+__host__ __device__ inline int count_blocks(int64_t in_features) {
+    return static_cast<int>((in_features + kBlockColumns - 1) / kBlockColumns);
+}
+
 // Blocks of the slice that begin before column `end`, for a slice that begins at `begin`.
 __host__ __device__ inline int blocks_before(int64_t end, int64_t begin) {
     return end > begin ? static_cast<int>((end - begin + kTurnColumns - 1) / kTurnColumns) : 0;

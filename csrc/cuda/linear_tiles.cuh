@@ -261,9 +261,8 @@ struct TileLaunch {
         warp_bytes = stages * Layout::kStageBytes + Layout::kXBytes;
         shared_bytes = warp_bytes * Layout::kWarps;
         if (!is_short) return;
-        const int64_t blocks = (p.in_features + kBlockColumns - 1) / kBlockColumns;
         warp_bytes = Layout::kBlockBytes;
-        shared_bytes = static_cast<int>(std::max<int64_t>(blocks, Layout::kWarps)) * Layout::kBlockBytes;
+        shared_bytes = std::max(count_blocks(p.in_features), Layout::kWarps) * Layout::kBlockBytes;
     }
     int64_t ctas() const { return row_blocks * token_blocks; }
 };

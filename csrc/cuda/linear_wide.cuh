@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
     const uint32_t tile = blockIdx.x / Layout::kSplit, base = shared_address(memory);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
     const WideWork<Layout> work = {static_cast<int>(blockIdx.x % Layout::kSplit),
-                                   static_cast<int>((p.in_features + kBlockColumns - 1) / kBlockColumns),
+                                   count_blocks(p.in_features),
                                    int64_t{tile / token_blocks} * columns,
                                    int64_t{tile % token_blocks} * Layout::kTokens,
                                    {base, base + ring_bytes + Layout::kHandedBytes, stages}};
