@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of at most ten minutes, on a machine with its own torch and transformers and
-# no network.
+# Everything that needs a GPU, on a machine with its own torch and transformers and no network: benchmarks and tests in one
+# call of at most ten minutes, compute-sanitizer in a second one.
 #
-#   tools/gpu_all.sh [--skip-tests] [--skip-sanitizer] [--skip-benchmarks] [--cpu-tests] [--try] OUT [DEPS]
+#   tools/gpu_all.sh [--skip-tests] [--skip-benchmarks] [--sanitizer] [--cpu-tests] [--try] OUT [DEPS]
 #
 # OUT is a folder for the results: steps.txt with the time and status of each step, a log of each, kernels.json and
 # gpu.json of the benchmarks and table.md made of them. DEPS is a folder of pure-Python packages that the machine lacks,
@@ -12,19 +12,20 @@
 #   pip install --target DEPS --no-deps --no-build-isolation tide-inference     # a rival that the table names
 #
 # Builds the native module for the machine's CPU and the CUDA module for its GPU. Then the benchmarks, alone; then the GPU
-# tests and, where it is installed, compute-sanitizer over those of the CUDA ops marked `sanitizer`, all at once.
+# tests. --sanitizer runs compute-sanitizer instead, each tool over the tests of CUDA ops marked `sanitizer`: beside them
+# other processes hardly get their turn on the device.
 # --cpu-tests adds the CPU tests of families, kernels and engine, so that the library versions there are proven too.
 # --try needs no GPU: nothing is built or tested, and the benchmarks run on the CPU at tiny sizes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-tests=1 sanitizer=1 benchmarks=1 cpu_tests=0 device=()
+tests=1 sanitizer=0 benchmarks=1 cpu_tests=0 device=()
 while [[ ${1:-} == --* ]]; do
   case $1 in
     --skip-tests) tests=0 ;;
-    --skip-sanitizer) sanitizer=0 ;;
     --skip-benchmarks) benchmarks=0 ;;
+    --sanitizer) tests=0 benchmarks=0 sanitizer=1 ;;
     --cpu-tests) cpu_tests=1 ;;
-    --try) tests=0 sanitizer=0 device=(--device cpu --no-bars) ;;
+    --try) tests=0 device=(--device cpu --no-bars) ;;
     *) echo "gpu_all: unknown option $1" >&2; exit 2 ;;
   esac
   shift
@@ -34,7 +35,7 @@ mkdir -p "$1" && OUT=$(realpath "$1") || exit 2
 DEPS=${2:-}
 export PYTHON=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${DEPS:+:$(realpath "$DEPS")}${PYTHONPATH:+:$PYTHONPATH}"
-LIMIT=${LIMIT:-590} SANITIZER_LIMIT=${SANITIZER_LIMIT:-240} # seconds, for everything and for each tool
+LIMIT=${LIMIT:-590} # seconds, for everything
 status=0
 : >"$OUT/steps.txt"
 
@@ -89,17 +90,18 @@ if [[ $benchmarks -eq 1 ]]; then
   "$PYTHON" benchmarks/gpu_table.py "$OUT/gpu.json" >"$OUT/table.md" || status=1
 fi
 
-# Most of a test's time is the host's: ten processes, each with every tenth test.
+# Most of a test's time is the host's: many processes, each with every tenth test or every third.
 running=()
-[[ $tests -eq 1 ]] && share_out tests gpu 10
-[[ $sanitizer -eq 1 ]] && share_out sanitizer sanitizer 2
 if [[ $tests -eq 1 ]]; then
+  share_out tests gpu 10
   for part in $(seq 0 9); do
     step "tests-$part" 400 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "@$OUT/tests-$part.txt" &
     running+=($!)
   done
 fi
-if [[ $sanitizer -eq 1 ]] && command -v compute-sanitizer >/dev/null; then
+if [[ $sanitizer -eq 1 ]]; then
+  command -v compute-sanitizer >/dev/null || { echo "gpu_all: compute-sanitizer is not installed" >&2; exit 1; }
+  share_out sanitizer sanitizer 3
   # The option that limits a tool to our own kernels has had two names.
   only_ours=()
   for option in --kernel-name --kernel-regex; do
@@ -108,16 +110,14 @@ if [[ $sanitizer -eq 1 ]] && command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck initcheck; do
     limited=("${only_ours[@]}")
     [[ $tool == initcheck ]] && limited=() # it must see what Torch's kernels write
-    for part in 0 1; do
+    for part in 0 1 2; do
       # Without Torch's cache every tensor is an allocation of its own, so that a step outside one is seen.
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$part" "$SANITIZER_LIMIT" compute-sanitizer --tool "$tool" \
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$part" "$LIMIT" compute-sanitizer --tool "$tool" \
         "${limited[@]}" --target-processes all --error-exitcode 1 "$PYTHON" -m pytest -q -x -p no:cacheprovider \
-        -m sanitizer --timeout "$SANITIZER_LIMIT" "@$OUT/sanitizer-$part.txt" &
+        -m sanitizer --timeout "$LIMIT" "@$OUT/sanitizer-$part.txt" &
       running+=($!)
     done
   done
-elif [[ $sanitizer -eq 1 ]]; then
-  echo "compute-sanitizer is not installed" | tee -a "$OUT/steps.txt"
 fi
 for pid in "${running[@]}"; do
   wait "$pid" || status=1

@@ -43,18 +43,10 @@ __host__ __device__ inline int blocks_before(int64_t end, int64_t begin) {
 
 #if TIDE_HAS_TENSOR_CORE_PATH
 
-// The first half of cluster_barrier(), for those who need not wait.
-__device__ inline void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#endif
-}
-
 // Waits for the other CTAs of the cluster; what any wrote to shared memory before can be seen by all after.
 __device__ inline void cluster_barrier() {
-    cluster_arrive();
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 

@@ -111,8 +111,8 @@ __device__ inline void write_sums(const LinearParams& p, const WideWork<Layout>&
     }
 }
 
-// The warps that multiply. Two CTAs that split the slices meet when the first has handed over its sums, for which it
-// does not wait.
+// The warps that multiply. Two CTAs that split the slices meet, all their threads, when the first has handed over its
+// sums. It could leave without waiting, but racecheck hangs on a thread that arrives and leaves.
 template <typename T, typename Layout>
 __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& work, char* memory, int handed_offset) {
     wait_for_previous();
@@ -130,7 +130,7 @@ __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& wo
     if (hands) {
 #pragma unroll
         for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + handed_at(i), 1, total[i]);
-        return cluster_arrive();
+        return cluster_barrier();
     }
     write_sums<T, Layout>(p, work, rows, total, reinterpret_cast<float*>(memory));
 }
@@ -167,8 +167,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
         if constexpr (Layout::kGivesAway) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == Layout::kConsumers) fetch_blocks<Layout>(p, weights, xs, work);
         wait_for_previous();
-        // Their part of the meeting of two CTAs that split the slices.
-        if (Layout::kSplit > 1 && work.first_token < count_rows(p.num_rows, p.rows)) cluster_arrive();
+        if (Layout::kSplit > 1 && work.first_token < count_rows(p.num_rows, p.rows)) cluster_barrier();
     }
 #endif
 }
