@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig
 
 from tide_core.calibration.decoder import Decoder, can_decode
 from tide_core.calibration.sampling import MAX_CHOICES, Sampling
 from tide_core.errors import ConfigError
 from tide_core.models.adapter import ModelAdapter
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 CUDA_BATCH = 2048
 CPU_BATCH = 8
@@ -78,6 +80,8 @@ class Generator:
     def _generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, max_new: int, stop_ids: Sequence[int], seed: int
     ) -> NDArray[np.int32]:
+        from transformers import GenerationConfig
+
         longest = max(map(len, prompts))
         ids = np.full((len(prompts), longest), self._pad_id, np.int64)
         mask = np.zeros((len(prompts), longest), np.int64)

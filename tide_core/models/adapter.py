@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from tide_core.batch import KVView, KVWritten, Rotation
 from tide_core.errors import ModelError
@@ -50,7 +49,11 @@ def attention(
     return out, None
 
 
-AttentionInterface.register(ATTENTION, attention)
+def register_attention() -> None:
+    """Make it known to the library, whose models take seconds to import: whoever holds no model need not wait."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class ModelAdapter:
 
     def __init__(self, model: Any, *, paged: bool = True) -> None:
         """`paged` hands the model's attention to the KV view; without it the library's own forward stays usable."""
+        register_attention()
         self.family: Family = find_family(model)
         self.model = model
         self.config = model.config

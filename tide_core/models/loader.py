@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError, ModelError
@@ -17,6 +15,9 @@ from tide_core.models import model_cache
 from tide_core.models.identity import weights_digest
 from tide_core.models.one_line import one_line
 from tide_core.models.resolver import ResolvedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_NAMED_KEYS = 3
@@ -27,6 +28,8 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
     if dtype not in TORCH_DTYPES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPES)}")
     place = torch_device(device)
+    from transformers import AutoModelForCausalLM
+
     try:
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -51,6 +54,8 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
 
 
 def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
     try:
         with _quiet():
             return AutoTokenizer.from_pretrained(resolved.path, local_files_only=True, trust_remote_code=False)
@@ -97,7 +102,8 @@ def _check_keys(resolved: ResolvedModel, info: Any) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No bars and no reports from transformers: what matters is raised."""
-    logging = transformers.utils.logging
+    from transformers.utils import logging
+
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

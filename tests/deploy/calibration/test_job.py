@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,3 +174,10 @@ def test_what_is_given_on_the_command_line_goes_before_the_file(
     assert (as_it_is.name, as_it_is.storage, as_it_is.output, as_it_is.model) == ("run", "/runs", None, "mine")
     assert (changed.name, changed.storage, changed.output, changed.model) == ("b", "/s", "/o", "mine")
     assert [(each.config.steps, each.config.seed, each.config.num_samples) for each in seen] == [(7, 3, 50), (7, 4, 20)]
+
+
+def test_a_driver_that_plans_does_not_import_the_library_of_models() -> None:
+    code = "import sys, deploy.calibrate, tide_core.calibration.pipeline, tide_core.evaluation.speedup; "
+    code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True False\n", "it takes 4 seconds, and workers do it themselves"
