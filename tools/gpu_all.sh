@@ -30,6 +30,10 @@ while [[ ${1:-} == --* ]]; do
   esac
   shift
 done
+if [[ $sanitizer -eq 1 ]]; then
+  [[ ${#device[@]} -eq 0 ]] || { echo "gpu_all: --sanitizer needs a GPU, --try is for machines without one" >&2; exit 2; }
+  command -v compute-sanitizer >/dev/null || { echo "gpu_all: compute-sanitizer is not installed" >&2; exit 1; }
+fi
 [[ $# -ge 1 && $# -le 2 ]] || { sed -n '5p' "$0" | cut -c3- >&2; exit 2; }
 mkdir -p "$1" && OUT=$(realpath "$1") || exit 2
 DEPS=${2:-}
@@ -100,7 +104,6 @@ if [[ $tests -eq 1 ]]; then
   done
 fi
 if [[ $sanitizer -eq 1 ]]; then
-  command -v compute-sanitizer >/dev/null || { echo "gpu_all: compute-sanitizer is not installed" >&2; exit 1; }
   share_out sanitizer sanitizer 3
   # The option that limits a tool to our own kernels has had two names.
   only_ours=()

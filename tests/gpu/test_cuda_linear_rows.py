@@ -130,7 +130,7 @@ def test_few_normed_rows_stay_in_their_place(count: int) -> None:
 @HALF_WIDTHS
 def test_few_of_many_rows_stay_in_their_place(dtype: torch.dtype, count: int) -> None:
     for options in ({"bias": True}, {"gated": True, "residual": True}):
-        # Weights just large enough for the kernel of many rows on an H200: racecheck takes long.
+        # Weights just large enough for the kernel of many rows on an H200.
         op = linear(dtype, 656 if "gated" in options else 1300, 3400, **options)
         inputs = op.inputs(count)
         assert_right(op, op(inputs), op.expected(inputs))
