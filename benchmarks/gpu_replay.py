@@ -12,8 +12,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 from benchmarks.gpu_parts import Found, World
 from benchmarks.gpu_replay_cycles import Cycle, ReplayedCycles
@@ -51,8 +49,8 @@ class Replay:
         self.cycles.append((got.counts.drafted, accepted))
         # What the tokens say is of no interest; a row gains one more than it accepts.
         tokens = (*got.tokens, *[got.tokens[-1]] * accepted)[: accepted + 1]
-        counts = replace(got.counts, accepted=accepted)
-        return replace(got, tokens=tokens, num_valid=len(step.token_ids) + accepted, counts=counts)
+        counts = got.counts._replace(accepted=accepted)
+        return RowResult.of(tokens, len(step.token_ids) + accepted, got.layers_run, counts)
 
 
 def replay(world: World) -> Found:
@@ -107,10 +105,10 @@ def record(bench: Bench, drafts: int, tokens: int, rows: int) -> list[Cycle]:
     trace: list[Cycle] = []
 
     def note(step: RowStep, result: RowResult) -> None:
-        if step.num_drafts == drafts:
+        if step.num_drafts == drafts and result.tokens:
             trace.append((result.counts.drafted, result.counts.accepted))
 
-    core = core_of(bench.parts, bench.parts.runner.run, note)
+    core = core_of(bench.parts, telling(bench.parts.runner.run, note))
     with bench.fixed_drafts(drafts), bench.at_most(rows):
         for prompt in bench.spread(RECORDED):
             core.add(bench.engine.make_request(prompt.ids, greedy("verified", tokens)))
@@ -122,11 +120,22 @@ def record(bench: Bench, drafts: int, tokens: int, rows: int) -> list[Cycle]:
     return trace
 
 
-def core_of(parts: Parts, run: Run, on_result: Any = None) -> EngineCore:
+def telling(run: Run, tell: Callable[[RowStep, RowResult], object]) -> Run:
+    """The same, and somebody hears of the result of every row."""
+
+    def told(batch: ScheduledBatch) -> StepResult:
+        result = run(batch)
+        for step, got in zip(batch.rows, result.rows, strict=True):
+            tell(step, got)
+        return result
+
+    return told
+
+
+def core_of(parts: Parts, run: Run) -> EngineCore:
     """A core over the scheduler of an idle engine."""
     num_layers = parts.runner.adapter.num_layers
-    settings = {"namespace": "benchmark", "num_layers": num_layers, "on_result": on_result}
-    return EngineCore(parts.core.scheduler, run, parts.tokenizer, **settings)
+    return EngineCore(parts.core.scheduler, run, parts.tokenizer, namespace="benchmark", num_layers=num_layers)
 
 
 def _rates(

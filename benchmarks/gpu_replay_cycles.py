@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,14 +94,20 @@ class Told:
         return self.own.plain(best, best_id)
 
     def row(
-        self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int], *, branches: int = 1
+        self,
+        step: RowStep,
+        drafts: int,
+        drafted: Drafted,
+        best: Sequence[float],
+        best_ids: tuple[int, ...],
+        **how: Any,
     ) -> RowResult:
-        got = self.own.row(step, drafted, best, best_ids, branches=branches)
-        if got.error is not None or not step.num_drafts:
+        got = self.own.row(step, drafts, drafted, best, best_ids, **how)
+        if got.error is not None or not drafts:
             return got
         accepted = self.accepted[id(step.table)]
-        self.cycles.append((step.num_drafts, accepted))
+        self.cycles.append((drafts, accepted))
         # What the tokens say is of no interest, but for the last: the device goes on with it.
         last = replace(got.tokens[-1], token_id=best_ids[accepted])
-        counts = DraftCounts(step.num_drafts, accepted, got.counts.non_finite, step.num_drafts)
-        return replace(got, tokens=(last,) * (accepted + 1), num_valid=1 + accepted, counts=counts)
+        counts = DraftCounts(drafts, accepted, got.counts.non_finite, drafts)
+        return RowResult.of((last,) * (accepted + 1), 1 + accepted, got.layers_run, counts)

@@ -4,7 +4,8 @@
     python benchmarks/host.py --json       # the same as one JSON object
 
 The core, the loop and the sinks are those of the engine; in the model's place stands a stub that gives every row its
-next tokens at once. Its own time is taken off. Each figure is the least over the tries: others on the machine only add.
+next tokens at once. Its own time is taken off. Way `cycles` is `thread` with captured cycles, as on a GPU. Each figure
+is the least over the tries: others on the machine only add.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if __package__ in (None, ""):  # started as a file: its folder is on the path, t
 
 import typer
 
-from tide_core.batch import DraftCounts, RowResult, ScheduledBatch, StepResult, TokenResult
+from benchmarks.host_cycles import ReadyRunner
+from tide_core.batch import DraftCounts, RowResult, ScheduledBatch, StepResult
 from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, CostPoint, CostTable, DraftPlanner
 from tide_core.engine.loop import EngineLoop
@@ -52,7 +54,7 @@ class ReadyModel:
     def __init__(self, ids: list[int], tokens_per_step: int) -> None:
         self.seconds = 0.0
         self.row_steps = 0
-        self._tokens = [TokenResult(token_id, NUM_LAYERS) for token_id in ids]
+        self._ids = tuple(ids)
         self._drafts = tokens_per_step - 1
 
     def run(self, batch: ScheduledBatch) -> StepResult:
@@ -64,9 +66,11 @@ class ReadyModel:
 
     def _row(self, token_ids: Any, output_ids: Any, num_drafts: int) -> RowResult:
         made, kept = len(output_ids), min(self._drafts, num_drafts)
-        tokens = tuple(self._tokens[made : made + kept + 1])
-        ran = len(token_ids) + kept
-        return RowResult(tokens, ran, NUM_LAYERS * ran, DraftCounts(kept, kept))
+        ran, num = len(token_ids) + kept, kept + 1
+        counts = DraftCounts(kept, kept, 0, kept)
+        return RowResult(
+            self._ids[made : made + num], (NUM_LAYERS,) * num, (None,) * num, ran, NUM_LAYERS * ran, counts
+        )
 
 
 def table() -> CostTable:
@@ -76,7 +80,7 @@ def table() -> CostTable:
     return CostTable(tuple(CostPoint(rows, cycles[rows][0][1], cycles[rows]) for rows in counts))
 
 
-def make_core(tokenizer: Tokenizer, model: ReadyModel, num_rows: int, tokens_per_step: int) -> EngineCore:
+def make_core(tokenizer: Tokenizer, model: ReadyModel | ReadyRunner, num_rows: int, tokens_per_step: int) -> EngineCore:
     blocks = BlockManager(num_rows * -(-(PROMPT_TOKENS + NEW_TOKENS + 8) // BLOCK_SIZE), BLOCK_SIZE, num_segments=2)
     drafts = tokens_per_step - 1
     planner = DraftPlanner(drafts, Acceptance.prior([0.9], drafts), table()) if drafts else None
@@ -86,9 +90,13 @@ def make_core(tokenizer: Tokenizer, model: ReadyModel, num_rows: int, tokens_per
         max_batch_tokens=max(2048, PROMPT_TOKENS * num_rows),
         plan_drafts=planner,
         max_drafts=drafts,
+        runs_ahead=isinstance(model, ReadyRunner),
     )
-    on_result = None if planner is None else planner.observe
-    return EngineCore(scheduler, model.run, tokenizer, namespace="host", num_layers=NUM_LAYERS, on_result=on_result)
+    during = model.during if isinstance(model, ReadyRunner) else None
+    on_drafts = None if planner is None else planner.observe
+    return EngineCore(
+        scheduler, model.run, tokenizer, namespace="host", num_layers=NUM_LAYERS, on_drafts=on_drafts, during=during
+    )
 
 
 def make_requests(tokenizer: Tokenizer, num_rows: int, tokens_per_step: int) -> list[Request]:
@@ -145,6 +153,7 @@ WAYS: dict[str, Callable[[EngineCore, list[Request]], int]] = {
     "core": run_core,
     "thread": run_thread,
     "async": run_async,
+    "cycles": run_thread,
 }
 
 
@@ -152,7 +161,7 @@ def measure(tokenizer: Tokenizer, way: str, num_rows: int, tokens_per_step: int,
     ids, requests = tokenizer.encode(TEXT * 20), make_requests(tokenizer, num_rows, tokens_per_step)
     least, row_steps = math.inf, 0
     for _ in range(tries):
-        model = ReadyModel(ids, tokens_per_step)
+        model = ReadyRunner(ids, NUM_LAYERS, BLOCK_SIZE) if way == "cycles" else ReadyModel(ids, tokens_per_step)
         core = make_core(tokenizer, model, num_rows, tokens_per_step)
         gc.collect()
         start = time.perf_counter()
@@ -173,7 +182,7 @@ def main(
     as_json: bool = typer.Option(False, "--json"),
     tries: int = 5,
     rows: str = "1,8,32,128",
-    ways: str = "core,thread,async",
+    ways: str = "core,thread,async,cycles",
 ) -> None:
     """Measure and print; there is no bar."""
     tokenizer = Tokenizer(load_tokenizer(resolve("demo")))
@@ -190,7 +199,7 @@ def main(
     points = [
         measure(tokenizer, way, int(num_rows), tokens_per_step, tries)
         for way in ways.split(",")
-        for tokens_per_step in (1, 3)
+        for tokens_per_step in (1, 2, 3)
         for num_rows in rows.split(",")
     ]
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tide_core.request import NO_EXITS, Audit, ExitPolicy, Request
@@ -59,8 +59,7 @@ class TokenResult:
     audit: Audit = Audit.VERIFIED
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
+class DraftCounts(NamedTuple):
     """What drafting did for one row in one step."""
 
     drafted: int = 0
@@ -72,18 +71,79 @@ class DraftCounts:
     """Drafts that it could have made: those of the step it was begun with, which need not be the one it ends in."""
 
 
+NOTHING_DRAFTED = DraftCounts()
+
+
+class TokenNote(NamedTuple):
+    """What there may be to say of a token beside its id, its exit layer and its score."""
+
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    audit: Audit = Audit.VERIFIED
+
+
+NOTHING_TO_NOTE = TokenNote()
+
+
 @dataclass(frozen=True, slots=True)
 class RowResult:
     """Runner to scheduler, for one row: the tokens it gained, or the reason there are none. Without either, it has only
-    waited."""
+    waited. Tokens are in columns, since most are never looked at one by one."""
 
-    tokens: tuple[TokenResult, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    exit_layers: tuple[int, ...] = ()
+    scores: tuple[float | None, ...] = ()
     num_valid: int = 0
     """Tokens by which its valid length has grown: those of the step and the accepted drafts."""
     layers_run: int = 0
     """Layers run for it, summed over its tokens of this step."""
-    counts: DraftCounts = DraftCounts()
+    counts: DraftCounts = NOTHING_DRAFTED
     error: str | None = None
+    notes: tuple[TokenNote, ...] = ()
+    """Of each token; empty where nobody wants to know and all are verified."""
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[TokenResult],
+        num_valid: int,
+        layers_run: int = 0,
+        counts: DraftCounts = NOTHING_DRAFTED,
+        error: str | None = None,
+    ) -> RowResult:
+        """With tokens that were made one by one."""
+        notes = [TokenNote(token.logprob, token.top_logprobs, token.audit) for token in tokens]
+        return cls(
+            tuple([token.token_id for token in tokens]),
+            tuple([token.exit_layer for token in tokens]),
+            tuple([token.score for token in tokens]),
+            num_valid,
+            layers_run,
+            counts,
+            error,
+            () if all(note == NOTHING_TO_NOTE for note in notes) else tuple(notes),
+        )
+
+    @property
+    def tokens(self) -> list[TokenResult]:
+        """One by one."""
+        notes = self.notes or [NOTHING_TO_NOTE] * len(self.token_ids)
+        columns = self.token_ids, self.exit_layers, self.scores, notes
+        return [
+            TokenResult(token_id, exit_layer, note.logprob, note.top_logprobs, score, note.audit)
+            for token_id, exit_layer, score, note in zip(*columns, strict=True)
+        ]
+
+    def first(self, num: int) -> RowResult:
+        """Without the tokens behind so many, and as if what they wrote had not been."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:num],
+            exit_layers=self.exit_layers[:num],
+            scores=self.scores[:num],
+            notes=self.notes[:num],
+            num_valid=self.num_valid - (len(self.token_ids) - num),
+        )
 
 
 @dataclass(frozen=True, slots=True)

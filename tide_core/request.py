@@ -176,6 +176,8 @@ class Request:
     """Ids that end the text and are no part of it."""
     wants_tokens_alone: bool = field(init=False, repr=False, compare=False)
     """Whether logits are used as the model makes them, and nobody wants to know them."""
+    drafts_as_others: bool = field(init=False, repr=False, compare=False)
+    """Whether what becomes of its drafts tells something about those of other requests."""
     is_foreseeable: bool = field(init=False, repr=False, compare=False)
     """Whether what follows depends on nothing but the model's likeliest tokens, wherever none leaves for good."""
 
@@ -185,6 +187,8 @@ class Request:
         own_threshold = params.threshold is not None and self.policy.may_exit
         object.__setattr__(self, "end_ids", end_ids)
         object.__setattr__(self, "wants_tokens_alone", params.logprobs is None and not params.changes_logits)
+        usual = params.threshold is None and not params.logit_bias and not self.policy.skips_layers
+        object.__setattr__(self, "drafts_as_others", usual)
         object.__setattr__(self, "is_foreseeable", params.is_greedy and not own_threshold)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import gpu, gpu_parts, gpu_replay, kernels
 from benchmarks.gpu_parts import FEW, MANY, Found, split
-from benchmarks.gpu_replay import Replay, core_of, decode_rate, record
+from benchmarks.gpu_replay import Replay, core_of, decode_rate, record, telling
 from benchmarks.gpu_replay_cycles import ReplayedCycles
 from benchmarks.gpu_shapes import EIGHT_B, SMALL, Subject
 from benchmarks.gpu_table import ROWS
@@ -219,7 +219,7 @@ def test_a_replayed_row_gains_what_the_trace_says_and_ends_where_it_should() -> 
     trace = [(3, 0), (3, 3), (3, 1)]
     lengths = []
     run = Replay(parts.runner.run, trace)
-    core = core_of(parts, run, lambda step, result: lengths.append(len(result.tokens)))
+    core = core_of(parts, telling(run, lambda step, result: lengths.append(len(result.tokens))))
     assert decode_rate(core, DRAFTING, rows=1, prompt=20, tokens=16) > 0
     assert run.cycles[:4] == [(3, 0), (3, 3), (3, 1), (3, 0)]
     assert lengths[:5] == [1, 1, 4, 2, 1], "the prompt's own token, then one more than each cycle accepts"
@@ -235,7 +235,7 @@ def test_where_cycles_run_ahead_the_device_goes_on_as_the_trace_says(monkeypatch
     assert parts.runner.cycles is not None
     replayed = ReplayedCycles(parts.runner.cycles, [(3, 0), (3, 3), (3, 1)])
     lengths: list[int] = []
-    core = core_of(parts, parts.runner.run, lambda step, result: lengths.append(len(result.tokens)))
+    core = core_of(parts, telling(parts.runner.run, lambda step, result: lengths.append(len(result.tokens))))
     read = []
     results = Flight.results
     monkeypatch.setattr(Flight, "results", lambda self, *given: read.append(self) or results(self, *given))
@@ -252,7 +252,7 @@ def test_full_depth_is_not_touched_by_a_replay() -> None:
     parts = Subject(SMALL, "cpu").exits
     run = Replay(parts.runner.run, [(3, 3)])
     lengths: list[int] = []
-    core = core_of(parts, run, lambda step, result: lengths.append(len(result.tokens)))
+    core = core_of(parts, telling(run, lambda step, result: lengths.append(len(result.tokens))))
     decode_rate(core, NO_EXITS, rows=2, prompt=9, tokens=5)
     assert run.cycles == []
     assert lengths == [1] * 10

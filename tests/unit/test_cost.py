@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.factories import make_blocks, make_request
-from tide_core.batch import DraftCounts, RowResult, RowStep
+from tide_core.batch import DraftCounts
 from tide_core.engine.cost import (
     LEAST_GAIN,
     PRIOR_REACH,
@@ -186,10 +185,8 @@ def test_a_fixed_plan_is_always_the_same_whatever_the_load_and_the_acceptance() 
     assert DraftPlanner(0, Acceptance.prior([0.9], 1))(1, 1) == 0
 
 
-def observe(planner: DraftPlanner, *, allowed: int, drafted: int, accepted: int, policy: ExitPolicy = VERIFIED) -> None:
-    table = make_blocks().new_table()
-    step = RowStep(make_request(), table, (1,), (), samples=True, policy=policy, num_drafts=allowed)
-    planner.observe(step, RowResult(counts=DraftCounts(drafted, accepted, allowed=step.num_drafts)))
+def observe(planner: DraftPlanner, *, allowed: int, drafted: int, accepted: int, times: int = 1) -> None:
+    planner.observe(DraftCounts(drafted, accepted, allowed=allowed), times)
 
 
 def test_drafts_that_are_refused_make_the_planner_give_up_and_accepted_ones_bring_it_back() -> None:
@@ -243,12 +240,22 @@ def test_a_step_without_drafts_is_not_an_observation() -> None:
     assert idle.acceptance.keep(1) == before
 
 
-def test_exits_that_are_never_compared_do_not_count_as_accepted_drafts() -> None:
-    mixed = planner(0.1)
-    assert mixed.plan(1, 1).drafts == 0
-    for _ in range(2000):
-        observe(mixed, allowed=MAX_DRAFTS, drafted=MAX_DRAFTS, accepted=MAX_DRAFTS, policy=ExitPolicy("fast"))
-    assert mixed.plan(1, 1).drafts == 0
+@pytest.mark.parametrize("before", [0, 460, 700])
+def test_rows_that_did_the_same_teach_together_what_they_teach_one_by_one(before: int) -> None:
+    """Also where the memory becomes full among them."""
+    together, alone = planner(0.9), planner(0.9)
+    for adaptive in (together, alone):
+        for _ in range(before):
+            observe(adaptive, allowed=2, drafted=2, accepted=1)
+    observe(together, allowed=MAX_DRAFTS, drafted=3, accepted=2, times=50)
+    for _ in range(50):
+        observe(alone, allowed=MAX_DRAFTS, drafted=3, accepted=2)
+    for mine, theirs in (
+        (together.acceptance.kept, alone.acceptance.kept),
+        (together.acceptance.reached, alone.acceptance.reached),
+    ):
+        assert [chance.hits for chance in mine] == pytest.approx([chance.hits for chance in theirs])
+        assert [chance.tries for chance in mine] == pytest.approx([chance.tries for chance in theirs])
 
 
 def test_plans_are_counted_and_the_last_one_is_kept() -> None:

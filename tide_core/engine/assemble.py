@@ -188,7 +188,7 @@ def assemble_loaded(
         text,
         namespace=f"{identity}:{adapter.dtype}:{digest}",
         num_layers=adapter.num_layers,
-        on_result=None if planner is None else planner.observe,
+        on_drafts=None if planner is None else planner.observe,
         during=runner.during,
         waited=runner.waited,
         forget=runner.forget,

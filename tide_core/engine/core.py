@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult, TokenResult
+from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.audit import AuditBook
 from tide_core.engine.exit_stats import ExitStats
 from tide_core.engine.policy import without_exits
 from tide_core.engine.progress import Gain, Progress, make_output
 from tide_core.engine.row import Row
 from tide_core.engine.scheduler import Scheduler
+from tide_core.engine.tally import ALL_VERIFIED, Tally
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import EngineError, RequestError
 from tide_core.request import Audit, ExitPolicy, FinishReason, Request, RequestOutput, SamplingParams
@@ -56,14 +57,16 @@ class EngineCore:
         *,
         namespace: str,
         num_layers: int,
-        on_result: Callable[[RowStep, RowResult], None] | None = None,
+        on_drafts: Callable[[DraftCounts, int], None] | None = None,
         during: Callable[[Callable[[], None]], None] | None = None,
         waited: Callable[[], float | None] | None = None,
         on_host: Callable[[int, int, float], None] | None = None,
         forget: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`during` is told what the next `run` shall do while the device works; without it that is done before.
+        """`on_drafts` hears what became of the drafts of so many rows that did the same.
+
+        `during` is told what the next `run` shall do while the device works; without it that is done before.
         `waited` says how long the last `run` has waited for a device that works meanwhile, None where it does not;
         `on_host` then hears the rows and tokens of the step and how long the host was busy with it. `forget` is told
         when nobody is left who could want what `run` has begun."""
@@ -72,7 +75,8 @@ class EngineCore:
         self.exits = ExitStats(num_layers)
         self.audits = AuditBook()
         self._num_layers = num_layers
-        self._on_result = on_result
+        self._tally = Tally(num_layers)
+        self._on_drafts = on_drafts
         self._run = run
         self._tokenizer = tokenizer
         self._namespace = namespace
@@ -112,6 +116,7 @@ class EngineCore:
         earlier = [gain for gain in self._unsaid if gain.progress is progress]
         self._unsaid = [gain for gain in self._unsaid if gain.progress is not progress]
         tokens = tuple(token for gain in earlier for token in self._say(gain).tokens)
+        self._tally.take(self.exits, self._on_drafts)
         if request_id not in self._open:  # its text could not be made
             return RequestOutput(request_id, tokens, FinishReason.ABORT, progress.usage(self._clock()))
         self._close(progress)
@@ -149,7 +154,9 @@ class EngineCore:
     def say(self) -> list[RequestOutput]:
         """What has not been said yet, as outputs."""
         unsaid, self._unsaid = self._unsaid, []
-        return [self._say(gain) for gain in unsaid if not gain.progress.is_over]
+        outputs = [self._say(gain) for gain in unsaid if not gain.progress.is_over]
+        self._tally.take(self.exits, self._on_drafts)
+        return outputs
 
     def check_idle(self) -> None:
         """With no request open, every block must be back."""
@@ -229,7 +236,7 @@ class EngineCore:
         # A piece of a prompt may have been begun when another length of it was asked for.
         ran = result.num_valid if len(step.token_ids) > 1 else 1
         self.counters.num_prompt_tokens += ran - bool(row.output_ids)
-        if not result.tokens:
+        if not result.token_ids:
             self.scheduler.advance(row, result.num_valid, ())
             return
         if progress.first_token_at is None:
@@ -242,39 +249,41 @@ class EngineCore:
 
     def _gain(self, progress: Progress, step: RowStep, result: RowResult) -> None:
         """Tokens past the end of the text are dropped with the drafts they were."""
-        row, mode = progress.row, step.policy.mode
-        tokens, reason = progress.cut(result.tokens)
+        row, policy = progress.row, step.policy
+        num, reason = progress.cut(result.token_ids)
         said = None
         if row.request.params.stop:
-            said, stopped = progress.say(tokens, mode, reason is not None)
-            tokens, reason = tokens[: len(said)], FinishReason.STOP if stopped else reason
-        dropped = len(result.tokens) - len(tokens)
-        self.counters.num_output_tokens += len(tokens)
-        ran = None
-        if mode in MAY_BREAK:
-            self._account(progress, step, result, tokens)
-        else:
-            ran = step, result
-        self.scheduler.advance(row, result.num_valid - dropped, [token.token_id for token in tokens])
-        self._unsaid.append(Gain(progress, mode, tokens, said, reason, None, ran))
+            said, stopped = progress.say(result.tokens[:num], policy.mode, reason is not None)
+            num, reason = len(said), FinishReason.STOP if stopped else reason
+        if num < len(result.token_ids):
+            result = result.first(num)
+        self.counters.num_output_tokens += num
+        is_counted = policy.mode in MAY_BREAK
+        if is_counted:
+            self._account(progress, step, result)
+        self.scheduler.advance(row, result.num_valid, result.token_ids)
+        self._unsaid.append(Gain(progress, step, result, said, reason, None, is_counted))
         if reason is not None:
             self._close(progress)
 
     def _say(self, gain: Gain) -> RequestOutput:
         """A gain as an output, with its text."""
-        progress, reason, said = gain.progress, gain.reason, gain.said
-        request_id = progress.row.request.request_id
+        progress, step, result, reason, said = gain.progress, gain.step, gain.result, gain.reason, gain.said
+        request_id = step.request.request_id
         try:
-            if gain.ran is not None:
-                step, result = gain.ran
-                self._account(progress, step, result, gain.tokens)
-            if said is None:
-                said, _ = progress.say(gain.tokens, gain.mode, reason is not None)
+            if result is not None:
+                if not gain.is_counted:
+                    self._account(progress, step, result)
+                if said is None:
+                    if reason is None:
+                        return make_output(request_id, progress.say_on(result, step.policy.mode))
+                    said, _ = progress.say(result.tokens, step.policy.mode, True)
         except Exception as error:
             return self._failed(progress, error)
+        tokens = () if said is None else tuple(said)
         if reason is None:
-            return make_output(request_id, tuple(said))
-        return RequestOutput(request_id, tuple(said), reason, progress.usage(self._clock()), gain.error)
+            return make_output(request_id, tokens)
+        return RequestOutput(request_id, tokens, reason, progress.usage(self._clock()), gain.error)
 
     def _failed(self, progress: Progress, error: Exception) -> RequestOutput:
         """The last output of a request whose text cannot be made."""
@@ -288,35 +297,30 @@ class EngineCore:
         failure = EngineError(f"{type(error).__name__}: {error}")
         return RequestOutput(request_id, (), FinishReason.ERROR, progress.usage(self._clock()), failure)
 
-    def _account(self, progress: Progress, step: RowStep, result: RowResult, outputs: Sequence[TokenResult]) -> None:
+    def _account(self, progress: Progress, step: RowStep, result: RowResult) -> None:
         """Count what was emitted and what truly ran for it."""
         # A prompt's layers are not the output's; its last token ran all of them for the first output token.
         layers_run = result.layers_run if len(step.token_ids) == 1 else self._num_layers
-        counts = result.counts
-        drafted, accepted = counts.drafted, counts.accepted
-        if accepted > len(outputs):
-            accepted = len(outputs)
-        exits = [(token.exit_layer, token.audit) for token in outputs]
-        self.exits.record(exits, layers_run, 1, drafted, accepted, counts.non_finite)
-        progress.count(exits, layers_run, drafted, accepted)
-        if self._on_result is not None:
-            self._on_result(step, result)
+        audits = tuple([note.audit for note in result.notes]) if result.notes else ALL_VERIFIED
+        entry = result.exit_layers, audits, layers_run, result.counts, step.request.drafts_as_others
+        self._tally.add(entry, progress.entries)
         if step.policy.mode in MAY_BREAK:
-            self._audit(step.policy, outputs)
+            self._tally.take(self.exits, self._on_drafts)
+            self._audit(step.policy, len(result.token_ids), audits)
 
-    def _audit(self, policy: ExitPolicy, outputs: Sequence[TokenResult]) -> None:
+    def _audit(self, policy: ExitPolicy, num_tokens: int, audits: Sequence[Audit]) -> None:
         """Hear what full depth says about tokens that left before it was asked."""
         if policy.mode == "bounded" and policy.epsilon is not None:
             ledger = self.audits.ledger(f"bounded:{policy.epsilon:g}", policy.epsilon)
             was_broken = ledger.broken
-            ledger.observe(len(outputs), sum(token.audit is Audit.DISAGREED for token in outputs))
+            ledger.observe(num_tokens, audits.count(Audit.DISAGREED))
             if ledger.broken and not was_broken:
                 logger.warning("bound %g is broken: bounded requests go on as verified", policy.epsilon)
                 self._fall_back(policy.epsilon)
         elif policy.mode == "fast":
-            audited = [token.audit for token in outputs if token.audit in (Audit.AGREED, Audit.DISAGREED)]
-            if audited:
-                self.audits.ledger("fast").observe(len(audited), audited.count(Audit.DISAGREED))
+            agreed, disagreed = audits.count(Audit.AGREED), audits.count(Audit.DISAGREED)
+            if agreed or disagreed:
+                self.audits.ledger("fast").observe(agreed + disagreed, disagreed)
 
     def _fall_back(self, epsilon: float) -> None:
         for row in (*self.scheduler.running, *self.scheduler.waiting):
@@ -326,7 +330,7 @@ class EngineCore:
     def _end(self, progress: Progress, step: RowStep, reason: FinishReason, *, error: Exception) -> None:
         """The request ends here; its last word comes behind what has not been said yet."""
         self._close(progress)
-        self._unsaid.append(Gain(progress, step.policy.mode, said=[], reason=reason, error=error))
+        self._unsaid.append(Gain(progress, step, reason=reason, error=error))
 
     def _close(self, progress: Progress) -> None:
         """Give everything back that the request held."""

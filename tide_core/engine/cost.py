@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tide_core.batch import RowResult, RowStep
+from tide_core.batch import DraftCounts
 
 LEAST_GAIN = 1.02
 """A plan must promise at least this much over full depth: the table is only a measurement."""
@@ -122,6 +122,14 @@ class Chance:
     def value(self) -> float:
         return self.hits / self.tries
 
+    def count(self, hit: bool, times: int) -> None:
+        """Add tries that all ended alike, as one by one: each makes what was before it fade, once that is enough."""
+        plain = min(times, max(0, math.floor(MEMORY - self.tries) + 1))
+        kept = _FADE ** (times - plain)
+        added = (1.0 - kept) * MEMORY  # the sum of what is left of each
+        self.hits = (self.hits + plain * hit) * kept + added * hit
+        self.tries = (self.tries + plain) * kept + added
+
 
 @dataclass(slots=True)
 class Acceptance:
@@ -139,10 +147,10 @@ class Acceptance:
             [Chance(PRIOR_WEIGHT * PRIOR_REACH * right, PRIOR_WEIGHT) for right in rights],
         )
 
-    def observe(self, allowed: int, drafted: int, accepted: int) -> None:
-        """One cycle of one row that was allowed so many drafts."""
-        _observe(self.reached, allowed, drafted)
-        _observe(self.kept, allowed, accepted)
+    def observe(self, allowed: int, drafted: int, accepted: int, times: int = 1) -> None:
+        """Cycles of as many rows, each of which was allowed so many drafts."""
+        _observe(self.reached, allowed, drafted, times)
+        _observe(self.kept, allowed, accepted, times)
 
     def reach(self, draft: int) -> float:
         """Chance that a row makes its `draft`-th draft; 1 for the 0th."""
@@ -228,23 +236,16 @@ class DraftPlanner:
             found = self.host_s[min(self.host_s, key=lambda rows: abs(rows - num_rows))]
         return found or 0.0
 
-    def observe(self, step: RowStep, result: RowResult) -> None:
-        """Learn from a row's cycle, if its drafting is like that of any other: by calibrated thresholds, verified."""
-        counts, params = result.counts, step.request.params
-        if not counts.allowed or step.policy.skips_layers:
-            return
-        if params.threshold is None and not params.logit_bias:
-            self.acceptance.observe(counts.allowed, counts.drafted, counts.accepted)
+    def observe(self, counts: DraftCounts, times: int = 1) -> None:
+        """Learn from the cycles of as many rows whose drafting is like that of any other."""
+        self.acceptance.observe(counts.allowed, counts.drafted, counts.accepted, times)
 
 
-def _observe(chances: Sequence[Chance], allowed: int, num_hits: int) -> None:
+def _observe(chances: Sequence[Chance], allowed: int, num_hits: int, times: int) -> None:
     """Count hits in a row and the miss that ends them, if it was not the end; about what would have followed nothing is
     known."""
     for index in range(min(allowed, num_hits + 1, len(chances))):
-        chance = chances[index]
-        fade = _FADE if chance.tries > MEMORY else 1.0
-        chance.hits = chance.hits * fade + (index < num_hits)
-        chance.tries = chance.tries * fade + 1.0
+        chances[index].count(index < num_hits, times)
 
 
 def _product(chances: Sequence[Chance]) -> float:

@@ -9,7 +9,8 @@ results asks with `find` which rows it runs as they are now.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import isfinite
 
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine.cycle_graph import Side
@@ -61,8 +62,11 @@ class Flight:
         if not self.drafts:
             best, best_ids = said.best, said.following
             return [self.settler.plain(best[number], best_ids[number]) for number in wanted.values()]
-        by_place = list(map(Drafted, zip(*said.scores, strict=True), zip(*said.drafted, strict=True)))
-        return [self._result(rows[index], number, said, by_place) for index, number in wanted.items()]
+        by_place = list(zip(zip(*said.scores, strict=True), zip(*said.drafted, strict=True), strict=True))
+        # Every number at once: hardly ever is there one that is not finite.
+        num, end = len(self.begins), self.begins[-1] + self.rows[-1].drafts + 1
+        is_finite = isfinite(sum(said.best[:end])) and all([isfinite(sum(scores[:num])) for scores in said.scores])
+        return [self._result(rows[index], number, said, by_place, is_finite) for index, number in wanted.items()]
 
     def learn(self, said: Said) -> None:
         """Hear what the cycle before has said: where the rows went on."""
@@ -72,17 +76,17 @@ class Flight:
             for step, _, _, behind in self.rows
         ]
 
-    def _result(self, step: RowStep, number: int, said: Said, by_place: Sequence[Drafted]) -> RowResult:
-        drafts, place = self.rows[number].drafts, number * self.each
-        if step.num_drafts != drafts:
-            step = replace(step, num_drafts=drafts)
+    def _result(
+        self, step: RowStep, number: int, said: Said, by_place: Sequence[Drafted], is_finite: bool
+    ) -> RowResult:
+        drafts, place, each = self.rows[number].drafts, number * self.each, self.each
         # The branch whose first draft is what full depth says. A token that leaves for good is the likeliest.
-        if self.each > 1 and step.policy.exit_thresholds[0] > 1.0:
-            place += branch_of(said.following[self.begins[place]], said.drafted[0][place : place + self.each])
+        if each > 1 and step.policy.exit_thresholds[0] > 1.0:
+            place += branch_of(said.following[self.begins[place]], said.drafted[0][place : place + each])
         begin = self.begins[place]
         end = begin + drafts + 1
-        what = said.best[begin:end], said.following[begin:end]
-        return self.settler.row(step, by_place[place], *what, branches=self.each)
+        what = by_place[place], said.best[begin:end], said.following[begin:end]
+        return self.settler.row(step, drafts, *what, branches=each, is_finite=is_finite)
 
 
 def find_rows(told: Sequence[RowStep], blocks: Sequence[list[int]], rows: Sequence[RowStep]) -> dict[int, int]:

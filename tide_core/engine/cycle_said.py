@@ -14,7 +14,7 @@ class Said(NamedTuple):
 
     drafted: list[list[int]]
     """[K][R] token ids."""
-    following: list[int]
+    following: tuple[int, ...]
     """[T] the tokens that follow those of the deep pass."""
     going_on: list[list[int]]
     """[2][R] the token that each row goes on with, and its position."""
@@ -84,4 +84,5 @@ class Landing:
 
     def read(self) -> Said:
         """Once it has arrived."""
-        return Said(*(part.tolist() for part in self._parts))
+        drafted, following, *others = (part.tolist() for part in self._parts)
+        return Said(drafted, tuple(following), *others)

@@ -46,19 +46,22 @@ class ExitStats:
         drafts: int = 0,
         accepted: int = 0,
         non_finite_scores: int = 0,
+        *,
+        times: int = 1,
     ) -> None:
-        """Add what one row did in one step: exit layer and audit of each token it gained, and what ran for it."""
+        """Add what one row did in one step: exit layer and audit of each token it gained, and what ran for it. So many
+        rows did the same."""
         tokens_per_layer, audits, num_layers = self.tokens_per_layer, self.audits, self.num_layers
         for layer, audit in exits:
             if not 1 <= layer <= num_layers:
                 raise ConfigError("exit_layer", layer, f"a layer in 1..{num_layers}")
-            tokens_per_layer[layer] = tokens_per_layer.get(layer, 0) + 1  # a third of what += costs in a Counter
-            audits[audit] = audits.get(audit, 0) + 1
-        self.layers_run += layers_run
-        self.deep_passes += deep_passes
-        self.drafts += drafts
-        self.accepted += accepted
-        self.non_finite_scores += non_finite_scores
+            tokens_per_layer[layer] += times
+            audits[audit] += times
+        self.layers_run += layers_run * times
+        self.deep_passes += deep_passes * times
+        self.drafts += drafts * times
+        self.accepted += accepted * times
+        self.non_finite_scores += non_finite_scores * times
 
     def merge(self, other: ExitStats) -> None:
         """Add the counts of another engine of the same model."""

@@ -9,24 +9,19 @@ stay.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import NamedTuple
 
-from tide_core.batch import DraftCounts, RowResult, RowStep, TokenResult
+from tide_core.batch import NOTHING_DRAFTED, DraftCounts, RowResult, RowStep, TokenResult
 from tide_core.quick import quick
 from tide_core.request import Audit
 
-make_token, make_result, make_counts = quick(TokenResult), quick(RowResult), quick(DraftCounts)
-NOTHING_DRAFTED = DraftCounts()
-
-
-class Drafted(NamedTuple):
-    """What the draft passes of one row say, and maybe more passes behind them: scores and tokens."""
-
-    scores: Sequence[float]
-    token_ids: Sequence[int]
+make_result = quick(RowResult)
+NO_SCORE = (None,)
+Drafted = tuple[tuple[float, ...], tuple[int, ...]]
+"""What the draft passes of one row say, and maybe more passes behind them: scores and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +35,54 @@ class Settler:
         """What `row` makes of a row that has drafted nothing; it may have run more tokens than one."""
         layers_run = num_tokens * self.num_layers
         if not isfinite(best):
-            return make_result((), num_tokens, layers_run, NOTHING_DRAFTED, _numerical_error(best))
-        return make_result((make_token(best_id, self.num_layers),), num_tokens, layers_run, NOTHING_DRAFTED)
+            return make_result((), (), (), num_tokens, layers_run, NOTHING_DRAFTED, _numerical_error(best))
+        return make_result((best_id,), (self.num_layers,), NO_SCORE, num_tokens, layers_run)
 
     def prompt(self, step: RowStep, best: float, best_id: int) -> RowResult:
         """What follows a piece of a prompt: the likeliest token, if it is the last piece."""
         num = len(step.token_ids)
         if step.samples:
             return self.plain(best, best_id, num)
-        return make_result((), num, num * self.num_layers, NOTHING_DRAFTED)
+        return make_result((), (), (), num, num * self.num_layers)
 
     def row(
-        self, step: RowStep, drafted: Drafted, best: Sequence[float], best_ids: Sequence[int], *, branches: int = 1
+        self,
+        step: RowStep,
+        drafts: int,
+        drafted: Drafted,
+        best: Sequence[float],
+        best_ids: tuple[int, ...],
+        *,
+        branches: int = 1,
+        is_finite: bool = False,
     ) -> RowResult:
-        """`best` are the largest logits at full depth behind the newest token and behind each draft, `best_ids` the
-        tokens that follow. All of it ran for each of the row's branches."""
-        taken, score, non_finite = _taken(step, drafted)
-        count = step.num_drafts
-        layers_run = branches * (count * self.exit_layer + (count + 1) * self.num_layers)
+        """`best` are the largest logits at full depth behind the newest token and behind each of so many drafts,
+        `best_ids` the tokens that follow. All of it ran for each of the row's branches. `is_finite`: it is known that
+        all these numbers and the scores are."""
+        request = step.request
+        is_free = step.policy.is_lossless and request.params.threshold is None
+        if is_finite and is_free and request.end_ids.isdisjoint(drafted[1]):
+            return self._sound(drafts, drafted, best_ids, branches)
+        taken, score, non_finite = _taken(step, drafts, drafted)
+        layers_run = branches * (drafts * self.exit_layer + (drafts + 1) * self.num_layers)
         tokens, error = self._tokens(step, drafted, taken, score, best, best_ids)
         accepted = len(tokens) if error is not None else len(tokens) - 1
+        counts = DraftCounts(taken, accepted, non_finite, drafts)
         if error is not None and tokens:  # the text may end with these; if not, the next step fails too
-            return make_result(tuple(tokens), accepted, layers_run, make_counts(taken, accepted, non_finite, count))
-        num_valid = 1 + accepted
-        return make_result(tuple(tokens), num_valid, layers_run, make_counts(taken, accepted, non_finite, count), error)
+            return RowResult.of(tokens, accepted, layers_run, counts)
+        return RowResult.of(tokens, 1 + accepted, layers_run, counts, error)
+
+    def _sound(self, drafts: int, drafted: Drafted, best_ids: tuple[int, ...], branches: int) -> RowResult:
+        """Where nothing leaves for good, any score will do, and no draft ends the text: drafts count that are right."""
+        scores, token_ids = drafted
+        accepted = 0
+        while accepted < drafts and token_ids[accepted] == best_ids[accepted]:
+            accepted += 1
+        exit_layers, layers_run, counts = _outcome(self, drafts, branches, accepted)
+        if accepted == drafts:
+            return make_result(best_ids, exit_layers, (*scores[:drafts], None), drafts + 1, layers_run, counts)
+        kept = accepted + 1
+        return make_result(best_ids[:kept], exit_layers, scores[:kept], kept, layers_run, counts)
 
     def _tokens(
         self,
@@ -87,32 +106,39 @@ class Settler:
             token_id, score_here = token_ids[ahead], scores[ahead]
             if score_here >= leave:
                 audit = Audit.AGREED if token_id == right else Audit.DISAGREED
-                tokens.append(make_token(token_id, exit_layer, None, (), score_here, audit))
+                tokens.append(TokenResult(token_id, exit_layer, None, (), score_here, audit))
             elif token_id == right:
-                tokens.append(make_token(token_id, exit_layer, None, (), score_here))
+                tokens.append(TokenResult(token_id, exit_layer, None, (), score_here))
             else:
                 score = score_here
                 break
-        tokens.append(make_token(right, self.num_layers, None, (), score))
+        tokens.append(TokenResult(right, self.num_layers, None, (), score))
         return tokens, None
 
 
-def _taken(step: RowStep, drafted: Drafted) -> tuple[int, float | None, int]:
+@functools.cache
+def _outcome(settler: Settler, drafts: int, branches: int, accepted: int) -> tuple[tuple[int, ...], int, DraftCounts]:
+    """Of a row with so many drafts of which so many are right: exit layers, layers run, counts. The same few for all
+    rows and steps."""
+    exit_layers = (*[settler.exit_layer] * accepted, settler.num_layers)
+    layers_run = branches * (drafts * settler.exit_layer + (drafts + 1) * settler.num_layers)
+    return exit_layers, layers_run, DraftCounts(drafts, accepted, 0, drafts)
+
+
+def _taken(step: RowStep, drafts: int, drafted: Drafted) -> tuple[int, float | None, int]:
     """How many drafts count, the score of the one behind them that does not, and scores that are no numbers."""
-    request, count = step.request, step.num_drafts
+    request = step.request
     least = -inf if request.params.threshold is None else request.params.threshold
     if step.policy.epsilon is not None:  # its bound was certified for drafts that end here
         least = step.policy.draft_thresholds[0]
     scores, token_ids = drafted
-    if least < 0.0 and isfinite(sum(scores)) and request.end_ids.isdisjoint(token_ids):
-        return count, None, 0  # as nearly always: nothing can end them
-    for ahead in range(count):
+    for ahead in range(drafts):
         score = scores[ahead]
         if not score >= least or not isfinite(score):
             return ahead, score, int(not isfinite(score))
         if token_ids[ahead] in request.end_ids:
             return ahead + 1, None, 0
-    return count, None, 0
+    return drafts, None, 0
 
 
 def _numerical_error(best: float) -> str:

@@ -77,6 +77,15 @@ class TextStream:
         self._held.append(token_id)
         return self._before_stop(self._settled())
 
+    def push_all(self, token_ids: Sequence[int]) -> list[str]:
+        """The texts of several ids. Not for a text with stop strings, which may end among them."""
+        known = self._known
+        if known is not None and not self._held:
+            texts = list(map(known.get, token_ids))
+            if None not in texts:
+                return texts  # type: ignore[return-value]
+        return [self.push(token_id) for token_id in token_ids]
+
     def finish(self) -> str:
         """Return all that is still held; half characters become U+FFFD."""
         text = self._before_stop(self._text(self._held))

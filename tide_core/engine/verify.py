@@ -150,8 +150,8 @@ class Verifier:
         still_to_run: int = 0,
         error: str | None = None,
     ) -> RowResult:
-        return RowResult(
-            tokens=tuple(tokens),
+        return RowResult.of(
+            tokens,
             num_valid=len(row.step.token_ids) + accepted - still_to_run,
             layers_run=row.layers_run,
             counts=DraftCounts(len(row.drafts), accepted, row.non_finite, row.step.num_drafts),
