@@ -43,14 +43,15 @@ class Replay:
         return StepResult(tuple(self._row(step, row) for step, row in zip(batch.rows, result.rows, strict=True)))
 
     def _row(self, step: RowStep, got: RowResult) -> RowResult:
-        if got.error is not None or not got.counts.drafted:
+        [counts] = got.counts
+        if got.error is not None or not counts.drafted:
             return got
-        accepted = min(next(self._trace)[1], got.counts.drafted)
-        self.cycles.append((got.counts.drafted, accepted))
+        accepted = min(next(self._trace)[1], counts.drafted)
+        self.cycles.append((counts.drafted, accepted))
         # What the tokens say is of no interest; a row gains one more than it accepts.
         tokens = (*got.tokens, *[got.tokens[-1]] * accepted)[: accepted + 1]
-        counts = got.counts._replace(accepted=accepted)
-        return RowResult.of(tokens, len(step.token_ids) + accepted, got.layers_run, counts)
+        counts = counts._replace(accepted=accepted)
+        return RowResult.of(tokens, len(step.token_ids) + accepted, got.layers_run, (counts,))
 
 
 def replay(world: World) -> Found:
@@ -105,8 +106,8 @@ def record(bench: Bench, drafts: int, tokens: int, rows: int) -> list[Cycle]:
     trace: list[Cycle] = []
 
     def note(step: RowStep, result: RowResult) -> None:
-        if step.num_drafts == drafts and result.tokens:
-            trace.append((result.counts.drafted, result.counts.accepted))
+        if step.num_drafts == drafts and result.token_ids:
+            trace.extend((each.drafted, each.accepted) for each in result.counts)
 
     core = core_of(bench.parts, telling(bench.parts.runner.run, note))
     with bench.fixed_drafts(drafts), bench.at_most(rows):

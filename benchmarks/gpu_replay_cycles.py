@@ -53,7 +53,8 @@ class ReplayedCycles:
             cycles._kernels, cycles._cycles = own
             cycles.forget()
 
-    def _fly(self, rows: Sequence[RowPlace]) -> Flight:
+    def _fly(self, rows: Sequence[RowPlace], legs: int = 1) -> Flight:
+        """Of one leg: each is told its own counts."""
         accepted = [min(next(self._trace)[1], row.drafts) for row in rows]
         self._hosts.append(self._hosts.pop(0))  # that of the launch before the last but one
         self._hosts[0][: len(rows)] = torch.tensor(accepted)
@@ -109,5 +110,5 @@ class Told:
         self.cycles.append((drafts, accepted))
         # What the tokens say is of no interest, but for the last: the device goes on with it.
         last = replace(got.tokens[-1], token_id=best_ids[accepted])
-        counts = DraftCounts(drafts, accepted, got.counts.non_finite, drafts)
-        return RowResult.of((last,) * (accepted + 1), 1 + accepted, got.layers_run, counts)
+        counts = DraftCounts(drafts, accepted, got.counts[0].non_finite, drafts)
+        return RowResult.of((last,) * (accepted + 1), 1 + accepted, got.layers_run, (counts,))

@@ -4,8 +4,8 @@
     python benchmarks/host.py --json       # the same as one JSON object
 
 The core, the loop and the sinks are those of the engine; in the model's place stands a stub that gives every row its
-next tokens at once. Its own time is taken off. Way `cycles` is `thread` with captured cycles, as on a GPU. Each figure
-is the least over the tries: others on the machine only add.
+next tokens at once. Its own time is taken off. Way `cycles` is `thread` with captured cycles, as on a GPU, and
+`cycles-2` with two of them to a flight. Each figure is the least over the tries: others on the machine only add.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ReadyModel:
     def _row(self, token_ids: Any, output_ids: Any, num_drafts: int) -> RowResult:
         made, kept = len(output_ids), min(self._drafts, num_drafts)
         ran, num = len(token_ids) + kept, kept + 1
-        counts = DraftCounts(kept, kept, 0, kept)
+        counts = (DraftCounts(kept, kept, 0, kept),)
         return RowResult(
             self._ids[made : made + num], (NUM_LAYERS,) * num, (None,) * num, ran, NUM_LAYERS * ran, counts
         )
@@ -81,7 +81,7 @@ def table() -> CostTable:
 
 
 def make_core(tokenizer: Tokenizer, model: ReadyModel | ReadyRunner, num_rows: int, tokens_per_step: int) -> EngineCore:
-    blocks = BlockManager(num_rows * -(-(PROMPT_TOKENS + NEW_TOKENS + 8) // BLOCK_SIZE), BLOCK_SIZE, num_segments=2)
+    blocks = BlockManager(num_rows * -(-(PROMPT_TOKENS + NEW_TOKENS + 48) // BLOCK_SIZE), BLOCK_SIZE, num_segments=2)
     drafts = tokens_per_step - 1
     planner = DraftPlanner(drafts, Acceptance.prior([0.9], drafts), table()) if drafts else None
     scheduler = Scheduler(
@@ -91,6 +91,7 @@ def make_core(tokenizer: Tokenizer, model: ReadyModel | ReadyRunner, num_rows: i
         plan_drafts=planner,
         max_drafts=drafts,
         runs_ahead=isinstance(model, ReadyRunner),
+        cycles_ahead=model.cycles_ahead if isinstance(model, ReadyRunner) else lambda: 0,
     )
     during = model.during if isinstance(model, ReadyRunner) else None
     on_drafts = None if planner is None else planner.observe
@@ -154,6 +155,8 @@ WAYS: dict[str, Callable[[EngineCore, list[Request]], int]] = {
     "thread": run_thread,
     "async": run_async,
     "cycles": run_thread,
+    "cycles-2": run_thread,
+    "cycles-4": run_thread,
 }
 
 
@@ -161,7 +164,9 @@ def measure(tokenizer: Tokenizer, way: str, num_rows: int, tokens_per_step: int,
     ids, requests = tokenizer.encode(TEXT * 20), make_requests(tokenizer, num_rows, tokens_per_step)
     least, row_steps = math.inf, 0
     for _ in range(tries):
-        model = ReadyRunner(ids, NUM_LAYERS, BLOCK_SIZE) if way == "cycles" else ReadyModel(ids, tokens_per_step)
+        model: ReadyRunner | ReadyModel = ReadyModel(ids, tokens_per_step)
+        if way.startswith("cycles"):
+            model = ReadyRunner(ids, NUM_LAYERS, BLOCK_SIZE, legs=int(way.partition("-")[2] or 1))
         core = make_core(tokenizer, model, num_rows, tokens_per_step)
         gc.collect()
         start = time.perf_counter()
@@ -182,7 +187,7 @@ def main(
     as_json: bool = typer.Option(False, "--json"),
     tries: int = 5,
     rows: str = "1,8,32,128",
-    ways: str = "core,thread,async,cycles",
+    ways: str = "core,thread,async,cycles,cycles-2,cycles-4",
 ) -> None:
     """Measure and print; there is no bar."""
     tokenizer = Tokenizer(load_tokenizer(resolve("demo")))

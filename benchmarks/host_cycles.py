@@ -17,7 +17,7 @@ import torch
 from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.cycle_graph import Side
-from tide_core.engine.cycle_room import CycleRoom, RowPlace
+from tide_core.engine.cycle_room import Array, CycleRoom, RowPlace
 from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.greedy import Settler
 from tide_core.engine.model_runner import ModelRunner
@@ -54,25 +54,26 @@ class ReadyGraph:
         self._said.scores.fill_(0.9)
         self._said.best.fill_(1.0)
 
-    def launch(self, rows: Sequence[RowPlace]) -> tuple[Side, list[int]]:
+    def launch(self, rows: Sequence[RowPlace], legs: int = 1) -> tuple[Side, list[int]]:
         self._sides.reverse()
         side = self._sides[0]
         side.wait()
         begins = side.rows.fill(rows)
         before = time.perf_counter()
-        self._run(side, begins)
+        about, _ = self._room.split(side.host.numpy())
+        starts, drafts = about[1, : len(begins)].astype(np.int64), about[2, : len(begins)]
+        behind = starts < 0
+        starts[behind] = self._owner.carried[-1 - starts[behind]]
+        for leg in range(legs):
+            self._run(self._owner.carried if leg else starts, drafts, begins)
+            self._said.send(side.landing(leg))
         self._owner.seconds += time.perf_counter() - before
-        side.note_sent()
+        side.note_sent(legs)
         return side, begins
 
-    def _run(self, side: Side, begins: Sequence[int]) -> None:
+    def _run(self, starts: Array, drafts: Array, begins: Sequence[int]) -> None:
         """The token at a position is that of the text there."""
         owner, said, num = self._owner, self._said, len(begins)
-        about, _ = self._room.split(side.host.numpy())
-        starts, drafts = about[1, :num].astype(np.int64), about[2, :num]
-        starts = np.where(
-            starts < 0, owner.carried[np.minimum(-1 - np.minimum(starts, -1), len(owner.carried) - 1)], starts
-        )
         for place in range(num):
             start, begin, count = int(starts[place]), begins[place], int(drafts[place])
             following = torch.from_numpy(owner.ids[start + 1 : start + count + 2])
@@ -81,14 +82,14 @@ class ReadyGraph:
         owner.carried = starts + drafts + 1
         said.going_on[0, :num] = torch.from_numpy(owner.ids[owner.carried])
         said.going_on[1, :num] = torch.from_numpy(owner.carried)
-        said.send(side.landing)
 
 
 class ReadyRunner(ModelRunner):
     """The engine's runner over such cycles; prompts are as ready."""
 
-    def __init__(self, ids: Sequence[int], num_layers: int, block_size: int) -> None:
+    def __init__(self, ids: Sequence[int], num_layers: int, block_size: int, legs: int) -> None:
         self._ready = ReadyCycles(ids, num_layers, block_size)
+        self._ready.pace.legs = legs
         parts: Any = SimpleNamespace(num_layers=num_layers, gathers_kv=True)
         super().__init__(parts, parts, parts, (range(num_layers),), captured_cycles=self._ready)
         self._ids, self._settler = ids, Settler(EXIT_LAYER, num_layers)
@@ -99,8 +100,13 @@ class ReadyRunner(ModelRunner):
         return self._ready.seconds
 
     def run(self, batch: ScheduledBatch) -> StepResult:
-        self.row_steps += len(batch.rows)
-        return super().run(batch)
+        """A row's cycles count as steps, as they would be without legs."""
+        result = super().run(batch)
+        self.row_steps += len(batch.rows) * self._ready.num_legs
+        return result
+
+    def cycles_ahead(self) -> int:
+        return self._ready.cycles_ahead()
 
     def _run_rows(self, steps: Sequence[RowStep]) -> list[RowResult]:
         before = time.perf_counter()

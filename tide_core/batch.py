@@ -71,7 +71,7 @@ class DraftCounts(NamedTuple):
     """Drafts that it could have made: those of the step it was begun with, which need not be the one it ends in."""
 
 
-NOTHING_DRAFTED = DraftCounts()
+NOTHING_DRAFTED = (DraftCounts(),)
 
 
 class TokenNote(NamedTuple):
@@ -97,7 +97,8 @@ class RowResult:
     """Tokens by which its valid length has grown: those of the step and the accepted drafts."""
     layers_run: int = 0
     """Layers run for it, summed over its tokens of this step."""
-    counts: DraftCounts = NOTHING_DRAFTED
+    counts: tuple[DraftCounts, ...] = NOTHING_DRAFTED
+    """Of each of its deep passes: where the host is slow, a step may have several."""
     error: str | None = None
     notes: tuple[TokenNote, ...] = ()
     """Of each token; empty where nobody wants to know and all are verified."""
@@ -108,7 +109,7 @@ class RowResult:
         tokens: Sequence[TokenResult],
         num_valid: int,
         layers_run: int = 0,
-        counts: DraftCounts = NOTHING_DRAFTED,
+        counts: tuple[DraftCounts, ...] = NOTHING_DRAFTED,
         error: str | None = None,
     ) -> RowResult:
         """With tokens that were made one by one."""

@@ -14,15 +14,16 @@ import pytest
 from tests.engine.exit_engines import all_ids, exit_parts, poisoned
 from tests.factories import make_request, random_prompts
 from tests.kernels.twin import twin_kernels
-from tide_core.batch import RowResult, RowStep
+from tide_core.batch import DraftCounts, RowResult, RowStep
 from tide_core.engine import assemble, captured_cycle
 from tide_core.engine.assemble import Parts
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_prompts import PATIENCE, CapturedPrompts
-from tide_core.engine.cycle_flight import Flight
+from tide_core.engine.cycle_flight import Flight, join
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.engine.cycle_said import Said
 from tide_core.engine.greedy import Settler
+from tide_core.engine.pace import Pace
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, FinishReason, RequestOutput, SamplingParams
 
@@ -32,6 +33,16 @@ HARDER = 0.3
 REALLY_DONE = CapturedPrompts._is_done
 
 
+@pytest.fixture(params=[1])
+def legs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Cycles of a flight, in engines made from now on."""
+    monkeypatch.setattr(captured_cycle, "Pace", lambda: Pace(request.param))
+    return cast(int, request.param)
+
+
+ONE_LEG_OR_MORE = pytest.mark.parametrize("legs", [1, 2, 4], indirect=True)
+
+
 @pytest.fixture
 def flights(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Engines made from now on run cycles in one go; how many were launched, of them ahead, and read; and how often a
@@ -39,10 +50,12 @@ def flights(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count: Counter[str] = Counter()
     fly, results, start = CapturedCycles._fly, Flight.results, captured_cycle.Started.results
 
-    def launched(self: CapturedCycles, rows: Sequence[RowPlace]) -> Flight:
+    def launched(self: CapturedCycles, rows: Sequence[RowPlace], legs: int = 1) -> Flight:
+        flight = fly(self, rows, legs)
         count["launched"] += 1
         count["ahead"] += any(row.behind >= 0 for row in rows)
-        return fly(self, rows)
+        count["cycles"] += flight.legs
+        return flight
 
     def read(self: Flight, *given: Any) -> list[RowResult]:
         count["read"] += 1
@@ -73,10 +86,11 @@ def without_running_ahead(**settings: Any) -> Parts:
     return parts
 
 
+@ONE_LEG_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_answers_are_those_of_full_depth_and_nearly_every_cycle_is_begun_ahead(
-    mode: str, num_rows: int, flights: Counter[str]
+    mode: str, num_rows: int, flights: Counter[str], legs: int
 ) -> None:
     prompts, params = random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True, mode=mode)
     expected = answers(without_running_ahead(share=HARDER), prompts, SamplingParams(max_tokens=40, ignore_eos=True))
@@ -85,6 +99,30 @@ def test_answers_are_those_of_full_depth_and_nearly_every_cycle_is_begun_ahead(
     assert answers(exit_parts(share=HARDER), prompts, params) == expected
     assert flights["ahead"] >= flights["launched"] - 6
     assert flights["launched"] == flights["read"], "that all texts may end by their length is known beforehand"
+    has_branches = mode == "verified" and num_rows == 1
+    assert (flights["cycles"] > flights["launched"]) == (legs > 1 and not has_branches)
+
+
+@pytest.mark.parametrize("mode", ["full", "verified"])
+def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: str, flights: Counter[str]) -> None:
+    prompts, params = random_prompts(5, 11), SamplingParams(max_tokens=40, ignore_eos=True, mode=mode)
+    found = []
+    for legs in (1, 3):
+        parts = exit_parts(share=HARDER)
+        assert parts.runner.cycles is not None
+        parts.runner.cycles.pace.legs = legs
+        with poisoned(parts) as engine:
+            said = engine.generate(prompts, params)
+        tokens = [[(token.token_id, token.exit_layer, token.score) for token in one.tokens[:30]] for one in said]
+        usages = [one.usage for one in said if one.usage is not None]
+        layers_run, stats = sum(usage.layers_run for usage in usages), parts.core.exits
+        assert (stats.layers_run, stats.total_tokens) == (layers_run, 5 * 40)
+        assert stats.deep_passes == sum(usage.deep_passes for usage in usages)
+        found.append((tokens, all_ids(said), stats.deep_passes, parts.core.counters.num_steps))
+    (*one_by_one, passes, num_steps), (*together, passes_together, fewer_steps) = found
+    assert together == one_by_one, "at the end there may be other drafts"
+    assert passes_together == pytest.approx(passes, rel=0.2)
+    assert fewer_steps < num_steps / 2
 
 
 @pytest.mark.parametrize("mode", ["full", "verified"])
@@ -103,8 +141,9 @@ def test_rows_on_standby_follow_sooner_and_say_the_same(mode: str, max_rows: int
     assert num_steps < num_without
 
 
+@ONE_LEG_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
-def test_rows_come_and_go_while_others_are_on_their_way(mode: str, flights: Counter[str]) -> None:
+def test_rows_come_and_go_while_others_are_on_their_way(mode: str, flights: Counter[str], legs: int) -> None:
     """Texts that end by a token, which nobody knows beforehand, or by their length; a new row waits for the cycle that
     is on its way, and joins the next."""
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(9, 40))]
@@ -123,10 +162,11 @@ def test_rows_come_and_go_while_others_are_on_their_way(mode: str, flights: Coun
     assert flights["launched"] > flights["read"] - flights["waited"]
 
 
+@ONE_LEG_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize("num_blocks", [9, 12, 16])
 def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
-    mode: str, num_blocks: int, flights: Counter[str]
+    mode: str, num_blocks: int, flights: Counter[str], legs: int
 ) -> None:
     """The pool is full: blocks that were given beforehand are taken back, and rows give way."""
     prompts, params = random_prompts(4, 21), SamplingParams(max_tokens=50, ignore_eos=True, mode=mode)
@@ -145,8 +185,9 @@ def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
     assert flights["ahead"] > 5
 
 
-def test_a_request_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str]) -> None:
-    prompts, params = random_prompts(3, 11), {"max_tokens": 30, "ignore_eos": True}
+@ONE_LEG_OR_MORE
+def test_a_request_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str], legs: int) -> None:
+    prompts, params = random_prompts(3, 11), {"max_tokens": 90, "ignore_eos": True}
     expected = answers(without_running_ahead(share=HARDER), prompts, SamplingParams(**params))
     parts = exit_parts(share=HARDER)
     with poisoned(parts) as engine:
@@ -170,7 +211,10 @@ def test_a_request_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str]
         assert mine[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_step_that_fails_leaves_nothing_on_its_way(flights: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@ONE_LEG_OR_MORE
+def test_a_step_that_fails_leaves_nothing_on_its_way(
+    flights: Counter[str], legs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts, params = random_prompts(3, 11), SamplingParams(max_tokens=30, ignore_eos=True)
     expected = answers(without_running_ahead(share=HARDER), prompts, params)
     parts = exit_parts(share=HARDER)
@@ -210,9 +254,10 @@ def test_a_row_that_draws_joins_others_and_all_go_on_without_running_ahead(fligh
     assert answers(exit_parts(share=HARDER), prompts, params) == expected
 
 
+@ONE_LEG_OR_MORE
 @pytest.mark.parametrize("longest", [64, None])
 def test_nothing_is_begun_behind_the_last_position_there_is(
-    longest: int | None, flights: Counter[str], caplog: pytest.LogCaptureFixture
+    longest: int | None, flights: Counter[str], legs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of the model, or of the engine where that is told of fewer: its tables end there."""
     settings = {} if longest is None else {"max_model_len": longest}
@@ -417,3 +462,43 @@ def test_a_row_that_stands_elsewhere_than_the_device_thinks_is_not_found() -> No
     flight = begun_ahead(row, token=5, position=21)
     row.table.lengths[0] = 20
     assert flight.find([row]) == {}
+
+
+def leg(*token_ids: int, accepted: int | None = None, error: str | None = None) -> RowResult:
+    accepted = len(token_ids) - 1 if accepted is None else accepted
+    exit_layers, scores = (1,) * len(token_ids), (0.5,) * len(token_ids)
+    return RowResult(token_ids, exit_layers, scores, accepted + 1, 6, (DraftCounts(2, accepted, 0, 2),), error)
+
+
+def going_on(**params: Any) -> RowStep:
+    return RowStep(make_request(**params), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+
+
+def test_legs_give_a_row_all_their_tokens_as_one_result() -> None:
+    joined = join(going_on(max_tokens=30), [leg(7), leg(8, 9), leg(10)])
+    assert joined.token_ids == (7, 8, 9, 10)
+    assert (joined.num_valid, joined.layers_run, joined.error) == (4, 18, None)
+    assert [counts.accepted for counts in joined.counts] == [0, 1, 0]
+    assert len(joined.tokens) == 4
+
+
+@pytest.mark.parametrize(
+    ("params", "legs", "num"),
+    [
+        ({"max_tokens": 30, "stop_ids": (9,)}, [leg(7), leg(8, 9), leg(10)], 2),
+        ({"max_tokens": 5}, [leg(7), leg(8, 9), leg(10)], 2),
+        ({"max_tokens": 4}, [leg(7), leg(8, 9), leg(10)], 2),
+        ({"max_tokens": 30}, [leg(7), leg(error="numerical_error", accepted=-1), leg(10)], 1),
+        ({"max_tokens": 30}, [leg(error="numerical_error", accepted=-1), leg(9), leg(10)], 1),
+        ({"max_tokens": 30}, [leg(7), leg(8, accepted=1), leg(10)], 2),
+    ],
+    ids=["a token ends it", "its length ends it", "its length ends it midway", "one fails", "the first fails", "half"],
+)
+def test_legs_behind_the_end_of_a_text_or_behind_a_failure_are_not_a_rows(
+    params: dict[str, Any], legs: list[RowResult], num: int
+) -> None:
+    """Drafts that are right are kept where full depth has no word behind them; the next step fails then."""
+    joined = join(going_on(**params), legs)
+    assert joined.token_ids == tuple(token_id for one in legs[:num] for token_id in one.token_ids)
+    assert len(joined.counts) == num
+    assert joined.error == legs[0].error

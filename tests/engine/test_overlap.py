@@ -192,13 +192,13 @@ def test_what_was_there_before_an_engine_is_left_alone_by_the_collector_while_it
 
 
 def test_how_long_the_host_was_busy_is_told_where_the_device_worked_meanwhile(parts: Parts) -> None:
-    core, told = parts.core, list[tuple[int, int, float]]()
+    core, told = parts.core, list[tuple[int, int, float, int]]()
     core._on_host = lambda *what: told.append(what)
-    for waited in (None, 1e-9):
+    for waited in (None, (1e-9, 2)):
         core._waited = lambda waited=waited: waited
         core.add(request(f"r{waited}", max_tokens=3))
         core.add(request(f"s{waited}", max_tokens=3))
         while core.scheduler.has_work:
             core.advance(lambda outputs: None)
-    assert [(rows, tokens) for rows, tokens, _ in told] == [(2, 2)] * 3
-    assert all(0.0 < seconds < 60.0 for _, _, seconds in told)
+    assert [(rows, tokens, cycles) for rows, tokens, _, cycles in told] == [(2, 2, 2)] * 3
+    assert all(0.0 < seconds < 60.0 for _, _, seconds, _ in told)

@@ -154,7 +154,7 @@ def test_a_refused_row_asks_its_router_and_drafts_nothing() -> None:
     table = parts.core.scheduler.blocks.new_table()
     parts.core.scheduler.blocks.allocate(table, 8)
     [row] = parts.runner.run(gpu_parts.refused([table])).rows
-    assert (row.counts.drafted, len(row.tokens)) == (0, 1)
+    assert (row.counts[0].drafted, len(row.tokens)) == (0, 1)
     assert row.tokens[0].score is not None
     assert 0.0 < row.tokens[0].score < 1.0
 

@@ -16,9 +16,11 @@ pytestmark = pytest.mark.gpu
 HARDER = 0.3
 
 
-def answers(prompts: Any, params: Any, *, ahead: bool, **settings: Any) -> list[list[int]]:
+def answers(prompts: Any, params: Any, *, ahead: bool, legs: int = 1, **settings: Any) -> list[list[int]]:
     parts = exit_parts("qwen3", share=HARDER, device="cuda", **settings)
     parts.core.scheduler.runs_ahead = ahead
+    assert parts.runner.cycles is not None
+    parts.runner.cycles.pace.legs = legs  # at first: then as many as it takes
     with poisoned(parts) as engine:
         found = [engine.generate(prompts, params) for _ in range(2)]  # the second time all is captured
     parts.core.check_idle()
@@ -28,16 +30,19 @@ def answers(prompts: Any, params: Any, *, ahead: bool, **settings: Any) -> list[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["full", "verified"])
-@pytest.mark.parametrize("max_rows", [1, 3, 8])
+@pytest.mark.parametrize(("max_rows", "legs"), [(1, 1), (3, 1), (8, 1), (8, 3)])
 def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
-    max_rows: int, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    max_rows: int, legs: int, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[int] = []
+    num_legs: list[int] = []
     fly = CapturedCycles._fly
 
-    def launched(self: CapturedCycles, rows: Any) -> Flight:
+    def launched(self: CapturedCycles, rows: Any, legs: int = 1) -> Flight:
         ahead.append(sum(row.behind >= 0 for row in rows))
-        return fly(self, rows)
+        flight = fly(self, rows, legs)
+        num_legs.append(flight.legs)
+        return flight
 
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(12, 50))]
     params = [SamplingParams(max_tokens=9 + 5 * i, ignore_eos=True, mode=mode) for i in range(12)]
@@ -49,6 +54,7 @@ def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
     ]
     expected = [ids[: ids.index(ends[i]) + 1] if i % 3 == 1 else ids for i, ids in enumerate(expected)]
     monkeypatch.setattr(CapturedCycles, "_fly", launched)
-    found = answers(prompts, params, ahead=True, max_rows=max_rows, dtype=dtype, prefix_caching=False)
+    found = answers(prompts, params, ahead=True, legs=legs, max_rows=max_rows, dtype=dtype, prefix_caching=False)
     assert found == expected
     assert sum(map(bool, ahead)) > len(ahead) // 2
+    assert max(num_legs) >= legs

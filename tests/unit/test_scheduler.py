@@ -196,6 +196,21 @@ def test_blocks_for_the_next_step_are_given_only_while_every_row_can_have_one_mo
     assert [row.num_preemptions for row in rows] == [0, 0]
 
 
+@pytest.mark.parametrize(("num_blocks", "expected"), [(60, [7, 7]), (13, [5, 5]), (9, [3, 3]), (7, [3, 2])])
+def test_blocks_for_several_cycles_are_given_as_far_as_all_rows_can_have_them(
+    num_blocks: int, expected: list[int]
+) -> None:
+    """Four tokens, three drafts, and five cycles of four tokens behind them: seven blocks of each row."""
+    scheduler = make_scheduler(num_blocks=num_blocks, drafts=3, prefix_caching=False)
+    scheduler.runs_ahead, scheduler.cycles_ahead = True, lambda: 5
+    rows = [add(scheduler, n, 3, first=f, max_tokens=50, policy=EXITS) for n, f in (("old", 2), ("young", 100))]
+    step(scheduler)
+    scheduler.schedule()
+    assert [len(row.table.block_ids) for row in rows] == expected
+    assert scheduler.blocks.num_available >= len(rows)
+    assert [row.num_preemptions for row in rows] == [0, 0]
+
+
 def test_drafts_and_a_prompt_share_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=64, max_batch_tokens=16, drafts=100)
     add(scheduler, "talks", 3, policy=EXITS, max_tokens=100)
@@ -327,13 +342,14 @@ def test_a_plan_is_asked_for_once_where_the_short_way_was_tried_in_vain() -> Non
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
 
-    num_blocks, max_batch_tokens, keeps_standby, runs_ahead = 9, 8, False, False
+    num_blocks, max_batch_tokens, keeps_standby, runs_ahead, num_ahead = 9, 8, False, False, 1
 
     def __init__(self) -> None:
         super().__init__()
         sizes = {"num_blocks": self.num_blocks, "max_batch_tokens": self.max_batch_tokens}
         self.scheduler = make_scheduler(**sizes, max_rows=4, drafts=3)
         self.scheduler.keeps_standby, self.scheduler.runs_ahead = self.keeps_standby, self.runs_ahead
+        self.scheduler.cycles_ahead = lambda: self.num_ahead
         self.scheduler.max_drafts = 2
         self.rows: list[Row] = []
         self.count = 0
@@ -394,7 +410,12 @@ class AheadMachine(SchedulerMachine):
     num_blocks, max_batch_tokens, runs_ahead = 30, 24, True
 
 
+class FarAheadMachine(AheadMachine):
+    num_blocks, num_ahead = 20, 5
+
+
 TestSchedulerMachine, TestStandbyMachine = SchedulerMachine.TestCase, StandbyMachine.TestCase
-TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine, TestFarAheadMachine = AheadMachine.TestCase, FarAheadMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStandbyMachine.settings = TestAheadMachine.settings = TestSchedulerMachine.settings
+TestFarAheadMachine.settings = TestSchedulerMachine.settings

@@ -23,7 +23,7 @@ def entry(
     audits: tuple[Audit, ...] = ALL_VERIFIED,
     tells: bool = True,
 ) -> Entry:
-    return exit_layers, audits, layers_run, DraftCounts(drafted, accepted, non_finite, drafted), tells
+    return exit_layers, audits, layers_run, (DraftCounts(drafted, accepted, non_finite, drafted),), tells
 
 
 CYCLE = entry(2, 30, layers_run=62, drafted=1, accepted=1)
@@ -44,7 +44,7 @@ def test_what_many_rows_did_is_in_the_stats_as_if_it_had_been_recorded_row_by_ro
     one_by_one.record([(30, verified)], 30, 1)
     one_by_one.record([(2, verified)], 66, 1, 3, 1, 1)
     assert stats.summary() == one_by_one.summary()
-    assert heard == [(CYCLE[3], 3), (CUT[3], 1)], "the plan hears of right drafts behind the end too"
+    assert heard == [(CYCLE[3][0], 3), (CUT[3][0], 1)], "the plan hears of right drafts behind the end too"
 
 
 def test_what_was_taken_is_not_taken_again() -> None:

@@ -31,6 +31,7 @@ from tide_core.engine.cycle_graph import CycleGraph
 from tide_core.engine.cycle_room import CycleRoom, RowPlace
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Settler
+from tide_core.engine.pace import Pace
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.cycle_plan import MOST_ROWS
 from tide_core.kv.cache import PagedKV
@@ -68,8 +69,10 @@ class CapturedCycles:
         self._settler = Settler(layer, adapter.num_layers)
         self._max_positions = adapter.max_positions if max_positions is None else max_positions
         self._ahead: Flight | None = None
-        self.waited_s = 0.0
-        """For the last cycle that was read."""
+        self.pace = Pace()
+        self.waited_s, self.num_legs = 0.0, 1
+        """Of the last flight that was read."""
+        self._read_at: float | None = None
 
     def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
         """The shapes that texts of no great length come in."""
@@ -133,7 +136,11 @@ class CapturedCycles:
     def _read(self, flight: Flight, found: dict[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         before = time.perf_counter()
         flight.side.wait()
-        self.waited_s = time.perf_counter() - before
+        now = time.perf_counter()
+        self.waited_s, self.num_legs = now - before, flight.legs
+        if self._read_at is not None:
+            self.pace.note(flight.legs, self.waited_s, now - self._read_at)
+        self._read_at = now if self.runs_ahead else None
         return flight.results(found, rows)
 
     @property
@@ -143,7 +150,11 @@ class CapturedCycles:
 
     def forget(self) -> None:
         """Nothing of what was begun is of use any more."""
-        self._ahead = None
+        self._ahead = self._read_at = None
+
+    def cycles_ahead(self) -> int:
+        """Cycles that may be begun for a row before it is known what the first of them gives it."""
+        return (1 if self._ahead is None else self._ahead.legs) + self.pace.legs - 1
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         flight = self._fly([self._place(row) for row in rows])
@@ -157,8 +168,8 @@ class CapturedCycles:
         """Begin the cycle behind a flight: with the rows that it runs, as it leaves them, and with those that are new.
         None where it cannot be known what a row goes on with, or has no room for it, or if all may end before."""
         size, longest = self._cache.block_size, self._max_positions
-        places: list[RowPlace] = []
-        is_worth_it = False
+        going: list[tuple[int, int, int, RowStep]] = []
+        is_worth_it, legs, most = False, self.pace.legs, 0
         for index, row in enumerate(rows):
             request, table = row.request, row.table
             if not (request.is_foreseeable and row.policy.is_lossless):
@@ -167,23 +178,31 @@ class CapturedCycles:
             number = found.get(index)
             behind, gained = -1, 0
             if number is not None:
-                behind, gained = number * flight.each, flight.rows[number].drafts + 1
-                left -= 1  # at least
+                behind, gained = number * flight.each, flight.legs * (flight.rows[number].drafts + 1)
+            is_worth_it |= left > gained
+            if number is not None:
+                left -= flight.legs  # at least
                 if left < 1:
                     continue
-            is_worth_it |= left >= gained
+            most = left if left > most else most
             drafts = row.num_drafts if row.num_drafts < left else left - 1
-            last = table.lengths[-1] + gained + drafts
-            if last >= longest or last // size >= len(table.block_ids):
-                return None
-            places.append(RowPlace(row, drafts, table.block_ids[: last // size + 1], behind))
-        if not is_worth_it:
+            start, room = table.lengths[-1] + gained, len(table.block_ids) * size
+            fits = ((room if room < longest else longest) - start) // (drafts + 1)
+            if fits < legs:
+                legs = fits
+            going.append((drafts, behind, start, row))
+        if not is_worth_it or legs < 1:
             return None
-        places.sort(key=_drafts_of, reverse=True)
-        return self._fly(places) if len(places) <= self.most_rows(places[0].drafts) else None
+        legs = min(legs, most)  # each gives a token at least
+        going.sort(key=_drafts_of, reverse=True)
+        places = [
+            RowPlace(row, drafts, row.table.block_ids[: (start + legs * (drafts + 1) - 1) // size + 1], behind)
+            for drafts, behind, start, row in going
+        ]
+        return self._fly(places, legs) if len(places) <= self.most_rows(places[0].drafts) else None
 
-    def _fly(self, rows: Sequence[RowPlace]) -> Flight:
-        """By falling number of drafts."""
+    def _fly(self, rows: Sequence[RowPlace], legs: int = 1) -> Flight:
+        """By falling number of drafts. With branches it has one leg."""
         drafts = rows[0].drafts
         # Branches try the likeliest tokens, and a draw must not know which of them full depth will say. A row that
         # drafts fewer tokens than another gets none either: they would all be the same.
@@ -196,7 +215,8 @@ class CapturedCycles:
             remembers=any([row.step.policy.may_exit for row in rows]),
             draws=draws,
         )
-        return Flight(rows, room.branches, *self._ready(room).launch(rows), self._settler)
+        legs = legs if room.branches == 1 else 1
+        return Flight(rows, room.branches, *self._ready(room).launch(rows, legs), self._settler, legs)
 
     def _room(
         self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True, remembers: bool, draws: bool = False
@@ -219,8 +239,8 @@ class CapturedCycles:
         return cycle
 
 
-def _drafts_of(row: RowPlace) -> int:
-    return row.drafts
+def _drafts_of(row: tuple[int, int, int, RowStep]) -> int:
+    return row[0]
 
 
 def _groups(drafts: Sequence[int], which: list[int]) -> list[list[int]]:

@@ -59,16 +59,17 @@ class EngineCore:
         num_layers: int,
         on_drafts: Callable[[DraftCounts, int], None] | None = None,
         during: Callable[[Callable[[], None]], None] | None = None,
-        waited: Callable[[], float | None] | None = None,
-        on_host: Callable[[int, int, float], None] | None = None,
+        waited: Callable[[], tuple[float, int] | None] | None = None,
+        on_host: Callable[[int, int, float, int], None] | None = None,
         forget: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_drafts` hears what became of the drafts of so many rows that did the same.
 
         `during` is told what the next `run` shall do while the device works; without it that is done before.
-        `waited` says how long the last `run` has waited for a device that works meanwhile, None where it does not;
-        `on_host` then hears the rows and tokens of the step and how long the host was busy with it. `forget` is told
+        `waited` says how long the last `run` has waited for a device that works meanwhile, and how many cycles it was,
+        None where it does not; `on_host` then hears the rows and tokens of the step, how long the host was busy with
+        it, and the cycles. `forget` is told
         when nobody is left who could want what `run` has begun."""
         self.scheduler = scheduler
         self.counters = Counters()
@@ -149,7 +150,8 @@ class EngineCore:
             self._commit(row, step, got, began_at)
         if self._waited is not None and self._on_host is not None and (waited := self._waited()) is not None:
             gained = self.counters.num_output_tokens - before
-            self._on_host(len(rows), gained, self._clock() - scheduled_at - waited)
+            seconds, num_cycles = waited
+            self._on_host(len(rows), gained, self._clock() - scheduled_at - seconds, num_cycles)
 
     def say(self) -> list[RequestOutput]:
         """What has not been said yet, as outputs."""

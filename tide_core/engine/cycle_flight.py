@@ -1,7 +1,9 @@
-"""A cycle on its way: which rows it runs, and what becomes of them once it is read.
+"""Cycles on their way: which rows they run, and what becomes of them once they are read.
 
-A cycle may be launched ahead, before the one before it was read. Then it is a guess that its rows go on: one may have
-ended meanwhile, or have lost its blocks. What the cycle does for such a row is lost and harms nobody: it writes behind
+A flight is a cycle, or several of the same rows: its legs, each of which goes on where the one before it ends.
+
+A flight may be launched ahead, before the one before it was read. Then it is a guess that its rows go on: one may have
+ended meanwhile, or have lost its blocks. What the flight does for such a row is lost and harms nobody: it writes behind
 the row's end, and whoever has the blocks now writes to them later, for the device keeps the order. Whoever wants the
 results asks with `find` which rows it runs as they are now.
 """
@@ -16,7 +18,7 @@ from tide_core.batch import RowResult, RowStep
 from tide_core.engine.cycle_graph import Side
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.engine.cycle_said import Said
-from tide_core.engine.greedy import Drafted, Settler
+from tide_core.engine.greedy import Drafted, Settler, make_result
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +31,9 @@ class Flight:
     begins: Sequence[int]
     """Where the tokens of each place begin in the deep pass."""
     settler: Settler
+    legs: int = 1
     ahead: Flight | None = None
-    """The cycle that was launched behind this one before this one was read."""
+    """What was launched behind this one before this one was read."""
     _starts: list[tuple[int, int]] = field(default_factory=list)
     """Token and position that the rows had when it ran, once that is known."""
 
@@ -56,9 +59,15 @@ class Flight:
 
     def results(self, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         """Wait for the device. Of the rows that `find` has found, in the order of `wanted`."""
-        said = self.side.read()
+        legs = self.side.read()
         if self.ahead is not None:
-            self.ahead.learn(said)
+            self.ahead.learn(legs[-1])
+        found = [self._leg(said, wanted, rows) for said in legs]
+        if len(found) == 1:
+            return found[0]
+        return [join(rows[index], results) for index, results in zip(wanted, zip(*found, strict=True), strict=True)]
+
+    def _leg(self, said: Said, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         if not self.drafts:
             best, best_ids = said.best, said.following
             return [self.settler.plain(best[number], best_ids[number]) for number in wanted.values()]
@@ -69,7 +78,7 @@ class Flight:
         return [self._result(rows[index], number, said, by_place, is_finite) for index, number in wanted.items()]
 
     def learn(self, said: Said) -> None:
-        """Hear what the cycle before has said: where the rows went on."""
+        """Hear what the last cycle before has said: where the rows went on."""
         tokens, positions = said.going_on
         self._starts = [
             (step.token_ids[0], step.table.num_valid) if behind < 0 else (tokens[behind], positions[behind])
@@ -87,6 +96,31 @@ class Flight:
         end = begin + drafts + 1
         what = by_place[place], said.best[begin:end], said.following[begin:end]
         return self.settler.row(step, drafts, *what, branches=each, is_finite=is_finite)
+
+
+def join(step: RowStep, legs: Sequence[RowResult]) -> RowResult:
+    """What the legs of a flight give a row, up to the one in which its text ends, or behind which it went wrong."""
+    first, *others = legs
+    request, last = step.request, first
+    token_ids, exit_layers, scores, counts = first.token_ids, first.exit_layers, first.scores, first.counts
+    num_valid, layers_run = first.num_valid, first.layers_run
+    left = request.params.max_tokens - len(step.output_ids)
+    for leg in others:
+        is_whole = last.error is None and len(last.token_ids) == last.counts[0].accepted + 1  # or full depth said none
+        if not is_whole or leg.error is not None:
+            break
+        if len(token_ids) >= left or not request.end_ids.isdisjoint(last.token_ids):
+            break
+        token_ids += leg.token_ids
+        exit_layers += leg.exit_layers
+        scores += leg.scores
+        counts += leg.counts
+        num_valid += leg.num_valid
+        layers_run += leg.layers_run
+        last = leg
+    if last is first:
+        return first
+    return make_result(token_ids, exit_layers, scores, num_valid, layers_run, counts)
 
 
 def find_rows(told: Sequence[RowStep], blocks: Sequence[list[int]], rows: Sequence[RowStep]) -> dict[int, int]:

@@ -1,7 +1,8 @@
 """The passes of a cycle of one shape, one behind another on the device: captured once, then launched as one.
 
 A cycle may be launched while the one before it has not been read, so there are two of everything on the host's side:
-what it says of the rows, and what comes of them. On the device there is one: there cycles run one behind another.
+what it says of the rows, and what comes of them. On the device there is one: there cycles run one behind another. A
+launch may have several legs: the same rows, each time as the leg before leaves them, and what comes of each leg.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tide_core.engine.branches import Branches
 from tide_core.engine.captured_pass import Replayed
 from tide_core.engine.cycle_choice import CycleChoice, Drawn, Likeliest
 from tide_core.engine.cycle_room import CycleRoom, CycleRows, RowPlace
-from tide_core.engine.cycle_said import CycleSaid, Said
+from tide_core.engine.cycle_said import CycleSaid, Landing, Said
 from tide_core.engine.deep_pass import DeepStates, run_deep
 from tide_core.engine.exits import Exits
 from tide_core.kernels import CudaKernels, cycle_plan
@@ -27,18 +28,24 @@ from tide_core.models.adapter import ModelAdapter
 
 
 class Side:
-    """The host's side of one launch."""
+    """The host's side of one launch, with all its legs."""
 
     def __init__(self, room: CycleRoom, said: CycleSaid, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.host = torch.zeros(room.size, dtype=torch.int32, pin_memory=on_gpu)
         self.rows = CycleRows(room, self.host.numpy())
-        self.landing = said.landing()
+        self._said, self._landings, self._legs = said, [said.landing()], 0
         self._sent: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._is_open = False
 
-    def note_sent(self) -> None:
-        self._is_open = True
+    def landing(self, leg: int) -> Landing:
+        """Where what a leg says arrives."""
+        while leg >= len(self._landings):
+            self._landings.append(self._said.landing())
+        return self._landings[leg]
+
+    def note_sent(self, legs: int = 1) -> None:
+        self._is_open, self._legs = True, legs
         if self._sent is not None:
             self._sent.record()
 
@@ -48,9 +55,10 @@ class Side:
             self._sent.synchronize()
         self._is_open = False
 
-    def read(self) -> Said:
+    def read(self) -> list[Said]:
+        """What each leg says."""
         self.wait()
-        return self.landing.read()
+        return [landing.read() for landing in self._landings[: self._legs]]
 
 
 class _Made(NamedTuple):
@@ -88,6 +96,8 @@ class CycleGraph(Replayed):
         self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=room.drafts + 1)
         self._said = CycleSaid(room.rows, room.drafts, device)
         self._sides = [Side(room, self._said, device) for _ in range(2)]
+        self._stay = -1 - torch.arange(room.rows, dtype=torch.int32, device=device)
+        """Instead of a position: each row at the place it had."""
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._shortlist = none if exits is None else exits.shortlist
         self._choice: CycleChoice = Likeliest(kernels, room.rows, room.branches, device)
@@ -117,17 +127,22 @@ class CycleGraph(Replayed):
         super().capture(pool)
         self._carried.copy_(carried)
 
-    def launch(self, rows: Sequence[RowPlace]) -> tuple[Side, list[int]]:
-        """Start a cycle of these rows. Returns the side to read it from, and where the tokens of each place begin in
-        the deep pass. The launch before the last must have been read."""
+    def launch(self, rows: Sequence[RowPlace], legs: int = 1) -> tuple[Side, list[int]]:
+        """Start so many cycles of these rows, one behind another; with branches, whose tables change, one. Returns the
+        side to read them from, and where the tokens of each place begin in the deep passes. The launch before the last
+        must have been read."""
+        assert legs == 1 or self.room.branches == 1
         self._sides.reverse()
         side = self._sides[0]
         side.wait()
         begins = side.rows.fill(rows)
         self._buffer.copy_(side.host, non_blocking=True)
-        self.replay()
-        self._said.send(side.landing)
-        side.note_sent()
+        for leg in range(legs):
+            if leg:
+                self._about[1].copy_(self._stay)
+            self.replay()
+            self._said.send(side.landing(leg))
+        side.note_sent(legs)
         return side, begins
 
     def _run(self) -> None:

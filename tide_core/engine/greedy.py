@@ -22,6 +22,7 @@ make_result = quick(RowResult)
 NO_SCORE = (None,)
 Drafted = tuple[tuple[float, ...], tuple[int, ...]]
 """What the draft passes of one row say, and maybe more passes behind them: scores and tokens."""
+Outcome = tuple[tuple[int, ...], int, tuple[DraftCounts, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Settler:
         layers_run = branches * (drafts * self.exit_layer + (drafts + 1) * self.num_layers)
         tokens, error = self._tokens(step, drafted, taken, score, best, best_ids)
         accepted = len(tokens) if error is not None else len(tokens) - 1
-        counts = DraftCounts(taken, accepted, non_finite, drafts)
+        counts = (DraftCounts(taken, accepted, non_finite, drafts),)
         if error is not None and tokens:  # the text may end with these; if not, the next step fails too
             return RowResult.of(tokens, accepted, layers_run, counts)
         return RowResult.of(tokens, 1 + accepted, layers_run, counts, error)
@@ -117,12 +118,12 @@ class Settler:
 
 
 @functools.cache
-def _outcome(settler: Settler, drafts: int, branches: int, accepted: int) -> tuple[tuple[int, ...], int, DraftCounts]:
+def _outcome(settler: Settler, drafts: int, branches: int, accepted: int) -> Outcome:
     """Of a row with so many drafts of which so many are right: exit layers, layers run, counts. The same few for all
     rows and steps."""
     exit_layers = (*[settler.exit_layer] * accepted, settler.num_layers)
     layers_run = branches * (drafts * settler.exit_layer + (drafts + 1) * settler.num_layers)
-    return exit_layers, layers_run, DraftCounts(drafts, accepted, 0, drafts)
+    return exit_layers, layers_run, (DraftCounts(drafts, accepted, 0, drafts),)
 
 
 def _taken(step: RowStep, drafts: int, drafted: Drafted) -> tuple[int, float | None, int]:

@@ -48,7 +48,7 @@ class ModelRunner:
         self.exits = exits
         self._cycles, self._prompts = captured_cycles, captured_prompts
         self._meanwhile: Callable[[], None] = _nothing
-        self._waited_s: float | None = None
+        self._waited: tuple[float, int] | None = None
         self._num_talking = 0
         taps = () if exits is None else exits.taps
         self._depth = DepthLoop(adapter, cache, kernels, segments, taps, captured_segments)
@@ -71,10 +71,10 @@ class ModelRunner:
         """What the next run shall do while the device works, or before it does. It must not raise."""
         self._meanwhile = meanwhile
 
-    def waited(self) -> float | None:
-        """Seconds that the last run has waited for the device; None unless all its rows were in one cycle and the next
-        one was on its way: only then do host and device work side by side."""
-        return self._waited_s
+    def waited(self) -> tuple[float, int] | None:
+        """Seconds that the last run has waited for the device, and the cycles of each row; None unless all its rows
+        were in one flight and the next one was on its way: only then do host and device work side by side."""
+        return self._waited
 
     @property
     def cycles(self) -> CapturedCycles | None:
@@ -104,7 +104,7 @@ class ModelRunner:
 
     def _run(self, batch: ScheduledBatch, meanwhile: Callable[[], None]) -> StepResult:
         rows = batch.rows
-        self._waited_s = None
+        self._waited = None
         started, others = self._start(rows, goes_on=batch.goes_on)
         meanwhile()
         results: dict[int, RowResult] = {}
@@ -113,7 +113,7 @@ class ModelRunner:
         for mine, running in started:
             results.update(zip(mine, running.results(), strict=True))
         if self._cycles is not None and self._cycles.runs_ahead and self._num_talking == len(rows):
-            self._waited_s = self._cycles.waited_s
+            self._waited = self._cycles.waited_s, self._cycles.num_legs
         return StepResult(tuple(results[r] for r in range(len(rows))))
 
     def _start(self, rows: Sequence[RowStep], *, goes_on: bool) -> tuple[list[tuple[list[int], Started]], list[int]]:

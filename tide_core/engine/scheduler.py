@@ -47,20 +47,22 @@ class Scheduler:
         plan_drafts: Callable[[int, int], int] | None = None,
         max_drafts: int = 0,
         runs_ahead: bool = False,
+        cycles_ahead: Callable[[], int] = lambda: 1,
         keeps_standby: bool = False,
     ) -> None:
         """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows.
 
         Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`. With
-        `runs_ahead` rows are given blocks for two steps where the pool has them, so that the second can be begun before
-        it is known what the first one gives. With `keeps_standby` prompts of rows beyond `max_rows` are run."""
+        `runs_ahead` rows are given blocks for `cycles_ahead()` cycles more than one where the pool has them, so that
+        those can be begun before it is known what the first one gives. With `keeps_standby` prompts of rows beyond
+        `max_rows` are run."""
         self.blocks = blocks
         self.max_rows = max_rows
         self.keeps_standby = keeps_standby
         self.max_batch_tokens = max_batch_tokens
         self.plan_drafts = plan_drafts
         self.max_drafts = max_drafts
-        self.runs_ahead = runs_ahead
+        self.runs_ahead, self.cycles_ahead = runs_ahead, cycles_ahead
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.num_preemptions = 0
@@ -112,7 +114,7 @@ class Scheduler:
         drafts = [planned if planned < most else most for most in useful] if planned > 0 else [0] * len(rows)
         if len(rows) + sum(drafts) > max_tokens:
             return None
-        ahead, size = int(self.runs_ahead), blocks.block_size
+        ahead, size = self.cycles_ahead() if self.runs_ahead else 0, blocks.block_size
         growing: list[tuple[Row, int]] = []
         steps: list[RowStep] = []
         lacking = len(self.running)  # one for each is kept
@@ -259,14 +261,20 @@ class Scheduler:
         return drafts
 
     def _look_ahead(self, shares: dict[Row, int], missing: dict[Row, int], drafts: dict[Row, int]) -> None:
-        """Blocks for the step behind this one, for rows that talk, as long as every row that runs can have one more."""
+        """Blocks for the cycles behind this one, for rows that talk, as long as every row that runs can have one more:
+        for as many as all can have, or else for one, of as many rows as can have it."""
         blocks, reserve = self.blocks, len(self.running)
-        for row in shares:
-            num_tokens = row.num_tokens + 2 * drafts.get(row, 0) + 1
-            if missing[row] == 1 and not blocks.has_room(row.table, num_tokens):
-                if not blocks.can_allocate(row.table, num_tokens, reserve=reserve):
-                    return
-                blocks.allocate(row.table, num_tokens)
+        talking = [row for row in shares if missing[row] == 1]
+        for ahead in range(self.cycles_ahead(), 0, -1):
+            rooms = [(row, row.num_tokens + drafts.get(row, 0) + ahead * (drafts.get(row, 0) + 1)) for row in talking]
+            growing = [(row, room) for row, room in rooms if not blocks.has_room(row.table, room)]
+            lacking = sum([blocks.blocks_for(room) - len(row.table.block_ids) for row, room in growing])
+            if ahead == 1 or lacking + reserve <= blocks.num_available:
+                break
+        for row, room in growing:
+            if not blocks.can_allocate(row.table, room, reserve=reserve):
+                return
+            blocks.allocate(row.table, room)
 
     def _preempt(self, row: Row) -> None:
         self.running.remove(row)

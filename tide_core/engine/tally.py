@@ -13,7 +13,7 @@ from tide_core.batch import DraftCounts
 from tide_core.engine.exit_stats import ExitStats
 from tide_core.request import Audit
 
-Entry = tuple[tuple[int, ...], tuple[Audit, ...], int, DraftCounts, bool]
+Entry = tuple[tuple[int, ...], tuple[Audit, ...], int, tuple[DraftCounts, ...], bool]
 ALL_VERIFIED: tuple[Audit, ...] = ()
 """Instead of the audit of each token: to look them up takes longer than all the rest."""
 
@@ -50,25 +50,38 @@ class Tally:
         """Move all of it there; `on_drafts` hears of drafts that tell something about others."""
         entries, self._entries = self._entries, {}
         for entry, times in entries.items():
-            exit_layers, _, layers_run, counts, tells = entry
-            accepted = min(counts.accepted, len(exit_layers))
-            stats.record(_exits(entry), layers_run, 1, counts.drafted, accepted, counts.non_finite, times=times)
-            if on_drafts is not None and tells and counts.allowed:
-                on_drafts(counts, times)
+            _, _, layers_run, counts, tells = entry
+            drafted, non_finite = sum([each.drafted for each in counts]), sum([each.non_finite for each in counts])
+            ran = layers_run, len(counts), drafted, _accepted(entry), non_finite
+            stats.record(_exits(entry), *ran, times=times)
+            if on_drafts is not None and tells:
+                for each in counts:
+                    if each.allowed:
+                        on_drafts(each, times)
 
 
 def sums(entries: Mapping[Entry, int]) -> Sums:
     """What they come to."""
     exits: dict[int, int] = {}
     layers_run = deep_passes = num_drafts = num_accepted = 0
-    for (exit_layers, _, ran, counts, _), times in entries.items():
+    for entry, times in entries.items():
+        exit_layers, _, ran, counts, _ = entry
         for layer in exit_layers:
             exits[layer] = exits.get(layer, 0) + times
         layers_run += ran * times
-        deep_passes += times
-        num_drafts += counts.drafted * times
-        num_accepted += min(counts.accepted, len(exit_layers)) * times  # the text may have ended among them
+        deep_passes += len(counts) * times
+        num_drafts += sum([each.drafted for each in counts]) * times
+        num_accepted += _accepted(entry) * times
     return Sums(exits, layers_run, deep_passes, num_drafts, num_accepted)
+
+
+def _accepted(entry: Entry) -> int:
+    """Drafts that became output. Each pass gives one token more; the text may have ended among them."""
+    left, num = len(entry[0]), 0
+    for each in entry[3]:
+        num += min(each.accepted, left)
+        left -= min(each.accepted + 1, left)
+    return num
 
 
 def _exits(entry: Entry) -> Iterable[tuple[int, Audit]]:

@@ -154,7 +154,7 @@ class Verifier:
             tokens,
             num_valid=len(row.step.token_ids) + accepted - still_to_run,
             layers_run=row.layers_run,
-            counts=DraftCounts(len(row.drafts), accepted, row.non_finite, row.step.num_drafts),
+            counts=(DraftCounts(len(row.drafts), accepted, row.non_finite, row.step.num_drafts),),
             error=error,
         )
 

@@ -1,0 +1,49 @@
+"""Cycles are launched several at a time as long as the device would wait for the host, and no longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tide_core.engine.pace import MOST_LEGS, PATIENCE, Pace
+
+
+def run(pace: Pace, *, device: float, host: float, host_leg: float, flights: int) -> None:
+    """Flights of a device that needs so long for a cycle, and a host that needs so long for a flight and for a leg."""
+    for _ in range(flights):
+        legs = pace.legs
+        busy, free = host + legs * host_leg, legs * device
+        pace.note(legs, max(0.0, free - busy), max(free, busy))
+
+
+@pytest.mark.parametrize(
+    ("host", "host_leg", "legs"),
+    [(0.5, 0.4, 1), (0.9, 0.3, 2), (1.4, 0.4, 3), (2.0, 0.4, 4), (9.0, 2.0, MOST_LEGS)],
+)
+def test_there_are_as_many_legs_as_it_takes_to_keep_the_device_busy(host: float, host_leg: float, legs: int) -> None:
+    pace = Pace()
+    run(pace, device=1.0, host=host, host_leg=host_leg, flights=10 * PATIENCE)
+    assert pace.legs == legs
+    run(pace, device=1.0, host=host, host_leg=host_leg, flights=10 * PATIENCE)
+    assert pace.legs == legs, "and so it stays"
+
+
+def test_a_host_that_has_less_to_do_again_goes_back_to_one() -> None:
+    pace = Pace()
+    run(pace, device=1.0, host=3.0, host_leg=0.2, flights=10 * PATIENCE)
+    assert pace.legs > 1
+    run(pace, device=1.0, host=0.05, host_leg=0.05, flights=10 * PATIENCE)
+    assert pace.legs == 1
+
+
+def test_a_host_that_is_disturbed_now_and_then_changes_nothing() -> None:
+    pace = Pace()
+    for flight in range(20 * PATIENCE):
+        pace.note(1, 0.0 if flight % PATIENCE else 0.4, 1.0)
+    assert pace.legs == 1
+
+
+def test_what_was_begun_before_a_change_says_nothing_about_it() -> None:
+    pace = Pace(2)
+    for _ in range(5 * PATIENCE):
+        pace.note(1, 0.0, 1.0)
+    assert pace.legs == 2
