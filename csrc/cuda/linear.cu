@@ -113,11 +113,17 @@ bool fast_for_many_rows() {
     return has_wide(current_device("linear"));
 }
 
+// More tiles of the weight than multiprocessors, and an x that fits beside them: CTAs stay (linear_wide_stay.cuh).
+bool stays(const LinearParams& p, int tokens, const DeviceInfo& device) {
+    return !p.gated && p.out_features > device.num_sms * 128 && count_stages(p.in_features, tokens) >= kFewestStages;
+}
+
 // An LM head of 8 rows took longer than one of 32 in profiles of whole steps on the H200: from a few rows on it goes
 // the way of many. Alone both ways take the same up to 8 rows; from 10 on this one is quicker (`cuda_bench head`).
 bool is_wide(const LinearParams& p, const DeviceInfo& device) {
     constexpr int64_t kMostTileRows = 16, kMostLittleRows = 256, kMostRowsOfTall = 4, kTallPerSm = 512;
-    int64_t most = kMostTileRows;
+    constexpr int64_t kMostTileRowsOfStaying = 8;
+    int64_t most = stays(p, 32, device) ? kMostTileRowsOfStaying : kMostTileRows;
     if (is_little(p, device)) most = kMostLittleRows;
     if (p.out_features >= device.num_sms * kTallPerSm) most = kMostRowsOfTall;
     return p.rows > most && takes_wide(p, device);
@@ -135,6 +141,7 @@ WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device) {
     if (p.rows <= 64 && fits({1, few, 2})) return {1, few, 2};
     if (fits({2, few, 2})) return {2, few, 2};
     const bool wasteful = p.rows > 128 && p.rows <= 192;  // 128 tokens a CTA: the second would have few
+    if (p.rows <= 64 && stays(p, few, device)) return {2, few, 1, true};
     if (p.rows <= 64 || wasteful || fits({2, 64, 1})) return {2, few, 1};
     return {2, 128, 1};
 }

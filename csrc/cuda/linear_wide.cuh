@@ -17,20 +17,21 @@ namespace tide::cuda {
 
 #if TIDE_HAS_WARPGROUP_PRODUCTS
 
-// The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there.
-template <typename T, typename Layout, typename Begin>
-__device__ inline void sum_blocks(float (&total)[Layout::kSums], const WideWork<Layout>& work, Begin&& begin) {
-    WideRing ring = work.ring;
+// The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there. A
+// stage of the ring has the weight of a block; where its x is, `x_at` tells by block and slot.
+template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
+__device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
+                                  Begin&& begin) {
     const uint32_t weight_at = ring.stages + threadIdx.x / kGroupThreads * kGroupRows * kLineBytes;
     const auto leave = [&](uint32_t slot) {
         if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
     };
     uint32_t used = ring.count;  // the stage whose products are open; none yet
     float sums[Layout::kAtOnce][Layout::kSums];
-    const auto add_block = [&](float (&to)[Layout::kSums]) {
+    const auto add_block = [&](float (&to)[Layout::kSums], int block) {
         wait_bytes(ring.full + ring.slot * 8, ring.phase);
-        const uint64_t a = lines_at(weight_at + ring.slot * Layout::kStageBytes);
-        const uint64_t b = lines_at(ring.stages + ring.slot * Layout::kStageBytes + Layout::kXOffset);
+        const uint64_t a = lines_at(weight_at + ring.slot * kStageBytes);
+        const uint64_t b = lines_at(x_at(block, ring.slot));
         begin_products();
 #pragma unroll
         for (int k = 0; k < kBlockColumns / 16; ++k)
@@ -52,12 +53,12 @@ __device__ inline void sum_blocks(float (&total)[Layout::kSums], const WideWork<
 #pragma unroll
             for (int i = 0; i < Layout::kSums; ++i) sums[s][i] = 0.0f;
         }
-        const int first = work.part * Layout::kOwnSlices + pass * Layout::kAtOnce;
+        const int first = part * Layout::kOwnSlices + pass * Layout::kAtOnce;
 #pragma unroll 1
-        for (int block = first; block < work.blocks; block += kSlices) {
+        for (int block = first; block < blocks; block += kSlices) {
 #pragma unroll
             for (int s = 0; s < Layout::kAtOnce; ++s) {
-                if (block + s < work.blocks) add_block(sums[s]);
+                if (block + s < blocks) add_block(sums[s], block + s);
             }
         }
         wait_products<0>();
@@ -77,9 +78,9 @@ __device__ inline void consumer_barrier() {
 
 // From the sums to y, through shared memory so that neighbours are written together.
 template <typename T, typename Layout>
-__device__ inline void write_sums(const LinearParams& p, const WideWork<Layout>& work, int64_t rows,
+__device__ inline void write_sums(const LinearParams& p, int64_t first_column, int64_t first_token, int64_t rows,
                                   const float (&total)[Layout::kSums], float* ordered) {
-    consumer_barrier<Layout>();  // nobody needs the stages any more
+    consumer_barrier<Layout>();  // nobody needs what is there any more
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * kTileRows + lane / 4;
 #pragma unroll
     for (int i = 0; i < Layout::kSums; ++i) {
@@ -90,9 +91,9 @@ __device__ inline void write_sums(const LinearParams& p, const WideWork<Layout>&
     // Each thread keeps to a column.
     constexpr int kBatch = 8;
     const int columns = p.gated ? Layout::kRows / 2 : Layout::kRows, step = Layout::kConsumers / columns;
-    const int live = static_cast<int>(min(rows - work.first_token, static_cast<int64_t>(Layout::kTokens)));
+    const int live = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Layout::kTokens)));
     const int local = threadIdx.x & (columns - 1);
-    const int64_t column = work.first_column + local;
+    const int64_t column = first_column + local;
     if (column >= p.out_features) return;
     const float* from = ordered + (p.gated ? local / 8 * kTileRows + local % 8 : local);
     int first = p.gated ? threadIdx.x / (Layout::kRows / 2) : threadIdx.x / Layout::kRows;
@@ -101,13 +102,13 @@ __device__ inline void write_sums(const LinearParams& p, const WideWork<Layout>&
         float sums[kBatch], ups[kBatch];
         T residuals[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) residuals[i] = residual_of<T>(p, work.first_token + token(i), column);
+        for (int i = 0; i < kBatch; ++i) residuals[i] = residual_of<T>(p, first_token + token(i), column);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) sums[i] = from[token(i) * Layout::kSumStride];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) ups[i] = p.gated ? from[token(i) * Layout::kSumStride + kTileRows / 2] : 0.0f;
         write_outputs<T>(p, column, (live - first + step - 1) / step, sums, ups, residuals,
-                         [&](int i) { return work.first_token + token(i); });
+                         [&](int i) { return first_token + token(i); });
     }
 }
 
@@ -120,19 +121,24 @@ __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& wo
     if (work.first_token >= rows) return;
     const bool hands = Layout::kSplit > 1 && work.part == 0, takes = Layout::kSplit > 1 && !hands;
     const auto handed_at = [&](int i) { return handed_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
+    const auto x_at = [&](int, uint32_t slot) {
+        return work.ring.stages + slot * Layout::kStageBytes + Layout::kXOffset;
+    };
+    WideRing ring = work.ring;
     float total[Layout::kSums];
-    sum_blocks<T, Layout>(total, work, [&](float (&sums)[Layout::kSums]) {
-        if (takes) cluster_barrier();
+    sum_blocks<T, Layout, Layout::kStageBytes>(
+        total, ring, work.part, work.blocks, x_at, [&](float (&sums)[Layout::kSums]) {
+            if (takes) cluster_barrier();
 #pragma unroll
-        for (int i = 0; i < Layout::kSums; ++i)
-            sums[i] = takes ? *reinterpret_cast<float*>(memory + handed_at(i)) : 0.0f;
-    });
+            for (int i = 0; i < Layout::kSums; ++i)
+                sums[i] = takes ? *reinterpret_cast<float*>(memory + handed_at(i)) : 0.0f;
+        });
     if (hands) {
 #pragma unroll
         for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + handed_at(i), 1, total[i]);
         return cluster_barrier();
     }
-    write_sums<T, Layout>(p, work, rows, total, reinterpret_cast<float*>(memory));
+    write_sums<T, Layout>(p, work.first_column, work.first_token, rows, total, reinterpret_cast<float*>(memory));
 }
 
 #endif
@@ -172,23 +178,33 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
 #endif
 }
 
+// Rows as they are; or 8 columns of y, the two halves of the weight, and as many times that as there are columns.
 template <typename T, typename Layout>
-void launch_wide(const LinearParams& p, cudaStream_t stream) {
+CUtensorMap map_weights(const LinearParams& p) {
     constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     using Size = cuuint64_t;
     const Size width = static_cast<Size>(p.in_features), row = width * 2, out = static_cast<Size>(p.out_features);
-    // Rows as they are; or 8 columns of y, the two halves of the weight, and as many times that as there are columns.
     const Size plain[] = {width, out, 1, 1}, gated[] = {width, 8, 2, out / 8};
     const Size plain_steps[] = {row, row, row}, gated_steps[] = {row, out * row, 8 * row};
     const cuuint32_t plain_box[] = {kBlockColumns, Layout::kRows, 1, 1};
     const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, Layout::kRows / 16};
-    const CUtensorMap weights = map_boxes("linear", kDType, p.weight, 4, p.gated ? gated : plain,
-                                          p.gated ? gated_steps : plain_steps, p.gated ? gated_box : plain_box);
-    const Size x_row = static_cast<Size>(p.x_stride) * 2;
-    const Size x_sizes[] = {width, static_cast<Size>(p.rows), 1, 1}, x_steps[] = {x_row, x_row, x_row};
-    const cuuint32_t x_box[] = {kBlockColumns, Layout::kTokens, 1, 1};
-    const CUtensorMap xs = map_boxes("linear", kDType, p.x, 4, x_sizes, x_steps, x_box);
+    return map_boxes("linear", kDType, p.weight, 4, p.gated ? gated : plain, p.gated ? gated_steps : plain_steps,
+                     p.gated ? gated_box : plain_box);
+}
 
+template <typename T, typename Layout>
+CUtensorMap map_x(const LinearParams& p) {
+    constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+    using Size = cuuint64_t;
+    const Size row = static_cast<Size>(p.x_stride) * 2;
+    const Size sizes[] = {static_cast<Size>(p.in_features), static_cast<Size>(p.rows), 1, 1}, steps[] = {row, row, row};
+    const cuuint32_t box[] = {kBlockColumns, Layout::kTokens, 1, 1};
+    return map_boxes("linear", kDType, p.x, 4, sizes, steps, box);
+}
+
+template <typename T, typename Layout>
+void launch_wide(const LinearParams& p, cudaStream_t stream) {
+    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
@@ -199,23 +215,6 @@ void launch_wide(const LinearParams& p, cudaStream_t stream) {
                                ring_bytes + Layout::kHandedBytes + 16 * stages, Layout::kSplit, Effect::kNothing};
     launch("linear", linear_wide<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
            static_cast<uint32_t>(stages), ring_bytes);
-}
-
-template <typename T>
-void launch_linear_wide(const LinearParams& p, const WideTile& tile, cudaStream_t stream) {
-    const bool one = tile.groups == 1, split = tile.split == 2;
-    switch (tile.tokens) {
-        case 32:
-            if (one) return launch_wide<T, WideLayout<1, 32, 2>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 32, 2>>(p, stream);
-            return launch_wide<T, WideLayout<2, 32, 1>>(p, stream);
-        case 64:
-            if (one) return launch_wide<T, WideLayout<1, 64, 2>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 64, 2>>(p, stream);
-            return launch_wide<T, WideLayout<2, 64, 1>>(p, stream);
-        default:
-            return launch_wide<T, WideLayout<2, 128, 1>>(p, stream);
-    }
 }
 
 }  // namespace tide::cuda

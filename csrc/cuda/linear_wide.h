@@ -9,10 +9,18 @@
 namespace tide::cuda {
 
 struct WideTile {
-    int groups;  // of four warps, with 64 weight rows each: 1 (always split) or 2
-    int tokens;  // rows of x per CTA: 32, 64 or 128 (never split)
-    int split;   // CTAs that share the slices among them: 1 or 2
+    int groups;          // of four warps, with 64 weight rows each: 1 (always split) or 2
+    int tokens;          // rows of x per CTA: 32, 64 or 128 (never split)
+    int split;           // CTAs that share the slices among them: 1 or 2
+    bool stays = false;  // CTAs and their x, for one tile of the weight after another: {2, 32, 1} and {2, 64, 1}
 };
+
+// Stages of 128 weight rows, a line of 128 bytes each, that a CTA which stays has beside its x, as many lines for each
+// 64 columns as it has tokens, and its sums in order.
+constexpr int kWideBytes = 224 * 1024, kFewestStages = 4;  // kFewestStages: that keep the memory busy
+constexpr int64_t count_stages(int64_t in_features, int tokens) {
+    return (kWideBytes - (in_features + 63) / 64 * tokens * 128 - tokens * (128 + 4) * 4) / (128 * 128);
+}
 
 // Whether the kernels were built and this device runs them. They take no norm, and gated weights of whole 8 columns.
 bool takes_wide(const LinearParams& params, const DeviceInfo& device);

@@ -1,4 +1,4 @@
-#include "cuda/linear_wide.cuh"
+#include "cuda/linear_wide_stay.cuh"
 
 namespace tide::cuda {
 

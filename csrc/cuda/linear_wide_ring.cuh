@@ -15,7 +15,6 @@
 namespace tide::cuda {
 
 constexpr int kGroupRows = 64, kGroupThreads = 128;  // of four warps
-constexpr int kWideBytes = 224 * 1024;               // of shared memory for what is on its way and what is handed over
 
 template <int kGroups_, int kTokens_, int kSplit_>
 struct WideLayout {

@@ -28,6 +28,8 @@ SHAPES = {
     "5001 of 3592, bias": lambda dtype: linear(dtype, 5001, 3592, bias=True),
     "576 of 1536": lambda dtype: linear(dtype, 576, 1536),
     "70000 of 520, as an LM head": lambda dtype: linear(dtype, 70000, 520),
+    "49152 of 576, as the demo's": lambda dtype: linear(dtype, 49152, 576),
+    "34000 of 1000, bias, residual": lambda dtype: linear(dtype, 34000, 1000, bias=True, residual=True),
 }
 NARROW = {
     "960 of 576": lambda: linear(torch.bfloat16, 960, 576, normed=True),
@@ -57,6 +59,16 @@ def made(shape: str, dtype: torch.dtype) -> tuple[RowOp, list[Tensor], list[Tens
     op = SHAPES[shape](dtype)
     inputs = op.inputs(MOST)
     return op, inputs, op(inputs)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("count", [17, 40])
+@HALF_WIDTHS
+def test_few_rows_of_a_tall_weight_stay_in_their_place(dtype: torch.dtype, count: int) -> None:
+    """One tile of 128 weight rows more than an H200 has multiprocessors: one of them takes two."""
+    op = linear(dtype, 16930, 264, bias=True)
+    inputs = op.inputs(count)
+    assert_right(op, op(inputs), op.expected(inputs))
 
 
 @EVERY_SHAPE

@@ -233,6 +233,15 @@ def test_a_planner_that_gave_up_tries_again_where_calibration_says_it_pays() -> 
     assert {hopeless(1, 1) for _ in range(2 * PROBE_EVERY)} == {0}
 
 
+def test_what_the_host_does_for_a_row_is_shared_by_the_cycles_that_it_reads_together() -> None:
+    slow = planner(0.8, point(8, draft=9.0), max_drafts=1)
+    slow.observe_host(8, 32, 2.0 * (8 + 32), 4)
+    tokens = 8 * (1 + 0.8 * PRIOR_REACH)
+    plan = slow.plan(8, 8)
+    assert plan.drafts == 1
+    assert plan.gain == pytest.approx(tokens / (2.0 * (2 + tokens)) / (8 / (2.0 * (2 + 8))))
+
+
 def test_a_step_without_drafts_is_not_an_observation() -> None:
     idle: Any = planner(0.9)
     before = idle.acceptance.keep(1)

@@ -6,7 +6,8 @@ several are launched one behind another, the legs of one flight, and read togeth
 once for all of them.
 
 Texts then come in larger pieces, and rows that are new or have ended wait for the end of a flight. So there are no more
-legs than it takes to keep the device busy, which is seen by who waits for whom.
+legs than it takes to keep the device busy. That it would wait is seen: the host has not waited for it. That fewer legs
+would do is not, so it is tried now and then, less and less often where it turns out that they do not.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 
 MOST_LEGS = 4
 PATIENCE = 6
-"""Flights that must agree before anything changes: hosts are disturbed now and then."""
+"""Flights that must agree before there are more: hosts are disturbed now and then."""
 NO_TIME = 0.03
 """Of the time between two flights: whoever waits no longer than that has not waited."""
+TRY_AFTER, TRY_AFTER_MOST = 24, 384
+"""Flights before one leg less is tried."""
 
 
 @dataclass(slots=True)
@@ -25,20 +28,27 @@ class Pace:
     """Legs of the next flight."""
 
     legs: int = 1
-    _more: int = 0
-    _fewer: int = 0
+    _hurried: int = 0
+    """Flights in a row that the host has not waited for."""
+    _flights: int = 0
+    """Since the last change."""
+    _try_after: int = TRY_AFTER
+    _is_trying: bool = False
 
     def note(self, legs: int, waited_s: float, took_s: float) -> None:
         """The host has waited so long for a flight of so many legs, of the time since it had read the one before."""
         if legs != self.legs:
             return  # begun before the last change, or there was no room for more
-        self._more = self._more + 1 if waited_s < NO_TIME * took_s else 0
-        # With one leg less, both sides would save their share of it; the device's is no more than an equal part.
-        self._fewer = self._fewer + 1 if waited_s > took_s / legs else 0
-        if self._more >= PATIENCE and legs < MOST_LEGS:
-            self._become(legs + 1)
-        elif self._fewer >= PATIENCE and legs > 1:
-            self._become(legs - 1)
+        self._flights += 1
+        self._hurried = self._hurried + 1 if waited_s < NO_TIME * took_s else 0
+        if self._hurried >= PATIENCE:
+            if legs < MOST_LEGS:
+                self._try_after = min(2 * self._try_after, TRY_AFTER_MOST) if self._is_trying else TRY_AFTER
+                self._become(legs + 1)
+        elif self._is_trying and self._flights > 2 * PATIENCE:  # fewer will do
+            self._is_trying, self._try_after = False, TRY_AFTER
+        elif legs > 1 and self._flights >= self._try_after:
+            self._become(legs - 1, is_trying=True)
 
-    def _become(self, legs: int) -> None:
-        self.legs, self._more, self._fewer = legs, 0, 0
+    def _become(self, legs: int, is_trying: bool = False) -> None:
+        self.legs, self._is_trying, self._hurried, self._flights = legs, is_trying, 0, 0

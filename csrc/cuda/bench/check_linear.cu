@@ -157,7 +157,7 @@ void check_case(const Case& c) {
                  [&](const LinearParams& q) { launch_tiles<T>(q, tile, nullptr); });
         }
         if (!takes_wide(p, current_device("bench"))) return;
-        for (const WideTile& tile : wide_tiles()) {
+        for (const WideTile& tile : wide_tiles(p)) {
             const auto wide = [&](const LinearParams& q) { launch_linear_wide<T>(q, tile, nullptr); };
             for (const int64_t rows : {1, 24, 200, 1030}) same(name_of(tile), 0, rows, rows, false, wide);
             same(name_of(tile), 5, 160, 43, false, wide);

@@ -149,11 +149,16 @@ inline std::string name_of(const LinearTile& tile) {
 
 // Groups x tokens / CTAs that split the slices.
 inline std::string name_of(const WideTile& tile) {
-    return "wide " + std::to_string(tile.groups) + "x" + std::to_string(tile.tokens) + "/" + std::to_string(tile.split);
+    return "wide " + std::to_string(tile.groups) + "x" + std::to_string(tile.tokens) + "/" +
+           std::to_string(tile.split) + (tile.stays ? " stays" : "");
 }
 
-inline std::vector<WideTile> wide_tiles() {
-    return {{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}};
+inline std::vector<WideTile> wide_tiles(const LinearParams& p) {
+    std::vector<WideTile> tiles = {{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}};
+    for (const int tokens : {32, 64}) {
+        if (!p.gated && count_stages(p.in_features, tokens) >= kFewestStages) tiles.push_back({2, tokens, 1, true});
+    }
+    return tiles;
 }
 
 inline std::string name_of_chosen(const LinearParams& p, const DeviceInfo& device) {

@@ -7,7 +7,7 @@ namespace {
 
 using T = __nv_bfloat16;
 constexpr int kLaunches = 12;
-constexpr int64_t kMostRows = 32;
+constexpr int64_t kMostRows = 64;
 
 struct HeadShape {
     const char* name;
@@ -22,7 +22,7 @@ void time_head(const Buffer& arena) {
         const Buffer x(kMostRows * s.k * 2), y(kMostRows * s.n * 2);
         fill(x.get<T>(), kMostRows * s.k, 5, 1.0f);
         const int64_t bytes = s.n * s.k * 2, copies = arena.bytes() / bytes;
-        for (const int64_t rows : {1, 4, 5, 8, 10, 16, 24, 32}) {
+        for (const int64_t rows : {1, 4, 5, 8, 10, 16, 24, 32, 48, 64}) {
             LinearParams p = {};
             p.x = x.get();
             p.y = y.get();
@@ -46,8 +46,8 @@ void time_head(const Buffer& arena) {
             const LinearTile tile = choose_tile(p, device);
             report(name_of(tile), [&](cudaStream_t stream) { launch_tiles<T>(p, tile, stream); });
             if (!takes_wide(p, device)) continue;
-            for (const WideTile& wide : wide_tiles()) {
-                if (wide.tokens > 32 || wide.split > 1) continue;
+            for (const WideTile& wide : wide_tiles(p)) {
+                if (wide.tokens > (rows > 32 ? 64 : 32) || wide.split > 1) continue;
                 report(name_of(wide), [&](cudaStream_t stream) { launch_linear_wide<T>(p, wide, stream); });
             }
         }

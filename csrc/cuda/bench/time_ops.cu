@@ -113,7 +113,7 @@ void time_linear(const Buffer& arena) {
                 }
             }
             if (rows <= 8 || !takes_wide(p, device)) continue;
-            for (const WideTile& tile : wide_tiles()) {
+            for (const WideTile& tile : wide_tiles(p)) {
                 if (name_of(tile) == best || tile.tokens >= 2 * rows || tile.tokens * 4 < rows) continue;
                 report(rows, name_of(tile), false, false,
                        [&](const LinearParams& q, cudaStream_t stream) { launch_linear_wide<T>(q, tile, stream); });
