@@ -67,7 +67,7 @@ def test_what_is_timed_are_cycles_of_exactly_that_many_drafts(monkeypatch: pytes
     def watching(self: ModelRunner, batch: ScheduledBatch) -> StepResult:
         result = run(self, batch)
         for step, row in zip(batch.rows, result.rows, strict=True):
-            assert row.counts.drafted == step.num_drafts, "every draft that is paid for is made"
+            assert row.counts[0].drafted == step.num_drafts, "every draft that is paid for is made"
             assert step.start == 32
             seen.add((len(batch.rows), step.num_drafts, step.policy.may_exit))
         return result
