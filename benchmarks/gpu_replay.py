@@ -17,7 +17,7 @@ from benchmarks.gpu_parts import Found, World
 from benchmarks.gpu_replay_cycles import Cycle, ReplayedCycles
 from benchmarks.mode_parts import greedy
 from benchmarks.mode_runs import Bench
-from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
+from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.assemble import Parts
 from tide_core.engine.core import EngineCore
 from tide_core.engine.cost import Acceptance, DraftPlanner
@@ -96,7 +96,7 @@ def best_drafts(world: World, rows: int) -> int:
     )
     acceptance = Acceptance.prior(bench.parts.checkpoints[0].acceptance, most)
     for drafted, accepted in record(bench, most, world.sizes.tokens, rows):
-        acceptance.observe(most, drafted, accepted)
+        acceptance.observe([(DraftCounts(drafted, accepted, allowed=most), 1)])
     return DraftPlanner(most, acceptance, table).plan(rows, rows).drafts
 
 

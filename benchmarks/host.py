@@ -91,7 +91,7 @@ def make_core(tokenizer: Tokenizer, model: ReadyModel | ReadyRunner, num_rows: i
         plan_drafts=planner,
         max_drafts=drafts,
         runs_ahead=isinstance(model, ReadyRunner),
-        cycles_ahead=model.cycles_ahead if isinstance(model, ReadyRunner) else lambda: 0,
+        cycles_ahead=model.cycles_ahead if isinstance(model, ReadyRunner) else lambda: 1,
     )
     during = model.during if isinstance(model, ReadyRunner) else None
     on_drafts = None if planner is None else planner.observe

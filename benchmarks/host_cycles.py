@@ -21,6 +21,7 @@ from tide_core.engine.cycle_room import Array, CycleRoom, RowPlace
 from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.greedy import Settler
 from tide_core.engine.model_runner import ModelRunner
+from tide_core.engine.pace import Pace
 
 EXIT_LAYER, MAX_POSITIONS = 2, 8192
 
@@ -42,6 +43,11 @@ class ReadyCycles(CapturedCycles):
         if room not in self._graphs:
             self._graphs[room] = ReadyGraph(self, room)
         return self._graphs[room]
+
+
+class FixedPace(Pace):
+    def begin(self) -> None:
+        """As ever."""
 
 
 class ReadyGraph:
@@ -89,7 +95,7 @@ class ReadyRunner(ModelRunner):
 
     def __init__(self, ids: Sequence[int], num_layers: int, block_size: int, legs: int) -> None:
         self._ready = ReadyCycles(ids, num_layers, block_size)
-        self._ready.pace.legs = legs
+        self._ready.pace = FixedPace(legs)
         parts: Any = SimpleNamespace(num_layers=num_layers, gathers_kv=True)
         super().__init__(parts, parts, parts, (range(num_layers),), captured_cycles=self._ready)
         self._ids, self._settler = ids, Settler(EXIT_LAYER, num_layers)
@@ -102,11 +108,8 @@ class ReadyRunner(ModelRunner):
     def run(self, batch: ScheduledBatch) -> StepResult:
         """A row's cycles count as steps, as they would be without legs."""
         result = super().run(batch)
-        self.row_steps += len(batch.rows) * self._ready.num_legs
+        self.row_steps += sum(len(row.counts) for row in result.rows)
         return result
-
-    def cycles_ahead(self) -> int:
-        return self._ready.cycles_ahead()
 
     def _run_rows(self, steps: Sequence[RowStep]) -> list[RowResult]:
         before = time.perf_counter()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tide_core.request import NO_EXITS, Audit, ExitPolicy, Request
@@ -60,7 +62,7 @@ class TokenResult:
 
 
 class DraftCounts(NamedTuple):
-    """What drafting did for one row in one step."""
+    """What drafting did for one row before one deep pass."""
 
     drafted: int = 0
     accepted: int = 0
@@ -136,9 +138,14 @@ class RowResult:
         ]
 
     def first(self, num: int) -> RowResult:
-        """Without the tokens behind so many, and as if what they wrote had not been."""
+        """Without the tokens behind so many, and as if what they wrote had not been; without passes that gave none of
+        these. The passes of a step are alike."""
+        gained = list(accumulate([counts.accepted + 1 for counts in self.counts]))
+        passes = bisect_left(gained, num) + 1
         return replace(
             self,
+            counts=self.counts[:passes],
+            layers_run=self.layers_run * min(passes, len(self.counts)) // len(self.counts),
             token_ids=self.token_ids[:num],
             exit_layers=self.exit_layers[:num],
             scores=self.scores[:num],

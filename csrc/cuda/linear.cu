@@ -68,6 +68,11 @@ LinearTile little_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int
     return {2, 4};
 }
 
+// More tiles of the weight than multiprocessors, and an x that fits beside them: CTAs stay (linear_wide_stay.cuh).
+bool stays(const LinearParams& p, int tokens, const DeviceInfo& device) {
+    return !p.gated && p.out_features > device.num_sms * 128 && count_stages(p.in_features, tokens) >= kFewestStages;
+}
+
 }  // namespace
 
 // As measured on the H200, by how often the row tiles go round the multiprocessors.
@@ -111,11 +116,6 @@ bool takes_wide(const LinearParams& p, const DeviceInfo& device) {
 
 bool fast_for_many_rows() {
     return has_wide(current_device("linear"));
-}
-
-// More tiles of the weight than multiprocessors, and an x that fits beside them: CTAs stay (linear_wide_stay.cuh).
-bool stays(const LinearParams& p, int tokens, const DeviceInfo& device) {
-    return !p.gated && p.out_features > device.num_sms * 128 && count_stages(p.in_features, tokens) >= kFewestStages;
 }
 
 // An LM head of 8 rows took longer than one of 32 in profiles of whole steps on the H200: from a few rows on it goes

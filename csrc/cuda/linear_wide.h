@@ -15,9 +15,11 @@ struct WideTile {
     bool stays = false;  // CTAs and their x, for one tile of the weight after another: {2, 32, 1} and {2, 64, 1}
 };
 
+constexpr int kWideBytes = 224 * 1024;  // of shared memory for a CTA, but for its barriers
+constexpr int kFewestStages = 4;        // that keep the memory busy
+
 // Stages of 128 weight rows, a line of 128 bytes each, that a CTA which stays has beside its x, as many lines for each
 // 64 columns as it has tokens, and its sums in order.
-constexpr int kWideBytes = 224 * 1024, kFewestStages = 4;  // kFewestStages: that keep the memory busy
 constexpr int64_t count_stages(int64_t in_features, int tokens) {
     return (kWideBytes - (in_features + 63) / 64 * tokens * 128 - tokens * (128 + 4) * 4) / (128 * 128);
 }

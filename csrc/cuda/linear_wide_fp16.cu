@@ -1,4 +1,4 @@
-#include "cuda/linear_wide_stay.cuh"
+#include "cuda/linear_wide_launch.cuh"
 
 namespace tide::cuda {
 

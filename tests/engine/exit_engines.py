@@ -16,6 +16,7 @@ from tests.routing.artefact_factory import make_artefact
 from tests.tiny_models import tiny_model
 from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.engine.engine import Completion, Engine
+from tide_core.engine.pace import Pace
 from tide_core.models.identity import identify
 from tide_core.routing.artefact import load_artefact
 
@@ -69,6 +70,16 @@ def exit_engine(family: str = "llama", **settings: Any) -> Engine:
     parts = exit_parts(family, **settings)
     plain = {key: value for key, value in settings.items() if key not in ("easy", "artefact")}
     return Engine.from_parts(make_config(**{"drafts": 4, **plain}), parts)
+
+
+class FixedPace(Pace):
+    """So many legs, whoever waits for whom."""
+
+    def begin(self) -> None:
+        pass
+
+    def note(self, legs: int, waited_s: float, took_s: float) -> None:
+        pass
 
 
 def poisoned(parts: Parts, **settings: Any) -> Engine:

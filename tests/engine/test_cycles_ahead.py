@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
-from tests.engine.exit_engines import all_ids, exit_parts, poisoned
+from tests.engine.exit_engines import FixedPace, all_ids, exit_parts, poisoned
 from tests.factories import make_request, random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.batch import DraftCounts, RowResult, RowStep
@@ -23,7 +24,6 @@ from tide_core.engine.cycle_flight import Flight, join
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.engine.cycle_said import Said
 from tide_core.engine.greedy import Settler
-from tide_core.engine.pace import Pace
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, FinishReason, RequestOutput, SamplingParams
 
@@ -36,7 +36,7 @@ REALLY_DONE = CapturedPrompts._is_done
 @pytest.fixture(params=[1])
 def legs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Cycles of a flight, in engines made from now on."""
-    monkeypatch.setattr(captured_cycle, "Pace", lambda: Pace(request.param))
+    monkeypatch.setattr(captured_cycle, "Pace", lambda: FixedPace(request.param))
     return cast(int, request.param)
 
 
@@ -110,7 +110,7 @@ def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: 
     for legs in (1, 3):
         parts = exit_parts(share=HARDER)
         assert parts.runner.cycles is not None
-        parts.runner.cycles.pace.legs = legs
+        parts.runner.cycles.pace = FixedPace(legs)
         with poisoned(parts) as engine:
             said = engine.generate(prompts, params)
         tokens = [[(token.token_id, token.exit_layer, token.score) for token in one.tokens[:30]] for one in said]
@@ -355,7 +355,7 @@ def test_the_planner_hears_what_a_cycle_was_allowed_when_it_was_begun(flights: C
     plans = itertools.cycle((0, 2))
     parts.core.scheduler.plan_drafts = lambda *rows: next(plans)
     heard: list[tuple[int, int]] = []
-    parts.core._on_drafts = lambda counts, times: heard.extend([(counts.allowed, counts.accepted + 1)] * times)
+    parts.core._on_drafts = lambda seen: heard.extend((counts.allowed, counts.accepted + 1) for counts, _ in seen)
     answers(parts, random_prompts(1, 8), SamplingParams(max_tokens=40, ignore_eos=True))
     assert {2} <= {allowed for allowed, _ in heard} <= {1, 2}, "fewer at the end"
     assert all(tokens <= allowed + 1 for allowed, tokens in heard)
@@ -474,8 +474,15 @@ def going_on(**params: Any) -> RowStep:
     return RowStep(make_request(**params), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
 
 
+def went_on(step: RowStep, legs: Sequence[RowResult]) -> list[tuple[int, int]]:
+    """Where the device goes on behind each leg, if host and device have seen the same."""
+    positions = itertools.accumulate([one.num_valid for one in legs], initial=step.table.num_valid)
+    return [(one.token_ids[-1] if one.token_ids else 0, at) for one, at in zip(legs, list(positions)[1:], strict=True)]
+
+
 def test_legs_give_a_row_all_their_tokens_as_one_result() -> None:
-    joined = join(going_on(max_tokens=30), [leg(7), leg(8, 9), leg(10)])
+    step, legs = going_on(max_tokens=30), [leg(7), leg(8, 9), leg(10)]
+    joined = join(step, legs, went_on(step, legs))
     assert joined.token_ids == (7, 8, 9, 10)
     assert (joined.num_valid, joined.layers_run, joined.error) == (4, 18, None)
     assert [counts.accepted for counts in joined.counts] == [0, 1, 0]
@@ -490,15 +497,56 @@ def test_legs_give_a_row_all_their_tokens_as_one_result() -> None:
         ({"max_tokens": 4}, [leg(7), leg(8, 9), leg(10)], 2),
         ({"max_tokens": 30}, [leg(7), leg(error="numerical_error", accepted=-1), leg(10)], 1),
         ({"max_tokens": 30}, [leg(error="numerical_error", accepted=-1), leg(9), leg(10)], 1),
-        ({"max_tokens": 30}, [leg(7), leg(8, accepted=1), leg(10)], 2),
     ],
-    ids=["a token ends it", "its length ends it", "its length ends it midway", "one fails", "the first fails", "half"],
+    ids=["a token ends it", "its length ends it", "its length ends it midway", "one fails", "the first fails"],
 )
 def test_legs_behind_the_end_of_a_text_or_behind_a_failure_are_not_a_rows(
     params: dict[str, Any], legs: list[RowResult], num: int
 ) -> None:
-    """Drafts that are right are kept where full depth has no word behind them; the next step fails then."""
-    joined = join(going_on(**params), legs)
+    step = going_on(**params)
+    joined = join(step, legs, went_on(step, legs))
     assert joined.token_ids == tuple(token_id for one in legs[:num] for token_id in one.token_ids)
     assert len(joined.counts) == num
     assert joined.error == legs[0].error
+
+
+@pytest.mark.parametrize("device", [(8, 24), (9, 25), (9, 23)], ids=str)
+def test_legs_behind_one_that_the_device_has_seen_otherwise_are_not_a_rows(device: tuple[int, int]) -> None:
+    """A score that is no number ends drafts on the host; the device does not look at scores."""
+    step, legs = going_on(max_tokens=30), [leg(7), leg(8, 9), leg(10)]
+    heard = went_on(step, legs)
+    assert heard[1] == (9, 24)
+    assert join(step, legs, [heard[0], device, heard[2]]).token_ids == (7, 8, 9)
+
+
+@ONE_LEG_OR_MORE
+def test_scores_that_are_no_numbers_change_no_token(flights: Counter[str], legs: int) -> None:
+    prompts, params = random_prompts(5, 11), SamplingParams(max_tokens=30, ignore_eos=True)
+    expected = answers(exit_parts(), prompts, params)
+    parts = exit_parts()
+    assert parts.runner.exits is not None
+    with torch.no_grad():
+        parts.runner.exits._judges[0].weights.out.fill_(float("nan"))
+    assert answers(parts, prompts, params) == expected
+    assert parts.core.exits.non_finite_scores
+
+
+@pytest.mark.parametrize("mode", ["full", "verified"])
+def test_legs_behind_a_stop_string_are_not_counted(mode: str, flights: Counter[str]) -> None:
+    """No more than those behind an end that ids or their number tell."""
+    prompts = random_prompts(5, 11)
+    found = []
+    for legs in (1, 4):
+        parts = exit_parts(share=HARDER)
+        assert parts.runner.cycles is not None
+        parts.runner.cycles.pace = FixedPace(legs)
+        with poisoned(parts) as engine:
+            whole = engine.generate(prompts, SamplingParams(max_tokens=60, ignore_eos=True, mode=mode))
+            # A text that each answer says somewhere in its middle.
+            stops = ["".join(token.text for token in one.tokens)[20:24] for one in whole]
+            params = [SamplingParams(max_tokens=60, ignore_eos=True, mode=mode, stop=(stop,)) for stop in stops]
+            said = engine.generate(prompts, params)
+        assert {one.finish_reason for one in said} == {FinishReason.STOP}
+        usages = [one.usage for one in said if one.usage is not None]
+        found.append((all_ids(said), [(usage.deep_passes, usage.num_drafts) for usage in usages]))
+    assert found[0] == found[1]

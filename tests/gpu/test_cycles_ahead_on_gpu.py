@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.exit_engines import all_ids, exit_parts, poisoned
+from tests.engine.exit_engines import FixedPace, all_ids, exit_parts, poisoned
 from tests.factories import random_prompts
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.cycle_flight import Flight
@@ -20,7 +20,8 @@ def answers(prompts: Any, params: Any, *, ahead: bool, legs: int = 1, **settings
     parts = exit_parts("qwen3", share=HARDER, device="cuda", **settings)
     parts.core.scheduler.runs_ahead = ahead
     assert parts.runner.cycles is not None
-    parts.runner.cycles.pace.legs = legs  # at first: then as many as it takes
+    if legs > 1:  # or as many as it takes
+        parts.runner.cycles.pace = FixedPace(legs)
     with poisoned(parts) as engine:
         found = [engine.generate(prompts, params) for _ in range(2)]  # the second time all is captured
     parts.core.check_idle()

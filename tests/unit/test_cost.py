@@ -186,7 +186,7 @@ def test_a_fixed_plan_is_always_the_same_whatever_the_load_and_the_acceptance() 
 
 
 def observe(planner: DraftPlanner, *, allowed: int, drafted: int, accepted: int, times: int = 1) -> None:
-    planner.observe(DraftCounts(drafted, accepted, allowed=allowed), times)
+    planner.observe([(DraftCounts(drafted, accepted, allowed=allowed), times)])
 
 
 def test_drafts_that_are_refused_make_the_planner_give_up_and_accepted_ones_bring_it_back() -> None:
@@ -247,6 +247,15 @@ def test_a_step_without_drafts_is_not_an_observation() -> None:
     before = idle.acceptance.keep(1)
     observe(idle, allowed=0, drafted=0, accepted=0)
     assert idle.acceptance.keep(1) == before
+
+
+def test_rows_that_did_not_do_the_same_count_by_how_many_they_are_in_whatever_order() -> None:
+    """The first would have faded most, if each counted for itself."""
+    counted = planner(0.5)
+    right, wrong = DraftCounts(1, 1, allowed=1), DraftCounts(1, 0, allowed=1)
+    for _ in range(200):
+        counted.observe([(right, 96), (wrong, 32)])
+    assert counted.acceptance.keep(1) == pytest.approx(0.75, abs=1e-3)
 
 
 @pytest.mark.parametrize("before", [0, 460, 700])

@@ -55,6 +55,29 @@ def test_a_host_that_is_disturbed_now_and_then_changes_nothing() -> None:
 
 def test_what_was_begun_before_a_change_says_nothing_about_it() -> None:
     pace = Pace(2)
-    for _ in range(5 * PATIENCE):
+    for _ in range(PATIENCE - 1):
         pace.note(1, 0.0, 1.0)
+    for _ in range(PATIENCE - 1):
+        pace.note(3, 0.0, 1.0)
+    assert pace == Pace(2)
+
+
+def test_a_host_that_waits_for_a_whole_leg_needs_it_no_longer_and_nothing_is_tried() -> None:
+    pace = Pace(3)
+    run(pace, device=1.0, host=0.1, host_leg=0.1, flights=2 * PATIENCE)
+    assert pace.legs == 1
+
+
+def test_flights_that_have_no_room_for_their_legs_are_not_planned_for_any_more() -> None:
+    pace = Pace(4)
+    for _ in range(PATIENCE):
+        pace.note(2, 0.1, 1.0)
     assert pace.legs == 2
+
+
+def test_whoever_begins_anew_begins_with_one_leg() -> None:
+    pace = Pace()
+    run(pace, device=1.0, host=9.0, host_leg=0.1, flights=10 * TRY_AFTER)
+    assert pace.legs == MOST_LEGS
+    pace.begin()
+    assert pace == Pace()

@@ -211,6 +211,17 @@ def test_blocks_for_several_cycles_are_given_as_far_as_all_rows_can_have_them(
     assert [row.num_preemptions for row in rows] == [0, 0]
 
 
+def test_while_somebody_waits_for_blocks_rows_get_them_for_one_cycle_beforehand() -> None:
+    scheduler = make_scheduler(num_blocks=14, drafts=3, prefix_caching=False)
+    scheduler.runs_ahead, scheduler.cycles_ahead = True, lambda: 5
+    talks = add(scheduler, "talks", 3, max_tokens=50, policy=EXITS)
+    step(scheduler)
+    waits = add(scheduler, "waits", 50, first=100)
+    scheduler.schedule()
+    assert list(scheduler.waiting) == [waits]
+    assert len(talks.table.block_ids) == 3, "four tokens, three drafts, and four tokens behind them"
+
+
 def test_drafts_and_a_prompt_share_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=64, max_batch_tokens=16, drafts=100)
     add(scheduler, "talks", 3, policy=EXITS, max_tokens=100)

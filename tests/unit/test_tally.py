@@ -36,7 +36,7 @@ def test_what_many_rows_did_is_in_the_stats_as_if_it_had_been_recorded_row_by_ro
     tally, stats, heard = Tally(NUM_LAYERS), ExitStats(NUM_LAYERS), list[tuple[DraftCounts, int]]()
     for each in (CYCLE, PLAIN, CYCLE, CUT, CYCLE):
         tally.add(each, {})
-    tally.take(stats, lambda counts, times: heard.append((counts, times)))
+    tally.take(stats, heard.extend)
     one_by_one = ExitStats(NUM_LAYERS)
     verified = Audit.VERIFIED
     for _ in range(3):
@@ -82,11 +82,11 @@ def test_a_request_knows_what_it_did_itself() -> None:
 
 
 def test_drafts_that_tell_nothing_about_those_of_others_are_not_told() -> None:
-    heard: list[int] = []
+    heard: list[tuple[DraftCounts, int]] = []
     tally = Tally(NUM_LAYERS)
     tally.add(entry(2, drafted=1, accepted=1, tells=False), {})
     tally.add(PLAIN, {})
-    tally.take(ExitStats(NUM_LAYERS), lambda counts, times: heard.append(times))
+    tally.take(ExitStats(NUM_LAYERS), heard.extend)
     assert heard == []
 
 

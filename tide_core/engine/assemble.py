@@ -178,7 +178,7 @@ def assemble_loaded(
         plan_drafts=planner,
         max_drafts=0 if planner is None else planner.max_drafts,
         runs_ahead=runner.cycles is not None,
-        cycles_ahead=(lambda: 0) if runner.cycles is None else runner.cycles.cycles_ahead,
+        cycles_ahead=runner.cycles_ahead,
         keeps_standby=runner.prompts is not None,
     )
     text = Tokenizer(tokenizer, adapter.vocab_size)

@@ -11,7 +11,7 @@ Rows that draw at random are given beforehand all the numbers they may need, and
 
 Then the host reads what every pass said, and `greedy` makes results of it. Meanwhile the device need not wait: where
 rows are going to go on, the next cycle is launched before this one is read, behind what the device itself carries from
-one to the other (`cycle_flight`).
+one to the other (`cycle_flight`). Where the host is the slower one, several are launched at a time (`pace`).
 """
 
 from __future__ import annotations
@@ -117,13 +117,14 @@ class CapturedCycles:
         return max(size for size in TOKEN_SIZES if size * (drafts + 1) <= TOKEN_SIZES[-1])
 
     def start(self, rows: Sequence[RowStep], *, goes_on: bool = False) -> Started:
-        """Begin a cycle of these rows, or take the one that runs them already; it must be read before the next but one
+        """Begin a flight of these rows, or take the one that runs them already; it must be read before the next but one
         is begun. With `goes_on` the one behind it is begun as well, if that can be: rows that are new then have to wait
         for it and get nothing as yet."""
         flight, self._ahead = self._ahead, None
         found = {} if flight is None else flight.find(rows)
         groups = _groups([row.num_drafts for row in rows], [r for r in range(len(rows)) if r not in found])
         if flight is None or not found:
+            self.pace.begin()
             mine = groups.pop(0)
             flight = self._fly([self._place(rows[r]) for r in mine])
             found = dict(zip(mine, range(len(mine)), strict=True))
@@ -151,9 +152,10 @@ class CapturedCycles:
     def forget(self) -> None:
         """Nothing of what was begun is of use any more."""
         self._ahead = self._read_at = None
+        self.pace.begin()
 
     def cycles_ahead(self) -> int:
-        """Cycles that may be begun for a row before it is known what the first of them gives it."""
+        """As `ModelRunner` has it."""
         return (1 if self._ahead is None else self._ahead.legs) + self.pace.legs - 1
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
@@ -165,7 +167,7 @@ class CapturedCycles:
         return RowPlace(row, drafts, table.block_ids[: (table.num_valid + drafts) // self._cache.block_size + 1])
 
     def _go_on(self, rows: Sequence[RowStep], flight: Flight, found: dict[int, int]) -> Flight | None:
-        """Begin the cycle behind a flight: with the rows that it runs, as it leaves them, and with those that are new.
+        """Begin the flight behind another: with the rows that it runs, as it leaves them, and with those that are new.
         None where it cannot be known what a row goes on with, or has no room for it, or if all may end before."""
         size, longest = self._cache.block_size, self._max_positions
         going: list[tuple[int, int, int, RowStep]] = []
@@ -193,8 +195,9 @@ class CapturedCycles:
             going.append((drafts, behind, start, row))
         if not is_worth_it or legs < 1:
             return None
-        legs = min(legs, most)  # each gives a token at least
         going.sort(key=_drafts_of, reverse=True)
+        has_branches = self._branches is not None and branches_for(len(going), going[0][0], size) > 1
+        legs = 1 if has_branches else min(legs, most)  # each gives a token at least
         places = [
             RowPlace(row, drafts, row.table.block_ids[: (start + legs * (drafts + 1) - 1) // size + 1], behind)
             for drafts, behind, start, row in going

@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
+from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.audit import AuditBook
 from tide_core.engine.exit_stats import ExitStats
 from tide_core.engine.policy import without_exits
 from tide_core.engine.progress import Gain, Progress, make_output
 from tide_core.engine.row import Row
 from tide_core.engine.scheduler import Scheduler
-from tide_core.engine.tally import ALL_VERIFIED, Tally
+from tide_core.engine.tally import ALL_VERIFIED, Drafts, Tally
 from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import EngineError, RequestError
 from tide_core.request import Audit, ExitPolicy, FinishReason, Request, RequestOutput, SamplingParams
@@ -57,20 +57,19 @@ class EngineCore:
         *,
         namespace: str,
         num_layers: int,
-        on_drafts: Callable[[DraftCounts, int], None] | None = None,
+        on_drafts: Callable[[Drafts], None] | None = None,
         during: Callable[[Callable[[], None]], None] | None = None,
         waited: Callable[[], tuple[float, int] | None] | None = None,
         on_host: Callable[[int, int, float, int], None] | None = None,
         forget: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_drafts` hears what became of the drafts of so many rows that did the same.
+        """`on_drafts` hears what became of the drafts of a step, and of how many rows.
 
         `during` is told what the next `run` shall do while the device works; without it that is done before.
         `waited` says how long the last `run` has waited for a device that works meanwhile, and how many cycles it was,
         None where it does not; `on_host` then hears the rows and tokens of the step, how long the host was busy with
-        it, and the cycles. `forget` is told
-        when nobody is left who could want what `run` has begun."""
+        it, and the cycles. `forget` is told when nobody is left who could want what `run` has begun."""
         self.scheduler = scheduler
         self.counters = Counters()
         self.exits = ExitStats(num_layers)

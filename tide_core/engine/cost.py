@@ -122,12 +122,13 @@ class Chance:
     def value(self) -> float:
         return self.hits / self.tries
 
-    def count(self, hit: bool, times: int) -> None:
-        """Add tries that all ended alike, as one by one: each makes what was before it fade, once that is enough."""
-        plain = min(times, max(0, math.floor(MEMORY - self.tries) + 1))
-        kept = _FADE ** (times - plain)
+    def count(self, hits: int, tries: int) -> None:
+        """Add tries that were made side by side, as if one by one and the hits evenly among them: each makes what was
+        before it fade, once that is enough."""
+        plain = min(tries, max(0, math.floor(MEMORY - self.tries) + 1))
+        kept, share = _FADE ** (tries - plain), hits / tries
         added = (1.0 - kept) * MEMORY  # the sum of what is left of each
-        self.hits = (self.hits + plain * hit) * kept + added * hit
+        self.hits = (self.hits + plain * share) * kept + added * share
         self.tries = (self.tries + plain) * kept + added
 
 
@@ -147,10 +148,10 @@ class Acceptance:
             [Chance(PRIOR_WEIGHT * PRIOR_REACH * right, PRIOR_WEIGHT) for right in rights],
         )
 
-    def observe(self, allowed: int, drafted: int, accepted: int, times: int = 1) -> None:
-        """Cycles of as many rows, each of which was allowed so many drafts."""
-        _observe(self.reached, allowed, drafted, times)
-        _observe(self.kept, allowed, accepted, times)
+    def observe(self, drafts: Sequence[tuple[DraftCounts, int]]) -> None:
+        """Cycles of a step: what became of the drafts of how many rows."""
+        _observe(self.reached, [(counts.allowed, counts.drafted, times) for counts, times in drafts])
+        _observe(self.kept, [(counts.allowed, counts.accepted, times) for counts, times in drafts])
 
     def reach(self, draft: int) -> float:
         """Chance that a row makes its `draft`-th draft; 1 for the 0th."""
@@ -239,16 +240,19 @@ class DraftPlanner:
             found = self.host_s[min(self.host_s, key=lambda rows: abs(rows - num_rows))]
         return found or 0.0
 
-    def observe(self, counts: DraftCounts, times: int = 1) -> None:
-        """Learn from the cycles of as many rows whose drafting is like that of any other."""
-        self.acceptance.observe(counts.allowed, counts.drafted, counts.accepted, times)
+    def observe(self, drafts: Sequence[tuple[DraftCounts, int]]) -> None:
+        """Learn from the cycles of a step, of rows whose drafting is like that of any other."""
+        self.acceptance.observe(drafts)
 
 
-def _observe(chances: Sequence[Chance], allowed: int, num_hits: int, times: int) -> None:
-    """Count hits in a row and the miss that ends them, if it was not the end; about what would have followed nothing is
-    known."""
-    for index in range(min(allowed, num_hits + 1, len(chances))):
-        chances[index].count(index < num_hits, times)
+def _observe(chances: Sequence[Chance], seen: Sequence[tuple[int, int, int]]) -> None:
+    """`seen`: drafts that were allowed, hits, and of how many rows. Counted are hits in a row and the miss that ends
+    them, if it was not the end; about what would have followed nothing is known."""
+    for index, chance in enumerate(chances):
+        tries = sum([times for allowed, hits, times in seen if index < allowed and index <= hits])
+        if not tries:
+            return
+        chance.count(sum([times for allowed, hits, times in seen if index < allowed and index < hits]), tries)
 
 
 def _product(chances: Sequence[Chance]) -> float:

@@ -65,7 +65,9 @@ class Flight:
         found = [self._leg(said, wanted, rows) for said in legs]
         if len(found) == 1:
             return found[0]
-        return [join(rows[index], results) for index, results in zip(wanted, zip(*found, strict=True), strict=True)]
+        went_on = list(zip(*[zip(*said.going_on, strict=True) for said in legs], strict=True))
+        by_row = zip(wanted.items(), zip(*found, strict=True), strict=True)
+        return [join(rows[index], results, went_on[number]) for (index, number), results in by_row]
 
     def _leg(self, said: Said, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         if not self.drafts:
@@ -98,16 +100,17 @@ class Flight:
         return self.settler.row(step, drafts, *what, branches=each, is_finite=is_finite)
 
 
-def join(step: RowStep, legs: Sequence[RowResult]) -> RowResult:
-    """What the legs of a flight give a row, up to the one in which its text ends, or behind which it went wrong."""
+def join(step: RowStep, legs: Sequence[RowResult], went_on: Sequence[tuple[int, int]]) -> RowResult:
+    """What the legs of a flight give a row, up to the one in which its text ends, and as long as the device went on
+    behind each leg with the token and at the position that follow from it: what it cannot know, a score or a logit that
+    is no number, ends it too."""
     first, *others = legs
     request, last = step.request, first
     token_ids, exit_layers, scores, counts = first.token_ids, first.exit_layers, first.scores, first.counts
     num_valid, layers_run = first.num_valid, first.layers_run
-    left = request.params.max_tokens - len(step.output_ids)
-    for leg in others:
-        is_whole = last.error is None and len(last.token_ids) == last.counts[0].accepted + 1  # or full depth said none
-        if not is_whole or leg.error is not None:
+    start, left = step.table.lengths[-1], request.params.max_tokens - len(step.output_ids)
+    for leg, going_on in zip(others, went_on, strict=False):
+        if leg.error is not None or (token_ids[-1:], start + num_valid) != ((going_on[0],), going_on[1]):
             break
         if len(token_ids) >= left or not request.end_ids.isdisjoint(last.token_ids):
             break

@@ -128,10 +128,10 @@ class CycleGraph(Replayed):
         self._carried.copy_(carried)
 
     def launch(self, rows: Sequence[RowPlace], legs: int = 1) -> tuple[Side, list[int]]:
-        """Start so many cycles of these rows, one behind another; with branches, whose tables change, one. Returns the
-        side to read them from, and where the tokens of each place begin in the deep passes. The launch before the last
-        must have been read."""
-        assert legs == 1 or self.room.branches == 1
+        """Start so many cycles of these rows, one behind another: one with branches, whose tables change, and where
+        rows draw, whose numbers are for one. Returns the side to read them from, and where the tokens of each place
+        begin in the deep passes. The launch before the last must have been read."""
+        assert legs == 1 or (self.room.branches == 1 and not self.room.draws)
         self._sides.reverse()
         side = self._sides[0]
         side.wait()

@@ -81,6 +81,10 @@ class ModelRunner:
         """What runs whole cycles as graphs."""
         return self._cycles
 
+    def cycles_ahead(self) -> int:
+        """Cycles that may be begun for a row before it is known what the first of them gives it."""
+        return 0 if self._cycles is None else self._cycles.cycles_ahead()
+
     @property
     def prompts(self) -> CapturedPrompts | None:
         """What runs prompts as graphs."""
@@ -88,7 +92,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
-        """One cycle of every row."""
+        """One cycle of every row; more of one that talks, where the host is slow."""
         meanwhile, self._meanwhile = self._meanwhile, _nothing
         try:
             return self._run(batch, meanwhile)

@@ -114,7 +114,7 @@ class Scheduler:
         drafts = [planned if planned < most else most for most in useful] if planned > 0 else [0] * len(rows)
         if len(rows) + sum(drafts) > max_tokens:
             return None
-        ahead, size = self.cycles_ahead() if self.runs_ahead else 0, blocks.block_size
+        ahead, size = self._num_ahead() if self.runs_ahead else 0, blocks.block_size
         growing: list[tuple[Row, int]] = []
         steps: list[RowStep] = []
         lacking = len(self.running)  # one for each is kept
@@ -265,7 +265,7 @@ class Scheduler:
         for as many as all can have, or else for one, of as many rows as can have it."""
         blocks, reserve = self.blocks, len(self.running)
         talking = [row for row in shares if missing[row] == 1]
-        for ahead in range(self.cycles_ahead(), 0, -1):
+        for ahead in range(self._num_ahead(), 0, -1):
             rooms = [(row, row.num_tokens + drafts.get(row, 0) + ahead * (drafts.get(row, 0) + 1)) for row in talking]
             growing = [(row, room) for row, room in rooms if not blocks.has_room(row.table, room)]
             lacking = sum([blocks.blocks_for(room) - len(row.table.block_ids) for row, room in growing])
@@ -275,6 +275,11 @@ class Scheduler:
             if not blocks.can_allocate(row.table, room, reserve=reserve):
                 return
             blocks.allocate(row.table, room)
+
+    def _num_ahead(self) -> int:
+        """Cycles to give blocks for beforehand; one while somebody waits because there are too few."""
+        is_short = self._refused is not None and bool(self.waiting) and self._refused[0] is self.waiting[0]
+        return 1 if is_short else max(1, self.cycles_ahead())
 
     def _preempt(self, row: Row) -> None:
         self.running.remove(row)

@@ -6,7 +6,7 @@ became of its drafts, and whether that tells something about the drafts of other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tide_core.batch import DraftCounts
@@ -14,6 +14,8 @@ from tide_core.engine.exit_stats import ExitStats
 from tide_core.request import Audit
 
 Entry = tuple[tuple[int, ...], tuple[Audit, ...], int, tuple[DraftCounts, ...], bool]
+Drafts = Sequence[tuple[DraftCounts, int]]
+"""What became of drafts, and of how many rows."""
 ALL_VERIFIED: tuple[Audit, ...] = ()
 """Instead of the audit of each token: to look them up takes longer than all the rest."""
 
@@ -46,18 +48,19 @@ class Tally:
         entries[entry] = times + 1
         mine[entry] = mine.get(entry, 0) + 1
 
-    def take(self, stats: ExitStats, on_drafts: Callable[[DraftCounts, int], None] | None) -> None:
+    def take(self, stats: ExitStats, on_drafts: Callable[[Drafts], None] | None) -> None:
         """Move all of it there; `on_drafts` hears of drafts that tell something about others."""
         entries, self._entries = self._entries, {}
+        telling: list[tuple[DraftCounts, int]] = []
         for entry, times in entries.items():
             _, _, layers_run, counts, tells = entry
             drafted, non_finite = sum([each.drafted for each in counts]), sum([each.non_finite for each in counts])
             ran = layers_run, len(counts), drafted, _accepted(entry), non_finite
             stats.record(_exits(entry), *ran, times=times)
-            if on_drafts is not None and tells:
-                for each in counts:
-                    if each.allowed:
-                        on_drafts(each, times)
+            if tells:
+                telling += [(each, times) for each in counts if each.allowed]
+        if telling and on_drafts is not None:
+            on_drafts(telling)
 
 
 def sums(entries: Mapping[Entry, int]) -> Sums:
