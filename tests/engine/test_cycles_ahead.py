@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -517,6 +519,47 @@ def test_legs_behind_one_that_the_device_has_seen_otherwise_are_not_a_rows(devic
     heard = went_on(step, legs)
     assert heard[1] == (9, 24)
     assert join(step, legs, [heard[0], device, heard[2]]).token_ids == (7, 8, 9)
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_legs_come_to_the_same_whether_the_device_or_the_host_knows_how_many_drafts_are_right(spoiled: bool) -> None:
+    """In flights of rows with other numbers of drafts, ends and contracts; or with a number that is none."""
+    random, num_legs, num_sound = Random(0), 3, 0
+    for _ in range(40):
+        drafts = sorted([random.randint(0, 3) for _ in range(5)], reverse=True)
+        steps = [
+            replace(
+                going_on(max_tokens=40, stop_ids=(3,) if random.random() < 0.3 else (), request_id=str(row)),
+                table=BlockTable([20 + row], [4, 7, 9]),
+                policy=ExitPolicy("verified", (0.2,), (math.inf,), None if random.random() < 0.8 else 0.02),
+            )
+            for row in range(5)
+        ]
+        begins = [0, *itertools.accumulate([count + 1 for count in drafts[:-1]])]
+        positions, legs = [20 + row for row in range(5)], []
+        for _ in range(num_legs):
+            drafted = [[random.randint(1, 3) for _ in range(5)] for _ in range(drafts[0])]
+            following = tuple(random.choice((1, 1, 1, 2, 3)) for _ in range(sum(drafts) + 5))
+            last = []
+            for row, count in enumerate(drafts):
+                right = [drafted[k][row] == following[begins[row] + k] for k in range(count)]
+                kept = right.index(False) if False in right else count
+                positions[row] += kept + 1
+                last.append(following[begins[row] + kept])
+            scores = [[random.random() for _ in range(5)] for _ in range(drafts[0])]
+            legs.append(Said(drafted, following, [last, list(positions)], scores, [1.0] * len(following)))
+        if spoiled:
+            legs[1].best[random.randrange(len(legs[1].best))] = math.nan
+        side: Any = SimpleNamespace(read=lambda legs=legs: legs)
+        places = [RowPlace(step, count, [4, 7]) for step, count in zip(steps, drafts, strict=True)]
+        flight = Flight(places, 1, side, begins, Settler(1, 4), num_legs)
+        wanted = {row: row for row in range(5)}
+        by_row = zip(*[flight._leg(said, wanted, steps) for said in legs], strict=True)
+        by_device = zip(*[zip(*said.going_on, strict=True) for said in legs], strict=True)
+        expected = [join(*of_row) for of_row in zip(steps, by_row, by_device, strict=True)]
+        assert flight.results(wanted, steps) == expected
+        num_sound += len(flight._sound_legs(legs, wanted, steps))
+    assert num_sound == 0 if spoiled else num_sound > 100
 
 
 @ONE_LEG_OR_MORE

@@ -14,7 +14,7 @@ def run(pace: Pace, *, device: float, host: float, host_leg: float, flights: int
     for _ in range(flights):
         legs = pace.legs
         busy, free = host + legs * host_leg, legs * device
-        pace.note(legs, max(0.0, free - busy), max(free, busy))
+        pace.note(legs, busy > free, max(0.0, free - busy), max(free, busy))
 
 
 def legs_over(pace: Pace, flights: int, **how: float) -> Counter[int]:
@@ -48,17 +48,17 @@ def test_a_host_that_keeps_up_again_goes_back_to_one(legs: int) -> None:
 
 def test_a_host_that_is_disturbed_now_and_then_changes_nothing() -> None:
     pace = Pace()
-    for flight in range(20 * PATIENCE):
-        pace.note(1, 0.0 if flight % PATIENCE else 0.4, 1.0)
+    for flight in range(100 * PATIENCE):
+        pace.note(1, flight % 5 == 0, 0.0, 1.0)
     assert pace.legs == 1
 
 
 def test_what_was_begun_before_a_change_says_nothing_about_it() -> None:
     pace = Pace(2)
     for _ in range(PATIENCE - 1):
-        pace.note(1, 0.0, 1.0)
+        pace.note(1, True, 0.0, 1.0)
     for _ in range(PATIENCE - 1):
-        pace.note(3, 0.0, 1.0)
+        pace.note(3, True, 0.0, 1.0)
     assert pace == Pace(2)
 
 
@@ -71,13 +71,15 @@ def test_a_host_that_waits_for_a_whole_leg_needs_it_no_longer_and_nothing_is_tri
 def test_flights_that_have_no_room_for_their_legs_are_not_planned_for_any_more() -> None:
     pace = Pace(4)
     for _ in range(PATIENCE):
-        pace.note(2, 0.1, 1.0)
+        pace.note(2, False, 0.1, 1.0)
     assert pace.legs == 2
 
 
-def test_whoever_begins_anew_begins_with_one_leg() -> None:
+def test_whoever_begins_anew_soon_tries_whether_fewer_legs_will_do() -> None:
     pace = Pace()
-    run(pace, device=1.0, host=9.0, host_leg=0.1, flights=10 * TRY_AFTER)
+    run(pace, device=1.0, host=2.0, host_leg=0.4, flights=20 * TRY_AFTER_MOST)
     assert pace.legs == MOST_LEGS
     pace.begin()
-    assert pace == Pace()
+    assert pace == Pace(MOST_LEGS)
+    run(pace, device=1.0, host=0.2, host_leg=0.7, flights=2 * MOST_LEGS * TRY_AFTER)
+    assert pace.legs == 1

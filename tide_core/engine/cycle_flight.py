@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine.cycle_graph import Side
@@ -62,21 +61,56 @@ class Flight:
         legs = self.side.read()
         if self.ahead is not None:
             self.ahead.learn(legs[-1])
-        found = [self._leg(said, wanted, rows) for said in legs]
-        if len(found) == 1:
-            return found[0]
-        went_on = list(zip(*[zip(*said.going_on, strict=True) for said in legs], strict=True))
-        by_row = zip(wanted.items(), zip(*found, strict=True), strict=True)
-        return [join(rows[index], results, went_on[number]) for (index, number), results in by_row]
+        if len(legs) == 1:
+            return self._leg(legs[0], wanted, rows)
+        found = self._sound_legs(legs, wanted, rows)
+        others = {index: number for index, number in wanted.items() if index not in found}
+        if others:
+            went_on = list(zip(*[zip(*said.going_on, strict=True) for said in legs], strict=True))
+            results = zip(*[self._leg(said, others, rows) for said in legs], strict=True)
+            for (index, number), of_row in zip(others.items(), results, strict=True):
+                found[index] = join(rows[index], of_row, went_on[number])
+        return [found[index] for index in wanted]
+
+    def _sound_legs(
+        self, legs: Sequence[Said], wanted: Mapping[int, int], rows: Sequence[RowStep]
+    ) -> dict[int, RowResult]:
+        """What `join` makes of rows of which the device knows all, so that it need not be found out again how many of
+        their drafts are right: by their index. Left out are those of which it does not."""
+        num, end = len(self.begins), self.begins[-1] + self.rows[-1].drafts + 1
+        if not all([said.is_finite(num, end) for said in legs]):
+            return {}
+        columns = [(said.going_on[1], said.following, *self._by_place(said)) for said in legs]
+        found: dict[int, RowResult] = {}
+        for index, number in wanted.items():
+            step, drafts, begin = rows[index], self.rows[number].drafts, self.begins[number]
+            end_ids = step.request.end_ids
+            is_sound = step.policy.is_lossless and step.request.params.threshold is None
+            before, gains = step.table.lengths[-1], tuple[int, ...]()
+            token_ids, of_drafts = tuple[int, ...](), tuple[float | None, ...]()
+            for positions, following, scores, drafted in columns:
+                position, mine = positions[number], scores[number]
+                gained, before = position - before, position
+                is_sound = is_sound and 0 < gained <= drafts + 1 and end_ids.isdisjoint(drafted[number])
+                token_ids += following[begin : begin + gained]
+                of_drafts += mine[:gained] if gained <= drafts else (*mine[:drafts], None)
+                gains += (gained,)
+            if is_sound and end_ids.isdisjoint(token_ids):
+                found[index] = self.settler.legs(drafts, gains, token_ids, of_drafts)
+        return found
+
+    def _by_place(self, said: Said) -> tuple[list[tuple[float, ...]], list[tuple[int, ...]]]:
+        """Scores and tokens of the drafts of each place."""
+        if not self.drafts:
+            return [()] * len(self.begins), [()] * len(self.begins)
+        return list(zip(*said.scores, strict=True)), list(zip(*said.drafted, strict=True))
 
     def _leg(self, said: Said, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         if not self.drafts:
             best, best_ids = said.best, said.following
             return [self.settler.plain(best[number], best_ids[number]) for number in wanted.values()]
-        by_place = list(zip(zip(*said.scores, strict=True), zip(*said.drafted, strict=True), strict=True))
-        # Every number at once: hardly ever is there one that is not finite.
-        num, end = len(self.begins), self.begins[-1] + self.rows[-1].drafts + 1
-        is_finite = isfinite(sum(said.best[:end])) and all([isfinite(sum(scores[:num])) for scores in said.scores])
+        by_place = list(zip(*self._by_place(said), strict=True))
+        is_finite = said.is_finite(len(self.begins), self.begins[-1] + self.rows[-1].drafts + 1)
         return [self._result(rows[index], number, said, by_place, is_finite) for index, number in wanted.items()]
 
     def learn(self, said: Said) -> None:

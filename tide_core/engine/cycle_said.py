@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,10 @@ class Said(NamedTuple):
     """[K][R] of the drafts."""
     best: list[float]
     """[T] the largest logits at full depth."""
+
+    def is_finite(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether all numbers of the first so many are, as nearly always: looked at all at once."""
+        return isfinite(sum(self.best[:num_tokens])) and all([isfinite(sum(row[:num_rows])) for row in self.scores])
 
 
 class CycleSaid:

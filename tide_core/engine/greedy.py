@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf, isfinite
 
 from tide_core.batch import NOTHING_DRAFTED, DraftCounts, RowResult, RowStep, TokenResult
@@ -85,6 +86,13 @@ class Settler:
         kept = accepted + 1
         return make_result(best_ids[:kept], exit_layers, scores[:kept], kept, layers_run, counts)
 
+    def legs(
+        self, drafts: int, gains: tuple[int, ...], token_ids: tuple[int, ...], scores: tuple[float | None, ...]
+    ) -> RowResult:
+        """Of a row that has gained so many tokens in each of several cycles; all as in `_sound`."""
+        exit_layers, layers_run, counts = _outcomes(self, drafts, gains)
+        return make_result(token_ids, exit_layers, scores, len(token_ids), layers_run, counts)
+
     def _tokens(
         self,
         step: RowStep,
@@ -124,6 +132,13 @@ def _outcome(settler: Settler, drafts: int, branches: int, accepted: int) -> Out
     exit_layers = (*[settler.exit_layer] * accepted, settler.num_layers)
     layers_run = branches * (drafts * settler.exit_layer + (drafts + 1) * settler.num_layers)
     return exit_layers, layers_run, (DraftCounts(drafts, accepted, 0, drafts),)
+
+
+@functools.cache
+def _outcomes(settler: Settler, drafts: int, gains: tuple[int, ...]) -> Outcome:
+    """Of several cycles in which a row with so many drafts gains so many tokens."""
+    exit_layers, layers_run, counts = zip(*[_outcome(settler, drafts, 1, gain - 1) for gain in gains], strict=True)
+    return tuple(chain(*exit_layers)), sum(layers_run), tuple(chain(*counts))
 
 
 def _taken(step: RowStep, drafts: int, drafted: Drafted) -> tuple[int, float | None, int]:
