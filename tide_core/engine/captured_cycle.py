@@ -73,7 +73,6 @@ class CapturedCycles:
         self.waited_s, self.num_legs = 0.0, 1
         """Of the last flight that was read."""
         self._read_at: float | None = None
-        self._ran_dry = False
 
     def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
         """The shapes that texts of no great length come in."""
@@ -132,7 +131,6 @@ class CapturedCycles:
             goes_on = goes_on and not groups
         if goes_on:
             flight.ahead = self._ahead = self._go_on(rows, flight, found)
-            self._ran_dry = flight.side.is_done()
             groups = groups if self._ahead is None else []
         return Started(rows, groups, self._launch, (list(found), functools.partial(self._read, flight, found, rows)))
 
@@ -142,7 +140,7 @@ class CapturedCycles:
         now = time.perf_counter()
         self.waited_s, self.num_legs = now - before, flight.legs
         if self._read_at is not None:
-            self.pace.note(flight.legs, self._ran_dry, self.waited_s, now - self._read_at)
+            self.pace.note(flight.legs, self.waited_s, now - self._read_at)
         self._read_at = now if self.runs_ahead else None
         return flight.results(found, rows)
 

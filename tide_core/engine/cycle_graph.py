@@ -49,9 +49,6 @@ class Side:
         if self._sent is not None:
             self._sent.record()
 
-    def is_done(self) -> bool:
-        return self._sent is None or not self._is_open or bool(self._sent.query())
-
     def wait(self) -> None:
         """Until all of the launch is done: at once, if it was waited for before."""
         if self._is_open and self._sent is not None:
