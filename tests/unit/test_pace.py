@@ -90,6 +90,6 @@ def test_whoever_begins_anew_soon_tries_whether_fewer_legs_will_do() -> None:
     run(pace, device=1.0, host=2.0, host_leg=0.4, flights=20 * TRY_AFTER_MOST)
     assert pace.legs == MOST_LEGS
     pace.begin()
-    assert pace == Pace(MOST_LEGS)
+    assert pace.legs == MOST_LEGS
     run(pace, device=1.0, host=0.2, host_leg=0.7, flights=2 * MOST_LEGS * TRY_AFTER)
     assert pace.legs == 1

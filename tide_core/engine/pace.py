@@ -49,8 +49,8 @@ class Pace:
     _is_trying: bool = False
 
     def begin(self) -> None:
-        """Nothing is on its way: what was seen before may have been of other rows."""
-        self._leg_s, self._try_after = None, TRY_AFTER
+        """Nothing is on its way: what was seen before may have been of other rows. How long a leg takes is soon seen."""
+        self._try_after = TRY_AFTER
         self._become(self.legs)
 
     def note(self, legs: int, waited_s: float, took_s: float) -> None:
