@@ -49,7 +49,7 @@ class Pace:
     _is_trying: bool = False
 
     def begin(self) -> None:
-        """Nothing is on its way: what was seen before may have been of other rows. How long a leg takes is soon seen."""
+        """Nothing is on its way: what was seen before may have been of other rows."""
         self._try_after = TRY_AFTER
         self._become(self.legs)
 
