@@ -133,24 +133,23 @@ async def test_outputs_that_wait_are_read_as_one_piece(engine: Engine) -> None:
 
 
 def test_a_lock_that_is_asked_for_again_at_once_still_goes_round() -> None:
-    turns, order, stop = Turns(), list[str](), threading.Event()
-
-    def greedy() -> None:
-        while not stop.is_set():
-            with turns:
-                order.append("greedy")
-                time.sleep(0.005)
-
-    thread = threading.Thread(target=greedy)
-    thread.start()
     for _ in range(20):
+        turns, order = Turns(), list[str]()
+
+        def other(turns: Turns = turns, order: list[str] = order) -> None:
+            with turns:
+                order.append("other")
+
+        thread = threading.Thread(target=other)
         with turns:
-            order.append("other")
-    stop.set()
-    thread.join()
-    longest = max(len(run) for run in "".join("g" if each == "greedy" else " " for each in order).split() or [""])
-    assert order.count("other") == 20
-    assert longest <= 3, "nobody waits longer than those before it"
+            thread.start()
+            while turns._asked < 2:  # until it waits
+                time.sleep(0.001)
+            order.append("greedy")
+        with turns:
+            order.append("greedy again")
+        thread.join()
+        assert order == ["greedy", "other", "greedy again"]
 
 
 @pytest.mark.parametrize("engine", [2], indirect=True)
