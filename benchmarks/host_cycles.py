@@ -45,11 +45,6 @@ class ReadyCycles(CapturedCycles):
         return self._graphs[room]
 
 
-class FixedPace(Pace):
-    def begin(self) -> None:
-        """As ever."""
-
-
 class ReadyGraph:
     """What `CycleGraph` is to the host."""
 
@@ -95,7 +90,7 @@ class ReadyRunner(ModelRunner):
 
     def __init__(self, ids: Sequence[int], num_layers: int, block_size: int, legs: int) -> None:
         self._ready = ReadyCycles(ids, num_layers, block_size)
-        self._ready.pace = FixedPace(legs)
+        self._ready.pace = Pace(legs)  # without a device nobody changes it
         parts: Any = SimpleNamespace(num_layers=num_layers, gathers_kv=True)
         super().__init__(parts, parts, parts, (range(num_layers),), captured_cycles=self._ready)
         self._ids, self._settler = ids, Settler(EXIT_LAYER, num_layers)

@@ -81,6 +81,13 @@ def test_a_request_knows_what_it_did_itself() -> None:
     assert sums({}) == ({}, 0, 0, 0, 0)
 
 
+def test_of_several_passes_drafts_are_accepted_up_to_the_end_of_the_text() -> None:
+    """Two tokens of the first, and one right draft of the two of the second."""
+    counts = DraftCounts(1, 1, 0, 1), DraftCounts(2, 2, 0, 2)
+    entries: dict[Entry, int] = {((2, 30, 2), ALL_VERIFIED, 128, counts, True): 1}
+    assert sums(entries) == ({2: 2, 30: 1}, 128, 2, 3, 2)
+
+
 def test_drafts_that_tell_nothing_about_those_of_others_are_not_told() -> None:
     heard: list[tuple[DraftCounts, int]] = []
     tally = Tally(NUM_LAYERS)

@@ -120,6 +120,18 @@ def test_pieces_after_a_prompt_join_to_what_the_output_adds_to_it(make: Make, da
     assert "".join(run(tokenizer.stream(prompt_ids, ()), ids)) == added_text(tokenizer, prompt_ids, ids)
 
 
+@every_tokenizer
+@no_deadline
+@given(data=st.data())
+def test_ids_that_come_together_read_as_one_by_one(make: Make, data: st.DataObject) -> None:
+    tokenizer = make()
+    prompt, groups = data.draw(id_lists(tokenizer, 8)), data.draw(st.lists(id_lists(tokenizer, 5), max_size=8))
+    together, alone = (tokenizer.stream(prompt, ()) for _ in range(2))
+    for ids in groups:
+        assert together.push_all(ids) == [alone.push(token_id) for token_id in ids]
+    assert together.finish() == alone.finish()
+
+
 @pytest.mark.parametrize("make", [byte_level, llama_style, pytest.param(demo, marks=pytest.mark.demo)])
 @no_deadline
 @given(text=st.text(max_size=30))

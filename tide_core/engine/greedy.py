@@ -80,7 +80,7 @@ class Settler:
         accepted = 0
         while accepted < drafts and token_ids[accepted] == best_ids[accepted]:
             accepted += 1
-        exit_layers, layers_run, counts = _outcome(self, drafts, branches, accepted)
+        exit_layers, layers_run, counts = _outcome(self.exit_layer, self.num_layers, drafts, branches, accepted)
         if accepted == drafts:
             return make_result(best_ids, exit_layers, (*scores[:drafts], None), drafts + 1, layers_run, counts)
         kept = accepted + 1
@@ -90,7 +90,7 @@ class Settler:
         self, drafts: int, gains: tuple[int, ...], token_ids: tuple[int, ...], scores: tuple[float | None, ...]
     ) -> RowResult:
         """Of a row that has gained so many tokens in each of several cycles; all as in `_sound`."""
-        exit_layers, layers_run, counts = _outcomes(self, drafts, gains)
+        exit_layers, layers_run, counts = _outcomes(self.exit_layer, self.num_layers, drafts, gains)
         return make_result(token_ids, exit_layers, scores, len(token_ids), layers_run, counts)
 
     def _tokens(
@@ -126,18 +126,19 @@ class Settler:
 
 
 @functools.cache
-def _outcome(settler: Settler, drafts: int, branches: int, accepted: int) -> Outcome:
+def _outcome(exit_layer: int, num_layers: int, drafts: int, branches: int, accepted: int) -> Outcome:
     """Of a row with so many drafts of which so many are right: exit layers, layers run, counts. The same few for all
     rows and steps."""
-    exit_layers = (*[settler.exit_layer] * accepted, settler.num_layers)
-    layers_run = branches * (drafts * settler.exit_layer + (drafts + 1) * settler.num_layers)
+    exit_layers = (*[exit_layer] * accepted, num_layers)
+    layers_run = branches * (drafts * exit_layer + (drafts + 1) * num_layers)
     return exit_layers, layers_run, (DraftCounts(drafts, accepted, 0, drafts),)
 
 
 @functools.cache
-def _outcomes(settler: Settler, drafts: int, gains: tuple[int, ...]) -> Outcome:
+def _outcomes(exit_layer: int, num_layers: int, drafts: int, gains: tuple[int, ...]) -> Outcome:
     """Of several cycles in which a row with so many drafts gains so many tokens."""
-    exit_layers, layers_run, counts = zip(*[_outcome(settler, drafts, 1, gain - 1) for gain in gains], strict=True)
+    layers = exit_layer, num_layers
+    exit_layers, layers_run, counts = zip(*[_outcome(*layers, drafts, 1, gain - 1) for gain in gains], strict=True)
     return tuple(chain(*exit_layers)), sum(layers_run), tuple(chain(*counts))
 
 
