@@ -9,6 +9,7 @@ import pytest
 
 from tests.factories import make_config, make_parts, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
+from tide_core.engine import collector
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Engine
 from tide_core.engine.sinks import ThreadSink
@@ -184,7 +185,10 @@ def test_an_engine_that_is_closed_says_the_ends_that_were_reached(parts: Parts) 
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-def test_what_was_there_before_an_engine_is_left_alone_by_the_collector_while_it_runs(parts: Parts) -> None:
+def test_what_was_there_before_an_engine_is_left_alone_by_the_collector_while_it_runs(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "_num_engines", 0)  # others may be open
     before = gc.get_freeze_count()
     with Engine.from_parts(make_config(), parts):
         assert gc.get_freeze_count() > before + 1000

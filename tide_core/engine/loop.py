@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import gc
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from tide_core.engine import collector
 from tide_core.engine.core import EngineCore
 from tide_core.engine.sinks import Sink
 from tide_core.errors import EngineBusyError, EngineDeadError, RequestError
@@ -50,8 +50,7 @@ class Turns:
 
 
 class EngineLoop:
-    """Owns the core from the moment it starts. As long as it runs, the garbage collector leaves alone what the process
-    had by then."""
+    """Owns the core from the moment it starts. As long as it runs, the garbage collector comes rarely (`collector`)."""
 
     def __init__(self, core: EngineCore, *, max_open: int) -> None:
         self._cores = [core]  # the last one is in use; those before it finish what they have
@@ -65,7 +64,8 @@ class EngineLoop:
         self._death: BaseException | None = None
         self.last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="tide-engine", daemon=True)
-        gc.freeze()  # to look through a model's objects for garbage takes a third of a second, in the middle of a step
+        collector.hold()
+        self._is_held = True
         self._thread.start()
         atexit.register(self.close)  # the interpreter must not go while the thread is inside a kernel
 
@@ -116,7 +116,10 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
-        gc.unfreeze()
+        with self._wake:
+            was_held, self._is_held = self._is_held, False
+        if was_held:
+            collector.release()
         atexit.unregister(self.close)
 
     def _main(self) -> None:
