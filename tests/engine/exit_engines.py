@@ -78,7 +78,7 @@ class FixedPace(Pace):
     def begin(self) -> None:
         pass
 
-    def note(self, legs: int, waited_s: float, took_s: float) -> None:
+    def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
         pass
 
 

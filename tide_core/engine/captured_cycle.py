@@ -139,8 +139,9 @@ class CapturedCycles:
         flight.side.wait()
         now = time.perf_counter()
         self.waited_s, self.num_legs = now - before, flight.legs
-        if self._read_at is not None:
-            self.pace.note(flight.legs, self.waited_s, now - self._read_at)
+        ran_s = flight.side.ran_s()
+        if self._read_at is not None and ran_s is not None:
+            self.pace.note(flight.legs, ran_s, self.waited_s, now - self._read_at)
         self._read_at = now if self.runs_ahead else None
         return flight.results(found, rows)
 

@@ -35,7 +35,7 @@ class Side:
         self.host = torch.zeros(room.size, dtype=torch.int32, pin_memory=on_gpu)
         self.rows = CycleRows(room, self.host.numpy())
         self._said, self._landings, self._legs = said, [said.landing()], 0
-        self._sent: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._begun, self._sent = (_timed_event() if on_gpu else None for _ in range(2))
         self._is_open = False
 
     def landing(self, leg: int) -> Landing:
@@ -43,6 +43,11 @@ class Side:
         while leg >= len(self._landings):
             self._landings.append(self._said.landing())
         return self._landings[leg]
+
+    def note_begun(self) -> None:
+        """What is launched from now on is of this launch."""
+        if self._begun is not None:
+            self._begun.record()
 
     def note_sent(self, legs: int = 1) -> None:
         self._is_open, self._legs = True, legs
@@ -54,6 +59,10 @@ class Side:
         if self._is_open and self._sent is not None:
             self._sent.synchronize()
         self._is_open = False
+
+    def ran_s(self) -> float | None:
+        """How long the device was busy with a launch that was waited for; None without one."""
+        return None if self._begun is None else float(self._begun.elapsed_time(self._sent)) / 1e3
 
     def read(self) -> list[Said]:
         """What each leg says."""
@@ -137,6 +146,7 @@ class CycleGraph(Replayed):
         side.wait()
         begins = side.rows.fill(rows)
         self._buffer.copy_(side.host, non_blocking=True)
+        side.note_begun()
         for leg in range(legs):
             if leg:
                 self._about[1].copy_(self._stay)
@@ -159,7 +169,8 @@ class CycleGraph(Replayed):
         with _stream(self._rating):
             if drafts and self._exits is not None:
                 self._exits.rate(torch.cat([made.features for made in drafts]), said.all_peaks, said.scores.flatten())
-        states = run_deep(self._adapter, self._deep, said.token_ids, self._exits)
+        exits = self._exits if room.remembers else None
+        states = run_deep(self._adapter, self._deep, said.token_ids, exits, lambda: _stream(self._keeping))
         with _stream(self._keeping):
             self._remember(states)
         self._choice.settle(self._adapter.head(states.normed), said)
@@ -177,7 +188,7 @@ class CycleGraph(Replayed):
         if self.room.remembers:
             assert self._exits is not None
             parts = self._parts
-            self._exits.keep(self._deep, *states, parts.kept_slots, parts.deep_slots, parts.distances)
+            self._exits.keep(self._deep, *states[:3], parts.kept_slots, parts.deep_slots, parts.distances)
 
     def _draft(self, ahead: int, view: KernelView) -> _Made:
         """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones."""
@@ -194,6 +205,10 @@ class CycleGraph(Replayed):
             exits.peak(made.logits, said.peaks_of(ahead))
         self._choice.draft(ahead, made.logits, said)
         return made
+
+
+def _timed_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _side_stream(device: torch.device, priority: int) -> Any:

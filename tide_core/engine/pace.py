@@ -6,10 +6,9 @@ several are launched one behind another, the legs of one flight, and read togeth
 once for all of them.
 
 Texts then come in larger pieces, and rows that are new or have ended wait for the end of a flight: each leg more costs
-about a cycle and a half of every answer. So there are more only where the device loses more than that. How long a leg
-takes it is seen where the host waits for it; where the host does not and it took longer, the device has waited. That
-fewer legs would do is seen where the host waits for a whole leg; where it waits for less it is tried now and then, less
-and less often as long as they do not.
+about a cycle and a half of every answer. So there are more only where the device loses more than that: of the time from
+one flight to the next, what is left when it has run, by its own clock. That fewer legs would do is seen where the host
+waits for a whole leg; where it waits for less it is tried now and then, less and less often as long as they do not.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_LEGS = 4
-MOST_LOSS = 0.05
+MOST_LOSS = 0.08
 """Share of its time that the device may lose before there is a leg more."""
-MEMORY = 16.0
-"""Flights over which times and losses are smoothed."""
+MEMORY = 16
+"""Flights over which losses are smoothed."""
 WORST_LOSS = 0.3
 """That one flight counts for: hosts are disturbed now and then."""
-NO_TIME = 0.03
-"""Of the time between two flights: whoever waits no longer than that has not waited."""
 PATIENCE = 4
 """Flights in a row that say that there are too many legs; and twice as many before a change is judged."""
 TRY_AFTER, TRY_AFTER_MOST = 32, 512
@@ -36,8 +33,6 @@ class Pace:
     """Legs of the next flight."""
 
     legs: int = 1
-    _leg_s: float | None = None
-    """What the device needs for a leg, as far as known."""
     _loss: float = 0.0
     _idle: int = 0
     """Flights in a row that the host has waited for so long that one leg less would do."""
@@ -53,15 +48,17 @@ class Pace:
         self._try_after = TRY_AFTER
         self._become(self.legs)
 
-    def note(self, legs: int, waited_s: float, took_s: float) -> None:
-        """The host has waited so long for a flight of so many legs, of the time since it had read the one before."""
+    def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
+        """The device has run so long for a flight of so many legs, and the host has waited so long for it, of the time
+        since it had read the one before."""
         self._shorter = self._shorter + 1 if legs < self.legs else 0
         if self._shorter >= PATIENCE:
             return self._become(legs)
         if legs != self.legs:
             return None  # begun before the last change
         self._flights += 1
-        self._learn(legs, waited_s, took_s)
+        loss = min(max(1.0 - ran_s / took_s, 0.0), WORST_LOSS)
+        self._loss += (loss - self._loss) / min(self._flights, MEMORY)
         self._idle = self._idle + 1 if waited_s > took_s / legs else 0
         if self._loss > MOST_LOSS and self._flights > 2 * PATIENCE:
             if legs < MOST_LEGS:
@@ -74,15 +71,6 @@ class Pace:
         elif legs > 1 and self._flights >= self._try_after:
             self._become(legs - 1, is_trying=True)
         return None
-
-    def _learn(self, legs: int, waited_s: float, took_s: float) -> None:
-        if waited_s > NO_TIME * took_s:
-            leg_s = took_s / legs
-            self._leg_s = leg_s if self._leg_s is None else self._leg_s + (leg_s - self._leg_s) / MEMORY
-            loss = 0.0
-        else:  # whoever never waits has a device that loses something, nobody knows what
-            loss = WORST_LOSS if self._leg_s is None else 1.0 - legs * self._leg_s / took_s
-        self._loss += (min(max(loss, 0.0), WORST_LOSS) - self._loss) / MEMORY
 
     def _become(self, legs: int, is_trying: bool = False) -> None:
         self.legs, self._is_trying = legs, is_trying
