@@ -24,12 +24,17 @@ def random_head(**changes: object) -> ExitHead:
 
 @pytest.mark.parametrize("taps", [(), (2,), (2, 5)])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_a_fused_deep_state_is_the_heads_own(taps: tuple[int, ...], num_tokens: int) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_fused_deep_state_is_the_heads_own(taps: tuple[int, ...], num_tokens: int, in_place: bool) -> None:
     head = random_head(taps=taps)
     fused = FusedHead(head, twin_kernels())
-    last, *tapped = torch.randn(1 + len(taps), num_tokens, WIDTH)
     for _ in range(2):  # the second time with what the first has made
-        torch.testing.assert_close(fused.deep_state(last, tapped), head.deep_state(last, tapped), rtol=0, atol=1e-6)
+        last, *tapped = torch.randn(1 + len(taps), num_tokens, WIDTH)
+        room, given = fused.room(last), last
+        if room is not None:
+            fused.gather(tapped, room)
+            given = room[:, :WIDTH].copy_(last) if in_place else last
+        torch.testing.assert_close(fused.deep_state(given, room), head.deep_state(last, tapped), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("hidden", [0, 32])

@@ -307,7 +307,7 @@ class _PromptPass(CapturedPass):
         token_ids, *kept = self.others
         states = run_deep(self._adapter, self, token_ids, self._exits if kept else None)
         if self._exits is not None and kept:
-            self._exits.keep(self, *states, *Kept(*kept))
+            self._exits.keep(self, *states[:3], *Kept(*kept))
         last = (self._starts[1:].long() - 1).clamp_(min=0)
         self.logits = self._adapter.head(states.normed.index_select(0, last))
         if self._scratch is None:  # the first run is not captured

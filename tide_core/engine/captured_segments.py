@@ -155,7 +155,10 @@ class _SegmentPass(CapturedPass):
         if self._keeps:
             assert self._exits is not None
             slots, deep_slots, distances = self.others[1:]
-            self._exits.keep(self, entering[0], self.normed, self.tapped, slots, deep_slots, distances)
+            gathered = self._exits.room(self.states)
+            if gathered is not None:
+                self._exits.gather(self.tapped, gathered)
+            self._exits.keep(self, entering[0], self.normed, gathered, slots, deep_slots, distances)
         if self._ends:
             self.logits = adapter.head(self.normed)
             peaks = self._kernels.peak(self.logits, self._scratch_for(self.logits))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,25 +23,38 @@ class Kept(NamedTuple):
 
 
 class DeepStates(NamedTuple):
-    """States [T, D] at the only checkpoint, behind all layers and the final norm, and at the taps."""
+    """States [T, D] at the only checkpoint, behind all layers and the final norm, and what `Exits` has gathered."""
 
     at_checkpoint: torch.Tensor
     normed: torch.Tensor
-    tapped: dict[int, torch.Tensor]
+    gathered: torch.Tensor | None = None
+    tapped: Sequence[torch.Tensor] = ()
+    """From which it was gathered: another stream may not be done with them yet."""
 
 
 def run_deep(
-    adapter: ModelAdapter, view: KernelView, token_ids: torch.Tensor, exits: Exits | None = None
+    adapter: ModelAdapter,
+    view: KernelView,
+    token_ids: torch.Tensor,
+    exits: Exits | None = None,
+    beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> DeepStates:
-    """With `exits` there is all that `Exits.keep` wants; without, the checkpoint is where layer 0 is."""
+    """With `exits` there is all that `Exits.keep` wants, which is gathered `beside` the layers; without, the checkpoint
+    is where layer 0 is."""
     inputs = adapter.layer_inputs(view.positions, view)
     states = adapter.embed(token_ids, view.positions)
-    tapped: dict[int, torch.Tensor] = {}
-    layer = 0
-    if exits is not None:
-        layer = exits.checkpoints[0].layer
-        states = adapter.run_layers(states, 0, layer, inputs)
-        tapped = dict.fromkeys(exits.taps, states[0])
+    if exits is None:
+        states = adapter.run_layers(states, 0, adapter.num_layers, inputs)
+        return DeepStates(states[0], adapter.norm(states[0]))
+    layer = exits.checkpoints[0].layer
+    states = adapter.run_layers(states, 0, layer, inputs)
     at_checkpoint = states[0]
-    states = adapter.run_layers(states, layer, adapter.num_layers, inputs, tapped=tapped)
-    return DeepStates(at_checkpoint, adapter.norm(states[0]), tapped)
+    tapped, gathered = dict.fromkeys(exits.taps, at_checkpoint), exits.room(at_checkpoint)
+    if gathered is not None:
+        last = max(tapped)
+        states = adapter.run_layers(states, layer, last, inputs, tapped=tapped)
+        layer = max(layer, last)
+        with beside():
+            exits.gather(tapped, gathered)
+    states = adapter.run_layers(states, layer, adapter.num_layers, inputs)
+    return DeepStates(at_checkpoint, exits.norm(states[0], gathered), gathered, tuple(tapped.values()))

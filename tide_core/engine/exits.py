@@ -245,22 +245,37 @@ class Exits:
             if head.spec.deep:
                 states[view.slots] = head.deep_state(normed, [tapped[tap] for tap in head.spec.taps])
 
+    def room(self, states: torch.Tensor) -> torch.Tensor | None:
+        """For what `keep` reads of tokens with such states [T, D], beside each other; None where it is one thing."""
+        return self._fused[0].room(states) if self.checkpoints[0].head.spec.deep else None
+
+    def gather(self, tapped: Mapping[int, torch.Tensor], room: torch.Tensor) -> None:
+        """Put states at the taps there, normed: nobody need wait for the last layer with that."""
+        self._fused[0].gather([tapped[tap] for tap in self.checkpoints[0].head.spec.taps], room)
+
+    def norm(self, states: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+        """The final norm of states [T, D]: put there too, where it is one of ours."""
+        norm = self._adapter.plain_norm
+        if room is None or norm is None:
+            return self._adapter.norm(states)
+        return self._judges[0].kernels.norm_into(states, *norm, out=room[:, : states.shape[1]])
+
     def keep(
         self,
         view: KernelView,
         states: torch.Tensor,
         normed: torch.Tensor,
-        tapped: Mapping[int, torch.Tensor],
+        room: torch.Tensor | None,
         slots: torch.Tensor,
         deep_slots: torch.Tensor,
         distances: torch.Tensor,
     ) -> None:
         """`remember` and `refresh` at the only checkpoint, with all indices on the device: of the tokens whose slot is
-        not negative, from their states at the checkpoint and behind all layers, [T, D]."""
+        not negative, from their states at the checkpoint and behind all layers, [T, D], and what was gathered."""
         [checkpoint], [kept] = self.checkpoints, self._cache.deep_states
         head, [fused] = checkpoint.head, self._fused
         if head.spec.deep:
-            view.kernels.scatter_rows(fused.deep_state(normed, [tapped[tap] for tap in head.spec.taps]), slots, kept)
+            view.kernels.scatter_rows(fused.deep_state(normed, room), slots, kept)
         if checkpoint.kv_layer >= 0:
             fused.write(view, checkpoint.kv_layer, fused.embed(states, kept, deep_slots, distances), slots)
 

@@ -34,20 +34,30 @@ class FusedHead:
             self._keys_values = self._qkv[block.q_proj.out_features :]
             self._block_gate_up = _joined(block.mlp)
 
-    def deep_state(self, last: torch.Tensor, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`ExitHead.deep_state` of final-norm states and states at the taps, [T, D] each. All of them are put beside
-        each other by our own launches, each of which begins before the one in front of it has ended."""
-        head, kernels, (num, width) = self._head, self._kernels, last.shape
-        if not head.spec.taps:
+    def room(self, states: torch.Tensor) -> torch.Tensor | None:
+        """For what `deep_state` reads of tokens with such states [T, D]: final-norm states and those at the taps beside
+        each other, [T, (1 + taps) * D]. None where there are no taps."""
+        num, width = states.shape
+        num_taps = len(self._head.spec.taps)
+        return states.new_empty(num, (1 + num_taps) * width) if num_taps else None
+
+    def gather(self, tapped: Sequence[torch.Tensor], room: torch.Tensor) -> None:
+        """Put states at the taps, [T, D] each, to their places, normed."""
+        width = tapped[0].shape[1]
+        for norm, states, to in zip(self._head.tap_norms, tapped, torch.split(room[:, width:], width, 1), strict=True):
+            self._kernels.norm_into(states, norm.weight, self._eps, out=to)
+
+    def deep_state(self, last: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+        """`ExitHead.deep_state` of final-norm states [T, D] and what was gathered. They may be in their place already;
+        if not they are put there by a launch of our own, which begins before the one in front of it has ended."""
+        if room is None:
             return last
-        joined = last.new_empty(num, (1 + len(tapped)) * width)
-        own, *taps = torch.split(joined, width, 1)
-        for norm, states, to in zip(head.tap_norms, tapped, taps, strict=True):
-            kernels.norm_into(states, norm.weight, self._eps, out=to)
-        if num not in self._order:  # the first run is not captured
-            self._order[num] = torch.arange(num, device=last.device)
-        kernels.embed(self._order[num], last, out=own)
-        return kernels.linear(joined, head.fuse.weight, head.fuse.bias)
+        kernels, fuse, (num, width) = self._kernels, self._head.fuse, last.shape
+        if last.data_ptr() != room.data_ptr():
+            if num not in self._order:  # the first run is not captured
+                self._order[num] = torch.arange(num, device=last.device)
+            kernels.embed(self._order[num], last, out=room[:, :width])
+        return kernels.linear(room, fuse.weight, fuse.bias)
 
     def embed(
         self,
