@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tide_core.engine.assemble import Parts
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_prompts import PATIENCE, CapturedPrompts
 from tide_core.engine.cycle_flight import Flight, join
+from tide_core.engine.cycle_graph import Side
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.engine.cycle_said import Said
 from tide_core.engine.greedy import Settler
@@ -125,6 +127,34 @@ def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: 
     assert together == one_by_one, "at the end there may be other drafts"
     assert passes_together == pytest.approx(passes, rel=0.2)
     assert fewer_steps < num_steps / 2
+
+
+def test_the_pace_hears_of_flights_that_follow_one_another_alone(
+    flights: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flight that was launched ahead for a text that has ended is never read; what comes next follows nothing."""
+    pauses, heard = 0.3, list[tuple[float, float]]()
+
+    class Hearing(FixedPace):
+        def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
+            heard.append((ran_s, took_s))
+
+    parts = exit_parts(share=HARDER)
+    assert parts.runner.cycles is not None
+    parts.runner.cycles.pace = Hearing()
+    monkeypatch.setattr(Side, "ran_s", lambda side: 0.125)  # there is no device that could tell
+    monkeypatch.setattr(CapturedCycles, "runs_ahead", property(lambda cycles: cycles._ahead is not None))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with poisoned(parts) as engine:
+        [answer] = engine.generate(random_prompts(1, 11), params)
+        ended = SamplingParams(max_tokens=40, ignore_eos=True, stop_ids=(answer.tokens[9].token_id,))
+        for _ in range(3):
+            engine.generate(random_prompts(1, 11), ended)
+            assert parts.runner.cycles._ahead is not None, "one was launched that nobody reads"
+            time.sleep(pauses)
+    assert len(heard) > 10
+    assert {ran_s for ran_s, _ in heard} == {0.125}
+    assert max(took_s for _, took_s in heard) < pauses
 
 
 @pytest.mark.parametrize("mode", ["full", "verified"])

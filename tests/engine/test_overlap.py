@@ -189,6 +189,7 @@ def test_what_was_there_before_an_engine_is_left_alone_by_the_collector_while_it
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collector, "_num_engines", 0)  # others may be open
+    monkeypatch.setattr(collector, "_before", collector._before)
     before = gc.get_freeze_count()
     with Engine.from_parts(make_config(), parts):
         assert gc.get_freeze_count() > before + 1000

@@ -14,6 +14,7 @@ from tide_core.engine import collector
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever other tests have left."""
     monkeypatch.setattr(collector, "_num_engines", 0)
+    monkeypatch.setattr(collector, "_before", collector._before)
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)

@@ -86,6 +86,24 @@ def test_a_host_that_waits_for_a_whole_leg_needs_it_no_longer_and_nothing_is_tri
     assert pace.legs == 1
 
 
+def test_what_the_device_loses_to_others_than_the_host_leads_to_changes_less_and_less_often() -> None:
+    """It loses a fifth of a leg between two flights, however long they are, and the host does next to nothing."""
+    pace, changes = Pace(), list[int]()
+    for flight in range(4 * TRY_AFTER_MOST):
+        legs = pace.legs
+        pace.note(legs, legs * 1.0, legs * 1.0, legs + 0.2)
+        changes += [flight] * (pace.legs != legs)
+    assert len(changes) < 20
+    assert len([flight for flight in changes if flight > 2 * TRY_AFTER_MOST]) < 6
+
+
+def test_the_most_legs_there_may_be_are_left_again_although_the_device_loses_something() -> None:
+    pace = Pace(MOST_LEGS)
+    for _ in range(TRY_AFTER):
+        pace.note(MOST_LEGS, 1.0, 0.2, 1.2)
+    assert pace.legs < MOST_LEGS
+
+
 def test_flights_that_have_no_room_for_their_legs_are_not_planned_for_any_more() -> None:
     pace = Pace(4)
     for _ in range(PATIENCE):

@@ -124,6 +124,7 @@ class CapturedCycles:
         found = {} if flight is None else flight.find(rows)
         groups = _groups([row.num_drafts for row in rows], [r for r in range(len(rows)) if r not in found])
         if flight is None or not found:
+            self._read_at = None
             self.pace.begin()
             mine = groups.pop(0)
             flight = self._fly([self._place(rows[r]) for r in mine])
@@ -139,8 +140,7 @@ class CapturedCycles:
         flight.side.wait()
         now = time.perf_counter()
         self.waited_s, self.num_legs = now - before, flight.legs
-        ran_s = flight.side.ran_s()
-        if self._read_at is not None and ran_s is not None:
+        if self._read_at is not None and (ran_s := flight.side.ran_s()) is not None:
             self.pace.note(flight.legs, ran_s, self.waited_s, now - self._read_at)
         self._read_at = now if self.runs_ahead else None
         return flight.results(found, rows)

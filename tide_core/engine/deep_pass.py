@@ -40,7 +40,7 @@ def run_deep(
     beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> DeepStates:
     """With `exits` there is all that `Exits.keep` wants, which is gathered `beside` the layers; without, the checkpoint
-    is where layer 0 is."""
+    is behind all of them."""
     inputs = adapter.layer_inputs(view.positions, view)
     states = adapter.embed(token_ids, view.positions)
     if exits is None:

@@ -64,9 +64,9 @@ class EngineLoop:
         self._death: BaseException | None = None
         self.last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="tide-engine", daemon=True)
+        self._thread.start()
         collector.hold()
         self._is_held = True
-        self._thread.start()
         atexit.register(self.close)  # the interpreter must not go while the thread is inside a kernel
 
     @property

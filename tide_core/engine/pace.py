@@ -8,7 +8,8 @@ once for all of them.
 Texts then come in larger pieces, and rows that are new or have ended wait for the end of a flight: each leg more costs
 about a cycle and a half of every answer. So there are more only where the device loses more than that: of the time from
 one flight to the next, what is left when it has run, by its own clock. That fewer legs would do is seen where the host
-waits for a whole leg; where it waits for less it is tried now and then, less and less often as long as they do not.
+waits for a whole leg; where it waits for less, or that was wrong, it is tried now and then, less and less often as long
+as they do not: not all that a device loses is the host's fault.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class Pace:
         loss = min(max(1.0 - ran_s / took_s, 0.0), WORST_LOSS)
         self._loss += (loss - self._loss) / min(self._flights, MEMORY)
         self._idle = self._idle + 1 if waited_s > took_s / legs else 0
-        if self._loss > MOST_LOSS and self._flights > 2 * PATIENCE:
-            if legs < MOST_LEGS:
-                self._try_after = min(2 * self._try_after, TRY_AFTER_MOST) if self._is_trying else TRY_AFTER
-                self._become(legs + 1)
-        elif legs > 1 and self._idle >= PATIENCE:
-            self._become(legs - 1)
+        if legs < MOST_LEGS and self._loss > MOST_LOSS and self._flights > 2 * PATIENCE:
+            if self._is_trying:
+                self._try_after = min(2 * self._try_after, TRY_AFTER_MOST)
+            self._become(legs + 1)
+        elif legs > 1 and self._idle >= PATIENCE and self._try_after == TRY_AFTER:
+            self._become(legs - 1, is_trying=True)
         elif self._is_trying and self._flights > MEMORY:  # fewer will do
             self._is_trying, self._try_after = False, TRY_AFTER
         elif legs > 1 and self._flights >= self._try_after:
