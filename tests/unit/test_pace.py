@@ -50,7 +50,7 @@ def test_a_host_that_keeps_up_again_goes_back_to_one(legs: int) -> None:
 def test_there_are_more_legs_only_where_the_device_loses_more_than_they_cost(took: float, legs: int) -> None:
     """A host that keeps up with two flights of three: what the third takes longer is what the device loses."""
     pace = Pace()
-    for flight in range(60):
+    for flight in range(50):
         is_late = flight % 3 == 0 and pace.legs == 1
         pace.note(pace.legs, pace.legs * 1.0, 0.0 if is_late else 0.1, took if is_late else pace.legs * 1.0)
     assert pace.legs == legs
@@ -59,9 +59,19 @@ def test_there_are_more_legs_only_where_the_device_loses_more_than_they_cost(too
 def test_what_the_device_loses_counts_although_the_host_waits_too() -> None:
     """A flight that is launched late, when the one before it has ended, may still not be done when it is read."""
     pace = Pace()
-    for _ in range(2 * PATIENCE + 1):
+    for _ in range(6 * PATIENCE):
         pace.note(1, 1.0, 0.3, 1.2)
+    assert pace.legs == 1, "it may pass"
+    pace.note(1, 1.0, 0.3, 1.2)
     assert pace.legs == 2
+
+
+def test_a_device_that_loses_much_is_not_left_waiting() -> None:
+    pace, flights = Pace(), 0
+    while pace.legs < MOST_LEGS:
+        run(pace, device=1.0, host=9.0, host_leg=0.5, flights=1)
+        flights += 1
+    assert flights <= 2 * (2 * PATIENCE + 1)
 
 
 def test_a_host_that_is_disturbed_now_and_then_changes_nothing() -> None:
@@ -111,11 +121,9 @@ def test_flights_that_have_no_room_for_their_legs_are_not_planned_for_any_more()
     assert pace.legs == 2
 
 
-def test_whoever_begins_anew_soon_tries_whether_fewer_legs_will_do() -> None:
+def test_whoever_begins_anew_begins_with_one_leg_and_knows_of_no_attempts() -> None:
     pace = Pace()
     run(pace, device=1.0, host=2.2, host_leg=0.4, flights=20 * TRY_AFTER_MOST)
     assert pace.legs == MOST_LEGS
     pace.begin()
-    assert pace.legs == MOST_LEGS
-    run(pace, device=1.0, host=0.2, host_leg=0.7, flights=2 * MOST_LEGS * TRY_AFTER)
-    assert pace.legs == 1
+    assert pace == Pace()

@@ -17,14 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_LEGS = 4
-MOST_LOSS = 0.08
-"""Share of its time that the device may lose before there is a leg more."""
-MEMORY = 16
+MOST_LOSS, MUCH_LOSS = 0.08, 0.2
+"""Shares of its time: what the device may lose for long before there is a leg more, and what is too much at once."""
+MEMORY = 32
 """Flights over which losses are smoothed."""
 WORST_LOSS = 0.3
 """That one flight counts for: hosts are disturbed now and then."""
 PATIENCE = 4
-"""Flights in a row that say that there are too many legs; and twice as many before a change is judged."""
+"""Flights in a row that say that there are too many legs; twice as many before anything else is judged, and six times
+as many where it can wait."""
 TRY_AFTER, TRY_AFTER_MOST = 32, 512
 """Flights before one leg less is tried."""
 
@@ -45,9 +46,9 @@ class Pace:
     _is_trying: bool = False
 
     def begin(self) -> None:
-        """Nothing is on its way: what was seen before may have been of other rows."""
+        """Nothing is on its way, and nobody knows what comes: whoever comes first is not made to wait."""
         self._try_after = TRY_AFTER
-        self._become(self.legs)
+        self._become(1)
 
     def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
         """The device has run so long for a flight of so many legs, and the host has waited so long for it, of the time
@@ -61,10 +62,12 @@ class Pace:
         loss = min(max(1.0 - ran_s / took_s, 0.0), WORST_LOSS)
         self._loss += (loss - self._loss) / min(self._flights, MEMORY)
         self._idle = self._idle + 1 if waited_s > took_s / legs else 0
-        if legs < MOST_LEGS and self._loss > MOST_LOSS and self._flights > 2 * PATIENCE:
+        is_urgent = self._loss > MUCH_LOSS
+        patience = 2 * PATIENCE if is_urgent or self._is_trying else 6 * PATIENCE
+        if legs < MOST_LEGS and self._loss > MOST_LOSS and self._flights > patience:
             if self._is_trying:
                 self._try_after = min(2 * self._try_after, TRY_AFTER_MOST)
-            self._become(legs + 1)
+            self._become(min(2 * legs if is_urgent else legs + 1, MOST_LEGS))
         elif legs > 1 and self._idle >= PATIENCE and self._try_after == TRY_AFTER:
             self._become(legs - 1, is_trying=True)
         elif self._is_trying and self._flights > MEMORY:  # fewer will do
