@@ -21,7 +21,7 @@ from tide_core.engine.cycle_room import Array, CycleRoom, RowPlace
 from tide_core.engine.cycle_said import CycleSaid
 from tide_core.engine.greedy import Settler
 from tide_core.engine.model_runner import ModelRunner
-from tide_core.engine.pace import Pace
+from tide_core.engine.pace import Pace, Paces
 
 EXIT_LAYER, MAX_POSITIONS = 2, 8192
 
@@ -90,7 +90,7 @@ class ReadyRunner(ModelRunner):
 
     def __init__(self, ids: Sequence[int], num_layers: int, block_size: int, legs: int) -> None:
         self._ready = ReadyCycles(ids, num_layers, block_size)
-        self._ready.pace = Pace(legs)  # without a device nobody changes it
+        self._ready.paces = Paces(lambda: Pace(legs))  # without a device nobody changes it
         parts: Any = SimpleNamespace(num_layers=num_layers, gathers_kv=True)
         super().__init__(parts, parts, parts, (range(num_layers),), captured_cycles=self._ready)
         self._ids, self._settler = ids, Settler(EXIT_LAYER, num_layers)

@@ -16,7 +16,7 @@ from tests.routing.artefact_factory import make_artefact
 from tests.tiny_models import tiny_model
 from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.engine.engine import Completion, Engine
-from tide_core.engine.pace import Pace
+from tide_core.engine.pace import Pace, Paces
 from tide_core.models.identity import identify
 from tide_core.routing.artefact import load_artefact
 
@@ -80,6 +80,10 @@ class FixedPace(Pace):
 
     def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
         pass
+
+
+def fixed_paces(legs: int) -> Paces:
+    return Paces(lambda: FixedPace(legs))
 
 
 def poisoned(parts: Parts, **settings: Any) -> Engine:

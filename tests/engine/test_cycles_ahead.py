@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.engine.exit_engines import FixedPace, all_ids, exit_parts, poisoned
+from tests.engine.exit_engines import FixedPace, all_ids, exit_parts, fixed_paces, poisoned
 from tests.factories import make_request, random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.batch import DraftCounts, RowResult, RowStep
@@ -28,6 +28,7 @@ from tide_core.engine.cycle_graph import Side
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.engine.cycle_said import Said
 from tide_core.engine.greedy import Settler
+from tide_core.engine.pace import MOST_LEGS, Paces
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, FinishReason, RequestOutput, SamplingParams
 
@@ -40,7 +41,7 @@ REALLY_DONE = CapturedPrompts._is_done
 @pytest.fixture(params=[1])
 def legs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Cycles of a flight, in engines made from now on."""
-    monkeypatch.setattr(captured_cycle, "Pace", lambda: FixedPace(request.param))
+    monkeypatch.setattr(captured_cycle, "Paces", lambda: fixed_paces(request.param))
     return cast(int, request.param)
 
 
@@ -114,7 +115,7 @@ def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: 
     for legs in (1, 3):
         parts = exit_parts(share=HARDER)
         assert parts.runner.cycles is not None
-        parts.runner.cycles.pace = FixedPace(legs)
+        parts.runner.cycles.paces = fixed_paces(legs)
         with poisoned(parts) as engine:
             said = engine.generate(prompts, params)
         tokens = [[(token.token_id, token.exit_layer, token.score) for token in one.tokens[:30]] for one in said]
@@ -141,7 +142,7 @@ def test_the_pace_hears_of_flights_that_follow_one_another_alone(
 
     parts = exit_parts(share=HARDER)
     assert parts.runner.cycles is not None
-    parts.runner.cycles.pace = Hearing()
+    parts.runner.cycles.paces = Paces(Hearing)
     monkeypatch.setattr(Side, "ran_s", lambda side: 0.125)  # there is no device that could tell
     monkeypatch.setattr(CapturedCycles, "runs_ahead", property(lambda cycles: cycles._ahead is not None))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -155,6 +156,20 @@ def test_the_pace_hears_of_flights_that_follow_one_another_alone(
     assert len(heard) > 10
     assert {ran_s for ran_s, _ in heard} == {0.125}
     assert max(took_s for _, took_s in heard) < pauses
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(5, MOST_LEGS), (1, 1)])
+def test_plans_count_on_the_legs_that_there_may_be_and_with_branches_there_is_one(
+    num_rows: int, most: int, flights: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, told = exit_parts(share=HARDER), list[tuple[int, int, float, int]]()
+    monkeypatch.setattr(CapturedCycles, "runs_ahead", property(lambda cycles: cycles._ahead is not None))
+    parts.core._on_host = lambda *what: told.append(what)
+    with poisoned(parts) as engine:
+        engine.generate(random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True))
+    told = told[: len(told) // 2]  # rows that end draft fewer tokens than others, and have no branches
+    assert len(told) > 3
+    assert {most_cycles for *_, most_cycles in told} == {most}
 
 
 @pytest.mark.parametrize("mode", ["full", "verified"])
@@ -612,7 +627,7 @@ def test_legs_behind_a_stop_string_are_not_counted(mode: str, flights: Counter[s
     for legs in (1, 4):
         parts = exit_parts(share=HARDER)
         assert parts.runner.cycles is not None
-        parts.runner.cycles.pace = FixedPace(legs)
+        parts.runner.cycles.paces = fixed_paces(legs)
         with poisoned(parts) as engine:
             whole = engine.generate(prompts, SamplingParams(max_tokens=60, ignore_eos=True, mode=mode))
             # A text that each answer says somewhere in its middle.

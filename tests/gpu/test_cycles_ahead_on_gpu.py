@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.exit_engines import FixedPace, all_ids, exit_parts, poisoned
+from tests.engine.exit_engines import all_ids, exit_parts, fixed_paces, poisoned
 from tests.factories import random_prompts
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.cycle_flight import Flight
@@ -21,7 +21,7 @@ def answers(prompts: Any, params: Any, *, ahead: bool, legs: int = 1, **settings
     parts.core.scheduler.runs_ahead = ahead
     assert parts.runner.cycles is not None
     if legs > 1:  # or as many as it takes
-        parts.runner.cycles.pace = FixedPace(legs)
+        parts.runner.cycles.paces = fixed_paces(legs)
     with poisoned(parts) as engine:
         found = [engine.generate(prompts, params) for _ in range(2)]  # the second time all is captured
     parts.core.check_idle()

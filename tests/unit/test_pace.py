@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tide_core.engine.pace import MOST_LEGS, PATIENCE, TRY_AFTER, TRY_AFTER_MOST, Pace
+from tide_core.engine.pace import MOST_LEGS, PATIENCE, TRY_AFTER, TRY_AFTER_MOST, Pace, Paces
 
 
 def run(pace: Pace, *, device: float, host: float, host_leg: float, flights: int) -> None:
@@ -121,9 +121,24 @@ def test_flights_that_have_no_room_for_their_legs_are_not_planned_for_any_more()
     assert pace.legs == 2
 
 
-def test_whoever_begins_anew_begins_with_one_leg_and_knows_of_no_attempts() -> None:
+def test_whoever_begins_anew_soon_tries_whether_fewer_legs_will_do() -> None:
     pace = Pace()
     run(pace, device=1.0, host=2.2, host_leg=0.4, flights=20 * TRY_AFTER_MOST)
     assert pace.legs == MOST_LEGS
     pace.begin()
-    assert pace == Pace()
+    assert pace == Pace(MOST_LEGS)
+    run(pace, device=1.0, host=0.2, host_leg=0.7, flights=2 * MOST_LEGS * TRY_AFTER)
+    assert pace.legs == 1
+
+
+def test_what_was_found_for_some_rows_says_nothing_about_others_and_is_remembered() -> None:
+    paces = Paces()
+    run(paces.of(32, draft=True), device=1.0, host=9.0, host_leg=0.5, flights=TRY_AFTER)
+    assert paces.of(31, draft=True).legs == MOST_LEGS, "about as many rows"
+    for others in (
+        paces.of(32, draft=False),
+        paces.of(8, draft=True),
+        paces.of(64, draft=True),
+        paces.of(1, draft=True),
+    ):
+        assert others == Pace()

@@ -31,7 +31,7 @@ from tide_core.engine.cycle_graph import CycleGraph
 from tide_core.engine.cycle_room import CycleRoom, RowPlace
 from tide_core.engine.exits import Exits
 from tide_core.engine.greedy import Settler
-from tide_core.engine.pace import Pace
+from tide_core.engine.pace import MOST_LEGS, Pace, Paces
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.cycle_plan import MOST_ROWS
 from tide_core.kv.cache import PagedKV
@@ -69,9 +69,11 @@ class CapturedCycles:
         self._settler = Settler(layer, adapter.num_layers)
         self._max_positions = adapter.max_positions if max_positions is None else max_positions
         self._ahead: Flight | None = None
-        self.pace = Pace()
-        self.waited_s, self.num_legs = 0.0, 1
-        """Of the last flight that was read."""
+        self.paces = Paces()
+        self._pace = Pace()
+        """Of the rows that run now."""
+        self.waited_s, self.most_legs = 0.0, 1
+        """For the last flight that was read, and how many legs such a one may have."""
         self._read_at: float | None = None
 
     def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
@@ -122,10 +124,15 @@ class CapturedCycles:
         for it and get nothing as yet."""
         flight, self._ahead = self._ahead, None
         found = {} if flight is None else flight.find(rows)
-        groups = _groups([row.num_drafts for row in rows], [r for r in range(len(rows)) if r not in found])
+        drafts = [row.num_drafts for row in rows]
+        groups = _groups(drafts, [r for r in range(len(rows)) if r not in found])
+        pace = self.paces.of(len(rows), any(drafts))
+        if pace is not self._pace:
+            self._pace = pace
+            pace.begin()
         if flight is None or not found:
             self._read_at = None
-            self.pace.begin()
+            pace.begin()
             mine = groups.pop(0)
             flight = self._fly([self._place(rows[r]) for r in mine])
             found = dict(zip(mine, range(len(mine)), strict=True))
@@ -139,9 +146,9 @@ class CapturedCycles:
         before = time.perf_counter()
         flight.side.wait()
         now = time.perf_counter()
-        self.waited_s, self.num_legs = now - before, flight.legs
-        if self._read_at is not None and (ran_s := flight.side.ran_s()) is not None:
-            self.pace.note(flight.legs, ran_s, self.waited_s, now - self._read_at)
+        self.waited_s, self.most_legs = now - before, MOST_LEGS if flight.each == 1 else 1
+        if self._read_at is not None and flight.pace is self._pace and (ran_s := flight.side.ran_s()) is not None:
+            self._pace.note(flight.legs, ran_s, self.waited_s, now - self._read_at)
         self._read_at = now if self.runs_ahead else None
         return flight.results(found, rows)
 
@@ -153,11 +160,11 @@ class CapturedCycles:
     def forget(self) -> None:
         """Nothing of what was begun is of use any more."""
         self._ahead = self._read_at = None
-        self.pace.begin()
+        self._pace.begin()
 
     def cycles_ahead(self) -> int:
         """As `ModelRunner` has it."""
-        return (1 if self._ahead is None else self._ahead.legs) + self.pace.legs - 1
+        return (1 if self._ahead is None else self._ahead.legs) + self._pace.legs - 1
 
     def _launch(self, rows: Sequence[RowStep]) -> Reading:
         flight = self._fly([self._place(row) for row in rows])
@@ -172,7 +179,7 @@ class CapturedCycles:
         None where it cannot be known what a row goes on with, or has no room for it, or if all may end before."""
         size, longest = self._cache.block_size, self._max_positions
         going: list[tuple[int, int, int, RowStep]] = []
-        is_worth_it, legs, most = False, self.pace.legs, 0
+        is_worth_it, legs, most = False, self._pace.legs, 0
         for index, row in enumerate(rows):
             request, table = row.request, row.table
             if not (request.is_foreseeable and row.policy.is_lossless):
@@ -220,7 +227,7 @@ class CapturedCycles:
             draws=draws,
         )
         legs = legs if room.branches == 1 else 1
-        return Flight(rows, room.branches, *self._ready(room).launch(rows, legs), self._settler, legs)
+        return Flight(rows, room.branches, *self._ready(room).launch(rows, legs), self._settler, legs, self._pace)
 
     def _room(
         self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True, remembers: bool, draws: bool = False

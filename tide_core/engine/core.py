@@ -149,8 +149,8 @@ class EngineCore:
             self._commit(row, step, got, began_at)
         if self._waited is not None and self._on_host is not None and (waited := self._waited()) is not None:
             gained = self.counters.num_output_tokens - before
-            seconds, num_cycles = waited
-            self._on_host(len(rows), gained, self._clock() - scheduled_at - seconds, num_cycles)
+            seconds, most_cycles = waited
+            self._on_host(len(rows), gained, self._clock() - scheduled_at - seconds, most_cycles)
 
     def say(self) -> list[RequestOutput]:
         """What has not been said yet, as outputs."""

@@ -178,7 +178,8 @@ class DraftPlanner:
     host_s: dict[int, float] = field(default_factory=dict)
     """By rows of a step: what the host needs for each row and for each token, while the device works."""
     cycles_per_step: int = 1
-    """Of the last step: what the host does for a row, it does once for all of them."""
+    """That a step such as the last one may have: what the host does for a row, it does once for all of them. There are
+    as many of them as it takes to keep the device busy (`pace`), so none of that is a reason for more drafts."""
     _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -222,9 +223,9 @@ class DraftPlanner:
                 best, best_gain = drafts, gain
         return Plan(best, best_gain) if best else Plan(0, 1.0)
 
-    def observe_host(self, num_rows: int, num_tokens: int, seconds: float, num_cycles: int = 1) -> None:
-        """Learn from what the host did in a step of so many cycles, without waiting for the device."""
-        self.cycles_per_step = num_cycles
+    def observe_host(self, num_rows: int, num_tokens: int, seconds: float, most_cycles: int = 1) -> None:
+        """Learn from what the host did in a step that may have so many cycles, without waiting for the device."""
+        self.cycles_per_step = most_cycles
         each, known = seconds / (num_rows + num_tokens), self.host_s.get(num_rows)
         if known is None:
             self.host_s[num_rows] = each

@@ -18,6 +18,7 @@ from tide_core.engine.cycle_graph import Side
 from tide_core.engine.cycle_room import RowPlace
 from tide_core.engine.cycle_said import Said
 from tide_core.engine.greedy import Drafted, Settler, make_result
+from tide_core.engine.pace import Pace
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,8 @@ class Flight:
     """Where the tokens of each place begin in the deep pass."""
     settler: Settler
     legs: int = 1
+    pace: Pace | None = None
+    """That it was launched at."""
     ahead: Flight | None = None
     """What was launched behind this one before this one was read."""
     _starts: list[tuple[int, int]] = field(default_factory=list)

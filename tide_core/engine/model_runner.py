@@ -72,8 +72,9 @@ class ModelRunner:
         self._meanwhile = meanwhile
 
     def waited(self) -> tuple[float, int] | None:
-        """Seconds that the last run has waited for the device, and the cycles of each row; None unless all its rows
-        were in one flight and the next one was on its way: only then do host and device work side by side."""
+        """Seconds that the last run has waited for the device, and the cycles of each row that such a run may have;
+        None unless all its rows were in one flight and the next one was on its way: only then do host and device work
+        side by side."""
         return self._waited
 
     @property
@@ -117,7 +118,7 @@ class ModelRunner:
         for mine, running in started:
             results.update(zip(mine, running.results(), strict=True))
         if self._cycles is not None and self._cycles.runs_ahead and self._num_talking == len(rows):
-            self._waited = self._cycles.waited_s, self._cycles.num_legs
+            self._waited = self._cycles.waited_s, self._cycles.most_legs
         return StepResult(tuple(results[r] for r in range(len(rows))))
 
     def _start(self, rows: Sequence[RowStep], *, goes_on: bool) -> tuple[list[tuple[list[int], Started]], list[int]]:

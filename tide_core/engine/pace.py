@@ -10,10 +10,14 @@ about a cycle and a half of every answer. So there are more only where the devic
 one flight to the next, what is left when it has run, by its own clock. That fewer legs would do is seen where the host
 waits for a whole leg; where it waits for less, or that was wrong, it is tried now and then, less and less often as long
 as they do not: not all that a device loses is the host's fault.
+
+What is right for many rows is not for few, and for rows that draft it is not what it is for others: each has a pace of
+its own, which is remembered until there are such rows again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_LEGS = 4
@@ -46,9 +50,9 @@ class Pace:
     _is_trying: bool = False
 
     def begin(self) -> None:
-        """Nothing is on its way, and nobody knows what comes: whoever comes first is not made to wait."""
+        """What is seen from now on follows nothing that was seen before."""
         self._try_after = TRY_AFTER
-        self._become(1)
+        self._become(self.legs)
 
     def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
         """The device has run so long for a flight of so many legs, and the host has waited so long for it, of the time
@@ -80,3 +84,17 @@ class Pace:
         self.legs, self._is_trying = legs, is_trying
         self._idle = self._shorter = self._flights = 0
         self._loss = 0.0
+
+
+class Paces:
+    """By how many rows there are, about, and whether they draft."""
+
+    def __init__(self, make: Callable[[], Pace] = Pace) -> None:
+        self._make = make
+        self._paces: dict[tuple[int, bool], Pace] = {}
+
+    def of(self, num_rows: int, draft: bool) -> Pace:
+        situation = (num_rows - 1).bit_length(), draft
+        if situation not in self._paces:
+            self._paces[situation] = self._make()
+        return self._paces[situation]
