@@ -7,7 +7,7 @@ import pytest
 from tests.factories import make_request
 from tide_core.batch import DraftCounts
 from tide_core.engine.exit_stats import ExitStats
-from tide_core.engine.tally import ALL_VERIFIED, Entry, Tally, sums
+from tide_core.engine.tally import ALL_VERIFIED, Did, Entry, Tally, did_of, sums
 from tide_core.errors import ConfigError
 from tide_core.request import Audit, ExitPolicy
 
@@ -64,7 +64,7 @@ def test_audits_are_counted_as_full_depth_gave_them() -> None:
 
 @pytest.mark.parametrize("layer", [0, NUM_LAYERS + 1])
 def test_a_layer_that_cannot_be_is_refused_and_leaves_nothing_behind(layer: int) -> None:
-    tally, stats, mine = Tally(NUM_LAYERS), ExitStats(NUM_LAYERS), dict[Entry, int]()
+    tally, stats, mine = Tally(NUM_LAYERS), ExitStats(NUM_LAYERS), dict[Did, int]()
     with pytest.raises(ConfigError, match="exit_layer"):
         tally.add(entry(2, layer), mine)
     tally.take(stats, None)
@@ -72,7 +72,7 @@ def test_a_layer_that_cannot_be_is_refused_and_leaves_nothing_behind(layer: int)
 
 
 def test_a_request_knows_what_it_did_itself() -> None:
-    tally, mine, others = Tally(NUM_LAYERS), dict[Entry, int](), dict[Entry, int]()
+    tally, mine, others = Tally(NUM_LAYERS), dict[Did, int](), dict[Did, int]()
     for each in (CYCLE, CYCLE, PLAIN, CUT):
         tally.add(each, mine)
     tally.add(PLAIN, others)
@@ -84,8 +84,18 @@ def test_a_request_knows_what_it_did_itself() -> None:
 def test_of_several_passes_drafts_are_accepted_up_to_the_end_of_the_text() -> None:
     """Two tokens of the first, and one right draft of the two of the second."""
     counts = DraftCounts(1, 1, 0, 1), DraftCounts(2, 2, 0, 2)
-    entries: dict[Entry, int] = {((2, 30, 2), ALL_VERIFIED, 128, counts, True): 1}
-    assert sums(entries) == ({2: 2, 30: 1}, 128, 2, 3, 2)
+    assert sums({did_of(((2, 30, 2), ALL_VERIFIED, 128, counts, True)): 1}) == ({2: 2, 30: 1}, 128, 2, 3, 2)
+
+
+def test_passes_of_one_row_and_of_several_are_told_together() -> None:
+    """Where a step has several cycles hardly two rows did the same, but their passes did."""
+    one, two = DraftCounts(1, 1, 0, 1), DraftCounts(1, 0, 0, 1)
+    tally, stats, heard = Tally(NUM_LAYERS), ExitStats(NUM_LAYERS), list[tuple[DraftCounts, int]]()
+    tally.add(((2, 30, 30), ALL_VERIFIED, 124, (one, two), True), {})
+    tally.add(((30, 2, 30), ALL_VERIFIED, 124, (two, one), True), {})
+    tally.take(stats, heard.extend)
+    assert sorted(heard) == [(two, 2), (one, 2)]
+    assert (dict(stats.tokens_per_layer), stats.deep_passes, stats.accepted) == ({2: 2, 30: 4}, 4, 2)
 
 
 def test_drafts_that_tell_nothing_about_those_of_others_are_not_told() -> None:

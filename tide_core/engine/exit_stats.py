@@ -8,7 +8,7 @@ counted apart, and `layers_per_token` is of layers that truly ran, drafts that w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tide_core.errors import ConfigError
@@ -46,17 +46,29 @@ class ExitStats:
         drafts: int = 0,
         accepted: int = 0,
         non_finite_scores: int = 0,
-        *,
-        times: int = 1,
     ) -> None:
-        """Add what one row did in one step: exit layer and audit of each token it gained, and what ran for it. So many
-        rows did the same."""
-        tokens_per_layer, audits, num_layers = self.tokens_per_layer, self.audits, self.num_layers
-        for layer, audit in exits:
-            if not 1 <= layer <= num_layers:
-                raise ConfigError("exit_layer", layer, f"a layer in 1..{num_layers}")
-            tokens_per_layer[layer] += times
-            audits[audit] += times
+        """Add what one row did in one step: exit layer and audit of each token it gained, and what ran for it."""
+        exits = list(exits)
+        ran = layers_run, deep_passes, drafts, accepted, non_finite_scores
+        self.add(Counter([layer for layer, _ in exits]), Counter([audit for _, audit in exits]), ran)
+
+    def check(self, layers: Iterable[int]) -> None:
+        """Refuse exit layers that cannot be."""
+        for layer in layers:
+            if not 1 <= layer <= self.num_layers:
+                raise ConfigError("exit_layer", layer, f"a layer in 1..{self.num_layers}")
+
+    def add(
+        self, per_layer: Mapping[int, int], audits: Mapping[Audit, int], ran: Sequence[int], times: int = 1
+    ) -> None:
+        """Add what so many rows did: how many tokens of each exit layer and audit they gained, and what ran for them,
+        in the order of `record`."""
+        self.check(per_layer)
+        for layer, num in per_layer.items():
+            self.tokens_per_layer[layer] += num * times
+        for audit, num in audits.items():
+            self.audits[audit] += num * times
+        layers_run, deep_passes, drafts, accepted, non_finite_scores = ran
         self.layers_run += layers_run * times
         self.deep_passes += deep_passes * times
         self.drafts += drafts * times

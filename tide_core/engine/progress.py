@@ -12,7 +12,7 @@ from itertools import repeat
 
 from tide_core.batch import RowResult, RowStep, TokenResult
 from tide_core.engine.row import Row
-from tide_core.engine.tally import Entry, sums
+from tide_core.engine.tally import Did, sums
 from tide_core.engine.tokenizer import TextStream
 from tide_core.quick import quick
 from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput, Usage
@@ -33,7 +33,7 @@ class Progress:
     arrived_at: float
     started_at: float | None = None
     first_token_at: float | None = None
-    entries: dict[Entry, int] = field(default_factory=dict)
+    entries: dict[Did, int] = field(default_factory=dict)
     """What it did in its steps."""
     is_over: bool = False
     """Whether its last word was said before its time: what is still to be said of it is not."""

@@ -94,10 +94,18 @@ class Scheduler:
         return self._schedule_talk() or self._schedule_all()
 
     def _schedule_talk(self) -> tuple[list[Row], ScheduledBatch] | None:
-        """The step in which all rows talk and the pool has blocks for all: what `_schedule_all` comes to then, in two
-        looks at each row. None where there is something to decide."""
+        """The step in which all rows talk but those on standby, and the pool has blocks for all: what `_schedule_all`
+        comes to then, in two looks at each row. None where there is something to decide."""
         rows, blocks, max_tokens = self.running[: self.max_rows], self.blocks, self.max_batch_tokens
-        if not rows or len(rows) > max_tokens or any([row.num_missing > 1 for row in self.running[self.max_rows :]]):
+        if not rows:
+            return None
+        prompts = [(row, num) for row in self.running[self.max_rows :] if (num := row.num_missing) > 1]
+        if prompts:
+            max_tokens -= sum([num for _, num in prompts])
+            if not all([blocks.has_room(row.table, row.table.num_valid + num) for row, num in prompts]):
+                return None
+            max_tokens = min(max_tokens, self.max_batch_tokens - int(self.max_batch_tokens * PROMPT_SHARE))
+        if len(rows) > max_tokens:
             return None
         useful: list[int] = []
         for row in rows:
@@ -129,6 +137,9 @@ class Scheduler:
             return None
         for row, room in growing:
             blocks.allocate(row.table, room)
+        for row, num in prompts:
+            rows.append(row)
+            steps.append(_step(row, num, num, 0))
         return rows, ScheduledBatch(tuple(steps), self.runs_ahead)
 
     def _schedule_all(self) -> tuple[list[Row], ScheduledBatch]:
