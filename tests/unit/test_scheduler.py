@@ -337,6 +337,20 @@ def test_rows_that_talk_are_scheduled_the_short_way(monkeypatch: pytest.MonkeyPa
     assert asked == [(2, 3)]
 
 
+def test_prompts_on_standby_do_not_keep_rows_that_talk_from_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(num_blocks=60, max_rows=2, max_batch_tokens=60)
+    scheduler.keeps_standby, scheduler.plan_drafts = True, lambda drafting, rows: 2
+    for name in ("a", "b"):
+        add(scheduler, name, 5, policy=EXITS)
+    step(scheduler)
+    add(scheduler, "c", 9, policy=EXITS)
+    expected = by_all_rules(scheduler)
+    monkeypatch.setattr(scheduler, "_schedule_all", lambda: pytest.fail("there is nothing to decide"))
+    assert shares_of(*scheduler.schedule()) == expected
+    found = [(share[0], len(share[1]), share[4]) for share in expected]
+    assert found == [("a", 1, 2), ("b", 1, 2), ("c", 5, 0)], "a block of the last one's nine tokens is there already"
+
+
 def test_a_plan_is_asked_for_once_where_the_short_way_was_tried_in_vain() -> None:
     asked: list[tuple[int, int]] = []
     scheduler = make_scheduler(num_blocks=40, max_rows=4, max_batch_tokens=5)
