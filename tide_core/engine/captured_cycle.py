@@ -127,12 +127,11 @@ class CapturedCycles:
         drafts = [row.num_drafts for row in rows]
         groups = _groups(drafts, [r for r in range(len(rows)) if r not in found])
         pace = self.paces.of(len(rows), any(drafts))
-        if pace is not self._pace:
+        if pace is not self._pace or not found:
             self._pace = pace
             pace.begin()
         if flight is None or not found:
             self._read_at = None
-            pace.begin()
             mine = groups.pop(0)
             flight = self._fly([self._place(rows[r]) for r in mine])
             found = dict(zip(mine, range(len(mine)), strict=True))

@@ -2,7 +2,7 @@
 
 It comes in the middle of a step, and looks through all that is new, now and then through all there is. To look through
 a model's objects takes a third of a second, and to come after every 700 objects, as it does by default, takes up to a
-tenth of the host's time where many rows gain tokens. So it leaves alone what the process had when the first engine
+tenth of the host's time where many rows gain tokens. So it leaves alone what the process had when the last engine
 began, and comes more rarely. What it is there for, objects that hold each other, a step leaves none of.
 """
 
@@ -12,7 +12,7 @@ import gc
 import threading
 
 NEW_OBJECTS = 20_000
-"""That it comes after: to look through them takes about as long as a step."""
+"""That it comes after: to look through them takes some two milliseconds."""
 
 _lock = threading.Lock()
 _num_engines = 0
