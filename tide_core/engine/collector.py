@@ -12,7 +12,7 @@ import gc
 import threading
 
 NEW_OBJECTS = 20_000
-"""That it comes after: to look through them takes some two milliseconds."""
+"""That it comes after: to look through them takes some milliseconds."""
 
 _lock = threading.Lock()
 _num_engines = 0
