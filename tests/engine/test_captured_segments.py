@@ -4,6 +4,7 @@ CUDA kernels' twin stands in for them and nothing is captured."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from tide_core.engine import assemble
 from tide_core.engine.captured_cycle import CapturedCycles
 from tide_core.engine.captured_pass import obstacle
 from tide_core.engine.captured_segments import CapturedSegments
+from tide_core.kernels import reference, select_kernels
+from tide_core.kv.cache import RowSpan
+from tide_core.kv.kernel_view import view_kind, write_only_kind
 from tide_core.models.fused_layers import fuse_layers
 from tide_core.request import SamplingParams
 
@@ -95,6 +99,36 @@ def test_a_fused_layer_is_the_layer_it_was(family: str, monkeypatch: pytest.Monk
             [answer] = engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True, logprobs=5))
         logits.append([token.logprob for token in answer.tokens])
     assert logits[0] == pytest.approx(logits[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_tokens_that_skip_fused_layers_leave_there_what_the_library_would_cache(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = torch.randn(1, 5, tiny_model(family).config.hidden_size, generator=torch.Generator().manual_seed(4))
+    projected: list[int] = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        projected.append(len(weight))
+        return reference.fused_linear(x, weight, *given, **more)
+
+    pools = []
+    for kernels in (select_kernels("reference", "cpu"), dataclasses.replace(twin_kernels(), fused_linear=counted)):
+        monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: kernels)  # noqa: B023
+        runner = make_parts(family).runner
+        adapter, cache = runner.adapter, runner.cache
+        kind = write_only_kind(view_kind(cache, kernels, gathers_kv=False))
+        view = kind(cache, kernels, [RowSpan([2, 0, 1], cache.block_size - 1, 3), RowSpan([3], 0, 2)])
+        written = [pool.zero_() for layer in cache.pools for pool in layer]
+        projected.clear()
+        adapter.project_kv(states, 1, adapter.num_layers, adapter.layer_inputs(view.positions, view))
+        pools.append(written)
+    for plain, fused in zip(*pools, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+    assert all(pool.any() for pool in pools[1][2:])
+    assert not any(pool.any() for pool in pools[1][:2]), "of the first layer nothing was asked"
+    key, _ = cache.pools[0]
+    assert projected == [2 * key.shape[1] * key.shape[3]] * (adapter.num_layers - 1), "K and V, and no queries"
 
 
 @pytest.mark.parametrize("family", FUSED)

@@ -215,6 +215,17 @@ def test_a_router_flags_scores_that_reach_their_threshold_and_no_others(dtype: t
     assert torch.equal(flags, reference.reaches(scores, thresholds))
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("width", [3, 576])
+def test_a_small_scatter_is_clean(width: int) -> None:
+    x, places = randn(5, width, dtype=torch.bfloat16), torch.tensor([3, -1, 0, 9, 7], device=DEVICE)
+    out = torch.full((8, width), GUARD, dtype=x.dtype, device=DEVICE)
+    expected = out.clone()
+    cuda.scatter_rows(x, places, out)
+    reference.scatter_rows(x, places, expected)
+    assert_same([out], [expected])
+
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("width", [1, 3, 8, 576])
 def test_rows_are_gathered_and_scattered_where_the_index_says(dtype: torch.dtype, width: int) -> None:

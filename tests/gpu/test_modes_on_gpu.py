@@ -38,6 +38,17 @@ def test_tokens_leave_early_and_every_request_ends(mode: str) -> None:
     assert 1 in {layer for answer in got for layer in exit_layers(answer)}
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("mode", ["full", "verified", "bounded", "fast"])
+def test_the_kernels_say_what_plain_torch_says(mode: str, family: str) -> None:
+    """In float32, on the same device: tokens, and where they left unless drafts are checked and no router is asked."""
+    settings: dict[str, Any] = {"family": family, "artefact": {"draft_threshold": 0.3}}
+    ours, plain = answers(mode, **settings), answers(mode, kernels="reference", **settings)
+    assert all_ids(ours) == all_ids(plain)
+    if mode != "verified":
+        assert [exit_layers(answer) for answer in ours] == [exit_layers(answer) for answer in plain]
+
+
 def test_a_cost_table_is_measured_and_planned_by() -> None:
     got = answers("verified", drafts=None)
     assert all_ids(got) == all_ids(answers("full"))

@@ -33,17 +33,29 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 print("devices", module.device_count(), "architectures", module.architectures())
 if module.device_count() == 0:
+    from tests.kernels.library_cases import library_cases
     from tests.kernels.test_cuda_checks import ARGUMENTS
-    from tide_core.kernels import cuda, cuda_attention, cuda_exits, cuda_joined
-    for wrappers in (cuda, cuda_attention, cuda_exits, cuda_joined):
+    from tide_core.kernels import cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined
+    from tide_core.kernels.draw_plan import DrawnCycle
+    for wrappers in (cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined):
         wrappers.home = lambda tensor: tensor.device
         wrappers.module = lambda: module
         wrappers.launch = lambda device, op, *arguments: getattr(module, op)(*arguments, 0)
-    for op, arguments in ARGUMENTS.items():
+    def of_a_cycle(run, op, change=lambda *given: given):
+        return op, lambda: run(*change(*library_cases("cpu")[op]))
+    def copy_slots(pools, source, target, block_size, *claims):
+        cuda_branches.slot_copier(pools, block_size)(source, target, cuda_branches.Claims(*claims))
+    calls = [(op, lambda op=op: getattr(cuda, op)(**ARGUMENTS[op]())) for op in ARGUMENTS]
+    calls += [of_a_cycle(getattr(cuda_cycle, op), op) for op in ("plan_cycle", "carry_on", "pending_tokens")]
+    calls += [of_a_cycle(cuda_branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
+    calls += [of_a_cycle(cuda_draw.draw, "draw")]
+    calls += [of_a_cycle(cuda_draw.verify_drawn, "verify_drawn", lambda logits, *of: (logits, DrawnCycle(*of)))]
+    for op, call in calls:
         try:
-            getattr(cuda, op)(**arguments())
+            call()
         except RuntimeError as error:
             print(op, "->", error)
+    print(" ".join(sorted({op for op, _ in calls})))
 """
 
 
@@ -107,12 +119,16 @@ def test_the_module_loads_without_a_gpu_and_takes_what_every_wrapper_passes(buil
     first, *calls = done.stdout.splitlines()
     if not first.startswith("devices 0"):
         pytest.skip("there is a GPU, where tests/gpu calls the ops")
+    asked = calls.pop().split()
     assert first == "devices 0 architectures 90"
     named = [re.match(r"(\w+) -> (\w+): .*CUDA", line) for line in calls]
     assert all(named), calls
     kernels = {"rotary": "rotary_write", "write_kv": "rotary_write"}
     assert all(match[2] == kernels.get(match[1], match[1]) for match in named if match)
-    assert len(named) == 13
+    assert sorted(match[1] for match in named if match) == asked
+    bindings = (ROOT / "csrc" / "cuda" / "bindings.cpp").read_text().split("m.def(")[1:]
+    launching = {re.findall(r'"(\w+)"', one)[0] for one in bindings if "no_gil" in one}
+    assert launching == {kernels.get(op, op) for op in asked}, "every op, and no other"
 
 
 @pytest.mark.timeout(900)

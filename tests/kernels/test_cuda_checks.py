@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.kernels.kernel_cases import PagedCase
 from tests.kernels.library_cases import BOTTLENECK, ROWS, WIDTH, router_weights
 from tide_core import kernels
-from tide_core.kernels import cuda, cuda_attention, cuda_exits, cuda_joined
+from tide_core.kernels import cuda, cuda_attention, cuda_branches, cuda_exits, cuda_joined
 from tide_core.kernels.reference import Peaks, RouterWeights
 
 Launches = list[tuple[str, tuple[Any, ...]]]
@@ -28,7 +28,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         peak_partials=lambda rows, width: 16 * rows,
         paged_attention_workspace=lambda *counts: 64,
     )
-    for module in (cuda, cuda_attention, cuda_exits, cuda_joined):
+    for module in (cuda, cuda_attention, cuda_branches, cuda_exits, cuda_joined):
         monkeypatch.setattr(module, "home", lambda tensor: tensor.device)
         monkeypatch.setattr(module, "launch", lambda device, op, *arguments: seen.append((op, arguments)))
         monkeypatch.setattr(module, "module", lambda: sizes, raising=False)
@@ -270,6 +270,13 @@ def test_a_wrapper_names_the_argument_it_refuses(
     assert launches == []
     getattr(cuda, op)(**ARGUMENTS[op]())
     assert [name for name, _ in launches] == ["rotary_write" if op in ("rotary", "write_kv") else op]
+
+
+def test_the_best_of_no_numbers_is_refused(launches: Launches) -> None:
+    with pytest.raises(ValueError, match=r"^logits: got shape \[2, 0\], expected \[R, V\] with a column at least$"):
+        cuda_branches.nth_best(torch.zeros(2, 0), torch.zeros(2, dtype=INT32))
+    assert launches == []
+    assert cuda_branches.nth_best(torch.zeros(0, 0), torch.zeros(0, dtype=INT32)).shape == (0,)
 
 
 @pytest.mark.parametrize("field", ["norm", "down", "down_bias", "out", "out_bias"])

@@ -151,18 +151,6 @@ def test_a_deep_segment_cannot_get_ahead_of_a_shallow_one() -> None:
         table.advance(1, 1)
 
 
-def test_rolling_back_lowers_every_segment_and_keeps_the_blocks() -> None:
-    blocks = make_blocks(4, num_segments=2)
-    table = blocks.new_table()
-    blocks.allocate(table, 6)
-    table.advance(0, 6)
-    table.advance(1, 4)
-    table.truncate(5)
-    assert table.lengths == [5, 4]
-    assert table.num_valid == 4
-    assert len(table.block_ids) == 2
-
-
 def test_blocks_with_pending_tokens_are_not_sealed() -> None:
     blocks = make_blocks(4, block_size=4, num_segments=2)
     table = blocks.new_table()

@@ -142,10 +142,6 @@ class AuditBook:
     def snapshots(self) -> dict[Hashable, AuditSnapshot]:
         return {key: ledger.snapshot() for key, ledger in list(self._ledgers.items())}
 
-    @property
-    def any_broken(self) -> bool:
-        return any(ledger.broken for ledger in list(self._ledgers.values()))
-
     def reset(self) -> None:
         for ledger in self._ledgers.values():
             ledger.reset()

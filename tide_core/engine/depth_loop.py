@@ -18,8 +18,8 @@ from tide_core.engine.captured_segments import Captured, CapturedSegments
 from tide_core.engine.cycle import Range, RowCycle
 from tide_core.errors import ConfigError
 from tide_core.kernels import Kernels
-from tide_core.kv.cache import PagedKV, PagedView, WriteOnlyView
-from tide_core.kv.kernel_view import view_kind
+from tide_core.kv.cache import PagedKV, PagedView
+from tide_core.kv.kernel_view import view_kind, write_only_kind
 from tide_core.models.adapter import LayerInputs, ModelAdapter
 
 Part = tuple[RowCycle, Range]
@@ -70,6 +70,7 @@ class DepthLoop:
         self.segments = segments
         self._kernels = kernels
         self._view_kind = view_kind(cache, kernels, gathers_kv=adapter.gathers_kv)
+        self._write_only_kind = write_only_kind(self._view_kind)
 
     def view(self, parts: Sequence[Part]) -> PagedView:
         """The pool as these tokens see it."""
@@ -151,7 +152,7 @@ class DepthLoop:
             for token in range(first, stop)
             for states in row.take(row.left_at[token], (token, token + 1))
         ]
-        view = WriteOnlyView(self.cache, self._kernels, [row.span(tokens) for row, tokens in parts])
+        view = self._write_only_kind(self.cache, self._kernels, [row.span(tokens) for row, tokens in parts])
         inputs = self.adapter.layer_inputs(view.positions, view)
         layers = self.segments[segment]
         self.adapter.project_kv(torch.cat(taken).unsqueeze(0), layers.start, layers.stop, inputs)

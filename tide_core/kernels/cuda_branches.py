@@ -20,6 +20,8 @@ def nth_best(logits: Tensor, ranks: Tensor, *, out: Tensor | None = None) -> Ten
     device = home(logits)
     checks.refuse(cuda_checks.matrix_faults("logits", logits, device))
     rows, width = logits.shape
+    if rows and not width:
+        checks.refuse([checks.shape_error("logits", logits, "[R, V] with a column at least")])
     checks.refuse(checks.exact_faults("ranks", ranks, torch.int32, (rows,), "[R]", device))
     checks.refuse(cuda_checks.out_faults("out", out, torch.int64, (rows,), device))
     index = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out

@@ -53,11 +53,6 @@ class BlockTable:
         for segment in range(len(lengths)):
             lengths[segment] += num_tokens
 
-    def truncate(self, length: int) -> None:
-        """Forget every token from `length` on, in all segments; the blocks stay with the row."""
-        assert length >= 0
-        self.lengths = [min(n, length) for n in self.lengths]
-
 
 class BlockManager:
     """One pool of blocks, counted. `on_release` hears of blocks whose content has become meaningless."""

@@ -20,7 +20,7 @@ import torch
 from tide_core.batch import Rotation
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.cuda_checks import MOST_JOINED_QUERIES
-from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex
+from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex, WriteOnlyView
 from tide_core.kv.device_view import DeviceView, flash_takes
 
 FEW_QUERIES = 16
@@ -42,6 +42,11 @@ def view_kind(cache: PagedKV, kernels: Kernels, *, gathers_kv: bool) -> Callable
     if isinstance(kernels, CudaKernels) and all(kernels.takes(*pools) for pools in cache.pools):
         return KernelView
     return DeviceView if cache.device.type == "cuda" else PagedView
+
+
+def write_only_kind(kind: Callable[..., PagedView]) -> type[WriteOnlyView]:
+    """For tokens that skip layers, where those that run through them have a view of this kind."""
+    return WriteOnlyKernelView if kind is KernelView else WriteOnlyView
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +198,17 @@ class KernelView(PagedView):
         few = len(self._lens) * self._max_context <= FEW_POSITIONS
         return self._max_queries <= (MOST_JOINED_QUERIES if few else 1)
 
-    def write_joined(self, layer: int, keys_values: torch.Tensor, rotation: Rotation, slots: torch.Tensor) -> None:
-        """K and V of a joined projection [T, 2 H D], at other slots than the view's own: some tokens may have none."""
-        self._kernels.rotary_write(keys_values, *rotation, slots, *self._cache.pools[layer])
+    def write_joined(
+        self,
+        layer: int,
+        keys_values: torch.Tensor,
+        rotation: Rotation,
+        slots: torch.Tensor,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        """K and V of a joined projection [T, 2 H D], at the view's own slots or others: some tokens may have none."""
+        self._kernels.rotary_write(keys_values, *rotation, slots, *self._cache.pools[layer], None, k_norm, eps)
 
     def _workspace(self, query: torch.Tensor) -> torch.Tensor:
         """One for all layers and all passes that run one after another."""
@@ -210,3 +223,7 @@ class KernelView(PagedView):
     def _gathering(self) -> DeviceView:
         """For long prompts."""
         return DeviceView(self._cache, self._kernels, self._spans)
+
+
+class WriteOnlyKernelView(WriteOnlyView, KernelView):
+    """`WriteOnlyView` that fused layers know: they project K and V alone and write them in one launch."""

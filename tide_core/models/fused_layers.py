@@ -3,8 +3,8 @@
 A layer of the library's is some twenty small ops. Where all it does is known, it becomes: joined projection with the
 norm before it, attention with rotation and the write of K and V, output projection with the residual, gated projection
 with the norm before it, down projection with the residual: five launches. Wide layers have their norms apart, and rows
-of several queries their rotation. Weights are joined in place, not copied twice, and the
-library's forward stays for views that cannot do this: those that only write K and V, or hand out whole contexts.
+of many queries their rotation. For tokens that skip a layer there are two: K and V alone are projected, turned and
+written. Weights are joined in place, not copied twice, and the library's forward stays for views that cannot do this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tide_core.batch import Rotation
+from tide_core.batch import KVWritten, Rotation
 from tide_core.kernels import CudaKernels
 from tide_core.models.kernel_modules import is_gated_silu_mlp, is_plain_rms_norm
 from tide_core.models.stacked import stacked, stacked_bias
@@ -68,12 +68,14 @@ def _fused_kind(kind: type[nn.Module], kernels: CudaKernels) -> type[nn.Module]:
     class Fused(kind, FusedLayer):  # type: ignore[misc, valid-type]
         def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> Any:
             view, rotation = inputs["attention_mask"], inputs["position_embeddings"]
-            if isinstance(rotation, Rotation):
-                return _run(self, hidden_states[0], rotation, view, kernels).unsqueeze(0)
-            if hasattr(view, "attend_joined") and rotation[0].shape[-1] == self.self_attn.head_dim:
-                one_by_one = Rotation(rotation[0][0], rotation[1][0], None)
-                return _run(self, hidden_states[0], one_by_one, view, kernels).unsqueeze(0)
-            return library(self, hidden_states, **inputs)
+            if not isinstance(rotation, Rotation):
+                if not hasattr(view, "attend_joined") or rotation[0].shape[-1] != self.self_attn.head_dim:
+                    return library(self, hidden_states, **inputs)
+                rotation = Rotation(rotation[0][0], rotation[1][0], None)
+            if view.write_only:
+                _write(self, hidden_states[0], rotation, view, kernels)
+                raise KVWritten
+            return _run(self, hidden_states[0], rotation, view, kernels).unsqueeze(0)
 
         __call__ = forward
 
@@ -96,6 +98,16 @@ def _run(layer: Any, states: torch.Tensor, rotation: Rotation, view: Any, kernel
     states = kernels.fused_linear(attended, attention.o_proj.weight, attention.o_proj.bias, residual=states)
     gated = kernels.fused_linear(states, layer._gate_up, gated=True, norm=(after.weight, after.variance_epsilon))
     return kernels.fused_linear(gated, layer.mlp.down_proj.weight, residual=states)
+
+
+def _write(layer: Any, states: torch.Tensor, rotation: Rotation, view: Any, kernels: CudaKernels) -> None:
+    """What the layer would cache for these states, and nothing else of it."""
+    attention, before = layer.self_attn, layer.input_layernorm
+    size = attention.k_proj.out_features + attention.v_proj.out_features  # the last rows of the joined projection
+    bias = None if layer._qkv_bias is None else layer._qkv_bias[-size:]
+    norm = before.weight, before.variance_epsilon
+    keys_values = kernels.fused_linear(states, layer._qkv[-size:], bias, norm=norm)
+    view.write_joined(attention.layer_idx, keys_values, rotation, view.slots, _weight(attention, "k_norm"), norm[1])
 
 
 def _weight(module: Any, name: str) -> torch.Tensor | None:

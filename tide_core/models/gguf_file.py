@@ -31,7 +31,6 @@ MAX_NAME_BYTES = 2**16 - 1
 
 STRING_TYPE = 8
 ARRAY_TYPE = 9
-BOOL_TYPE = 7
 SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
