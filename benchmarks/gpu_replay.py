@@ -20,8 +20,8 @@ from benchmarks.mode_runs import Bench
 from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.assemble import Parts
 from tide_core.engine.core import EngineCore
-from tide_core.engine.cost import Acceptance, DraftPlanner
-from tide_core.engine.cost_measure import measure
+from tide_core.execution.cost_measure import measure
+from tide_core.exits.cost import Acceptance, DraftPlanner
 from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
 
 Run = Callable[[ScheduledBatch], StepResult]

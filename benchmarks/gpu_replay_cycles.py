@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tide_core.batch import DraftCounts, RowResult, RowStep
-from tide_core.engine.captured_cycle import CapturedCycles
-from tide_core.engine.cycle_flight import Flight
-from tide_core.engine.cycle_graph import CycleGraph
-from tide_core.engine.cycle_room import CycleRoom, RowPlace
-from tide_core.engine.greedy import Drafted, Settler
-from tide_core.kernels.cycle_plan import MOST_ROWS
+from tide_core.execution.graphs.cycle import CapturedCycles
+from tide_core.execution.graphs.cycle_graph import CycleGraph
+from tide_core.execution.graphs.cycle_shape import CycleRoom, RowPlace
+from tide_core.execution.graphs.in_flight import Flight
+from tide_core.exits.accept import Drafted, Settler
+from tide_core.kernels.reference.cycle import MOST_ROWS
 
 Cycle = tuple[int, int]
 """Drafted and accepted by one row."""

@@ -17,10 +17,10 @@ from torch import nn
 from benchmarks.byte_tokenizer import byte_tokenizer
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble_loaded
+from tide_core.exits.artefact.artefact import Artefact, Checkpoint, DataSummary, Manifest
+from tide_core.exits.artefact.heads import ExitHead, HeadSpec
+from tide_core.exits.artefact.router import Router
 from tide_core.models.identity import identify
-from tide_core.routing.artefact import Artefact, Checkpoint, DataSummary, Manifest
-from tide_core.routing.heads import ExitHead, HeadSpec
-from tide_core.routing.router import Router
 
 MAX_DRAFTS = 8
 BOTTLENECK = 128

@@ -16,7 +16,7 @@ import torch
 
 from tide_core.batch import ScheduledBatch
 from tide_core.engine.assemble import Parts
-from tide_core.engine.cost_measure import blank_tables, decode_batch
+from tide_core.execution.cost_measure import blank_tables, decode_batch
 from tide_core.request import NO_EXITS, ExitPolicy, Request, RequestOutput, SamplingParams
 
 WARM_UP = 3

@@ -29,15 +29,15 @@ import typer
 from benchmarks.host_cycles import ReadyRunner
 from tide_core.batch import DraftCounts, RowResult, ScheduledBatch, StepResult
 from tide_core.engine.core import EngineCore
-from tide_core.engine.cost import Acceptance, CostPoint, CostTable, DraftPlanner
 from tide_core.engine.loop import EngineLoop
 from tide_core.engine.scheduler import Scheduler
 from tide_core.engine.sinks import AnswerSink, AsyncSink
-from tide_core.engine.tokenizer import Tokenizer
 from tide_core.evaluation.machine import cpu_name
+from tide_core.exits.cost import Acceptance, CostPoint, CostTable, DraftPlanner
 from tide_core.kv.block_manager import BlockManager
 from tide_core.models.loader import load_tokenizer
 from tide_core.models.resolver import resolve
+from tide_core.outputs.tokenizer import Tokenizer
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
 PROMPT_TOKENS = 64

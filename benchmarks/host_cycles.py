@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
-from tide_core.engine.captured_cycle import CapturedCycles
-from tide_core.engine.cycle_graph import Side
-from tide_core.engine.cycle_room import Array, CycleRoom, RowPlace
-from tide_core.engine.cycle_said import CycleSaid
-from tide_core.engine.greedy import Settler
-from tide_core.engine.model_runner import ModelRunner
-from tide_core.engine.pace import Pace, Paces
+from tide_core.execution.graphs.cycle import CapturedCycles
+from tide_core.execution.graphs.cycle_graph import Side
+from tide_core.execution.graphs.cycle_output import CycleSaid
+from tide_core.execution.graphs.cycle_shape import Array, CycleRoom, RowPlace
+from tide_core.execution.graphs.launch_depth import Pace, Paces
+from tide_core.execution.runner import ModelRunner
+from tide_core.exits.accept import Settler
 
 EXIT_LAYER, MAX_POSITIONS = 2, 8192
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from benchmarks.gpu_shapes import Shape
 from benchmarks.kernels_inputs import Calls, Inputs
-from tide_core.kernels import draw_plan
-from tide_core.kernels.draw_plan import DrawnCycle
+from tide_core.kernels.reference import draw as draw_plan
+from tide_core.kernels.reference.draw import DrawnCycle
 
 DRAFTS = 3
 SETTINGS = (0.8, 0.0, 0.95, 0.0, -torch.inf)

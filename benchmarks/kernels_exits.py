@@ -9,8 +9,10 @@ from torch import Tensor
 
 from benchmarks.gpu_shapes import BOTTLENECK, Shape
 from benchmarks.kernels_inputs import BLOCK, EPS, Calls, Inputs
-from tide_core.kernels import branching, cycle_plan, reference
-from tide_core.kernels.reference import Peaks, RouterWeights
+from tide_core.kernels.reference import branches as branching
+from tide_core.kernels.reference import cycle as cycle_plan
+from tide_core.kernels.reference import ops as reference
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
 
 DRAFTS = 4
 
@@ -39,7 +41,7 @@ class ExitOps(Inputs):
 
     def _router(self, shape: Shape, rows: int) -> Calls:
         """Norm and router alone: the part of `judge` behind the peak."""
-        from tide_core.kernels import cuda
+        from tide_core.kernels.cuda import ops as cuda
 
         features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
         peaks = reference.peak(self._randn(rows, shape.shortlist, scale=3.0))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu_shapes import Shape
 from benchmarks.kernels_inputs import BLOCK, EPS, Calls, Inputs
-from tide_core.kernels import reference
+from tide_core.kernels.reference import ops as reference
 
 
 class LayerOps(Inputs):

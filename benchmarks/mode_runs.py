@@ -16,10 +16,10 @@ import torch
 from benchmarks.bars import Bar
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble
-from tide_core.engine.audit import AuditBook
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import RequestError
 from tide_core.evaluation.full_depth import Judgement, read_logits
+from tide_core.exits.audit import AuditBook
 from tide_core.models.loader import load_model
 from tide_core.models.resolver import resolve
 from tide_core.request import SamplingParams

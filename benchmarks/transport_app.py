@@ -20,9 +20,9 @@ from deploy.http_api import build_api
 from deploy.metrics import Meter, RayExporter
 from deploy.service import Service
 from tide_core.config import EngineConfig
-from tide_core.engine.exit_stats import ExitStats
 from tide_core.engine.loop import EngineLoop
 from tide_core.engine.sinks import AsyncSink
+from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 from tide_core.stats import EngineStats, ModelFacts
 

@@ -1,5 +1,5 @@
 // The Python module. Addresses come as integers, so that no Torch header is needed: the wrappers in
-// tide_core/kernels/native.py check the tensors and pass their data pointers.
+// tide_core/kernels/cpu/ops.py check the tensors and pass their data pointers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// The program as a Python class, on raw addresses like the ops; tide_core/kernels/program.py checks what it passes
+// The program as a Python class, on raw addresses like the ops; tide_core/kernels/cpu/program.py checks what it passes
 // here.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -13,7 +13,7 @@ from tide_core.stats import EngineStats
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Prompt
-    from tide_core.engine.tokenizer import Tokenizer
+    from tide_core.outputs.tokenizer import Tokenizer
 
 MODES = {"full": pb.MODE_FULL, "verified": pb.MODE_VERIFIED, "bounded": pb.MODE_BOUNDED, "fast": pb.MODE_FAST}
 MODE_NAMES = {number: name for name, number in MODES.items()}

@@ -17,10 +17,10 @@ from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.engine.engine import Engine
 from tide_core.engine.scheduler import Scheduler
+from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.kv.block_manager import BlockManager
 from tide_core.models.identity import identify
 from tide_core.request import ExitPolicy, Request, SamplingParams
-from tide_core.routing.artefact import load_artefact
 
 VOCAB_SIZE = 384
 

@@ -10,9 +10,9 @@ import torch
 from tests.factories import make_parts, make_request
 from tests.tiny_models import tiny_model
 from tide_core.batch import RowStep
-from tide_core.engine.cycle import RowCycle
-from tide_core.engine.depth_loop import DepthLoop, plan_segments
-from tide_core.engine.model_runner import ModelRunner
+from tide_core.execution.depth_loop import DepthLoop, plan_segments
+from tide_core.execution.runner import ModelRunner
+from tide_core.exits.row_cycle import RowCycle
 from tide_core.kv.block_manager import BlockTable
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tide_core.config import EngineConfig
     from tide_core.engine.engine import Completion, Engine
-    from tide_core.engine.exit_stats import ExitStats
     from tide_core.errors import (
         ArtefactError,
         ConfigError,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         RequestError,
         TideError,
     )
+    from tide_core.outputs.exit_stats import ExitStats
     from tide_core.request import Audit, FinishReason, RequestOutput, SamplingParams, TokenOutput, Usage
     from tide_core.stats import EngineStats
     from tide_core.tide.calibrate import calibrate
@@ -58,7 +58,7 @@ __all__ = [
 _HOMES = {
     "tide_core.config": ("EngineConfig",),
     "tide_core.engine.engine": ("Completion", "Engine"),
-    "tide_core.engine.exit_stats": ("ExitStats",),
+    "tide_core.outputs.exit_stats": ("ExitStats",),
     "tide_core.request": ("Audit", "FinishReason", "RequestOutput", "SamplingParams", "TokenOutput", "Usage"),
     "tide_core.stats": ("EngineStats",),
     "tide_core.tide.calibrate": ("calibrate",),

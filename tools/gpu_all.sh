@@ -128,8 +128,8 @@ done
 
 if [[ $cpu_tests -eq 1 ]]; then
   step cpu-tests 590 "$PYTHON" -m pytest -q -m "not demo and not serve and not gpu" tests/models/test_families.py \
-    tests/kernels tests/engine tests/unit/test_scheduler.py tests/unit/test_sampler.py tests/unit/test_tokenizer.py \
-    tests/unit/test_text_stream.py || status=1
+    tests/kernels tests/engine tests/engine/test_scheduler.py tests/sampling/test_sampler.py tests/outputs/test_tokenizer.py \
+    tests/outputs/test_text_stream.py || status=1
 fi
 echo "== all, $SECONDS s"
 cat "$OUT/steps.txt"

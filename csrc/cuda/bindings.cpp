@@ -1,5 +1,5 @@
 // The Python module of the CUDA ops. Addresses and streams come as integers, so that no Torch header is needed: the
-// wrappers in tide_core/kernels/cuda.py check the tensors and pass their data pointers. An address of 0 means none.
+// wrappers in tide_core/kernels/cuda/ops.py check the tensors and pass their data pointers. An address of 0 means none.
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -340,7 +340,7 @@ int device_count() {
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
-    m.doc() = "CUDA kernels on raw addresses; use tide_core.kernels.cuda, which checks what it passes here.";
+    m.doc() = "CUDA kernels on raw addresses; use tide_core.kernels.cuda.ops, which checks what it passes here.";
     const auto no_gil = py::call_guard<ReleasedGil>();
     m.def("linear", &linear, no_gil,
           "y = x weight^T + bias (+ residual), or silu(gate) * up of two such products; x is normed where there is a "

@@ -1,4 +1,4 @@
-// Tokens drawn at random, and drafts that were drawn judged by the rejection rule. tide_core/kernels/draw_plan.py says
+// Tokens drawn at random, and drafts that were drawn judged by the rejection rule. tide_core/kernels/reference/draw.py says
 // what each means in plain Torch. Both are one launch, take the caller's stream and allocate nothing.
 #pragma once
 

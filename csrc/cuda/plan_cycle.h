@@ -1,4 +1,4 @@
-// The indices of a cycle, made on the device. tide_core/kernels/cycle_plan.py says what each part means.
+// The indices of a cycle, made on the device. tide_core/kernels/reference/cycle.py says what each part means.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -81,7 +81,7 @@ struct PeakParams {
     int64_t x_stride;
 };
 
-// The router of tide_core/routing/router.py; its weights are float32.
+// The router of tide_core/exits/artefact/router.py; its weights are float32.
 struct RouterParams {
     const void* features;     // [rows, width]
     const float* best;        // [rows], as peak leaves them

@@ -1,5 +1,5 @@
 // What full depth says behind every token of a cycle: whether the draft that follows it stays, and if not what comes
-// instead. Drawn drafts by the rejection rule of tide_core/engine/verify.py, all else by a plain choice.
+// instead. Drawn drafts by the rejection rule of tide_core/exits/verify.py, all else by a plain choice.
 #include "cuda/draw_row.cuh"
 
 namespace tide::cuda {

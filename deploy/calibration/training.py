@@ -92,8 +92,8 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
 
 def _train(config: dict[str, Any]) -> None:
     """In each of the processes."""
-    from tide_core.calibration.group import TorchGroup
     from tide_core.calibration.run import use_threads
+    from tide_core.calibration.train.group import TorchGroup
 
     task: _Task = config["task"]
     use_threads(task.settings.threads)

@@ -18,8 +18,8 @@ from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tide_core.calibration.crew import ModelFacts, Workshop
-    from tide_core.calibration.group import Group
     from tide_core.calibration.progress import Progress
+    from tide_core.calibration.train.group import Group
 
 SEEN = ".seen"
 
@@ -70,8 +70,8 @@ def beside_the_driver() -> Any:
 def workshop_of(settings: JobSettings, open_: contextlib.ExitStack, group: Group | None = None) -> tuple[Workshop, str]:
     """The model, loaded, beside the files of the run, and what a command calls it."""
     from tide_core.calibration.crew import Workshop
-    from tide_core.calibration.group import ALONE
     from tide_core.calibration.run import load
+    from tide_core.calibration.train.group import ALONE
 
     files = open_.enter_context(storage.opened(settings.storage, settings.name))
     if "://" not in settings.storage and not (files.folder / SEEN).exists():

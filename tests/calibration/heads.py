@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from tests.tiny_models import tiny_model
-from tide_core.calibration.shards import TokenSequence, TokenShards, write_shard
+from tide_core.calibration.collect.shards import TokenSequence, TokenShards, write_shard
+from tide_core.exits.artefact.heads import ExitHead, HeadSpec
 from tide_core.models.adapter import ModelAdapter
-from tide_core.routing.heads import ExitHead, HeadSpec
 
 WIDTH = 16
 SHORTLIST = torch.arange(0, 384, 2)

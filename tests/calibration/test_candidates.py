@@ -9,7 +9,9 @@ import torch
 
 from tests.calibration.heads import SHORTLIST, tiny_adapter, write_sequences
 from tests.tiny_models import FAMILIES
-from tide_core.calibration.candidates import (
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.risk.evaluate import trace
+from tide_core.calibration.train.candidates import (
     CandidateSpec,
     candidates_of,
     comparison_candidates,
@@ -20,11 +22,9 @@ from tide_core.calibration.candidates import (
     start_like,
     usual_taps,
 )
-from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.evaluate import trace
-from tide_core.calibration.train import fit
+from tide_core.calibration.train.train import fit
 from tide_core.errors import ConfigError
-from tide_core.routing.heads import ExitHead
+from tide_core.exits.artefact.heads import ExitHead
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.calibration.heads import WIDTH, random_head
-from tide_core.calibration.chain import features_by_distance
-from tide_core.routing.heads import ExitHead
+from tide_core.calibration.train.chain import features_by_distance
+from tide_core.exits.artefact.heads import ExitHead
 
 LENGTH = 11
 DRAFTS = 4

@@ -14,19 +14,20 @@ import torch
 from tests.calibration.tiny_runs import PROMPTS, tiny_calibration
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import CONFIGS, tiny_model
-from tide_core.calibration import decoder, self_prompts
-from tide_core.calibration.collect import plan, sequences_of
+from tide_core.calibration.collect import decoder
+from tide_core.calibration.collect.collect import plan, sequences_of
+from tide_core.calibration.collect.generation import Generator
+from tide_core.calibration.collect.sampling import GREEDY, Sampling, draw
+from tide_core.calibration.collect.shards import ShardEntry, TokenSequence, TokenShards, write_shard
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.dataset import RecordPool, gather, split
-from tide_core.calibration.encode import PromptEncoder, chat_opening
-from tide_core.calibration.generation import Generator
-from tide_core.calibration.lengths import Lengths
+from tide_core.calibration.data import self_prompts
+from tide_core.calibration.data.dataset import RecordPool, gather, split
+from tide_core.calibration.data.encode import PromptEncoder, chat_opening
+from tide_core.calibration.data.lengths import Lengths
+from tide_core.calibration.data.records import Record
+from tide_core.calibration.data.self_prompts import MadeUp, PromptBatch, add_self_prompts, make_up
 from tide_core.calibration.progress import LineProgress, SilentProgress
-from tide_core.calibration.records import Record
-from tide_core.calibration.sampling import GREEDY, Sampling, draw
-from tide_core.calibration.self_prompts import MadeUp, PromptBatch, add_self_prompts, make_up
-from tide_core.calibration.shards import ShardEntry, TokenSequence, TokenShards, write_shard
-from tide_core.calibration.shortlist import choose_shortlist, count_emitted, coverage_of
+from tide_core.calibration.train.shortlist import choose_shortlist, count_emitted, coverage_of
 from tide_core.errors import ConfigError
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.families import FAMILIES

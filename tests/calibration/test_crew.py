@@ -14,11 +14,12 @@ import pytest
 from tests.calibration.tiny_runs import contents, run_tiny, tiny_calibration, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import dataset, pipeline, work
+from tide_core.calibration import pipeline, work
 from tide_core.calibration.crew import Solo, Workshop
+from tide_core.calibration.data import dataset
 from tide_core.calibration.files import RunFiles
-from tide_core.calibration.learner import Learner
 from tide_core.calibration.progress import Progress, SilentProgress
+from tide_core.calibration.train.learner import Learner
 from tide_core.calibration.worker_time import WorkerTime, together
 from tide_core.models.identity import identify
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.calibration.tiny_runs import tiny_calibration
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.dataset import gather, kind_of, split
-from tide_core.calibration.records import MAX_RECORD_BYTES, Record
+from tide_core.calibration.data.dataset import gather, kind_of, split
+from tide_core.calibration.data.records import MAX_RECORD_BYTES, Record
 from tide_core.errors import ConfigError
 
 TEXTS = [f"Document number {n} about rivers." for n in range(200)]

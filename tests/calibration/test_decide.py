@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.calibration.tiny_runs import tiny_calibration
-from tide_core.calibration.costs import parameter_costs
-from tide_core.calibration.decide import Decision, decide, strictest
-from tide_core.calibration.risk import RiskChoice
-from tide_core.calibration.traces import CandidateTraces, SequenceTrace
+from tide_core.calibration.risk.costs import parameter_costs
+from tide_core.calibration.risk.decide import Decision, decide, strictest
+from tide_core.calibration.risk.risk import RiskChoice
+from tide_core.calibration.risk.traces import CandidateTraces, SequenceTrace
 
 LAYERS = 30
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.calibration.heads import SHORTLIST, tiny_adapter, write_sequences
-from tide_core.calibration.candidates import Candidate, CandidateSpec, make_candidate
-from tide_core.calibration.chain import features_by_distance
-from tide_core.calibration.evaluate import evaluate, trace
-from tide_core.calibration.shards import TokenShards
+from tide_core.calibration.collect.shards import TokenShards
+from tide_core.calibration.risk.evaluate import evaluate, trace
+from tide_core.calibration.train.candidates import Candidate, CandidateSpec, make_candidate
+from tide_core.calibration.train.chain import features_by_distance
+from tide_core.exits.artefact.router import confidence_of
 from tide_core.models.adapter import ModelAdapter
-from tide_core.routing.router import confidence_of
 
 DRAFTS = 3
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tests.calibration.heads import SHORTLIST, tiny_adapter, write_sequences
 from tests.calibration.test_train import BLOCK, settings, weights
-from tide_core.calibration.candidates import Candidate, CandidateSpec
-from tide_core.calibration.group import Group, TorchGroup
-from tide_core.calibration.learner import Recipe
-from tide_core.calibration.shards import TokenShards
-from tide_core.calibration.train import STATE_NAME, fit
+from tide_core.calibration.collect.shards import TokenShards
+from tide_core.calibration.train.candidates import Candidate, CandidateSpec
+from tide_core.calibration.train.group import Group, TorchGroup
+from tide_core.calibration.train.learner import Recipe
+from tide_core.calibration.train.train import STATE_NAME, fit
 
 
 class Threads:

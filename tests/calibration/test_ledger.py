@@ -10,6 +10,7 @@ import msgpack
 import pytest
 
 from tide_core.calibration import pipeline
+from tide_core.calibration.collect.shard_entry import ShardEntry
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.crew import ModelFacts
 from tide_core.calibration.files import RunFiles
@@ -23,7 +24,6 @@ from tide_core.calibration.ledger import (
     locked,
     read_ledger,
 )
-from tide_core.calibration.shard_entry import ShardEntry
 from tide_core.calibration.worker_time import WorkerTime
 from tide_core.errors import ConfigError
 from tide_core.identity import ModelIdentity

@@ -11,12 +11,13 @@ import pytest
 
 from tests.calibration.test_pipeline import Killed, Spy
 from tests.calibration.tiny_runs import contents, run_tiny
-from tide_core.calibration import pipeline, report
-from tide_core.calibration.report import read_report
-from tide_core.calibration.report_data import Measured
-from tide_core.calibration.shards import TokenSequence, TokenShards, write_shard
-from tide_core.calibration.timing import NEW_TOKENS, held_out_prompts
-from tide_core.routing.artefact import load_artefact
+from tide_core.calibration import pipeline
+from tide_core.calibration.collect.shards import TokenSequence, TokenShards, write_shard
+from tide_core.calibration.report import report
+from tide_core.calibration.report.data import Measured
+from tide_core.calibration.report.report import read_report
+from tide_core.calibration.report.timing import NEW_TOKENS, held_out_prompts
+from tide_core.exits.artefact.artefact import load_artefact
 
 BATCHES = (1, 2)
 MEASURED = Measured({1: 1.5, 2: 1.25}, "one machine, float32", "batch 4 (90 s)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tide_core.calibration.muon import Muon, orthogonal
+from tide_core.calibration.train.muon import Muon, orthogonal
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (6, 30), (30, 6)])

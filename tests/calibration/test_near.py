@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tide_core.calibration.near import LEAST_SHARED, DistinctTexts, _near, _runs
+from tide_core.calibration.data.near import LEAST_SHARED, DistinctTexts, _near, _runs
 
 WORDS = [f"w{number}" for number in range(60)]
 

@@ -13,14 +13,16 @@ import torch
 from tests.calibration.tiny_runs import PROMPTS, contents, run_tiny, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import dataset, pipeline, report, work
-from tide_core.calibration.candidates import load_candidates
+from tide_core.calibration import pipeline, work
+from tide_core.calibration.data import dataset
 from tide_core.calibration.ledger import locked, read_ledger
 from tide_core.calibration.progress import SilentProgress, Stage
-from tide_core.calibration.report_plots import can_plot
+from tide_core.calibration.report import report
+from tide_core.calibration.report.plots import can_plot
+from tide_core.calibration.train.candidates import load_candidates
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.models.identity import identify
-from tide_core.routing.artefact import load_artefact
 
 
 class Killed(BaseException):

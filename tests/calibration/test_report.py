@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from tests.calibration.traces_factory import made_candidate, trace_of
-from tide_core.calibration.costs import CostModel
-from tide_core.calibration.report import CAPTIONS, add_measured, read_report, render_report, write_report
-from tide_core.calibration.report_data import (
+from tide_core.calibration.report.data import (
     Measured,
     PartSize,
     ReportData,
@@ -24,10 +22,12 @@ from tide_core.calibration.report_data import (
     exit_histogram,
     reliability,
 )
-from tide_core.calibration.risk import choose_thresholds, risk_curve, threshold_grid
-from tide_core.calibration.select import choose_fast, plan_drafts, select_candidate
-from tide_core.calibration.simulate import acceptance_by_distance, pack
-from tide_core.calibration.traces import CandidateTraces
+from tide_core.calibration.report.report import CAPTIONS, add_measured, read_report, render_report, write_report
+from tide_core.calibration.risk.costs import CostModel
+from tide_core.calibration.risk.risk import choose_thresholds, risk_curve, threshold_grid
+from tide_core.calibration.risk.select import choose_fast, plan_drafts, select_candidate
+from tide_core.calibration.risk.simulate import acceptance_by_distance, pack
+from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.errors import ConfigError
 
 COSTS = CostModel((1, 64), (0.1, 0.1), (0.05, 0.05), (0.9, 0.9))
@@ -121,7 +121,7 @@ def test_every_plot_is_a_small_picture_with_labelled_axes(data: ReportData, file
 
 def test_axes_say_what_they_show_and_in_what_unit(data: ReportData) -> None:
     figure = pytest.importorskip("matplotlib.figure")
-    from tide_core.calibration.report_plots import PLOTS
+    from tide_core.calibration.report.plots import PLOTS
 
     measured = add_measured(data, Measured({1: 1.5}, "a machine"))
     for name, (draw, _) in PLOTS.items():
@@ -134,7 +134,7 @@ def test_axes_say_what_they_show_and_in_what_unit(data: ReportData) -> None:
 
 def test_the_certified_thresholds_are_marked_on_the_curve(data: ReportData) -> None:
     figure = pytest.importorskip("matplotlib.figure")
-    from tide_core.calibration.report_plots import PLOTS
+    from tide_core.calibration.report.plots import PLOTS
 
     axes = figure.Figure().add_subplot()
     PLOTS["precision_coverage.png"][0](axes, data)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.calibration.traces_factory import made_traces
-from tide_core.calibration.p_values import (
+from tide_core.calibration.risk.p_values import (
     betting_p_value,
     binomial_cdf,
     binomial_p_value,
@@ -20,7 +20,7 @@ from tide_core.calibration.p_values import (
     hoeffding_bentkus_p_value,
     p_value,
 )
-from tide_core.calibration.risk import (
+from tide_core.calibration.risk.risk import (
     RiskCurve,
     choose_threshold,
     choose_thresholds,
@@ -28,7 +28,7 @@ from tide_core.calibration.risk import (
     threshold_grid,
     verify_choice,
 )
-from tide_core.calibration.simulate import pack, simulate
+from tide_core.calibration.risk.simulate import pack, simulate
 from tide_core.errors import ConfigError
 
 DRAFTING = {"draft_threshold": 0.3, "max_drafts": 3}

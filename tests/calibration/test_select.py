@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.calibration.traces_factory import made_candidate, made_traces, trace_of
-from tide_core.calibration.costs import CostModel, parameter_costs, predict_speedup, predict_speedups
-from tide_core.calibration.select import (
+from tide_core.calibration.risk.costs import CostModel, parameter_costs, predict_speedup, predict_speedups
+from tide_core.calibration.risk.select import (
     DraftPlan,
     choose_fast,
     measure_fast,
@@ -19,8 +19,8 @@ from tide_core.calibration.select import (
     select_candidate,
     verdict_lines,
 )
-from tide_core.calibration.simulate import pack, simulate_all
-from tide_core.calibration.traces import SequenceTrace
+from tide_core.calibration.risk.simulate import pack, simulate_all
+from tide_core.calibration.risk.traces import SequenceTrace
 from tide_core.errors import ConfigError
 
 CHEAP = CostModel((1, 64, 128), (0.1, 0.1, 0.2), (0.05, 0.05, 0.1), (0.9, 0.9, 1.8))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from tide_core.calibration import shards as module
-from tide_core.calibration.shards import (
+from tide_core.calibration.collect import shards as module
+from tide_core.calibration.collect.shards import (
     SequenceBatch,
     TokenSequence,
     TokenShards,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.calibration.traces_factory import made_traces, trace_of
-from tide_core.calibration.simulate import CycleCounts, acceptance_by_distance, pack, simulate, simulate_all
-from tide_core.calibration.traces import SequenceTrace
+from tide_core.calibration.risk.simulate import CycleCounts, acceptance_by_distance, pack, simulate, simulate_all
+from tide_core.calibration.risk.traces import SequenceTrace
 from tide_core.errors import ConfigError
 
 INF = math.inf

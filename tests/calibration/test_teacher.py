@@ -7,7 +7,7 @@ import torch
 
 from tests.calibration.heads import SHORTLIST, tiny_adapter
 from tests.tiny_models import FAMILIES
-from tide_core.calibration.teacher import FusedRMSNorm, Teacher, fused_norms
+from tide_core.calibration.train.teacher import FusedRMSNorm, Teacher, fused_norms
 
 
 @pytest.mark.parametrize("family", FAMILIES)

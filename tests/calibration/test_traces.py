@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tide_core.calibration.traces import (
+from tide_core.calibration.risk.traces import (
     CandidateTraces,
     SequenceTrace,
     acceptance,

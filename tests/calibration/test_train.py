@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.calibration.heads import SHORTLIST, tiny_adapter, write_sequences
-from tide_core.calibration import train
-from tide_core.calibration.candidates import Candidate, CandidateSpec
+from tide_core.calibration.collect.shards import SequenceBatch, TokenShards
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.evaluate import trace
-from tide_core.calibration.learner import Learner, Recipe
-from tide_core.calibration.shards import SequenceBatch, TokenShards
-from tide_core.calibration.traces import agreement
-from tide_core.calibration.train import _in_shape, fit, loss_distances, loss_rows
+from tide_core.calibration.risk.evaluate import trace
+from tide_core.calibration.risk.traces import agreement
+from tide_core.calibration.train import train
+from tide_core.calibration.train.candidates import Candidate, CandidateSpec
+from tide_core.calibration.train.learner import Learner, Recipe
+from tide_core.calibration.train.train import _in_shape, fit, loss_distances, loss_rows
 from tide_core.errors import ConfigError, TideError
-from tide_core.routing.router import CONFIDENCE_SIZE
+from tide_core.exits.artefact.router import CONFIDENCE_SIZE
 
 BLOCK = "2:block:deep:hidden=16:ffn=24"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tide_core.calibration.traces import CandidateTraces, SequenceTrace
+from tide_core.calibration.risk.traces import CandidateTraces, SequenceTrace
 
 
 def made_traces(

@@ -14,9 +14,9 @@ import pytest
 from tests.calibration.tiny_runs import contents, tiny_calibration, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import report
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.routing.artefact import load_artefact
+from tide_core.calibration.report import report
+from tide_core.exits.artefact.artefact import load_artefact
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.exits.artefact.artefact_factory import make_artefact
 from tests.factories import tiny_tokenizer
-from tests.routing.artefact_factory import make_artefact
 from tests.tiny_models import tiny_model
-from tide_core.routing.artefact import RiskThreshold, load_artefact
+from tide_core.exits.artefact.artefact import RiskThreshold, load_artefact
 
 Tide = Callable[..., tuple[int, str, str]]
 

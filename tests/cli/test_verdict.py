@@ -15,8 +15,8 @@ from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tide_core.config import EngineConfig
 from tide_core.engine import assemble as assembling
 from tide_core.engine.assemble import assemble
-from tide_core.engine.cost import CostPoint, CostTable
 from tide_core.evaluation import verdict as verdicts
+from tide_core.exits.cost import CostPoint, CostTable
 
 Tide = Callable[..., tuple[int, str, str]]
 

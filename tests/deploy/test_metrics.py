@@ -14,7 +14,7 @@ from deploy.metrics import BY_NAME, LATENCIES_S, MAX_HELD, MAX_SAMPLES, METRICS,
 from deploy.service import Call, Service
 from tests.deploy.answers import make_answer
 from tests.engine.exit_engines import exit_engine
-from tide_core.engine.exit_stats import ExitStats
+from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput, Usage
 from tide_core.stats import AuditSnapshot, EngineStats
 

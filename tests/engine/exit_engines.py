@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from tests.exits.artefact.artefact_factory import make_artefact
 from tests.factories import make_config, tiny_tokenizer
-from tests.routing.artefact_factory import make_artefact
 from tests.tiny_models import tiny_model
 from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.engine.engine import Completion, Engine
-from tide_core.engine.pace import Pace, Paces
+from tide_core.execution.graphs.launch_depth import Pace, Paces
+from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.models.identity import identify
-from tide_core.routing.artefact import load_artefact
 
 EASY = 0.03
 DAMPING = {

@@ -12,9 +12,9 @@ import torch
 from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_layers, exit_parts, ids, poisoned
 from tests.factories import make_config, make_engine, random_prompts
 from tests.tiny_models import tiny_model
-from tide_core.engine.audit import AuditBook
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import ConfigError, RequestError
+from tide_core.exits.audit import AuditBook
 from tide_core.request import Audit, SamplingParams
 
 PROMPTS = random_prompts(6, 11)
@@ -354,7 +354,7 @@ def test_every_family_runs_with_a_block_head(family: str, mode: str) -> None:
 
 
 def _always(epsilon: float) -> tuple[Any, ...]:
-    from tide_core.routing.artefact import RiskThreshold
+    from tide_core.exits.artefact.artefact import RiskThreshold
 
     return (RiskThreshold(epsilon, 0.05, 0.0, 200, epsilon / 2, 1.0),)
 

@@ -13,7 +13,7 @@ from tide_core.engine import collector
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Engine
 from tide_core.engine.sinks import ThreadSink
-from tide_core.engine.text import TextStream
+from tide_core.outputs.text import TextStream
 from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams
 
 

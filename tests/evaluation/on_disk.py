@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.exit_engines import easy_model
+from tests.exits.artefact.artefact_factory import make_artefact
 from tests.factories import tiny_tokenizer
-from tests.routing.artefact_factory import make_artefact
 
 PROMPTS = ["the cat sat on the mat", "the dog", "then they all went home", "a log on a mat", "home and dog", "cats"]
 

@@ -25,7 +25,7 @@ from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
 from tests.kernels.twin import twin_kernels
 from tide_core.config import EngineConfig
 from tide_core.engine import assemble
-from tide_core.engine.cycle_flight import Flight
+from tide_core.execution.graphs.in_flight import Flight
 from tide_core.request import NO_EXITS, ExitPolicy
 
 NEEDS_A_GPU = {"attention_512", "attention_8192", "attention_32768", "router"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.host import WAYS, measure
-from tide_core.engine.tokenizer import Tokenizer
 from tide_core.models.loader import load_tokenizer
 from tide_core.models.resolver import resolve
+from tide_core.outputs.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])

@@ -18,7 +18,9 @@ from benchmarks.kernels import Rates, Timed, bars_of, difference, time_case
 from benchmarks.kernels_cases import Case, Cases
 from benchmarks.kernels_inputs import Calls
 from tests.kernels.twin import twin_kernels
-from tide_core.kernels import CudaKernels, cuda, reference
+from tide_core.kernels import CudaKernels
+from tide_core.kernels.cuda import ops as cuda
+from tide_core.kernels.reference import ops as reference
 
 CPU = torch.device("cpu")
 SLOW = Rates(read_bytes_per_s=1e6, flops_per_s=1e9)

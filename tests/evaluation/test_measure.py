@@ -14,13 +14,13 @@ import torch
 from tests.engine.exit_engines import easy_model, exit_parts, ids
 from tests.factories import make_config, random_prompts
 from tide_core.engine.engine import Engine
-from tide_core.engine.policy import CheckpointPolicy
 from tide_core.errors import ConfigError, EngineError
 from tide_core.evaluation.contracts import Contract, contracts_of
 from tide_core.evaluation.curve import draw_curve
 from tide_core.evaluation.full_depth import FullDepth
 from tide_core.evaluation.measure import evaluate
 from tide_core.evaluation.results import ContractResult, as_csv, as_json, table
+from tide_core.exits.policy import CheckpointPolicy
 from tide_core.request import SamplingParams
 
 PROMPTS = random_prompts(5, 9)
@@ -90,7 +90,7 @@ def test_verified_disagrees_nowhere_and_its_answers_are_those_of_full_depth() ->
 
 
 def test_a_bound_that_breaks_is_told_with_the_tokens_it_did_not_cover() -> None:
-    from tide_core.routing.artefact import RiskThreshold
+    from tide_core.exits.artefact.artefact import RiskThreshold
 
     always = (RiskThreshold(0.02, 0.05, 0.0, 200, 0.01, 1.0),)
     contracts = [Contract("full", "full"), Contract("bounded 0.02", "bounded", epsilon=0.02)]
@@ -100,7 +100,7 @@ def test_a_bound_that_breaks_is_told_with_the_tokens_it_did_not_cover() -> None:
 
 
 def test_an_answer_that_fails_ends_the_measurement_with_its_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tide_core.engine.model_runner import ModelRunner
+    from tide_core.execution.runner import ModelRunner
 
     def fail(*args: object) -> None:
         raise RuntimeError("no")

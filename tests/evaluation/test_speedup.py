@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import easy_model
+from tests.exits.artefact.artefact_factory import make_artefact
 from tests.factories import random_prompts, tiny_tokenizer
-from tests.routing.artefact_factory import make_artefact
 from tide_core import __version__
 from tide_core.calibration.progress import SilentProgress
-from tide_core.calibration.report_data import Measured
+from tide_core.calibration.report.data import Measured
 from tide_core.engine import assemble
-from tide_core.engine.cost import CostPoint, CostTable
 from tide_core.engine.engine import Engine
 from tide_core.errors import ConfigError, EngineError
 from tide_core.evaluation import speedup
 from tide_core.evaluation.speedup import REPEATS, time_exits
+from tide_core.exits.cost import CostPoint, CostTable
 from tide_core.models.identity import identify
 
 TOKENS = 8
@@ -143,7 +143,7 @@ def test_few_prompts_come_again_and_prompts_too_long_are_not_used(artefact: Path
 
 
 def test_an_answer_that_fails_ends_the_measurement(artefact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tide_core.engine.model_runner import ModelRunner
+    from tide_core.execution.runner import ModelRunner
 
     def fail(*args: object) -> None:
         raise RuntimeError("no")

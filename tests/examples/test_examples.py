@@ -12,10 +12,10 @@ import pytest
 
 from tests.calibration.tiny_runs import write_prompts
 from tests.engine.exit_engines import easy_model
+from tests.exits.artefact.artefact_factory import make_artefact
 from tests.factories import tiny_tokenizer
-from tests.routing.artefact_factory import make_artefact
 from tide_core.engine import assemble
-from tide_core.engine.cost import CostPoint, CostTable
+from tide_core.exits.cost import CostPoint, CostTable
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.kernel_cases import TOLERANCES
-from tide_core.kernels import cuda, reference
-from tide_core.kernels.reference import Peaks, RouterWeights
+from tide_core.kernels.cuda import ops as cuda
+from tide_core.kernels.reference import ops as reference
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
 
 DEVICE = "cuda"
 TABLE_ROWS = 50

@@ -11,9 +11,9 @@ import torch
 from tests.calibration.tiny_runs import tiny_calibration, write_prompts
 from tests.factories import random_prompts, tiny_tokenizer
 from tests.tiny_models import CONFIGS, tiny_model
-from tide_core.calibration.decoder import can_decode
-from tide_core.calibration.generation import Generator
-from tide_core.calibration.sampling import GREEDY, Sampling
+from tide_core.calibration.collect.decoder import can_decode
+from tide_core.calibration.collect.generation import Generator
+from tide_core.calibration.collect.sampling import GREEDY, Sampling
 from tide_core.models.adapter import ModelAdapter
 
 pytestmark = pytest.mark.gpu
@@ -58,8 +58,8 @@ def test_sampled_batches_repeat_with_their_seed() -> None:
 def test_a_calibration_in_bfloat16_ends_in_an_artefact_that_loads(tmp_path: Path) -> None:
     pytest.importorskip("msgpack")
     from tide_core.calibration.pipeline import calibrate
+    from tide_core.exits.artefact.artefact import load_artefact
     from tide_core.models.identity import identify
-    from tide_core.routing.artefact import load_artefact
 
     model, tokenizer = copy.deepcopy(tiny_model("llama")).to("cuda", torch.bfloat16), tiny_tokenizer()
     identity = identify(model, tokenizer, None)

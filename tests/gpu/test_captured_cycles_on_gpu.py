@@ -10,8 +10,8 @@ import torch
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import random_prompts
 from tide_core.engine.assemble import Parts
-from tide_core.engine.audit import AuditBook
-from tide_core.engine.captured_cycle import CapturedCycles
+from tide_core.execution.graphs.cycle import CapturedCycles
+from tide_core.exits.audit import AuditBook
 from tide_core.kernels import CudaKernels
 from tide_core.request import SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import random_prompts
 from tide_core.engine.assemble import Parts
-from tide_core.engine.captured_drafts import CapturedDrafts
+from tide_core.execution.graphs.drafts import CapturedDrafts
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ import pytest
 from tests.engine.exit_engines import all_ids, exit_parts, poisoned
 from tests.factories import random_prompts
 from tide_core.engine.assemble import Parts
-from tide_core.engine.captured_prompts import CapturedPrompts
 from tide_core.engine.engine import Completion
+from tide_core.execution.graphs.prompts import CapturedPrompts
 from tide_core.kernels import CudaKernels
 from tide_core.request import SamplingParams
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tide_core.kernels import branching, cuda_branches
+from tide_core.kernels.cuda import branches as cuda_branches
+from tide_core.kernels.reference import branches as branching
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -14,7 +14,8 @@ from tests.kernels.cycle_cases import (
     cycle_case,
     no_row_carried,
 )
-from tide_core.kernels import cuda_cycle, cycle_plan
+from tide_core.kernels.cuda import cycle as cuda_cycle
+from tide_core.kernels.reference import cycle as cycle_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.kernels.draw_cases import KINDS, cycle_of, logits_of, numbers_of, params_of, settings_of
-from tide_core.kernels import cuda_draw, draw_plan
+from tide_core.kernels.cuda import draw as cuda_draw
+from tide_core.kernels.reference import draw as draw_plan
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tests.gpu.op_cases import DEVICE, assert_same, randn
 from tests.kernels.kernel_cases import assert_near
-from tide_core.kernels import cuda, cuda_obstacle, reference
+from tide_core.kernels import cuda_obstacle
+from tide_core.kernels.cuda import ops as cuda
+from tide_core.kernels.reference import ops as reference
 
 pytestmark = [
     pytest.mark.gpu,

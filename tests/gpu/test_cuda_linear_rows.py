@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.gpu.op_cases import DEVICE, RowOp, assert_right, assert_same, linear, randn
-from tide_core.kernels import cuda, cuda_obstacle
-from tide_core.kernels.cuda_launch import fast_for_many_rows
+from tide_core.kernels import cuda_obstacle
+from tide_core.kernels.cuda import ops as cuda
+from tide_core.kernels.cuda.launch import fast_for_many_rows
 
 pytestmark = [
     pytest.mark.gpu,

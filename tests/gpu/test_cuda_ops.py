@@ -21,8 +21,10 @@ from tests.gpu.op_cases import (
 )
 from tests.kernels.kernel_cases import DTYPES, TOLERANCES
 from tests.kernels.library_cases import library_cases, router_weights
-from tide_core.kernels import cuda, cuda_obstacle, reference
-from tide_core.kernels.reference import Peaks, RouterWeights
+from tide_core.kernels import cuda_obstacle
+from tide_core.kernels.cuda import ops as cuda
+from tide_core.kernels.reference import ops as reference
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.gpu.op_cases import DEVICE, assert_same, randn
-from tide_core.kernels import cuda, cuda_obstacle
-from tide_core.kernels.cuda_attention import attention_workspace
+from tide_core.kernels import cuda_obstacle
+from tide_core.kernels.cuda import ops as cuda
+from tide_core.kernels.cuda.attention import attention_workspace
 
 pytestmark = [
     pytest.mark.gpu,

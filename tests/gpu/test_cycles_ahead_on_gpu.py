@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.exit_engines import all_ids, exit_parts, fixed_paces, poisoned
 from tests.factories import random_prompts
-from tide_core.engine.captured_cycle import CapturedCycles
-from tide_core.engine.cycle_flight import Flight
+from tide_core.execution.graphs.cycle import CapturedCycles
+from tide_core.execution.graphs.in_flight import Flight
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.exit_engines import all_ids, exit_layers, poisoned
 from tests.factories import random_prompts
 from tests.gpu.test_captured_cycles_on_gpu import BLOCK, cycle_parts
-from tide_core.engine.captured_cycle import CapturedCycles, Started
+from tide_core.execution.graphs.cycle import CapturedCycles, Started
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

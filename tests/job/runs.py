@@ -19,7 +19,7 @@ from tests.calibration.tiny_runs import tiny_calibration
 from tests.evaluation.on_disk import save_model
 from tests.job.cluster import Cluster, Driver, Ended
 from tide_core.calibration.ledger import STAGES, read_ledger
-from tide_core.routing.artefact import Artefact, Manifest, load_artefact
+from tide_core.exits.artefact.artefact import Artefact, Manifest, load_artefact
 
 CALIBRATION: dict[str, Any] = {
     "num_samples": 420,

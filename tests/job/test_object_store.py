@@ -23,7 +23,7 @@ from benchmarks.live import ROOT, environment_of, free_ports
 from tests.calibration.tiny_runs import tiny_calibration
 from tests.evaluation.on_disk import save_model
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.routing.artefact import load_artefact
+from tide_core.exits.artefact.artefact import load_artefact
 
 pytestmark = pytest.mark.serve
 

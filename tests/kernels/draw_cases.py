@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tide_core.kernels import draw_plan
-from tide_core.kernels.draw_plan import DrawnCycle
+from tide_core.kernels.reference import draw as draw_plan
+from tide_core.kernels.reference.draw import DrawnCycle
 from tide_core.request import SamplingParams
 
 KINDS: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.draw_cases import cycle_of, numbers_of, params_of, settings_of
-from tide_core.kernels.cycle_plan import sizes
+from tide_core.kernels.reference.cycle import sizes
 
 ROWS, WIDTH, VOCABULARY, BOTTLENECK = 5, 48, 5000, 12
 HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 2, 16, 8, 6

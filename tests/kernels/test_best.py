@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tide_core import kernels
-from tide_core.kernels.best import _native_best, best
+from tide_core.kernels import select
+from tide_core.kernels.cpu.best import _native_best, best
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
 
@@ -21,11 +21,11 @@ INF, NAN = math.inf, math.nan
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "torch":
         monkeypatch.setitem(sys.modules, "tide_core.kernels._native", None)
-    for cached in (kernels._import_error, _native_best):
+    for cached in (select._import_error, _native_best):
         cached.cache_clear()
     assert (_native_best() is None) == (request.param == "torch")
     yield request.param
-    for cached in (kernels._import_error, _native_best):
+    for cached in (select._import_error, _native_best):
         cached.cache_clear()
 
 

@@ -36,7 +36,7 @@ if module.device_count() == 0:
     from tests.kernels.library_cases import library_cases
     from tests.kernels.test_cuda_checks import ARGUMENTS
     from tide_core.kernels import cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined
-    from tide_core.kernels.draw_plan import DrawnCycle
+    from tide_core.kernels.reference.draw import DrawnCycle
     for wrappers in (cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined):
         wrappers.home = lambda tensor: tensor.device
         wrappers.module = lambda: module

@@ -14,8 +14,13 @@ from torch import Tensor
 from tests.kernels.kernel_cases import PagedCase
 from tests.kernels.library_cases import BOTTLENECK, ROWS, WIDTH, router_weights
 from tide_core import kernels
-from tide_core.kernels import cuda, cuda_attention, cuda_branches, cuda_exits, cuda_joined
-from tide_core.kernels.reference import Peaks, RouterWeights
+from tide_core.kernels import select
+from tide_core.kernels.cuda import attention as cuda_attention
+from tide_core.kernels.cuda import branches as cuda_branches
+from tide_core.kernels.cuda import exits as cuda_exits
+from tide_core.kernels.cuda import joined as cuda_joined
+from tide_core.kernels.cuda import ops as cuda
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
 
 Launches = list[tuple[str, tuple[Any, ...]]]
 
@@ -464,18 +469,18 @@ def test_the_module_runs_on_later_gpus_of_its_generations_and_on_all_after_the_n
     monkeypatch: pytest.MonkeyPatch, built: str, capability: tuple[int, int], runs: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", SimpleNamespace(architectures=lambda: built))
-    kernels._import_error.cache_clear()
+    select._import_error.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     obstacle = kernels.cuda_obstacle()
-    kernels._import_error.cache_clear()
+    select._import_error.cache_clear()
     assert (obstacle is None) == runs
     assert runs or f"compute capability {capability[0]}.{capability[1]}" in str(obstacle)
 
 
 def test_a_module_that_was_never_built_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", None)
-    kernels._import_error.cache_clear()
+    select._import_error.cache_clear()
     assert "the CUDA module cannot be imported" in str(kernels.cuda_obstacle())
-    kernels._import_error.cache_clear()
+    select._import_error.cache_clear()
     assert kernels.cuda_obstacle("cpu") == "the CUDA kernels run on a GPU, not on cpu"

@@ -15,7 +15,7 @@ from tests.kernels.cycle_cases import (
     cycle_case,
     no_row_carried,
 )
-from tide_core.kernels import cycle_plan
+from tide_core.kernels.reference import cycle as cycle_plan
 from tide_core.kv.cache import RowSpan, StepIndex
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.draw_cases import cycle_of, params_of
-from tide_core.kernels import cuda_draw
-from tide_core.kernels.draw_plan import MOST_VOCABULARY, NUM_SETTINGS
+from tide_core.kernels.cuda import draw as cuda_draw
+from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_SETTINGS
 
 SHORTLIST = torch.arange(0, 50, 5)
 

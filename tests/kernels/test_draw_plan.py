@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.kernels.draw_cases import cycle_of, logits_of, numbers_of, params_of, settings_of
-from tide_core.engine import verify
-from tide_core.engine.cycle import Draft
-from tide_core.engine.verify import Target, _reject
-from tide_core.kernels import draw_plan
-from tide_core.kernels.draw_plan import DrawnCycle
+from tide_core.exits import verify
+from tide_core.exits.row_cycle import Draft
+from tide_core.exits.verify import Target, _reject
+from tide_core.kernels.reference import draw as draw_plan
+from tide_core.kernels.reference.draw import DrawnCycle
 from tide_core.request import SamplingParams
 from tide_core.sampling.draw import ACCEPT_STREAM
 from tide_core.sampling.draw import draw as inverse_cdf

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.kernels.kernel_cases import assert_near, assert_same_bits
-from tide_core.kernels import reference
+from tide_core.kernels.reference import ops as reference
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-native = importlib.import_module("tide_core.kernels.native")
+native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 
 @pytest.fixture(params=["baseline", "avx2", "avx512", "amx"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.kernels.kernel_cases import DTYPES, assert_near, assert_same_bits
-from tide_core.kernels import reference
+from tide_core.kernels.reference import ops as reference
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-native = importlib.import_module("tide_core.kernels.native")
+native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 SHAPES = [(576, 96), (64, 1), (1, 8), (7, 5), (33, 17), (130, 3), (1536, 40)]
 

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.kernel_cases import PagedCase
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-native = importlib.import_module("tide_core.kernels.native")
+native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 
 def linear_arguments(**changed: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from tests.kernels.kernel_cases import assert_same_bits
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-native = importlib.import_module("tide_core.kernels.native")
+native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 
 def run_script(body: str) -> subprocess.CompletedProcess[str]:

@@ -11,11 +11,11 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.kernels.kernel_cases import DTYPES, assert_near, assert_same_bits
-from tide_core.kernels import reference
-from tide_core.kernels.best import best
-from tide_core.kernels.reference import Peaks, RouterWeights
-from tide_core.routing.heads import ExitHead, HeadRMSNorm, HeadSpec
-from tide_core.routing.router import Router, confidence_of
+from tide_core.exits.artefact.heads import ExitHead, HeadRMSNorm, HeadSpec
+from tide_core.exits.artefact.router import Router, confidence_of
+from tide_core.kernels.cpu.best import best
+from tide_core.kernels.reference import ops as reference
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
 
 INF, NAN = math.inf, math.nan
 

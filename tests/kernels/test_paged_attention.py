@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.kernel_cases import DTYPES, PagedCase, assert_near, assert_same_bits
-from tide_core.kernels import reference
+from tide_core.kernels.reference import ops as reference
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-native = importlib.import_module("tide_core.kernels.native")
+native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 
 def attention_by_definition(case: PagedCase) -> Tensor:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels.kernel_cases import PagedCase, assert_same_bits
-from tide_core.routing.router import confidence_of
+from tide_core.exits.artefact.router import confidence_of
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-native = importlib.import_module("tide_core.kernels.native")
-program_module = importlib.import_module("tide_core.kernels.program")
+native = importlib.import_module("tide_core.kernels.cpu.ops")
+program_module = importlib.import_module("tide_core.kernels.cpu.program")
 Program = program_module.Program
 
 TOKENS = [0, 1, 5, 33]

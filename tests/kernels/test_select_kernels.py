@@ -11,7 +11,8 @@ import torch
 
 from tide_core import kernels
 from tide_core.errors import ConfigError
-from tide_core.kernels import reference, select_kernels
+from tide_core.kernels import select, select_kernels
+from tide_core.kernels.reference import ops as reference
 
 needs_native = pytest.mark.skipif(
     importlib.util.find_spec("tide_core.kernels._native") is None, reason="the native module is not built"
@@ -20,11 +21,11 @@ needs_native = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def forget_what_was_logged() -> Iterator[None]:
-    kernels._log_once.cache_clear()
-    kernels._import_error.cache_clear()
+    select._log_once.cache_clear()
+    select._import_error.cache_clear()
     yield
-    kernels._log_once.cache_clear()
-    kernels._import_error.cache_clear()
+    select._log_once.cache_clear()
+    select._import_error.cache_clear()
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_native_is_taken_on_the_cpu(choice: str) -> None:
     chosen = select_kernels(choice, "cpu")
     assert chosen.name == "native"
-    assert chosen.linear.__module__ == "tide_core.kernels.native"
+    assert chosen.linear.__module__ == "tide_core.kernels.cpu.ops"
 
 
 def test_reference_is_taken_when_asked_for() -> None:

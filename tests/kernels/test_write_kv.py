@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.kernel_cases import DTYPES, assert_same_bits
-from tide_core.kernels import reference
+from tide_core.kernels.reference import ops as reference
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-native = importlib.import_module("tide_core.kernels.native")
+native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 
 def pools(dtype: torch.dtype, key_dim: int, value_dim: int, blocks: int = 6, heads: int = 3) -> tuple[Tensor, Tensor]:

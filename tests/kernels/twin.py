@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
-from tide_core.kernels import CudaKernels, branching, cycle_plan, draw_plan, reference
+from tide_core.kernels import CudaKernels
+from tide_core.kernels.reference import branches as branching
+from tide_core.kernels.reference import cycle as cycle_plan
+from tide_core.kernels.reference import draw as draw_plan
+from tide_core.kernels.reference import ops as reference
 
 
 def twin_kernels() -> CudaKernels:

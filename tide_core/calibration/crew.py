@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from tide_core.calibration.collect.generation import Generator
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.encode import PromptEncoder
+from tide_core.calibration.data.encode import PromptEncoder
+from tide_core.calibration.data.lengths import Lengths
 from tide_core.calibration.files import RunFiles
-from tide_core.calibration.generation import Generator
-from tide_core.calibration.group import ALONE, Group
-from tide_core.calibration.lengths import Lengths
 from tide_core.calibration.progress import Progress, SilentProgress
+from tide_core.calibration.train.group import ALONE, Group
 from tide_core.calibration.worker_time import WorkerTime
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter

@@ -19,9 +19,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from tide_core.calibration.collect.shard_entry import ShardEntry
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.files import RunFiles
-from tide_core.calibration.shard_entry import ShardEntry
 from tide_core.calibration.worker_time import WorkerTime
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError

@@ -22,24 +22,24 @@ from typing import Any
 import safetensors.torch
 
 from tide_core.calibration import work
-from tide_core.calibration.collect import Unit, plan
+from tide_core.calibration.collect.collect import Unit, plan
+from tide_core.calibration.collect.shards import PARTS, ShardEntry, TokenShards, remove_others
 from tide_core.calibration.config import SELF_DATA, CalibrationConfig
 from tide_core.calibration.crew import Crew, ModelFacts, Solo, Workshop
-from tide_core.calibration.dataset import RecordPool, gather, kind_of, source_of, split
+from tide_core.calibration.data.dataset import RecordPool, gather, kind_of, source_of, split
+from tide_core.calibration.data.self_prompts import MadeUp, PromptBatch, add_self_prompts
 from tide_core.calibration.files import RunFiles
 from tide_core.calibration.ledger import Ledger, check_output, digest_of, locked
 from tide_core.calibration.progress import Progress, SilentProgress
-from tide_core.calibration.publish import Published, publish_measured
-from tide_core.calibration.self_prompts import MadeUp, PromptBatch, add_self_prompts
-from tide_core.calibration.shards import PARTS, ShardEntry, TokenShards, remove_others
-from tide_core.calibration.shortlist import choose_shortlist, count_emitted, coverage_of
-from tide_core.calibration.timing import Timer, as_info, of_info
+from tide_core.calibration.report.publish import Published, publish_measured
+from tide_core.calibration.report.timing import Timer, as_info, of_info
+from tide_core.calibration.train.shortlist import choose_shortlist, count_emitted, coverage_of
 from tide_core.calibration.worker_time import WorkerTime, together
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.artefact import install_artefact
 from tide_core.identity import ModelIdentity
 from tide_core.models.one_line import one_line
-from tide_core.routing.artefact import install_artefact
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tide_core.calibration.pipeline import CalibrationResult
-    from tide_core.calibration.timing import Timer
+    from tide_core.calibration.report.timing import Timer
     from tide_core.identity import ModelIdentity
 
 AUTO = "auto"

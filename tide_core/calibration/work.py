@@ -21,25 +21,25 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tide_core.calibration.candidates import (
+from tide_core.calibration.collect.collect import Unit, sequences_of
+from tide_core.calibration.collect.shards import PARTS, ShardEntry, TokenShards, write_shard
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.crew import Workshop
+from tide_core.calibration.data.self_prompts import MadeUp, PromptBatch, make_up
+from tide_core.calibration.progress import Progress
+from tide_core.calibration.report.data import Measured
+from tide_core.calibration.report.publish import Findings, Published, publish
+from tide_core.calibration.report.timing import NEW_TOKENS, Timer, held_out_prompts
+from tide_core.calibration.risk.evaluate import evaluate
+from tide_core.calibration.risk.traces import read_traces, write_traces
+from tide_core.calibration.train.candidates import (
     Candidate,
     CandidateSpec,
     comparison_candidates,
     load_candidates,
     save_candidates,
 )
-from tide_core.calibration.collect import Unit, sequences_of
-from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.crew import Workshop
-from tide_core.calibration.evaluate import evaluate
-from tide_core.calibration.progress import Progress
-from tide_core.calibration.publish import Findings, Published, publish
-from tide_core.calibration.report_data import Measured
-from tide_core.calibration.self_prompts import MadeUp, PromptBatch, make_up
-from tide_core.calibration.shards import PARTS, ShardEntry, TokenShards, write_shard
-from tide_core.calibration.timing import NEW_TOKENS, Timer, held_out_prompts
-from tide_core.calibration.traces import read_traces, write_traces
-from tide_core.calibration.train import STATE_NAME, fit
+from tide_core.calibration.train.train import STATE_NAME, fit
 from tide_core.calibration.worker_time import WorkerTime
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError

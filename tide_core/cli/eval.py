@@ -136,7 +136,7 @@ def _ids(engine: Engine, items: Sequence[prompts.PromptItem], max_tokens: int, *
 
 
 def _conditions(config: EngineConfig, parts: Parts) -> dict[str, Any]:
-    from tide_core.engine.cost_measure import machine_facts
+    from tide_core.execution.cost_measure import machine_facts
 
     device = parts.runner.cache.device
     return {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tide_core.cli.paint import ExitPaint
 from tide_core.cli.runs import Put
 from tide_core.cli.tally import Tally
-from tide_core.engine.exit_stats import ExitStats
+from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import Audit, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

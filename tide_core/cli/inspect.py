@@ -15,9 +15,9 @@ from tide_core.cli.output import write
 from tide_core.errors import ArtefactError
 
 if TYPE_CHECKING:
-    from tide_core.routing.artefact import Artefact
-    from tide_core.routing.heads import HeadSpec
-    from tide_core.routing.manifest import Checkpoint
+    from tide_core.exits.artefact.artefact import Artefact
+    from tide_core.exits.artefact.heads import HeadSpec
+    from tide_core.exits.artefact.manifest import Checkpoint
 
 
 @with_exit_code
@@ -35,7 +35,7 @@ def inspect(
     With --model the command fails if the artefact was made for another model.
     """
     console.prepare(verbose=verbose)
-    from tide_core.routing.artefact import load_artefact  # torch comes with it
+    from tide_core.exits.artefact.artefact import load_artefact  # torch comes with it
 
     artefact = load_artefact(path, None)
     refusal = None if model is None else _refusal(artefact, model, quiet=quiet)
@@ -49,10 +49,10 @@ def inspect(
 
 def _refusal(artefact: Artefact, model: str, *, quiet: bool) -> ArtefactError | None:
     """Why the artefact does not belong to the model."""
+    from tide_core.exits.artefact.match import check_identity
     from tide_core.models.identity import identify
     from tide_core.models.loader import TORCH_DTYPES, load_model, load_tokenizer
     from tide_core.models.resolver import resolve
-    from tide_core.routing.match import check_identity
 
     made_in = artefact.manifest.model.dtype
     with console.status(f"loading {model}", quiet=quiet):
@@ -67,7 +67,7 @@ def _refusal(artefact: Artefact, model: str, *, quiet: bool) -> ArtefactError | 
 
 
 def _as_json(artefact: Artefact, matches: bool | None) -> str:
-    from tide_core.routing.strict_json import plain
+    from tide_core.exits.artefact.strict_json import plain
 
     fields = {"path": str(artefact.path), "digest": artefact.digest, **plain(artefact.manifest)}
     for checkpoint, head, router in zip(fields["checkpoints"], artefact.heads, artefact.routers, strict=True):

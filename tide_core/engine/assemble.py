@@ -15,22 +15,22 @@ from torch import nn
 
 from tide_core import __version__
 from tide_core.config import EngineConfig
-from tide_core.engine.branches import SPARE_BLOCKS
-from tide_core.engine.captured_cycle import CapturedCycles
-from tide_core.engine.captured_drafts import CapturedDrafts
-from tide_core.engine.captured_pass import obstacle
-from tide_core.engine.captured_prompts import CapturedPrompts
-from tide_core.engine.captured_segments import CapturedSegments
 from tide_core.engine.core import EngineCore
-from tide_core.engine.cost import Acceptance, DraftPlanner
-from tide_core.engine.cost_measure import cache_path, machine_facts, measure, read_table, write_table
-from tide_core.engine.depth_loop import plan_segments
-from tide_core.engine.exits import BoundCheckpoint, Exits
-from tide_core.engine.model_runner import ModelRunner
-from tide_core.engine.policy import CheckpointPolicy
 from tide_core.engine.scheduler import Scheduler
-from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import ConfigError
+from tide_core.execution.cost_measure import cache_path, machine_facts, measure, read_table, write_table
+from tide_core.execution.depth_loop import plan_segments
+from tide_core.execution.graphs.base import obstacle
+from tide_core.execution.graphs.branches import SPARE_BLOCKS
+from tide_core.execution.graphs.cycle import CapturedCycles
+from tide_core.execution.graphs.drafts import CapturedDrafts
+from tide_core.execution.graphs.prompts import CapturedPrompts
+from tide_core.execution.graphs.segments import CapturedSegments
+from tide_core.execution.runner import ModelRunner
+from tide_core.exits.artefact.artefact import Artefact, load_artefact
+from tide_core.exits.cost import Acceptance, DraftPlanner
+from tide_core.exits.policy import CheckpointPolicy
+from tide_core.exits.propose import BoundCheckpoint, Exits
 from tide_core.identity import ModelIdentity
 from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
@@ -43,7 +43,7 @@ from tide_core.models.layout_probe import probe_layouts
 from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
-from tide_core.routing.artefact import Artefact, load_artefact
+from tide_core.outputs.tokenizer import Tokenizer
 
 logger = logging.getLogger("tide")
 

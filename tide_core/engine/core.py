@@ -20,16 +20,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tide_core.batch import RowResult, RowStep, ScheduledBatch, StepResult
-from tide_core.engine.audit import AuditBook
-from tide_core.engine.exit_stats import ExitStats
-from tide_core.engine.policy import without_exits
-from tide_core.engine.progress import Gain, Progress, make_output
-from tide_core.engine.row import Row
 from tide_core.engine.scheduler import Scheduler
-from tide_core.engine.tally import ALL_VERIFIED, Drafts, Tally
-from tide_core.engine.tokenizer import Tokenizer
 from tide_core.errors import EngineError, RequestError
+from tide_core.exits.audit import AuditBook
+from tide_core.exits.policy import without_exits
+from tide_core.outputs.exit_stats import ExitStats
+from tide_core.outputs.request_state import Gain, Progress, make_output
+from tide_core.outputs.step_stats import ALL_VERIFIED, Drafts, Tally
+from tide_core.outputs.tokenizer import Tokenizer
 from tide_core.request import Audit, ExitPolicy, FinishReason, Request, RequestOutput, SamplingParams
+from tide_core.row import Row
 
 logger = logging.getLogger("tide")
 

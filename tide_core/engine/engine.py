@@ -20,11 +20,11 @@ from typing import Any
 from tide_core import __version__
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble, with_artefact
-from tide_core.engine.cost import DraftPlanner
 from tide_core.engine.loop import EngineLoop
-from tide_core.engine.policy import resolve_policy
 from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, RequestError
+from tide_core.exits.cost import DraftPlanner
+from tide_core.exits.policy import resolve_policy
 from tide_core.request import MODES, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 from tide_core.stats import EngineStats, ModelFacts
 

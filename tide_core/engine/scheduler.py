@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tide_core.batch import RowStep, ScheduledBatch
-from tide_core.engine.row import Row
 from tide_core.kv.block_manager import BlockManager
 from tide_core.quick import quick
 from tide_core.request import Request
+from tide_core.row import Row
 
 PROMPT_SHARE = 0.25
 """Of the token budget, kept from drafts as long as a prompt is there to run."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tide_core.engine.policy import CheckpointPolicy, resolve_policy
 from tide_core.errors import ConfigError, RequestError
+from tide_core.exits.policy import CheckpointPolicy, resolve_policy
 from tide_core.request import SamplingParams
 
 FULL = "full"

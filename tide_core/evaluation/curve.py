@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tide_core.calibration.report_plots import COLOURS, MARKERS, STYLE, can_plot
+from tide_core.calibration.report.plots import COLOURS, MARKERS, STYLE, can_plot
 from tide_core.evaluation.results import ContractResult
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tide_core import __version__
 from tide_core.calibration.progress import Progress
-from tide_core.calibration.report_data import Measured
+from tide_core.calibration.report.data import Measured
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError, EngineError
 from tide_core.evaluation.machine import device_name
@@ -57,7 +57,7 @@ def time_exits(
     """Mode `verified` against mode `full` at each batch size, smallest first. The model is left to the engine."""
     from tide_core.engine.assemble import assemble_loaded
     from tide_core.engine.engine import Engine
-    from tide_core.routing.artefact import load_artefact
+    from tide_core.exits.artefact.artefact import load_artefact
 
     started = time.perf_counter()
     config = _settings(model, prompts, max(batches), new_tokens)

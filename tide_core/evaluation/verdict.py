@@ -13,14 +13,14 @@ from typing import Any
 
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, artefact_folder, assemble_loaded, cost_facts
-from tide_core.engine.cost import Acceptance, CostTable, DraftPlanner
-from tide_core.engine.cost_measure import CONTEXT, cache_path, measure, write_table
 from tide_core.errors import ConfigError
+from tide_core.execution.cost_measure import CONTEXT, cache_path, measure, write_table
+from tide_core.exits.artefact.artefact import Artefact, load_artefact
+from tide_core.exits.cost import Acceptance, CostTable, DraftPlanner
 from tide_core.models.identity import identify
 from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
-from tide_core.routing.artefact import Artefact, load_artefact
 
 LIMIT_S = 60.0
 """No further number of rows is measured once it has taken this long."""

@@ -24,4 +24,4 @@ def _has_module(folder: Path) -> bool:
 
 
 def _sources(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.py")}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.py")}

@@ -1,9 +1,9 @@
 """The ops as `torch.ops.tide.*`, so that `torch.compile` and graphs see what each reads, writes and returns.
 
 Importing this module registers them, those of a cycle with it (`library_cycle`). On a GPU an op is the one of
-`tide_core.kernels.cuda`, on the CPU its reference. Those whose name ends in `_out` write into given tensors and
+`tide_core.kernels.cuda.ops`, on the CPU its reference. Those whose name ends in `_out` write into given tensors and
 allocate nothing on a GPU. What an op writes, its results and memory it works in, is marked with `!` in its schema.
-`num_rows` is that of `tide_core.kernels.cuda`.
+`num_rows` is that of `tide_core.kernels.cuda.ops`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide_core.kernels import cuda, library_cycle, reference
+from tide_core.kernels import library_cycle
+from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.library_register import returning, writing
-from tide_core.kernels.reference import Peaks, RouterWeights
+from tide_core.kernels.reference import ops as reference
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
 
 __all__ = library_cycle.__all__
 

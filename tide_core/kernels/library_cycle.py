@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide_core.kernels import branching, cuda_branches, cuda_cycle, cuda_draw, cycle_plan, draw_plan
-from tide_core.kernels.branching import Claims
-from tide_core.kernels.draw_plan import NUM_HEAD, DrawnCycle
+from tide_core.kernels.cuda import branches as cuda_branches
+from tide_core.kernels.cuda import cycle as cuda_cycle
+from tide_core.kernels.cuda import draw as cuda_draw
 from tide_core.kernels.library_register import returning, writing
+from tide_core.kernels.reference import branches as branching
+from tide_core.kernels.reference import cycle as cycle_plan
+from tide_core.kernels.reference import draw as draw_plan
+from tide_core.kernels.reference.branches import Claims
+from tide_core.kernels.reference.draw import NUM_HEAD, DrawnCycle
 
 __all__: list[str] = []
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tide_core.kernels import Kernels, reference
+from tide_core.kernels import Kernels
+from tide_core.kernels.reference import ops as reference
 from tide_core.kv.cache import PagedKV, PagedView, RowSpan, StepIndex
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)

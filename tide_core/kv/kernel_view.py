@@ -19,7 +19,7 @@ import torch
 
 from tide_core.batch import Rotation
 from tide_core.kernels import CudaKernels, Kernels
-from tide_core.kernels.cuda_checks import MOST_JOINED_QUERIES
+from tide_core.kernels.cuda.checks import MOST_JOINED_QUERIES
 from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex, WriteOnlyView
 from tide_core.kv.device_view import DeviceView, flash_takes
 

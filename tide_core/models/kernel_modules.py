@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tide_core.kernels import CudaKernels, Kernels, reference
+from tide_core.kernels import CudaKernels, Kernels
+from tide_core.kernels.reference import ops as reference
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 
 from tide_core.errors import EngineError
-from tide_core.kernels.best import best
+from tide_core.kernels.cpu.best import best
 from tide_core.sampling.adjust import adjusted, needs_adjusting
 from tide_core.sampling.draw import draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow

@@ -23,15 +23,15 @@ from torch import Tensor
 from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, artefact_folder, assemble_loaded
 from tide_core.engine.engine import Completion, Engine
-from tide_core.engine.exit_stats import ExitStats
-from tide_core.engine.policy import resolve_policy
 from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from tide_core.exits.artefact.artefact import Artefact, load_artefact
+from tide_core.exits.artefact.match import check_identity
+from tide_core.exits.policy import resolve_policy
 from tide_core.models.identity import identify
 from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.resolver import ResolvedModel, resolve
+from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import FinishReason, SamplingParams
-from tide_core.routing.artefact import Artefact, load_artefact
-from tide_core.routing.match import check_identity
 from tide_core.tide.config import TIDEConfig, checked
 from tide_core.tide.loan import Loan, check_usable
 from tide_core.tide.rows import IdsOnly, joined, rows_of

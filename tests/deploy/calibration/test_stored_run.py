@@ -15,12 +15,14 @@ from tests.calibration.test_measured import FakeTimer
 from tests.calibration.tiny_runs import contents, tiny_calibration, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import dataset, pipeline, report, work
+from tide_core.calibration import pipeline, work
 from tide_core.calibration.crew import Solo, Workshop
+from tide_core.calibration.data import dataset
 from tide_core.calibration.files import RunFiles
-from tide_core.calibration.learner import Learner
 from tide_core.calibration.ledger import read_ledger
 from tide_core.calibration.progress import SilentProgress
+from tide_core.calibration.report import report
+from tide_core.calibration.train.learner import Learner
 from tide_core.models.identity import identify
 
 

@@ -15,7 +15,8 @@ from deploy.calibration.events import Began, Done, Failed, Moved, Noted, Took
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.training import TrainingError, train_together
 from tests.deploy.calibration.test_events import Heard
-from tide_core.calibration import group, run
+from tide_core.calibration import run
+from tide_core.calibration.train import group
 from tide_core.errors import ConfigError
 
 Board = training._Board.__ray_metadata__.modified_class

@@ -19,7 +19,7 @@ from tests.calibration.tiny_runs import tiny_calibration
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
 from tide_core.calibration import run
-from tide_core.calibration.group import ALONE, One
+from tide_core.calibration.train.group import ALONE, One
 from tide_core.errors import ConfigError
 from tide_core.models.identity import identify
 

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tide_core.config import EngineConfig
+from tide_core.errors import ConfigError
+from tide_core.execution.depth_loop import plan_segments
+
+pytestmark = pytest.mark.unit
+
+
+def short(value: Any) -> str:
+    return "huge" if isinstance(value, int) and abs(value) > 10**30 else repr(value)[:24]
+
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    *(("model", v) for v in ("", None, 3)),
+    *(("dtype", v) for v in ("int8", "fp32", None)),
+    *(("device", v) for v in ("tpu", 0)),
+    *(("kernels", v) for v in ("fast", True)),
+    *(("max_model_len", v) for v in (0, 1, -5, 1.5, True, 2**30)),
+    *(("kv_memory_gib", v) for v in (0, -1, math.nan, math.inf, 10**400, "1", True)),
+    *(("block_size", v) for v in (0, 1025, 2.0)),
+    *(("max_rows", v) for v in (0, 10**6, "8")),
+    *(("max_batch_tokens", v) for v in (0, 2**30, 63)),
+    *(("num_threads", v) for v in (0, 4096, 1.0)),
+    *(("max_queued", v) for v in (0, -1)),
+    *(("prefix_caching", v) for v in (1, "yes", None)),
+    *(("checkpoint_layers", v) for v in ((0,), (3, 2), (2, 2), (1.5,), (True,), [2], "2")),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_VALUES, ids=short)
+def test_a_bad_setting_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig(**{field: value})
+    assert refusal.value.field == field
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"max_batch_token.*did you mean max_batch_tokens"):
+        EngineConfig.from_mapping({"max_batch_token": 3})
+
+
+def test_an_unknown_key_like_no_other_is_refused_with_all_known_ones() -> None:
+    with pytest.raises(ConfigError, match="kv_memory_gib"):
+        EngineConfig.from_mapping({"zzz": 3})
+
+
+def test_lists_from_yaml_become_checkpoint_layers() -> None:
+    assert EngineConfig.from_mapping({"checkpoint_layers": [2, 8]}).checkpoint_layers == (2, 8)
+
+
+def test_segments_cover_every_layer_once() -> None:
+    assert [list(s) for s in plan_segments(6, (1, 4))] == [[0], [1, 2, 3], [4, 5]]
+    assert [list(s) for s in plan_segments(3, ())] == [[0, 1, 2]]
+
+
+def test_the_last_layer_is_no_checkpoint() -> None:
+    with pytest.raises(ConfigError, match="checkpoint_layers"):
+        plan_segments(4, (2, 4))

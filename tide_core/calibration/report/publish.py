@@ -1,0 +1,198 @@
+"""The last stage: a decision, its report, and both as an artefact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from tide_core.calibration.collect.shards import PARTS, TokenShards
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.report.data import (
+    Measured,
+    PartSize,
+    ReportData,
+    candidate_curves,
+    exit_histogram,
+    reliability,
+)
+from tide_core.calibration.report.report import TEXT, add_measured, render_report
+from tide_core.calibration.risk.decide import Decision, costs_of, decide, traces_of
+from tide_core.calibration.risk.traces import CandidateTraces
+from tide_core.calibration.train.candidates import Candidate
+from tide_core.calibration.worker_time import WorkerTime
+from tide_core.exits.artefact.artefact import (
+    HEADS_FILE,
+    MANIFEST_FILE,
+    Checkpoint,
+    DataSummary,
+    FastPoint,
+    Manifest,
+    RiskThreshold,
+    replace_reports,
+    save_artefact,
+)
+from tide_core.identity import ModelIdentity
+from tide_core.models.adapter import ModelAdapter
+
+NOTE = (
+    "Exits were compared on the test part. What is stated of the published one was measured on the calibration part, "
+    "which nothing before had seen."
+)
+GIVEN_NOTE = (
+    "Thresholds of `bounded` were certified on two parts, each alone: answers to prompts of the model's own and"
+    " answers to prompts that people wrote. The stricter one is taken, and the numbers beside it are those of its part."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that the stages before have left."""
+
+    config: CalibrationConfig
+    identity: ModelIdentity
+    model_name: str
+    """As a command would name it."""
+    data_kind: str
+    """What to say of the data."""
+    shards: Mapping[str, TokenShards]
+    traces: Mapping[str, Sequence[CandidateTraces]]
+    """Of the test and the calibration part."""
+    candidates: Sequence[Candidate]
+    shortlist: Tensor
+    coverage: float
+    """Share of held-out tokens in the shortlist."""
+    workers: Sequence[WorkerTime] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    digest: str
+    report: str
+    """Name of the file in the artefact."""
+    data: ReportData
+    """What it says, the verdict included."""
+    names: tuple[str, ...]
+    """All files of the artefact, its manifest last."""
+
+
+def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Published:
+    """Decide, and write the artefact to `target` as a whole."""
+    costs = {each.name: costs_of(each, adapter, findings.shortlist) for each in findings.candidates}
+    decision = decide(findings.config, findings.traces, costs, adapter.num_layers)
+    chosen = next(each for each in findings.candidates if each.name == decision.best.name)
+    manifest = manifest_of(findings, decision, chosen)
+    data = report_of(findings, decision, manifest.tool_version)
+    reports = render_report(data)
+    digest = save_artefact(target, manifest, [chosen.head], [chosen.router], findings.shortlist, reports)
+    return Published(digest, TEXT, data, _names(reports))
+
+
+def publish_measured(published: Published, measured: Measured, target: Path) -> Published:
+    """The report at `target` again, with timings in it; what is served stays as it was, and so does the digest."""
+    data = add_measured(published.data, measured)
+    reports = render_report(data)
+    digest = replace_reports(target, reports)
+    assert digest == published.digest
+    return Published(digest, published.report, data, _names(reports))
+
+
+def _names(reports: Mapping[str, bytes]) -> tuple[str, ...]:
+    return (HEADS_FILE, *reports, MANIFEST_FILE)
+
+
+def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Manifest:
+    best, fast, shards = decision.best, decision.fast, findings.shards
+    thresholds = [
+        RiskThreshold(each.epsilon, each.delta, each.threshold, each.num_sequences, each.risk, each.coverage)
+        for each in decision.choices
+        if each.threshold is not None
+    ]
+    point = None
+    if fast is not None:
+        point = FastPoint(fast.threshold, fast.disagreement, fast.layers_per_token, fast.num_sequences)
+    checkpoint = Checkpoint(
+        layer=chosen.layer,
+        head=chosen.head.spec,
+        router_bottleneck=chosen.router.out.in_features,
+        acceptance=decision.acceptance,
+        draft_threshold=best.draft_threshold,
+        thresholds=tuple(thresholds),
+        fast=point,
+    )
+    digests = "".join(f"{part} {shards[part].digest}\n" for part in PARTS)
+    return Manifest(
+        model=findings.identity,
+        checkpoints=(checkpoint,),
+        max_drafts=best.max_drafts,
+        shortlist_size=len(findings.shortlist),
+        shortlist_coverage=findings.coverage,
+        data=DataSummary(
+            kind=findings.data_kind,
+            digest=hashlib.sha256(digests.encode()).hexdigest(),
+            num_train_tokens=shards["train"].num_tokens,
+            num_train_sequences=shards["train"].num_sequences,
+            num_calibration_sequences=shards["calibration"].num_sequences + shards["given"].num_sequences,
+            num_test_sequences=shards["test"].num_sequences,
+        ),
+    )
+
+
+def report_of(findings: Findings, decision: Decision, tool_version: str) -> ReportData:
+    identity, best, shards = findings.identity, decision.best, findings.shards
+    compared, stated = findings.traces["test"], traces_of(findings.traces["calibration"], best.name)
+    settings = {**findings.config.to_mapping(), "data": findings.data_kind}
+    return ReportData(
+        model=identity.name,
+        architecture=identity.architecture,
+        num_layers=identity.num_layers,
+        width=identity.width,
+        vocab_size=identity.vocab_size,
+        weights_digest=identity.weights_sha256 or "",
+        tokenizer_digest=identity.tokenizer_sha256,
+        tool_version=tool_version,
+        command=command_of(findings),
+        settings={name: _plain(value) for name, value in settings.items()},
+        parts=tuple(
+            PartSize(part, shards[part].num_sequences, shards[part].num_tokens, shards[part].digest)
+            for part in PARTS
+            if shards[part].num_sequences
+        ),
+        shortlist_size=len(findings.shortlist),
+        shortlist_coverage=findings.coverage,
+        candidates=tuple(candidate_curves(traces_of(compared, plan.name), plan) for plan in decision.plans),
+        chosen=best.name,
+        acceptance=decision.acceptance,
+        tokens_per_deep_pass=best.counts.tokens_per_deep_pass,
+        risk=decision.choices,
+        fast=decision.fast,
+        predicted=decision.speedups,
+        exit_histogram=exit_histogram(best.counts, best.layer, identity.num_layers),
+        reliability=reliability(stated),
+        verdict=decision.verdict,
+        workers=tuple(findings.workers),
+        notes=(NOTE, GIVEN_NOTE) if "given" in findings.traces else (NOTE,),
+    )
+
+
+def command_of(findings: Findings) -> str:
+    """What repeats the calibration; local files and the name of the output are the caller's own."""
+    usual = CalibrationConfig().to_mapping()
+    changed = {key: value for key, value in findings.config.to_mapping().items() if value != usual[key]}
+    if "data" in changed and changed["data"] != findings.data_kind:
+        changed["data"] = "FILES"
+    words = ["tide", "calibrate", "--model", findings.model_name, "--output", "OUTPUT"]
+    for key, value in changed.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    return shlex.join(words)
+
+
+def _plain(value: object) -> str | int | float | bool | None:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

@@ -1,0 +1,251 @@
+"""Candidates: the exit heads that a calibration trains side by side, and how each is shaped and started.
+
+A candidate is written `layer:kind`, then what it has beside that: `2:block:deep:muon:ffn=1536:taps=10+20`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.disk import write_whole
+from tide_core.errors import ConfigError
+from tide_core.exits.artefact.heads import HEAD_KINDS, ExitHead, HeadSpec
+from tide_core.exits.artefact.router import Router
+from tide_core.models.adapter import ModelAdapter
+
+EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:ffn=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
+_FLAGS = ("deep", "muon")
+
+
+def _read_taps(text: str) -> tuple[int, ...]:
+    """Layers with plus signs between them; 0 alone is none."""
+    return () if text == "0" else tuple(int(layer) for layer in text.split("+"))
+
+
+_SIZES: dict[str, Callable[[str], Any]] = {"hidden": int, "ffn": int, "lr": float, "taps": _read_taps}
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateSpec:
+    """One head at one layer, and how to train it."""
+
+    layer: int
+    """Layers that have run."""
+    kind: str
+    deep: bool = False
+    """Fed with the last deep state."""
+    hidden: int | None = None
+    """Width of the head's SwiGLU, 0 for none; None takes the model's feed-forward width for an mlp head, else none."""
+    ffn: int | None = None
+    """Width of the block's own SwiGLU; None takes the model's feed-forward width."""
+    lr: float | None = None
+    """None takes that of the configuration."""
+    muon: bool = False
+    """Matrices are trained with Muon instead of AdamW."""
+    taps: tuple[int, ...] | None = None
+    """Layers whose states go into the deep state; None takes two on the way, `usual_taps`."""
+
+    @classmethod
+    def parse(cls, text: str) -> CandidateSpec:
+        layer, _, rest = text.partition(":")
+        kind, *extras = rest.split(":")
+        values: dict[str, Any] = {}
+        try:
+            for extra in extras:
+                key, given, value = extra.partition("=")
+                if key in values or key not in (_SIZES if given else _FLAGS):
+                    raise ValueError(extra)
+                values[key] = _SIZES[key](value) if given else True
+            spec = cls(int(layer), kind, **values)
+        except ValueError as error:
+            raise ConfigError("candidate", text, EXPECTED) from error
+        if kind not in HEAD_KINDS or spec.layer < 1:
+            raise ConfigError("candidate", text, EXPECTED)
+        return spec
+
+    @property
+    def name(self) -> str:
+        """As `parse` reads it; what was not set is left out."""
+        flags = [key for key in _FLAGS if getattr(self, key)]
+        sizes = [f"{key}={getattr(self, key)}" for key in _SIZES if key != "taps" and getattr(self, key) is not None]
+        taps = [] if self.taps is None else [f"taps={'+'.join(map(str, self.taps)) or 0}"]
+        return ":".join([str(self.layer), self.kind, *flags, *sizes, *taps])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A head at a checkpoint layer and its router."""
+
+    layer: int
+    kind: str
+    head: ExitHead
+    router: Router
+    name: str
+
+
+def candidates_of(config: CalibrationConfig, num_layers: int) -> list[CandidateSpec]:
+    """Those the configuration lists, or every head kind of it at every one of its checkpoints."""
+    if config.candidates:
+        return [CandidateSpec.parse(text) for text in config.candidates]
+    specs = []
+    for layer in config.checkpoints_for(num_layers):
+        for kind in config.heads:
+            deep = config.deep_inputs and kind != "identity"
+            hidden = config.head_hidden if kind in ("mlp", "block") else None
+            ffn = config.head_ffn if kind == "block" else None
+            muon = config.optimiser == "muon" and kind != "identity"
+            specs.append(CandidateSpec(layer, kind, deep, hidden, ffn, muon=muon, taps=config.taps if deep else None))
+    return specs
+
+
+def layers_of(candidates: Sequence[Candidate]) -> list[int]:
+    """The layers whose states candidates want: their own and those of their taps."""
+    return sorted({layer for each in candidates for layer in (each.layer, *each.head.spec.taps)})
+
+
+def usual_taps(layer: int, num_layers: int) -> tuple[int, ...]:
+    """A third and two thirds of the way, as far as they lie between the checkpoint layer and the last one."""
+    thirds = {round(num_layers / 3), round(2 * num_layers / 3)}
+    return tuple(sorted(tap for tap in thirds if layer < tap < num_layers))
+
+
+def comparison_candidates(num_layers: int) -> list[CandidateSpec]:
+    """Cheap heads along the depth of a model, for a report of agreement by layer and kind."""
+    layers = sorted({min(max(1, round(num_layers * part)), num_layers - 1) for part in (1 / 15, 0.25, 0.5, 0.75)})
+    return [CandidateSpec(layer, kind) for kind in ("identity", "affine") for layer in layers]
+
+
+def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> HeadSpec:
+    """The shape of a candidate in this model; what it leaves open follows the model's own decoder blocks."""
+    config = adapter.config
+    width = int(config.hidden_size)
+    feed_forward = _first(config, "intermediate_size", "ffn_dim", "ffn_hidden_size") or -(-width * 8 // 48) * 16
+    shape: dict[str, int] = {}
+    if spec.kind == "block":
+        heads = int(config.num_attention_heads)
+        own_size = None if hasattr(config, "kv_lora_rank") else getattr(config, "head_dim", None)
+        size = int(own_size or width // heads)
+        groups = _first(config, "num_key_value_heads", "num_kv_heads") or heads
+        shape = {
+            "num_heads": heads,
+            "num_kv_heads": groups if heads % groups == 0 else heads,
+            "head_size": size + size % 2,
+            "ffn": feed_forward if spec.ffn is None else spec.ffn,
+        }
+    own_hidden = feed_forward if spec.kind == "mlp" else 0
+    taps = usual_taps(spec.layer, adapter.num_layers) if spec.taps is None else spec.taps
+    if any(not spec.layer < tap < adapter.num_layers for tap in taps):
+        expected = f"layers above {spec.layer} and below {adapter.num_layers}"
+        raise ConfigError(f"taps of candidate {spec.name}", taps, expected)
+    return HeadSpec(
+        kind=spec.kind,
+        width=width,
+        deep=spec.deep,
+        max_distance=max_distance if spec.deep else 0,
+        hidden=own_hidden if spec.hidden is None else spec.hidden,
+        rope_theta=_rope_theta(config),
+        norm_eps=float(_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5),
+        taps=taps if spec.deep else (),
+        **shape,
+    )
+
+
+def make_candidate(
+    adapter: ModelAdapter, spec: CandidateSpec, *, max_distance: int, bottleneck: int, seed: int
+) -> Candidate:
+    """An untrained candidate in float32 on the model's device; equal every time, whatever others are made beside it."""
+    if not 1 <= spec.layer < adapter.num_layers:
+        raise ConfigError(f"layer of candidate {spec.name}", spec.layer, f"1..{adapter.num_layers - 1}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed ^ zlib.crc32(spec.name.encode()))
+        head = ExitHead(head_spec(adapter, spec, max_distance))
+        router = Router(head.spec.width, bottleneck)
+    if head.spec.attends:
+        start_like(head, adapter.layers[-1])
+    return Candidate(spec.layer, spec.kind, head.to(adapter.device), router.to(adapter.device), spec.name)
+
+
+@torch.no_grad()
+def start_like(head: ExitHead, layer: nn.Module) -> list[str]:
+    """Start a block with the weights of one of the model's own, as far as both have them; returns what was taken.
+
+    The projections out of the block are left at zero, so that it still starts as the identity."""
+    taken = []
+    for ours, theirs in (
+        ("q_proj", "self_attn.q_proj"),
+        ("k_proj", "self_attn.k_proj"),
+        ("v_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.gate_proj"),
+        ("mlp.up_proj", "mlp.up_proj"),
+        ("attention_norm", "input_layernorm"),
+        ("mlp_norm", "post_attention_layernorm"),
+    ):
+        try:
+            module, source = head.block.get_submodule(ours), layer.get_submodule(theirs)
+        except AttributeError:
+            continue
+        norm = ours.endswith("norm")
+        to, weight = module.weight, getattr(source, "weight", None)
+        plain = hasattr(source, "variance_epsilon") if norm else isinstance(source, nn.Linear)
+        if not plain or not isinstance(to, Tensor) or not isinstance(weight, Tensor):
+            continue
+        if to.shape[1:] != weight.shape[1:] or (to.shape != weight.shape and not ours.startswith("mlp.")):
+            continue
+        rows = min(len(to), len(weight))  # a block narrower or wider inside than the model's takes what fits
+        to[:rows] = weight[:rows].to(to)
+        taken.append(ours)
+    return taken
+
+
+def save_candidates(path: Path, candidates: Sequence[Candidate]) -> None:
+    """All candidates in one safetensors file, written whole or not at all."""
+    tensors, listed = {}, []
+    for index, candidate in enumerate(candidates):
+        for part in ("head", "router"):
+            for name, tensor in getattr(candidate, part).state_dict().items():
+                tensors[f"{index}.{part}.{name}"] = tensor.detach().cpu().contiguous()
+        plain = {"layer": candidate.layer, "kind": candidate.kind, "name": candidate.name}
+        listed.append({**plain, "head": asdict(candidate.head.spec), "bottleneck": candidate.router.out.in_features})
+    write_whole(path, save(tensors, {"candidates": json.dumps(listed)}))
+
+
+def load_candidates(path: Path, device: torch.device | str = "cpu") -> list[Candidate]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            listed = json.loads((file.metadata() or {})["candidates"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return [_restored(index, plain, tensors, device) for index, plain in enumerate(listed)]
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"candidates {path}", f"{type(error).__name__}: {error}", "a file of candidates") from error
+
+
+def _restored(index: int, plain: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str) -> Candidate:
+    head = ExitHead(HeadSpec(**{**plain["head"], "taps": tuple(plain["head"]["taps"])}))
+    router = Router(head.spec.width, plain["bottleneck"])
+    for part, module in (("head", head), ("router", router)):
+        prefix = f"{index}.{part}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        module.load_state_dict(own)
+    return Candidate(plain["layer"], plain["kind"], head.to(device), router.to(device), plain["name"])
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def _rope_theta(config: Any) -> float:
+    """Of the model, of its full-attention layers where kinds differ; 10000 where it has no rotary positions."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope
+    return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)

@@ -1,0 +1,219 @@
+"""One candidate on its way: its loss, its optimisers, its running mean. It sees nothing of the others.
+
+The head learns the full-depth distribution within the shortlist, at every distance it may be asked at; the router
+learns, on features and logits it cannot change, whether the head's best token is the full-depth one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.train.candidates import Candidate, CandidateSpec
+from tide_core.calibration.train.chain import features_by_distance
+from tide_core.calibration.train.group import ALONE, Group
+from tide_core.calibration.train.muon import Muon
+from tide_core.calibration.train.teacher import States, Targets, Teacher
+from tide_core.errors import TideError
+from tide_core.exits.artefact.router import confidence_of
+
+BETAS = (0.9, 0.95)
+MAX_GRADIENT_NORM = 1.0
+MUON_RATE = 4e-3
+ADAMW_RATE = 1e-3
+"""Learning rates of the two optimisers, where none is set."""
+PLAIN_RATE = 2.0
+"""With AdamW, heads without attention take larger steps, by this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to train, beyond what a calibration's settings say."""
+
+    distances_per_step: int | None = None
+    """Distances in one step's loss, 1 always among them; None takes all."""
+    distance_decay: float = 0.8
+    """Weight of a distance against the one before it: a far draft is reached only through right ones."""
+    rows_per_step: int = 4096
+    """Most positions of one step that are in the loss."""
+    prompt_share: float = 0.0
+    """Share of the prompts' positions that join the loss."""
+    target_temperature: float = 1.0
+    """Below 1 the distribution to learn is sharper than the model's."""
+    ema_decay: float = 0.99
+    """Of the running mean of the weights that is taken in the end; 0 takes the last ones."""
+    save_every: int = 500
+    """Steps between two states to resume from."""
+    save_seconds: float = 60.0
+    """Most time between them, where steps are long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Means over the steps since they were last asked for."""
+
+    head: float
+    router: float
+    agreement: float
+    """Share of the positions, at distance 1, at which the exit's token was the full-depth one."""
+
+    def __str__(self) -> str:
+        return f"agrees {self.agreement:.1%} loss {self.head:.3f}"
+
+
+class Learner:
+    def __init__(
+        self,
+        candidate: Candidate,
+        spec: CandidateSpec,
+        config: CalibrationConfig,
+        recipe: Recipe,
+        group: Group = ALONE,
+    ) -> None:
+        self.candidate = candidate
+        self._config, self._recipe, self._group = config, recipe, group
+        self._module = nn.ModuleDict({"head": candidate.head, "router": candidate.router})
+        self._parameters: list[Tensor] = list(self._module.parameters())
+        self._mean = [parameter.detach().clone() for parameter in self._parameters]
+        usual = MUON_RATE if spec.muon else ADAMW_RATE * (1.0 if candidate.kind == "block" else PLAIN_RATE)
+        self._rate: float = next(rate for rate in (spec.lr, config.learning_rate, usual) if rate is not None)
+        device = self._parameters[0].device
+        self._rate_now: Tensor | float = torch.zeros((), device=device) if device.type == "cuda" else 0.0
+        self._latest = torch.zeros(3, device=device)
+        self._optimisers = self._make_optimisers(spec)
+        self._sums = torch.zeros(4, device=device)
+        """Of the head's loss, the router's, the agreement, and the steps."""
+        self._broke_at = torch.full((), -1, device=device)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether `learn` is the same work for every step."""
+        return self._recipe.distances_per_step is None
+
+    def begin(self, step: int) -> None:
+        """Set the learning rate of a step."""
+        config = self._config
+        warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
+        done = step / max(1, config.steps - 1)
+        rate = self._rate * warm * (1.0 - (1.0 - config.final_learning_rate) * done)
+        if isinstance(self._rate_now, Tensor):
+            self._rate_now.fill_(rate)
+            return
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+
+    def learn(self, teacher: Teacher, states: States, targets: Targets, distances: Sequence[int]) -> None:
+        """One step on one batch. Nothing here waits for the device."""
+        head, device = self.candidate.head, states.last.device
+        if not head.spec.deep:
+            distances = (1,)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
+            deep = states.fed_to(head)
+            features = features_by_distance(head, states.at[self.candidate.layer], deep, distances)
+        weights = [self._recipe.distance_decay ** (distance - 1) for distance in distances]
+        first, total = None, torch.zeros(3, device=device)
+        for distance, weight in zip(distances, weights, strict=True):
+            losses = self._losses(teacher, features[distance].index_select(0, targets.rows), targets)
+            first = losses if first is None else first
+            total = total + losses * (weight / sum(weights))
+        assert first is not None
+        (total[0] + total[1]).backward()  # type: ignore[no-untyped-call]
+        latest = torch.cat((total[:2], first[2:])).detach()
+        self._group.add_up([*(p.grad for p in self._parameters if p.grad is not None), latest])
+        for module in (self.candidate.head, self.candidate.router):
+            nn.utils.clip_grad_norm_(list(module.parameters()), MAX_GRADIENT_NORM)
+        for optimiser in self._optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self._latest.copy_(latest)
+
+    def end(self, step: int) -> None:
+        """Take what the step has done into the running mean and the sums."""
+        decay = min(self._recipe.ema_decay, (step + 1) / (step + 10))  # starts short: the first weights are no guide
+        with torch.no_grad():
+            torch._foreach_lerp_(self._mean, self._parameters, 1.0 - decay)
+        self._note(step, self._latest)
+
+    def _losses(self, teacher: Teacher, features: Tensor, targets: Targets) -> Tensor:
+        """[3]: of the head, of the router and the agreement, at one distance."""
+        logits = teacher.exit_logits(features)
+        unlike = F.cross_entropy(logits, targets.distribution, reduction="none")
+        # Where full depth says something outside the shortlist, there is little to learn from the rest.
+        head_loss = (unlike * targets.mass).sum() / targets.mass_sum.clamp(min=1.0)
+        seen = logits.detach()
+        agree = (teacher.shortlist[seen.argmax(-1)] == targets.top).float()
+        score = self.candidate.router(features.detach(), confidence_of(seen))
+        num = targets.weight_sum.clamp(min=1.0)
+        wrong = F.binary_cross_entropy_with_logits(score, agree, reduction="none")
+        return torch.stack((head_loss, (wrong * targets.weight).sum() / num, (agree * targets.weight).sum() / num))
+
+    def _note(self, step: int, losses: Tensor) -> None:
+        self._sums[:3] += losses
+        self._sums[3] += 1
+        broken = ~losses.isfinite().all() & (self._broke_at < 0)
+        self._broke_at = torch.where(broken, step, self._broke_at)
+
+    def report(self) -> Losses:
+        """The means since the last report; waits for the device. A loss that was not finite ends the run here."""
+        broke_at = int(self._broke_at)
+        if broke_at >= 0:
+            what = f"the loss of candidate {self.candidate.name} was not finite at step {broke_at}"
+            raise TideError(f"{what}: nothing of this run after step {broke_at} is usable; lower learning_rate")
+        head, router, agreement, steps = self._sums.tolist()
+        self._sums.zero_()
+        return Losses(head / max(1.0, steps), router / max(1.0, steps), agreement / max(1.0, steps))
+
+    def finish(self) -> Candidate:
+        """The candidate with the weights to keep."""
+        if self._recipe.ema_decay:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self._mean)
+        self._module.requires_grad_(False)
+        return self.candidate
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on, by name."""
+        named = {f"weight.{index}": tensor.detach() for index, tensor in enumerate(self._parameters)}
+        named |= {f"mean.{index}": tensor for index, tensor in enumerate(self._mean)}
+        for number, optimiser in enumerate(self._optimisers):
+            for index, state in optimiser.state_dict()["state"].items():
+                named |= {f"optimiser.{number}.{index}.{key}": tensor for key, tensor in state.items()}
+        return named
+
+    @torch.no_grad()
+    def load(self, named: Mapping[str, Tensor]) -> None:
+        """Go on from what `tensors` gave."""
+        for what, to in (("weight", self._parameters), ("mean", self._mean)):
+            for index, tensor in enumerate(to):
+                tensor.copy_(named[f"{what}.{index}"])
+        for number, optimiser in enumerate(self._optimisers):
+            state: dict[int, dict[str, Tensor]] = {}
+            for name, tensor in named.items():
+                if name.startswith(f"optimiser.{number}."):
+                    which, key = name.split(".")[2:]
+                    state.setdefault(int(which), {})[key] = tensor
+            optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+            for group in optimiser.param_groups:
+                group["lr"] = self._rate_now  # loading has made a copy of it
+
+    def _make_optimisers(self, spec: CandidateSpec) -> list[torch.optim.Optimizer]:
+        """AdamW for all, or Muon for the head's matrices and AdamW for the rest."""
+        decay, fused = self._config.weight_decay, self._parameters[0].is_cuda
+        matrices = [
+            parameter
+            for name, parameter in self.candidate.head.named_parameters()
+            if spec.muon and parameter.dim() == 2 and name != "distance.weight"
+        ]
+        others = [parameter for parameter in self._parameters if all(parameter is not matrix for matrix in matrices)]
+        optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(others, lr=self._rate_now, betas=BETAS, weight_decay=decay, fused=fused, capturable=fused)
+        ]
+        if matrices:
+            optimisers.append(Muon(matrices, lr=self._rate_now))
+        return optimisers

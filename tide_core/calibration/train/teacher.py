@@ -1,0 +1,210 @@
+"""The frozen model as the heads' teacher: its states on the way, and what it says in the end.
+
+One forward a batch; the states at the checkpoints and after the last layer are taken on the way, and nothing is stored.
+ Logits are float32 whatever the model's dtype: at bfloat16 the best two tokens of a position are often equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tide_core.batch import KVView
+from tide_core.exits.artefact.heads import ExitHead
+from tide_core.models.adapter import ModelAdapter
+from tide_core.models.kernel_modules import is_plain_rms_norm
+
+PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models whose layers can be called one by one without a mask; others run by the library's own forward."""
+CHUNK_ROWS = 4096
+"""Rows of logits over the whole vocabulary that are held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Of one batch, [B, S, D] each."""
+
+    at: dict[int, Tensor]
+    """By checkpoint layer or tap."""
+    last: Tensor
+    """After the last layer."""
+    normed: Tensor
+    """The same after the final norm."""
+
+    def fed_to(self, head: ExitHead) -> Tensor:
+        """The deep states, [B, S, D], as a head is fed with them."""
+        return head.deep_state(self.normed, [self.at[tap] for tap in head.spec.taps])
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What full depth says at N positions of a batch."""
+
+    rows: Tensor
+    """[N] of the flattened batch."""
+    top: Tensor
+    """[N] ids of the best tokens of the whole vocabulary."""
+    distribution: Tensor
+    """[N, size of the shortlist] probabilities within the shortlist."""
+    mass: Tensor
+    """[N] probability of the shortlist in the whole vocabulary, times the weight of the position."""
+    weight: Tensor
+    """[N] 1, or 0 for a row that only fills up."""
+    mass_sum: Tensor
+    weight_sum: Tensor
+    """Of the whole batch, of which these may be the rows of one in a group."""
+
+
+class NoCache:
+    """Stands where layers expect a view of cached K and V."""
+
+    write_only = True
+
+
+class Teacher:
+    """A frozen model, opened for reading."""
+
+    def __init__(self, adapter: ModelAdapter, shortlist: Tensor) -> None:
+        self._adapter = adapter
+        self.shortlist = shortlist.to(adapter.device)
+        self._short = adapter.narrow_head(self.shortlist)
+        self._whole: Any = adapter.head
+        self._norm: Any = adapter.norm
+        if adapter.dtype != torch.float32 and adapter.family.finish is None:
+            norm: nn.Module | None = getattr(adapter.backbone, adapter.family.norm)
+            self._norm = nn.Identity() if norm is None else copy.deepcopy(norm).float()
+            self._short = self._short.float()
+            self._whole = adapter.narrow_head(torch.arange(adapter.vocab_size)).float()
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, layers: Sequence[int]) -> States:
+        """All layers over right-padded tokens [B, S]; attention is causal, so that padding reaches no real position."""
+        wanted = {*layers, self._adapter.num_layers}
+        seen = self._layer_by_layer(tokens, wanted) if self.is_plain else self._hooked(tokens, wanted)
+        last = seen[self._adapter.num_layers]
+        return States({layer: seen[layer] for layer in layers}, last, self._adapter.norm(last))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer sees all positions before, so that layers need no mask and read nothing on the host."""
+        config = self._adapter.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+        return (
+            type(self._adapter.model).__name__ in PLAIN
+            and kinds == {"full_attention"}
+            and not getattr(config, "sliding_window", None)
+            and rope.get("rope_type", "default") in ("default", "linear", "llama3")
+            and not self._adapter.has_experts
+        )
+
+    def _layer_by_layer(self, tokens: Tensor, wanted: set[int]) -> dict[int, Tensor]:
+        adapter, (num_rows, length) = self._adapter, tokens.shape
+        positions = torch.arange(length, device=tokens.device)
+        states = adapter.embed(tokens.flatten(), positions.repeat(num_rows)).view(num_rows, length, -1)
+        inputs = adapter.layer_inputs(positions, cast(KVView, NoCache()))
+        no_cache = {adapter.family.cache_argument: None, "attention_mask": None, "use_cache": False}
+        inputs.common.update(no_cache)
+        seen: dict[int, Tensor] = {}
+        for layer in range(adapter.num_layers):
+            states = adapter.run_layers(states, layer, layer + 1, inputs)
+            if layer + 1 in wanted:
+                seen[layer + 1] = states
+        return seen
+
+    def _hooked(self, tokens: Tensor, wanted: set[int]) -> dict[int, Tensor]:
+        """The library's own forward, read by hooks."""
+        seen: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Any:
+            def hook(module: nn.Module, inputs: object, output: Any) -> None:
+                seen[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        adapter = self._adapter
+        with contextlib.ExitStack() as stack:
+            for layer in wanted:
+                stack.callback(adapter.layers[layer - 1].register_forward_hook(keep(layer)).remove)
+            adapter.backbone(input_ids=tokens, use_cache=False)
+        return seen
+
+    @torch.no_grad()
+    def targets(
+        self, states: States, rows: Tensor, *, weight: Tensor | None = None, temperature: float = 1.0
+    ) -> Targets:
+        """What full depth says at these rows of the flattened batch; a `temperature` below 1 sharpens it."""
+        tops, distributions, masses = [], [], []
+        for chunk in _chunks(states.last.flatten(0, 1).index_select(0, rows)):
+            logits = self._whole(self._normed(chunk)).float()
+            short = logits.index_select(1, self.shortlist)
+            tops.append(logits.argmax(-1))
+            masses.append((short.logsumexp(-1) - logits.logsumexp(-1)).exp())
+            distributions.append((short / temperature).softmax(-1))
+        mass = torch.cat(masses)
+        weight = torch.ones_like(mass) if weight is None else weight
+        mass = mass * weight
+        return Targets(rows, torch.cat(tops), torch.cat(distributions), mass, weight, mass.sum(), weight.sum())
+
+    @torch.no_grad()
+    def top_tokens(self, states: States, rows: Tensor) -> Tensor:
+        """The best tokens alone, [N]."""
+        chunks = _chunks(states.last.flatten(0, 1).index_select(0, rows))
+        return torch.cat([self._whole(self._normed(chunk)).argmax(-1) for chunk in chunks])
+
+    def exit_logits(self, features: Tensor) -> Tensor:
+        """Features of a head [N, D] to float32 logits over the shortlist; gradients flow."""
+        logits: Tensor = self._short(self._normed(features))
+        return logits.float()
+
+    def _normed(self, features: Tensor) -> Tensor:
+        normed: Tensor = self._norm(features.to(self._short.linear.weight.dtype))
+        return normed
+
+
+def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(rows, CHUNK_ROWS)  # at least one, be it empty
+
+
+@contextlib.contextmanager
+def fast_matmul(device: torch.device) -> Iterator[None]:
+    """Float32 products of 10-bit mantissas on CUDA: the inputs here are bfloat16 or little more."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision(before)
+
+
+class FusedRMSNorm(nn.Module):
+    """The library's plain norm as one kernel; its result is rounded once where the library's is twice."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+@contextlib.contextmanager
+def fused_norms(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
+    """The model's plain norms are one kernel each for the time being, in place of eight small ones.
+
+    For training alone: what is measured is measured with the library's own."""
+    norms = [(module, type(module)) for module in model.modules() if enabled and is_plain_rms_norm(module)]
+    for module, _ in norms:
+        module.__class__ = FusedRMSNorm
+    try:
+        yield
+    finally:
+        for module, kind in norms:
+            module.__class__ = kind

@@ -1,0 +1,254 @@
+"""The cost table, measured: real cycles of the real runner over blank rows, a few tries each.
+
+A table is kept in the cache folder under a name made of everything it depends on: host, device, model, artefact, dtype,
+threads, kernels. Of tries by the host's clock the quickest is taken, because noise only ever adds. By a device's clock
+it is the middle one: there a cycle may come out too short as well, and numbers of drafts are often within two or three
+percent of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tide_core.batch import RowStep, ScheduledBatch
+from tide_core.execution.runner import ModelRunner
+from tide_core.exits.cost import CostPoint, CostTable
+from tide_core.kv.block_manager import BlockManager, BlockTable
+from tide_core.request import ExitPolicy, Request, SamplingParams
+
+logger = logging.getLogger("tide")
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = 128
+TRIES, FEW_TRIES = 5, 2
+"""As a rule, and once a quarter of the time is over."""
+DEVICE_TRIES, FEW_DEVICE_TRIES = 11, 3
+"""The same by the clock of a device, where the middle one counts."""
+START_UP_S = 10.0
+"""A measurement at start-up goes no further up in rows once it has taken this long."""
+FORMAT = 4
+
+
+def measure(
+    runner: ModelRunner,
+    blocks: BlockManager,
+    *,
+    max_rows: int,
+    max_drafts: int,
+    context: int = CONTEXT,
+    max_positions: int | None = None,
+    limit_s: float = START_UP_S,
+    turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> CostTable:
+    """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards. `turn` is held for
+    each of them, so that an engine which runs the same model gets its steps in between."""
+    points: list[CostPoint] = []
+    started = time.perf_counter()
+    pool = blocks.num_available * blocks.block_size
+    longest = min(pool, max_positions or runner.adapter.max_positions)
+    context = max(0, min(context, longest - max_drafts - 1))
+    for rows in sorted({*(rows for rows in ROWS if rows < max_rows), max_rows}):
+        spent = time.perf_counter() - started
+        if points and spent > limit_s:
+            break
+        tables = blank_tables(runner, blocks, rows, context, max_drafts)
+        if tables is None:
+            break
+        try:
+            points.append(_point(runner, tables, max_drafts, hurried=spent >= limit_s / 4, turn=turn))
+        finally:
+            for table in tables:
+                blocks.free(table)
+    return CostTable(tuple(points))
+
+
+def _point(
+    runner: ModelRunner,
+    tables: Sequence[BlockTable],
+    max_drafts: int,
+    *,
+    hurried: bool,
+    turn: Callable[[], AbstractContextManager[object]],
+) -> CostPoint:
+    some = sorted({0, 1, -(-max_drafts // 2), max_drafts})
+    if runner.cycles is not None:  # quick, and not on a line: kernels take eight tokens at a time
+        some = list(range(max_drafts + 1))
+    batches = [decode_batch(runner, tables, drafts) for drafts in (-1, *some)]
+    by_device = [_by_device(runner, batch) for batch in batches]
+    tries = [num_tries(by_device=own, hurried=hurried) for own in by_device]
+    taken: list[list[float]] = [[] for _ in batches]
+    for attempt in range(max(tries) + 1):
+        for batch, seconds, most in zip(batches, taken, tries, strict=True):
+            if len(seconds) == most:
+                continue
+            with turn():
+                _wait(runner.cache.device)  # what a device does behind its results is no part of the next step
+                took = _seconds(runner, batch)
+            if attempt:  # the first round warms up
+                seconds.append(took)
+    full, *cycles = (typical(seconds, by_device=own) for seconds, own in zip(taken, by_device, strict=True))
+    return CostPoint(len(tables), full, tuple(zip(some, cycles, strict=True)))
+
+
+def num_tries(*, by_device: bool, hurried: bool) -> int:
+    if by_device:
+        return FEW_DEVICE_TRIES if hurried else DEVICE_TRIES
+    return FEW_TRIES if hurried else TRIES
+
+
+def typical(seconds: Sequence[float], *, by_device: bool) -> float:
+    """Of several tries."""
+    return statistics.median(seconds) if by_device else min(seconds)
+
+
+def _in_one_go(runner: ModelRunner, batch: ScheduledBatch) -> bool:
+    """Whether it is one launch, so that the next one is begun before it is read."""
+    rows, cycles = batch.rows, runner.cycles
+    return cycles is not None and all(map(cycles.takes, rows)) and len(rows) <= cycles.most_rows(rows[0].num_drafts)
+
+
+def _by_device(runner: ModelRunner, batch: ScheduledBatch) -> bool:
+    return runner.cache.device.type == "cuda" and _in_one_go(runner, batch)
+
+
+@torch.inference_mode()
+def _seconds(runner: ModelRunner, batch: ScheduledBatch) -> float:
+    """Of a step; where the next one is begun before the last is read, from the end of one to the end of the next."""
+    rows, cycles = batch.rows, runner.cycles
+    if cycles is None or not _in_one_go(runner, batch):
+        before = time.perf_counter()
+        runner.run(batch)
+        return time.perf_counter() - before
+    ends = [_End(runner.cache.device) for _ in range(2)]
+    started = []
+    for end in ends:
+        started.append(cycles.start(rows))
+        end.mark()
+    for running in started:
+        running.results()
+    return ends[0].seconds_to(ends[1])
+
+
+class _End:
+    """When what was begun by then has ended: by the clock of the device, which knows nothing of what the host does with
+    the results."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._at = 0.0
+
+    def mark(self) -> None:
+        self._at = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def seconds_to(self, later: _End) -> float:
+        """Waits for the later one."""
+        if self._event is None:
+            return later._at - self._at
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
+def decode_batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int) -> ScheduledBatch:
+    """A decode step of all rows: at full depth (-1), or a cycle in which each drafts that many."""
+    count = len(runner.segments) - 1
+    policy = ExitPolicy()
+    if drafts >= 0:  # every score passes at the first checkpoint; the others are not asked
+        never = (float("inf"),) * count
+        policy = ExitPolicy("verified", (0.0, *never[1:]), never)
+    # Nothing ends the text, so that every row makes all its drafts.
+    params = SamplingParams(max_tokens=2 * max(drafts, 1), ignore_eos=True)
+    request = Request("cost", (0,), params, seed=0)
+    return ScheduledBatch(tuple(RowStep(request, table, (0,), (), True, policy, max(drafts, 0)) for table in tables))
+
+
+def blank_tables(
+    runner: ModelRunner, blocks: BlockManager, rows: int, context: int, max_drafts: int
+) -> list[BlockTable] | None:
+    """Rows of a given context whose pages hold zeros; None if the pool has no room for them."""
+    tables: list[BlockTable] = []
+    for _ in range(rows):
+        table = blocks.new_table()
+        if not blocks.can_allocate(table, context + max_drafts + 1):
+            for other in tables:
+                blocks.free(other)
+            return None
+        blocks.allocate(table, context + max_drafts + 1)
+        table.lengths = [context] * len(table.lengths)
+        tables.append(table)
+    runner.cache.blank([block for table in tables for block in table.block_ids])
+    return tables
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """What a timing depends on beside the model."""
+    facts: dict[str, Any] = {
+        "host": platform.node(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def cache_path(folder: Path, facts: dict[str, Any]) -> Path:
+    text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
+    return folder / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_table(path: Path) -> CostTable | None:
+    """A table written by `write_table`; None where there is none or it cannot be read, which is no loss."""
+    try:
+        raw = json.loads(path.read_text())
+        points = tuple(
+            CostPoint(int(p["rows"]), float(p["full_s"]), tuple((int(k), float(s)) for k, s in p["cycle_s"]))
+            for p in raw["points"]
+        )
+        seconds = [s for point in points for s in (point.full_s, *(s for _, s in point.cycle_s))]
+        if not points or not all(0.0 < s < 3600.0 for s in seconds):
+            raise ValueError("no points, or times that cannot be")
+        places = [[point.rows for point in points], *([drafts for drafts, _ in point.cycle_s] for point in points)]
+        if not all(counts and counts == sorted(set(counts)) for counts in places):
+            raise ValueError("rows or drafts that do not rise")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("cost table %s cannot be read (%s) and is measured again", path, error)
+        return None
+    return CostTable(points)
+
+
+def write_table(path: Path, table: CostTable, facts: dict[str, Any]) -> None:
+    """Keep a table for the next start; a folder that cannot be written costs only the time to measure again."""
+    points = [{"rows": p.rows, "full_s": p.full_s, "cycle_s": [list(pair) for pair in p.cycle_s]} for p in table.points]
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"points": points, "facts": facts}, indent=1, default=str))
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        logger.warning("cost table cannot be kept in %s: %s", path.parent, error.strerror or error)

@@ -1,0 +1,176 @@
+"""The draft loop: tokens proposed by the checkpoints, one shallow pass after another.
+
+In each round the newest token of every row that still drafts runs up to the first checkpoint. If the router's score
+reaches the row's threshold there, the exit's token becomes the row's next one. If not, the token goes on to the next
+checkpoint, if the artefact has one, and takes all that is pending with it. A row whose token leaves nowhere waits for
+the deep pass. No decision looks at another row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from tide_core.execution.depth_loop import DepthLoop, Ran
+from tide_core.execution.graphs.drafts import CapturedDrafts
+from tide_core.exits.propose import Exits, Proposal
+from tide_core.exits.row_cycle import Draft, RowCycle
+from tide_core.sampling.adjust import needs_adjusting
+from tide_core.sampling.draw import AUDIT_STREAM, DRAFT_STREAM, uniform
+from tide_core.sampling.sampler import sample_with_chances
+
+
+@dataclass(slots=True)
+class Choice:
+    """A token chosen at an exit."""
+
+    token_id: int
+    probabilities: torch.Tensor | None = None
+    """What it was drawn from, [V] float64; None when greedy."""
+    logits: torch.Tensor | None = None
+    """[V]; only where log-probabilities will be asked of them."""
+
+
+class Drafter:
+    """Drafts for all rows that may."""
+
+    def __init__(
+        self,
+        depth: DepthLoop,
+        exits: Exits,
+        *,
+        vocab_size: int,
+        audit_share: float,
+        captured: CapturedDrafts | None = None,
+    ) -> None:
+        """With `captured`, a pass that it takes is left to it."""
+        self._depth = depth
+        self._exits = exits
+        self._captured = captured
+        self._vocab_size = vocab_size
+        self._audit_share = audit_share
+
+    def draft(self, rows: Sequence[RowCycle]) -> None:
+        """Let the rows draft until each has stopped or has as many drafts as its step allows."""
+        while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
+            if self._captured is not None and self._captured.takes(active):
+                if self._captured.chains(active):
+                    self._draft_chain(self._captured, active)
+                    continue
+                states, proposal = self._captured.run(active)
+                self._depth.note_newest(active, states)
+                for row in self._leave_with(0, active, proposal):
+                    row.stopped = True
+                continue
+            for checkpoint in range(len(self._exits.checkpoints)):
+                ran = self._depth.run(active, checkpoint, checkpoint + 1)
+                active = self._leave_at(checkpoint, active, ran)
+                if not active:
+                    break
+            for row in active:
+                row.stopped = True
+
+    def _draft_chain(self, captured: CapturedDrafts, active: Sequence[RowCycle]) -> None:
+        """All drafts of the rows in one go; then each row takes its own as far as their scores allow."""
+        rows = sorted(active, key=lambda row: len(row.drafts) - row.step.num_drafts)
+        counts = [row.step.num_drafts - len(row.drafts) for row in rows]
+        chain = captured.run_chain(rows, counts)
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            for ahead in range(count):
+                self._depth.note_newest([row], chain.states[ahead, place : place + 1])
+                score = chain.scores[ahead][place]
+                row.headed[0], row.last_score = len(row.tokens), score
+                if not math.isfinite(score):
+                    row.non_finite += 1
+                if not score >= row.step.policy.draft_thresholds[0]:
+                    row.stopped = True
+                    break
+                self._take(row, 0, score, Choice(int(chain.best_ids[ahead][place])))
+                if row.stopped:
+                    break
+
+    def score_all(self, rows: Sequence[RowCycle]) -> list[list[float]]:
+        """Scores of all tokens of the rows at the first checkpoint, which they have run up to."""
+        parts = [(row, (0, len(row.tokens))) for row in rows]
+        states = torch.cat([states for row, tokens in parts for states in row.take(0, tokens)])
+        every = self._exits.propose(0, parts, self._depth.view(parts), states, each=True).scores
+        ends = list(accumulate(len(row.tokens) for row in rows))
+        return [every[end - len(row.tokens) : end] for row, end in zip(rows, ends, strict=True)]
+
+    def _leave_at(self, checkpoint: int, rows: list[RowCycle], ran: Ran) -> list[RowCycle]:
+        """What the checkpoint proposes to rows that have run up to it; returns the rows whose token goes deeper."""
+        asked = [row for row in rows if row.step.policy.draft_thresholds[checkpoint] <= 1.0]
+        if not asked:
+            return rows
+        parts = [(row, (row.headed[checkpoint], len(row.tokens))) for row in asked]
+        if parts == ran.parts and ran.view is not None:
+            view, states = ran.view, ran.states
+        else:  # the head has tokens to see that have run up to here before
+            view = self._depth.view(parts)
+            states = torch.cat([states for row, tokens in parts for states in row.take(checkpoint, tokens)])
+        staying = self._leave_with(checkpoint, asked, self._exits.propose(checkpoint, parts, view, states))
+        gone = {id(row) for row in asked} - {id(row) for row in staying}
+        return [row for row in rows if id(row) not in gone]
+
+    def _leave_with(self, checkpoint: int, asked: Sequence[RowCycle], proposal: Proposal) -> list[RowCycle]:
+        """Draft what is proposed where the score allows it; returns the rows that do not."""
+        scores, best_ids = proposal.scores, proposal.best_ids
+        leaving: list[int] = []
+        for index, row in enumerate(asked):
+            row.headed[checkpoint] = len(row.tokens)
+            row.last_score = scores[index]
+            if not math.isfinite(scores[index]):
+                row.non_finite += 1
+            elif scores[index] >= row.step.policy.draft_thresholds[checkpoint]:
+                leaving.append(index)
+        choices = self._choose([asked[i] for i in leaving], [best_ids[i] for i in leaving], proposal.logits, leaving)
+        gone = set()
+        for index, choice in zip(leaving, choices, strict=True):
+            if choice is not None:
+                self._take(asked[index], checkpoint, scores[index], choice)
+                gone.add(index)
+        return [row for index, row in enumerate(asked) if index not in gone]
+
+    def _choose(
+        self, rows: Sequence[RowCycle], best_ids: Sequence[int], logits: torch.Tensor, where: Sequence[int]
+    ) -> list[Choice | None]:
+        """The exits' tokens as the rows' parameters ask for them; None where these leave nothing to choose.
+
+        `where` says which rows of the logits [T, S] are theirs."""
+        sampling = [row.sampling_row(len(row.tokens) - 1, stream=DRAFT_STREAM) for row in rows]
+        choices: list[Choice | None] = [Choice(best_id) for best_id in best_ids]
+        worked = [n for n, row in enumerate(sampling) if not row.params.is_greedy or needs_adjusting(row)]
+        if worked:
+            wide = self._widened(logits[[where[n] for n in worked]])
+            tokens = sample_with_chances(wide, [sampling[n] for n in worked])
+            for n, (token, chances) in zip(worked, tokens, strict=True):
+                choices[n] = None if token.error is not None else Choice(token.token_id, chances)
+        for n, (row, choice) in enumerate(zip(rows, choices, strict=True)):
+            wants_logits = row.step.request.params.logprobs is not None and row.step.policy.skips_layers
+            if choice is not None and wants_logits:
+                choice.logits = self._widened(logits[[where[n]]])[0]
+        return choices
+
+    def _take(self, row: RowCycle, checkpoint: int, score: float, choice: Choice) -> None:
+        newest = len(row.tokens) - 1
+        leaves = score >= row.step.policy.exit_thresholds[checkpoint]
+        draft = Draft(choice.token_id, checkpoint, score, leaves, choice.probabilities, choice.logits)
+        if row.step.policy.skips_layers:
+            row.left_at[newest] = checkpoint
+            # By token and position, not by seed: an audit changes the K and V behind it, and greedy text has no seed.
+            if uniform(draft.token_id, row.step.start + newest, AUDIT_STREAM) < self._audit_share:
+                row.audited.add(newest)
+        row.drafts.append(draft)
+        row.tokens.append(draft.token_id)
+        row.last_score = None
+        row.stopped = draft.token_id in row.step.request.end_ids
+
+    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the shortlist, [T, S], as logits over the vocabulary, [T, V] float32: the rest cannot come."""
+        wide = torch.full((len(logits), self._vocab_size), -torch.inf, dtype=torch.float32, device=logits.device)
+        wide[:, self._exits.shortlist] = logits.float()
+        return wide

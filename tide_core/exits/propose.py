@@ -1,0 +1,322 @@
+"""The artefact at work on one model: what a checkpoint proposes, and the memory its heads keep.
+
+Two things are remembered per token, in the same pages as its K and V: the deep state (the final-norm state, once the
+token has run all layers), and K and V of each head with attention. Drafting writes the latter with the deep state that
+is known at the time, some positions back; the catch-up then writes them again with that of the position just before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide_core.exits.artefact.heads import ExitHead
+from tide_core.exits.artefact.router import Router, confidence_of
+from tide_core.exits.head_cpu import HeadProgram, Origins, obstacle
+from tide_core.exits.head_cuda import FusedHead
+from tide_core.exits.row_cycle import Range, RowCycle
+from tide_core.kernels import CudaKernels, Kernels
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kv.cache import PagedKV, PagedView
+from tide_core.kv.kernel_view import KernelView
+from tide_core.models.adapter import ModelAdapter, NarrowHead
+
+logger = logging.getLogger("tide")
+
+Part = tuple[RowCycle, Range]
+MOST_JUDGED = 256
+"""Tokens at once, by the kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCheckpoint:
+    """One checkpoint layer with its head and router, cast and placed like the model."""
+
+    layer: int
+    head: ExitHead
+    router: Router
+    kv_layer: int
+    """Where the pool keeps K and V of the head; -1 for a head without attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A router and the search for the best token, in two launches."""
+
+    weights: RouterWeights
+    scratch: Any
+    kernels: CudaKernels
+
+    @classmethod
+    def of(cls, router: Router, kernels: CudaKernels, shortlist_size: int) -> Judge:
+        norm, down, out = router.norm, router.down, router.out
+        tensors = (norm.weight, down.weight, down.bias, out.weight[0], out.bias)
+        first, second, third, fourth, fifth = (tensor.detach().float().contiguous() for tensor in tensors)
+        weights = RouterWeights(first, second, third, fourth, fifth, norm.variance_epsilon)
+        sizes = {"vocabulary": shortlist_size, "bottleneck": down.out_features}
+        return cls(weights, kernels.judge_scratch(down.weight.device, MOST_JUDGED, **sizes), kernels)
+
+    def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kernels.judge(features, logits, self.weights, self.scratch)
+
+    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
+        self.kernels.peak(logits, self.scratch, out=out)
+
+    def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+        self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a checkpoint says about some tokens."""
+
+    logits: torch.Tensor
+    """[T, S], over the shortlist."""
+    scores: list[float]
+    """[T]; what is not finite must not be acted on."""
+    best_ids: list[int]
+    """[T], the token with the largest logit."""
+
+
+class Exits:
+    """All checkpoints of an artefact, bound to the model and its pool.
+
+    Where `kernels` are given and can, a checkpoint's work is one native call; else its modules run op by op."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        cache: PagedKV,
+        checkpoints: Sequence[BoundCheckpoint],
+        shortlist: torch.Tensor,
+        narrow_head: NarrowHead,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.checkpoints = tuple(checkpoints)
+        self.shortlist = shortlist.to(cache.device)
+        self.vocab_size = adapter.vocab_size
+        self.last_segment = len(self.checkpoints)
+        self._adapter = adapter
+        self._cache = cache
+        self._narrow_head = narrow_head
+        self._fed = any(checkpoint.head.spec.deep for checkpoint in self.checkpoints)
+        self._ids: list[int] = shortlist.tolist()
+        self._programs: list[HeadProgram] = []
+        why_not = "as asked" if kernels is None else obstacle(adapter, cache, kernels, narrow_head)
+        if why_not is None:
+            self._programs = [
+                HeadProgram(point.head, point.router, adapter, cache, narrow_head, point.kv_layer, index)
+                for index, point in enumerate(self.checkpoints)
+            ]
+        else:
+            logger.debug("exit heads run op by op: %s", why_not)
+        self._judges: list[Judge] = []
+        self._fused: list[FusedHead] = []
+        self._entering: torch.Tensor | None = None
+        if isinstance(kernels, CudaKernels):
+            self._entering = self._entering_rows()
+            self._fused = [FusedHead(point.head, kernels) for point in self.checkpoints]
+            self._judges = [Judge.of(point.router, kernels, len(self._ids)) for point in self.checkpoints]
+
+    def propose(
+        self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor, *, each: bool = False
+    ) -> Proposal:
+        """What follows the last token (or each) of each part, from states [T, D] of all."""
+        origins = self.origins(parts, drafting=True)
+        if self._programs:
+            logits, scores, best = self._programs[index].propose(view, states, origins, each=each)
+            return Proposal(logits, scores, [self._ids[i] for i in best])
+        chosen = None
+        if len(states) != len(parts) and not each:
+            ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
+            chosen = torch.from_numpy(ends).to(states.device)
+        logits, both = self.judge(index, view, states, *self._deep_slots(index, origins), chosen=chosen)
+        scores, best_ids = both.tolist()
+        return Proposal(logits, scores, [int(i) for i in best_ids])
+
+    def judge(
+        self,
+        index: int,
+        view: PagedView,
+        states: torch.Tensor,
+        deep_slots: torch.Tensor | None,
+        distances: torch.Tensor | None,
+        *,
+        chosen: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [T, S], and scores and best ids [2, T] in float64, which holds ids exactly."""
+        logits, score, best = self.score(index, view, states, deep_slots, distances, chosen=chosen)
+        return logits, torch.stack((score.double(), self.shortlist[best].double()))
+
+    def score(
+        self,
+        index: int,
+        view: PagedView,
+        states: torch.Tensor,
+        deep_slots: torch.Tensor | None,
+        distances: torch.Tensor | None,
+        *,
+        chosen: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Nothing waits for the device: logits [T, S], scores [T] and where in the shortlist the largest logits stand,
+        [T]; of the tokens `chosen` alone where given. `deep_slots`, `distances`: where the last deep state before every
+        token lies, and how far back it is."""
+        checkpoint = self.checkpoints[index]
+        features = self._features(index, view, states, deep_slots, distances)
+        if chosen is not None:
+            features = features[chosen]
+        if not self._judges or len(features) > MOST_JUDGED:
+            logits = self._narrow_head(self._adapter.norm(features))
+            return logits, checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
+        logits = self._narrow_logits(features)
+        return logits, *self._judges[index](features, logits)
+
+    def draft(
+        self, view: KernelView, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`score` at the only checkpoint, but for the score: features [T, D] and logits [T, S]."""
+        features = self._features(0, view, states, deep_slots, distances)
+        return features, self._narrow_logits(features)
+
+    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
+        """The peaks of logits that `draft` gave; on one stream with `rate`."""
+        self._judges[0].peak(logits, out)
+
+    def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+        """The scores that `draft` left out, [T], of features and peaks of several drafts at once."""
+        self._judges[0].rate(features, peaks, out)
+
+    def _features(
+        self,
+        index: int,
+        view: PagedView,
+        states: torch.Tensor,
+        deep_slots: torch.Tensor | None,
+        distances: torch.Tensor | None,
+    ) -> torch.Tensor:
+        checkpoint, pool = self.checkpoints[index], self._cache.deep_states[index]
+        if self._fused and isinstance(view, KernelView):
+            fused = self._fused[index]
+            return fused.refine(view, checkpoint.kv_layer, fused.embed(states, pool, deep_slots, distances))
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            view.write(checkpoint.kv_layer, key, value)
+            return view.attend_paged(checkpoint.kv_layer, query, query.shape[-1] ** -0.5)
+
+        deep = None if deep_slots is None else pool.index_select(0, deep_slots)
+        return checkpoint.head.refine(checkpoint.head.embed(states, deep, distances), view.positions, attend)
+
+    def _narrow_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Final norm and narrow head, in one launch where both are plain."""
+        norm, linear, kernels = self._adapter.plain_norm, self._narrow_head.plain_linear, self._judges[0].kernels
+        if norm is None or linear is None:
+            return self._narrow_head(self._adapter.norm(features))
+        return kernels.fused_linear(features, linear.weight, linear.bias, norm=norm)
+
+    def _entering_rows(self) -> torch.Tensor | None:
+        """The embedding of the shortlist, where that is all there is to entering: the narrow head's own rows if the
+        model has them in common."""
+        rows, head = self._adapter.plain_embedding, self._narrow_head.linear.weight
+        if rows is None:
+            return None
+        shared = rows.data_ptr() == self._adapter.head_rows.data_ptr() and head.dtype == rows.dtype
+        return head.detach() if shared else rows.detach()[self.shortlist].contiguous()
+
+    def enter(self, best: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The states that the tokens at these places of the shortlist [T] enter layer 0 with, [1, T, D]."""
+        if self._entering is None:
+            return self._adapter.embed(self.shortlist[best], positions)
+        return self._judges[0].kernels.embed(best, self._entering).unsqueeze(0)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose states `remember` wants."""
+        return tuple(sorted({tap for checkpoint in self.checkpoints for tap in checkpoint.head.spec.taps}))
+
+    def remember(self, view: PagedView, normed: torch.Tensor, tapped: Mapping[int, torch.Tensor]) -> None:
+        """Keep the deep states of the view's tokens, which ran all layers: final-norm states and those at the taps."""
+        for checkpoint, states in zip(self.checkpoints, self._cache.deep_states, strict=True):
+            head = checkpoint.head
+            if head.spec.deep:
+                states[view.slots] = head.deep_state(normed, [tapped[tap] for tap in head.spec.taps])
+
+    def room(self, states: torch.Tensor) -> torch.Tensor | None:
+        """For what `keep` reads of tokens with such states [T, D], beside each other; None where it is one thing."""
+        return self._fused[0].room(states) if self.checkpoints[0].head.spec.deep else None
+
+    def gather(self, tapped: Mapping[int, torch.Tensor], room: torch.Tensor) -> None:
+        """Put states at the taps there, normed: nobody need wait for the last layer with that."""
+        self._fused[0].gather([tapped[tap] for tap in self.checkpoints[0].head.spec.taps], room)
+
+    def norm(self, states: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+        """The final norm of states [T, D]: put there too, where it is one of ours."""
+        norm = self._adapter.plain_norm
+        if room is None or norm is None:
+            return self._adapter.norm(states)
+        return self._judges[0].kernels.norm_into(states, *norm, out=room[:, : states.shape[1]])
+
+    def keep(
+        self,
+        view: KernelView,
+        states: torch.Tensor,
+        normed: torch.Tensor,
+        room: torch.Tensor | None,
+        slots: torch.Tensor,
+        deep_slots: torch.Tensor,
+        distances: torch.Tensor,
+    ) -> None:
+        """`remember` and `refresh` at the only checkpoint, with all indices on the device: of the tokens whose slot is
+        not negative, from their states at the checkpoint and behind all layers, [T, D], and what was gathered."""
+        [checkpoint], [kept] = self.checkpoints, self._cache.deep_states
+        head, [fused] = checkpoint.head, self._fused
+        if head.spec.deep:
+            view.kernels.scatter_rows(fused.deep_state(normed, room), slots, kept)
+        if checkpoint.kv_layer >= 0:
+            fused.write(view, checkpoint.kv_layer, fused.embed(states, kept, deep_slots, distances), slots)
+
+    def refresh(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
+        """Write the head's K and V again, now that the deep states of the tokens before are known."""
+        origins = self.origins(parts, drafting=False)
+        if self._programs:
+            self._programs[index].refresh(view, states, origins)
+            return
+        checkpoint = self.checkpoints[index]
+        slots, distances = self._deep_slots(index, origins)
+        deep = None if slots is None else self._cache.deep_states[index].index_select(0, slots)
+        embedded = checkpoint.head.embed(states, deep, distances)
+        view.write(checkpoint.kv_layer, *checkpoint.head.keys_values(embedded, view.positions))
+
+    def _deep_slots(self, index: int, origins: Origins | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the last deep state before every token lies, [T], and how far back it is, [T]."""
+        if origins is None or not self.checkpoints[index].head.spec.deep:
+            return None, None
+        slots, distances = torch.from_numpy(origins).to(self._cache.device)
+        return slots, distances
+
+    def origins(self, parts: Sequence[Part], *, drafting: bool) -> Origins | None:
+        """Where the last deep state before every token of the parts is."""
+        if not self._fed:
+            return None
+        slots: list[int] = []
+        distances: list[int] = []
+        size = self._cache.block_size
+        for row, (first, stop) in parts:
+            blocks = row.step.table.block_ids
+            if drafting:  # nothing of this cycle has run deep yet
+                known = row.step.start > 0 and len(row.step.token_ids) == 1
+                slots += [row.deep_slot(size)] * (stop - first)
+                distances += range(first + 1, stop + 1) if known else [0] * (stop - first)
+            elif not row.left_at:  # each token follows one that ran deep, but for the first of all
+                before = range(row.step.start + first - 1, row.step.start + stop - 1)
+                slots += [blocks[max(p, 0) // size] * size + max(p, 0) % size for p in before]
+                distances += [int(p >= 0) for p in before]
+            else:
+                sources, away = row.deep_sources((first, stop), self.last_segment)
+                slots += row.slots(sources, size).tolist()
+                distances += away.tolist()
+        return np.array((slots, distances), dtype=np.int64)

@@ -1,0 +1,190 @@
+"""What becomes of drafts once full depth has spoken.
+
+Greedy rows accept drafts while they equal the full-depth token, as penalties and masks leave it. Rows with a
+temperature accept draft x with probability min(1, p(x) / q(x)), p and q being what full depth and the exit would draw
+from after all filters; a rejected draft is replaced by a draw from what p has more than q. The tokens then have
+exactly the distribution p (Leviathan et al., 2023; Chen et al., 2023). In mode bounded a draft that left for good
+is emitted either way, and its audit says what the rule would have said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tide_core.batch import DraftCounts, RowResult, TokenResult
+from tide_core.exits.row_cycle import Draft, RowCycle
+from tide_core.request import Audit
+from tide_core.sampling.draw import ACCEPT_STREAM, RESIDUAL_STREAM, draw, uniform
+from tide_core.sampling.rows import SampledToken, SamplingRow
+from tide_core.sampling.sampler import probabilities_of, sample, with_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What full depth would draw from after one token."""
+
+    probabilities: torch.Tensor
+    """[V] float64"""
+    row: SamplingRow
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deep:
+    """What full depth says after one token: a choice, or a distribution to judge a drawn draft by."""
+
+    logits: torch.Tensor
+    chosen: SampledToken | None = None
+    target: Target | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What full depth says about one draft."""
+
+    agrees: bool
+    instead: SampledToken
+    """The token to emit if the draft is not."""
+
+
+class Verifier:
+    """Turns the logits of a deep pass into the tokens of each row."""
+
+    def __init__(self, layers_of_checkpoints: Sequence[int], num_layers: int) -> None:
+        self._layers = tuple(layers_of_checkpoints)
+        self._num_layers = num_layers
+
+    def settle(
+        self,
+        rows: Sequence[RowCycle],
+        wanted: Sequence[Sequence[int]],
+        logits: torch.Tensor,
+        best: torch.Tensor | None = None,
+    ) -> list[RowResult]:
+        """`wanted[r]` are the tokens of row r whose full-depth logits are in `logits`, [sum, V], in that order. `best`
+        are the largest of each and where they stand, [2, sum], where that is known."""
+        where = [(r, token) for r, tokens in enumerate(wanted) for token in tokens]
+        # Drafts that were drawn are judged by the rejection rule; everything else is a plain choice at full depth.
+        drawn = [i for i, (r, token) in enumerate(where) if _drawn(rows[r], token) is not None]
+        said: list[Deep] = [Deep(logits[i]) for i in range(len(where))]
+        for i, target in zip(drawn, self._targets(rows, [where[i] for i in drawn], logits, drawn), strict=True):
+            said[i] = Deep(logits[i], target=target)
+        plain = [i for i in range(len(where)) if said[i].target is None]
+        if plain:
+            sampling = [rows[r].sampling_row(token) for r, token in (where[i] for i in plain)]
+            chosen = sample(logits, sampling, best) if len(plain) == len(where) else sample(logits[plain], sampling)
+            for i, choice in zip(plain, chosen, strict=True):
+                said[i] = Deep(logits[i], choice)
+        by_row: list[dict[int, Deep]] = [{} for _ in rows]
+        for (r, token), deep in zip(where, said, strict=True):
+            by_row[r][token] = deep
+        return [self._row(row, deep) for row, deep in zip(rows, by_row, strict=True)]
+
+    def _targets(
+        self, rows: Sequence[RowCycle], places: Sequence[tuple[int, int]], logits: torch.Tensor, drawn: Sequence[int]
+    ) -> list[Target]:
+        """What full depth would draw from after each token that a drawn draft follows."""
+        if not drawn:
+            return []
+        sampling = [rows[r].sampling_row(token) for r, token in places]
+        probabilities, errors = probabilities_of(logits[list(drawn)], sampling)
+        return [Target(probabilities[n], row, errors.get(n)) for n, row in enumerate(sampling)]
+
+    def _row(self, row: RowCycle, deep: dict[int, Deep]) -> RowResult:
+        tokens: list[TokenResult] = []
+        for position, draft in enumerate(row.drafts):
+            if position not in deep:
+                tokens.append(self._unaudited(row, position, draft))
+                continue
+            judged = _judge(draft, deep[position])
+            if judged.instead.error is not None:
+                return self._failed(row, tokens, judged.instead.error)
+            if not judged.agrees and not draft.leaves:
+                tokens.append(self._full_depth(judged.instead, draft.score))
+                return self._result(row, tokens, accepted=position)
+            tokens.append(self._accepted(row, position, draft, deep[position].logits, agrees=judged.agrees))
+        if row.step.samples:
+            last = len(row.tokens) - 1
+            sampled = deep[last].chosen
+            assert sampled is not None
+            if sampled.error is not None:
+                return self._failed(row, tokens, sampled.error)
+            tokens.append(self._full_depth(sampled, row.last_score))
+        return self._result(row, tokens, accepted=len(row.drafts))
+
+    def _failed(self, row: RowCycle, tokens: Sequence[TokenResult], error: str) -> RowResult:
+        """Tokens decided before the failure are kept: the text may end with them. If not, the next step fails too."""
+        if not tokens:
+            return self._result(row, (), error=error)
+        return self._result(row, tokens, accepted=len(tokens), still_to_run=1)
+
+    def _accepted(
+        self, row: RowCycle, position: int, draft: Draft, logits: torch.Tensor, *, agrees: bool
+    ) -> TokenResult:
+        audit = (Audit.AGREED if agrees else Audit.DISAGREED) if draft.leaves else Audit.VERIFIED
+        token = with_logprobs(logits, row.sampling_row(position), draft.token_id)
+        return self._exit(draft, token, audit)
+
+    def _unaudited(self, row: RowCycle, position: int, draft: Draft) -> TokenResult:
+        token = SampledToken(draft.token_id)
+        if draft.logits is not None:
+            token = with_logprobs(draft.logits, row.sampling_row(position), draft.token_id)
+        return self._exit(draft, token, Audit.UNAUDITED)
+
+    def _exit(self, draft: Draft, token: SampledToken, audit: Audit) -> TokenResult:
+        layer = self._layers[draft.checkpoint]
+        return TokenResult(draft.token_id, layer, token.logprob, token.top_logprobs, draft.score, audit)
+
+    def _full_depth(self, token: SampledToken, score: float | None) -> TokenResult:
+        return TokenResult(token.token_id, self._num_layers, token.logprob, token.top_logprobs, score)
+
+    def _result(
+        self,
+        row: RowCycle,
+        tokens: Sequence[TokenResult],
+        *,
+        accepted: int = 0,
+        still_to_run: int = 0,
+        error: str | None = None,
+    ) -> RowResult:
+        return RowResult.of(
+            tokens,
+            num_valid=len(row.step.token_ids) + accepted - still_to_run,
+            layers_run=row.layers_run,
+            counts=(DraftCounts(len(row.drafts), accepted, row.non_finite, row.step.num_drafts),),
+            error=error,
+        )
+
+
+def _drawn(row: RowCycle, token: int) -> Draft | None:
+    """The draft that follows a token of the row, if there is one and it was drawn at random."""
+    draft = row.drafts[token] if token < len(row.drafts) else None
+    return None if draft is None or draft.probabilities is None else draft
+
+
+def _judge(draft: Draft, deep: Deep) -> Judged:
+    if deep.target is not None:
+        return _reject(draft, deep.logits, deep.target)
+    assert deep.chosen is not None
+    return Judged(deep.chosen.token_id == draft.token_id, deep.chosen)
+
+
+def _reject(draft: Draft, logits: torch.Tensor, target: Target) -> Judged:
+    """The rejection rule for one drawn draft, with random numbers of its own for this step of the row."""
+    assert draft.probabilities is not None
+    if target.error is not None:
+        return Judged(False, SampledToken(-1, error=target.error))
+    row, step = target.row, len(target.row.output_ids)
+    p, q = float(target.probabilities[draft.token_id]), float(draft.probabilities[draft.token_id])
+    if uniform(row.seed, step, ACCEPT_STREAM) * q < p:
+        return Judged(True, SampledToken(draft.token_id))
+    rest = (target.probabilities - draft.probabilities).clamp_(min=0.0)
+    most = float(rest.max())
+    if most <= 0.0:  # q covers p up to rounding, so the draft is as good as any
+        return Judged(True, SampledToken(draft.token_id))
+    weights = (rest / most * 2.0 ** (62 - len(rest).bit_length())).long()
+    token_id = int(draw(weights.unsqueeze(0), [uniform(row.seed, step, RESIDUAL_STREAM)])[0])
+    return Judged(False, with_logprobs(logits, row, token_id))

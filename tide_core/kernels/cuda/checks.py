@@ -1,0 +1,238 @@
+"""What the CUDA wrappers ask of their tensors beyond what `checks` asks for both devices.
+
+Rows may have a stride. `out` and `num_rows` are checked like every other argument; nothing is read from the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tide_core.kernels import checks
+from tide_core.kernels.checks import Faults
+from tide_core.kernels.reference.ops import Norm, Peaks, RouterWeights
+
+MAX_HEAD_DIM = 256
+"""Of paged attention."""
+
+MOST_JOINED_QUERIES = 8
+"""Of a row, where attention also rotates and writes."""
+
+
+def linear_faults(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    norm: Norm | None,
+    device: torch.device,
+) -> Faults:
+    yield checks.float_fault("x", x, None, device)
+    yield checks.float_fault("weight", weight, x.dtype, device)
+    yield from checks.linear_faults(x, weight, bias, device)
+    if gated and weight.shape[0] % 2:
+        yield checks.shape_error("weight", weight, "[2 N, K]: as many rows of the gate as of up")
+    if norm is not None:
+        yield from checks.exact_faults("norm", norm[0], x.dtype, (x.shape[-1],), "[K]", device)
+    if residual is not None:
+        width = weight.shape[0] // 2 if gated else weight.shape[0]
+        yield checks.float_fault("residual", residual, x.dtype, device)
+        yield checks.shape_fault("residual", residual, (*x.shape[:-1], width), "[..., N]")
+        yield rows_fault("residual", residual)
+
+
+def rms_norm_faults(x: Tensor, weight: Tensor, index: Tensor | None, device: torch.device) -> Faults:
+    yield from checks.rms_norm_faults(x, weight, device)
+    if index is not None:
+        yield checks.dims_fault("x", x, 2)
+        yield from index_faults(index, device)
+
+
+def silu_mul_faults(gate: Tensor, up: Tensor, device: torch.device) -> Faults:
+    yield checks.float_fault("gate", gate, None, device)
+    yield checks.float_fault("up", up, gate.dtype, device)
+    yield checks.shape_fault("up", up, tuple(gate.shape), "as gate")
+    yield checks.unit_stride_fault("gate", gate) if gate.dim() else checks.shape_error("gate", gate, "[..., N]")
+    yield checks.unit_stride_fault("up", up)
+
+
+def rotary_write_faults(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    device: torch.device,
+) -> Faults:
+    yield checks.float_fault("qkv", qkv, None, device)
+    yield checks.dims_fault("qkv", qkv, 2)
+    yield checks.unit_stride_fault("qkv", qkv)
+    yield from checks.pool_faults(k_pool, v_pool, qkv.dtype, device)
+    yield checks.shape_fault("v_pool", v_pool, tuple(k_pool.shape), "as k_pool")
+    num_tokens, width = qkv.shape
+    num_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
+    if head_dim == 0 or head_dim % 2:
+        yield checks.shape_error("k_pool", k_pool, "heads of an even number of elements")
+    if width % head_dim or width < 2 * num_heads * head_dim:
+        yield checks.shape_error("qkv", qkv, f"[T, (Hq + 2 * {num_heads}) * {head_dim}]")
+    yield checks.dims_fault("cos", cos, 2)
+    for name, table in (("cos", cos), ("sin", sin)):
+        yield checks.float_fault(name, table, qkv.dtype, device)
+        yield checks.shape_fault(name, table, (cos.shape[0], head_dim), "[P, D]")
+        yield checks.contiguous_fault(name, table)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            yield from checks.exact_faults(name, weight, qkv.dtype, (head_dim,), "[D]", device)
+    if positions is None:
+        yield checks.shape_fault("cos", cos, (num_tokens, head_dim), "[T, D], without positions")
+    else:
+        yield from checks.exact_faults("positions", positions, torch.int64, (num_tokens,), "[T]", device)
+    yield from checks.exact_faults("slots", slots, torch.int64, (num_tokens,), "[T]", device)
+
+
+def paged_attention_faults(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    device: torch.device,
+) -> Faults:
+    tensors = q, k_pool, v_pool, block_tables, query_starts, context_lens
+    yield from checks.paged_attention_faults(*tensors, device)
+    yield checks.shape_fault("v_pool", v_pool, tuple(k_pool.shape), "as k_pool")
+    if q.shape[2] % 8 or not 0 < q.shape[2] <= MAX_HEAD_DIM:
+        yield ValueError(f"q: got heads of {q.shape[2]} elements, expected a multiple of 8 up to {MAX_HEAD_DIM}")
+    if k_pool.shape[2] == 0 or k_pool.shape[2] % 8:
+        yield ValueError(f"k_pool: got blocks of {k_pool.shape[2]} positions, expected a multiple of 8")
+
+
+def joined_fault(k_pool: Tensor, v_pool: Tensor) -> Exception | None:
+    """Why attention cannot also rotate and write with pools such as these, or None."""
+    if k_pool.dtype not in (torch.float16, torch.bfloat16):
+        return TypeError(f"k_pool: got {k_pool.dtype}, expected torch.float16 or torch.bfloat16")
+    _, _, block_size, head_dim = k_pool.shape
+    if head_dim not in (64, 128):
+        return ValueError(f"k_pool: got heads of {head_dim} elements, expected 64 or 128")
+    if block_size == 0 or block_size % 16:
+        return ValueError(f"k_pool: got blocks of {block_size} positions, expected a multiple of 16")
+    return checks.shape_fault("v_pool", v_pool, tuple(k_pool.shape), "as k_pool")
+
+
+def peak_faults(logits: Tensor, device: torch.device) -> Faults:
+    yield from matrix_faults("logits", logits, device)
+    if not 0 < logits.shape[1] < 2**31:
+        yield checks.shape_error("logits", logits, "rows of 1 to 2**31 - 1 numbers")
+
+
+def router_faults(
+    features: Tensor, peaks: Peaks, weights: RouterWeights, thresholds: Tensor | None, device: torch.device
+) -> Faults:
+    yield from matrix_faults("features", features, device)
+    num_rows, width = features.shape
+    for name in ("best", "second", "sum"):
+        yield from checks.exact_faults(f"peaks.{name}", getattr(peaks, name), torch.float32, (num_rows,), "[R]", device)
+    yield checks.dims_fault("weights.down", weights.down, 2)
+    bottleneck = weights.down.shape[0]
+    if not 0 < bottleneck < 2**24:
+        yield checks.shape_error("weights.down", weights.down, "a bottleneck of 1 to 2**24 - 1 numbers")
+    for name, shape, letters in (
+        ("norm", (width,), "[D]"),
+        ("down", (bottleneck, width + 2), "[B, D + 2]"),
+        ("down_bias", (bottleneck,), "[B]"),
+        ("out", (bottleneck,), "[B]"),
+        ("out_bias", (1,), "[1]"),
+    ):
+        yield from checks.exact_faults(f"weights.{name}", getattr(weights, name), torch.float32, shape, letters, device)
+    if thresholds is not None:
+        yield from checks.exact_faults("thresholds", thresholds, torch.float32, (num_rows,), "[R]", device)
+
+
+def exit_input_faults(
+    states: Tensor,
+    state_norm: Tensor,
+    deep_states: Tensor,
+    deep_slots: Tensor,
+    deep_norm: Tensor,
+    distances: Tensor,
+    table: Tensor,
+    *,
+    device: torch.device,
+) -> Faults:
+    yield from matrix_faults("states", states, device)
+    num_tokens, width = states.shape
+    yield from matrix_faults("deep_states", deep_states, device, states.dtype, width)
+    for name, weight in (("state_norm", state_norm), ("deep_norm", deep_norm)):
+        yield from checks.exact_faults(name, weight, states.dtype, (width,), "[D]", device)
+    for name, numbers in (("deep_slots", deep_slots), ("distances", distances)):
+        yield from checks.exact_faults(name, numbers, torch.int64, (num_tokens,), "[T]", device)
+    yield checks.dims_fault("table", table, 2)
+    if table.shape[0] == 0:
+        yield checks.shape_error("table", table, "a row for every distance from 0 on")
+    yield from checks.exact_faults("table", table, states.dtype, (table.shape[0], 2 * width), "[M + 1, 2 D]", device)
+
+
+def index_faults(index: Tensor, device: torch.device) -> Faults:
+    yield checks.dims_fault("index", index, 1)
+    yield from checks.exact_faults("index", index, torch.int64, (index.shape[0],), "[R]", device)
+
+
+def matrix_faults(
+    name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None, width: int | None = None
+) -> Faults:
+    """Of rows that may have a stride."""
+    yield checks.float_fault(name, tensor, dtype, device)
+    yield checks.dims_fault(name, tensor, 2)
+    if width is not None:
+        yield checks.shape_fault(name, tensor, (tensor.shape[0], width), "[..., D]")
+    yield checks.unit_stride_fault(name, tensor)
+
+
+def scratch_faults(name: str, tensor: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> Faults:
+    """Of memory that a kernel works in: at least `count` elements."""
+    yield None if tensor.dtype is dtype else TypeError(f"{name}: got {tensor.dtype}, expected {dtype}")
+    yield checks.device_fault(name, tensor, device)
+    yield checks.contiguous_fault(name, tensor)
+    if tensor.numel() < count:
+        yield ValueError(f"{name}: got {tensor.numel()} elements, expected at least {count}")
+
+
+def out_faults(
+    name: str,
+    out: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    *,
+    strided_heads: bool = False,
+) -> Faults:
+    """Of a tensor that is written, where the caller gives one."""
+    if out is not None:
+        yield None if out.dtype is dtype else TypeError(f"{name}: got {out.dtype}, expected {dtype}")
+        yield checks.device_fault(name, out, device)
+        yield checks.shape_fault(name, out, shape, "the result's")
+        yield checks.unit_stride_fault(name, out) if strided_heads else rows_fault(name, out)
+
+
+def num_rows_faults(num_rows: Tensor | None, device: torch.device) -> Faults:
+    if num_rows is not None:
+        yield (
+            None
+            if num_rows.dtype is torch.int32
+            else TypeError(f"num_rows: got {num_rows.dtype}, expected torch.int32")
+        )
+        yield checks.device_fault("num_rows", num_rows, device)
+        yield None if num_rows.numel() == 1 else checks.shape_error("num_rows", num_rows, "one number")
+
+
+def rows_fault(name: str, tensor: Tensor) -> ValueError | None:
+    """Why `tensor` [..., D] cannot be seen as rows where it lies, or None."""
+    if tensor.dim() == 2:
+        return checks.unit_stride_fault(name, tensor)
+    return checks.contiguous_fault(name, tensor)

@@ -1,0 +1,93 @@
+"""Draws on a GPU. See `tide_core.kernels.reference.draw`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tide_core.kernels import checks
+from tide_core.kernels.checks import DTYPE_CODES, Faults
+from tide_core.kernels.cuda import checks as cuda_checks
+from tide_core.kernels.cuda.launch import at, home, launch, row_stride
+from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_HEAD, NUM_SETTINGS, DrawnCycle
+
+
+def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """A place in each row of `logits` [R, W], and what it was drawn from, [R, 4]."""
+    device = home(logits)
+    checks.refuse(_logits_faults(logits, device))
+    rows, width = logits.shape
+    if not width <= vocab_size <= MOST_VOCABULARY:
+        raise ValueError(f"vocab_size: got {vocab_size}, expected {width} to {MOST_VOCABULARY}")
+    checks.refuse(checks.exact_faults("settings", settings, torch.float64, (NUM_SETTINGS, rows), "[5, R]", device))
+    checks.refuse(checks.exact_faults("numbers", numbers, torch.float64, (rows,), "[R]", device))
+    places = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    heads = torch.empty(rows, NUM_HEAD, dtype=torch.float64, device=logits.device)
+    tensors = logits, settings, numbers, places, heads
+    launch(
+        device,
+        "draw",
+        DTYPE_CODES[logits.dtype],
+        *(at(tensor) for tensor in tensors),
+        rows,
+        width,
+        row_stride(logits),
+        vocab_size,
+    )
+    return places, heads
+
+
+def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
+    """The largest of each row of `logits` [T, V], and the token to be said there."""
+    device = home(logits)
+    checks.refuse(_logits_faults(logits, device))
+    checks.refuse(_cycle_faults(logits, cycle, device))
+    num_tokens, vocab_size = logits.shape
+    drafts, rows, shortlist = cycle.draft_logits.shape
+    best = torch.empty(num_tokens, device=logits.device)
+    tokens = torch.empty(num_tokens, dtype=torch.int64, device=logits.device)
+    launch(
+        device,
+        "verify_drawn",
+        DTYPE_CODES[logits.dtype],
+        at(logits),
+        *(at(tensor) for tensor in cycle),
+        at(best),
+        at(tokens),
+        num_tokens,
+        rows,
+        drafts,
+        vocab_size,
+        shortlist,
+        row_stride(logits),
+    )
+    return best, tokens
+
+
+def _logits_faults(logits: Tensor, device: torch.device) -> Faults:
+    yield from cuda_checks.matrix_faults("logits", logits, device)
+    if not 0 < logits.shape[1] <= MOST_VOCABULARY:
+        yield checks.shape_error("logits", logits, f"rows of 1 to {MOST_VOCABULARY} numbers")
+
+
+def _cycle_faults(logits: Tensor, cycle: DrawnCycle, device: torch.device) -> Faults:
+    yield checks.dims_fault("draft_logits", cycle.draft_logits, 3)
+    tokens, vocab_size = logits.shape
+    drafts, rows, shortlist = cycle.draft_logits.shape
+    wide, whole, single = torch.float64, torch.int64, torch.int32
+    expected = (
+        (whole, (tokens,), "[T]"),
+        (single, (1,), "[1]"),
+        (single, (rows,), "[R]"),
+        (wide, (NUM_SETTINGS, rows), "[5, R]"),
+        (wide, (drafts + 1, rows), "[K + 1, R]"),
+        (wide, (drafts, rows), "[K, R]"),
+        (wide, (drafts, rows), "[K, R]"),
+        (torch.float32, (drafts, rows), "[K, R]"),
+        (whole, (drafts, rows), "[K, R]"),
+        (logits.dtype, (drafts, rows, shortlist), "[K, R, S]"),
+        (wide, (drafts, rows, NUM_HEAD), "[K, R, 4]"),
+        (single, (vocab_size,), "[V]"),
+    )
+    for name, tensor, (dtype, shape, letters) in zip(cycle._fields, cycle, expected, strict=True):
+        yield from checks.exact_faults(name, tensor, dtype, shape, letters, device)

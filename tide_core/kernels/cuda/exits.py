@@ -1,0 +1,228 @@
+"""What exits need on a GPU: inputs of heads, peaks of logits, scores of routers, rows by index.
+
+See `tide_core.kernels.cuda.ops`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tide_core.kernels import checks
+from tide_core.kernels.cuda import checks as cuda_checks
+from tide_core.kernels.cuda.launch import at, home, launch, module, result, row_stride
+from tide_core.kernels.reference.ops import Peaks, RouterWeights
+
+_DTYPE_CODES = checks.DTYPE_CODES
+_PEAK_DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that `peak` and `router` work in, one call at a time. The counters are 0 between calls."""
+
+    partials: Tensor  # bytes
+    counters: Tensor  # int32
+
+    @classmethod
+    def sized(cls, device: torch.device, rows: int, *, vocabulary: int = 1, bottleneck: int = 0) -> Scratch:
+        """For calls with at most these counts; an op that is not called may be left out."""
+        size = max(module().peak_partials(rows, vocabulary), 4 * rows * bottleneck)
+        return cls(
+            torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
+        )
+
+
+def peak(
+    logits: Tensor, scratch: Scratch | None = None, *, num_rows: Tensor | None = None, out: Peaks | None = None
+) -> Peaks:
+    """How each row of `logits` [R, V] ends: best, its index, second and sum of exp(x - best), [R] each."""
+    device = home(logits)
+    checks.refuse(cuda_checks.peak_faults(logits, device))
+    rows, width = logits.shape
+    peaks = _peaks(out, rows, num_rows, device)
+    if rows:
+        scratch = scratch or Scratch.sized(device, rows, vocabulary=width)
+        _refuse_small(scratch, module().peak_partials(rows, width), rows, device)
+        launch(
+            device,
+            "peak",
+            _DTYPE_CODES[logits.dtype],
+            at(logits),
+            *(at(part) for part in peaks),
+            at(scratch.partials),
+            at(scratch.counters),
+            at(num_rows),
+            rows,
+            width,
+            row_stride(logits),
+        )
+    return peaks
+
+
+def router(
+    features: Tensor,
+    peaks: Peaks,
+    weights: RouterWeights,
+    thresholds: Tensor | None = None,
+    *,
+    num_rows: Tensor | None = None,
+    scratch: Scratch | None = None,
+    out: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores [R] of `features` [R, D] and, with `thresholds` [R], int32 flags of those that reach theirs."""
+    device = home(features)
+    checks.refuse(cuda_checks.router_faults(features, peaks, weights, thresholds, device))
+    rows, width = features.shape
+    bottleneck = weights.down.shape[0]
+    scores, flags = _scores(out, rows, thresholds, num_rows, device)
+    if rows:
+        scratch = scratch or Scratch.sized(device, rows, bottleneck=bottleneck)
+        _refuse_small(scratch, 4 * rows * bottleneck, rows, device)
+        launch(
+            device,
+            "router",
+            _DTYPE_CODES[features.dtype],
+            at(features),
+            *(at(part) for part in (peaks.best, peaks.second, peaks.sum)),
+            *(at(part) for part in (weights.norm, weights.down, weights.down_bias, weights.out, weights.out_bias)),
+            at(thresholds),
+            at(scores),
+            at(flags),
+            at(scratch.partials),
+            at(scratch.counters),
+            at(num_rows),
+            rows,
+            width,
+            row_stride(features),
+            bottleneck,
+            weights.eps,
+        )
+    return scores, flags
+
+
+def judge(
+    features: Tensor, logits: Tensor, weights: RouterWeights, scratch: Scratch | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scores [R] and where the best of `logits` [R, V] stands, [R]."""
+    peaks = peak(logits, scratch=scratch)
+    return router(features, peaks, weights, scratch=scratch)[0], peaks.best_at
+
+
+def gather_rows(x: Tensor, index: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The rows of `x` [N, D] that `index` [R] names: a negative one leaves its row as it was (zeros in a new tensor),
+    one past the end gives NaN."""
+    device = home(x)
+    checks.refuse(cuda_checks.matrix_faults("x", x, device))
+    checks.refuse(cuda_checks.index_faults(index, device))
+    shape = index.shape[0], x.shape[1]
+    rest = x.new_zeros(shape) if out is None and num_rows is not None else out
+    y = result(rest, x, shape, num_rows, device)
+    _copy_rows("gather_rows", x, y, index, num_rows, x.shape[0], device, zeros=out is None)
+    return y
+
+
+def scatter_rows(x: Tensor, index: Tensor, out: Tensor, *, num_rows: Tensor | None = None) -> None:
+    """Row i of `x` [R, D] becomes row `index[i]` of `out` [N, D]; rows outside it are dropped, none may come twice."""
+    device = home(x)
+    checks.refuse(cuda_checks.matrix_faults("x", x, device))
+    checks.refuse(checks.exact_faults("index", index, torch.int64, (x.shape[0],), "[R]", device))
+    checks.refuse(cuda_checks.matrix_faults("out", out, device, x.dtype, x.shape[1]))
+    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
+    _copy_rows("scatter_rows", x, out, index, num_rows, out.shape[0], device)
+
+
+def embed(ids: Tensor, weight: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The rows of `weight` [V, D] that the tokens `ids` [T] name."""
+    return gather_rows(weight, ids, num_rows=num_rows, out=out)
+
+
+def exit_input(
+    states: Tensor,
+    state_norm: Tensor,
+    deep_states: Tensor,
+    deep_slots: Tensor,
+    deep_norm: Tensor,
+    distances: Tensor,
+    table: Tensor,
+    eps: float,
+    *,
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What an exit head is fed with, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
+    device = home(states)
+    checks.refuse(
+        cuda_checks.exit_input_faults(
+            states, state_norm, deep_states, deep_slots, deep_norm, distances, table, device=device
+        )
+    )
+    rows, width = states.shape
+    y = result(out, states, (rows, 2 * width), num_rows, device)
+    if y.numel():
+        launch(
+            device,
+            "exit_input",
+            _DTYPE_CODES[states.dtype],
+            *(at(part) for part in (states, state_norm, deep_states, deep_norm, table, deep_slots, distances, y)),
+            at(num_rows),
+            rows,
+            width,
+            deep_states.shape[0],
+            table.shape[0] - 1,
+            *(row_stride(part) for part in (states, deep_states, y)),
+            eps,
+        )
+    return y
+
+
+def _copy_rows(
+    op: str,
+    x: Tensor,
+    y: Tensor,
+    index: Tensor,
+    num_rows: Tensor | None,
+    limit: int,
+    device: torch.device,
+    *,
+    zeros: bool = False,
+) -> None:
+    rows, width = index.shape[0], x.shape[1]
+    if rows and width:
+        code = _DTYPE_CODES[x.dtype]
+        strides = row_stride(x), row_stride(y)
+        launch(device, op, code, at(x), at(y), at(index), at(num_rows), rows, limit, width, *strides, zeros)
+
+
+def _peaks(out: Peaks | None, rows: int, num_rows: Tensor | None, device: torch.device) -> Peaks:
+    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
+    if out is None:
+        return Peaks(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _PEAK_DTYPES))
+    for name, part, dtype in zip(Peaks._fields, out, _PEAK_DTYPES, strict=True):
+        checks.refuse(cuda_checks.out_faults(f"out.{name}", part, dtype, (rows,), device))
+    return out
+
+
+def _scores(
+    out: tuple[Tensor, Tensor | None] | None,
+    rows: int,
+    thresholds: Tensor | None,
+    num_rows: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None]:
+    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
+    if out is None:
+        flags = None if thresholds is None else torch.empty(rows, dtype=torch.int32, device=device)
+        return torch.empty(rows, device=device), flags
+    scores, flags = out
+    checks.refuse(cuda_checks.out_faults("scores", scores, torch.float32, (rows,), device))
+    checks.refuse(cuda_checks.out_faults("flags", flags, torch.int32, (rows,), device))
+    if (flags is None) != (thresholds is None):
+        raise ValueError("flags, thresholds: got one of them, expected both or none")
+    return scores, flags
+
+
+def _refuse_small(scratch: Scratch, size: int, num_counters: int, device: torch.device) -> None:
+    checks.refuse(cuda_checks.scratch_faults("scratch.partials", scratch.partials, torch.uint8, size, device))
+    checks.refuse(cuda_checks.scratch_faults("scratch.counters", scratch.counters, torch.int32, num_counters, device))

@@ -1,0 +1,76 @@
+"""What every CUDA wrapper does: find the module, hand over addresses, and launch on the caller's stream."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tide_core.kernels import checks
+from tide_core.kernels.cuda import checks as cuda_checks
+
+MOST_ROWS = 256
+"""Up to so many our linear is used everywhere, which is all that a cycle has: a row gets the same bits in every step,
+so that what is verified is what full depth would say. Of more, which prompts have, see `fast_for_many_rows`."""
+
+
+@functools.cache
+def module() -> ModuleType:
+    """The CUDA module. It is imported when it is first needed, so that the wrappers load without it."""
+    return importlib.import_module("tide_core.kernels._cuda")
+
+
+@functools.cache
+def fast_for_many_rows(device: torch.device) -> bool:
+    """Whether our linear keeps up with Torch's there, in half width, for any number of rows."""
+    with torch.cuda.device(device):
+        fast: bool = module().fast_for_many_rows()
+    return fast
+
+
+def home(tensor: Tensor) -> torch.device:
+    """Where the tensors of a call must be: on the GPU of the first one, on any if that is on none."""
+    return tensor.device if tensor.is_cuda else torch.device("cuda")
+
+
+def launch(device: torch.device, op: str, *arguments: object) -> None:
+    """Runs an op of the module on the current stream of `device`."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.current_device() == device.index:
+        getattr(module(), op)(*arguments, stream)
+    else:
+        with torch.cuda.device(device):
+            getattr(module(), op)(*arguments, stream)
+
+
+def at(tensor: Tensor | None) -> int:
+    """The address of a tensor, 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def row_stride(rows: Tensor) -> int:
+    """Between the rows of [R, D]. That of a single row may be anything, and must not choose its kernel."""
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """`tensor` [..., D] as [rows, D]; copied only where it cannot be seen so."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def result(
+    out: Tensor | None,
+    like: Tensor,
+    shape: tuple[int, ...],
+    num_rows: Tensor | None,
+    device: torch.device,
+    *,
+    strided_heads: bool = False,
+) -> Tensor:
+    """Where an op writes: `out` if it fits, else a new tensor. `strided_heads`: only its last dimension has no gaps."""
+    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
+    checks.refuse(cuda_checks.out_faults("out", out, like.dtype, shape, device, strided_heads=strided_heads))
+    return like.new_empty(shape) if out is None else out

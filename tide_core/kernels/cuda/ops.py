@@ -1,0 +1,196 @@
+"""The ops on a GPU, by the CUDA module. For inference only: no gradient flows through them.
+
+`reference.ops` says what each op means. A row's result is bitwise the same alone and in any batch. Every
+op runs on the current stream, waits for nothing and can be captured in a graph. With `out` it allocates nothing.
+
+`num_rows` [1], int32 on the device, is the true number of rows where only the device knows it: rows past it are neither
+read nor written, and in a new tensor they hold anything.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tide_core.kernels import checks
+from tide_core.kernels.cuda import checks as cuda_checks
+from tide_core.kernels.cuda.attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
+from tide_core.kernels.cuda.exits import Scratch, embed, exit_input, gather_rows, judge, peak, router, scatter_rows
+from tide_core.kernels.cuda.joined import attend_joined, takes_joined
+from tide_core.kernels.cuda.launch import (
+    MOST_ROWS,
+    as_rows,
+    at,
+    fast_for_many_rows,
+    home,
+    launch,
+    result,
+    row_stride,
+)
+from tide_core.kernels.reference import ops as reference
+from tide_core.kernels.reference.ops import Norm
+
+__all__ = [
+    "Scratch",
+    "attend_joined",
+    "attention_workspace",
+    "embed",
+    "exit_input",
+    "fused_linear_of_any",
+    "gather_rows",
+    "judge",
+    "linear",
+    "linear_of_any",
+    "paged_attention",
+    "peak",
+    "rms_norm",
+    "rotary",
+    "rotary_write",
+    "router",
+    "scatter_rows",
+    "silu_mul",
+    "takes",
+    "takes_joined",
+    "write_kv",
+]
+
+_DTYPE_CODES = checks.DTYPE_CODES
+WIDEST_NORMED = 2048
+"""Inputs up to this width are normed inside the linear."""
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    norm: Norm | None = None,
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]; as `fused_linear` where more is asked.
+
+    `residual` may be `out`. A norm is worked into the products: its weight meets `x` in one rounding, the factor of the
+    row meets the float32 sum. In float16 that could overflow, so there it is an op of its own with a result of its own.
+    """
+    device = home(x)
+    checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, norm, device))
+    if norm is not None and x.dtype is torch.float16:
+        x, norm = rms_norm(x, *norm, num_rows=num_rows), None
+    in_features = x.shape[-1]
+    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = result(out, x, (*x.shape[:-1], out_features), num_rows, device)
+    if y.numel():
+        x, rows = as_rows(x), as_rows(y)
+        added = None if residual is None else as_rows(residual)
+        launch(
+            device,
+            "linear",
+            _DTYPE_CODES[x.dtype],
+            at(x),
+            at(weight),
+            at(bias),
+            at(None if norm is None else norm[0]),
+            at(added),
+            at(rows),
+            at(num_rows),
+            rows.shape[0],
+            in_features,
+            out_features,
+            row_stride(x),
+            row_stride(rows),
+            0 if added is None else row_stride(added),
+            0.0 if norm is None else norm[1],
+            gated,
+        )
+    return y
+
+
+def linear_of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` by ours, or by Torch's where ours would be slow for so many rows."""
+    return linear(x, weight, bias) if _is_ours(x) else F.linear(x, weight, bias)
+
+
+def fused_linear_of_any(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    norm: Norm | None = None,
+) -> Tensor:
+    """`linear` with what stands around it, likewise. Of wide rows the norm is a launch of its own: the products would
+    lose more time. It is one or the other for all steps of a model, so that bits never depend on the rows."""
+    if norm is not None and x.shape[-1] > WIDEST_NORMED:
+        x, norm = rms_norm(x, *norm), None
+    if _is_ours(x):
+        return linear(x, weight, bias, residual=residual, gated=gated, norm=norm)
+    return reference.fused_linear(x if norm is None else rms_norm(x, *norm), weight, bias, residual, gated)
+
+
+def _is_ours(x: Tensor) -> bool:
+    """By rows only where ours has no kernel for many: elsewhere a row's bits must not depend on their number. Narrow
+    rows come with a norm inside, which that kernel does not take."""
+    width = x.shape[-1]
+    if x.numel() <= MOST_ROWS * width:
+        return True
+    return width > WIDEST_NORMED and width % 8 == 0 and x.dtype is not torch.float32 and fast_for_many_rows(x.device)
+
+
+def takes(k_pool: Tensor, v_pool: Tensor) -> bool:
+    """Whether attention knows heads and pages of these sizes."""
+    _, _, block_size, head_dim = k_pool.shape
+    fits = head_dim % 8 == 0 and head_dim <= cuda_checks.MAX_HEAD_DIM and block_size % 8 == 0
+    return fits and k_pool.shape == v_pool.shape
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    index: Tensor | None = None,
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Hugging Face LlamaRMSNorm of `x` [..., D] with `weight` [D], or of the rows that `index` [R] names.
+
+    A negative index leaves its row unset. Without an index `out` may be `x`."""
+    device = home(x)
+    checks.refuse(cuda_checks.rms_norm_faults(x, weight, index, device))
+    shape = tuple(x.shape) if index is None else (index.shape[0], x.shape[-1])
+    y = result(out, x, shape, num_rows, device)
+    if y.numel():
+        x, rows = as_rows(x), as_rows(y)
+        launch(
+            device,
+            "rms_norm",
+            _DTYPE_CODES[x.dtype],
+            at(x),
+            at(weight),
+            at(rows),
+            at(index),
+            at(num_rows),
+            *rows.shape,
+            row_stride(x),
+            row_stride(rows),
+            eps,
+        )
+    return y
+
+
+def silu_mul(gate: Tensor, up: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """silu of `gate` times `up`, of one shape [..., N]; `out` may be either."""
+    device = home(gate)
+    checks.refuse(cuda_checks.silu_mul_faults(gate, up, device))
+    y = result(out, gate, tuple(gate.shape), num_rows, device)
+    if y.numel():
+        gate, up, rows = as_rows(gate), as_rows(up), as_rows(y)
+        strides = row_stride(gate), row_stride(up), row_stride(rows)
+        code = _DTYPE_CODES[gate.dtype]
+        launch(device, "silu_mul", code, at(gate), at(up), at(rows), at(num_rows), *rows.shape, *strides)
+    return y

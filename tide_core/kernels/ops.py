@@ -1,0 +1,192 @@
+"""The ops by name and signature: `Kernels` for any device, `CudaKernels` for a GPU. `reference/` defines each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tide_core.kernels.reference.branches import CopySlots
+from tide_core.kernels.reference.draw import DrawnCycle
+from tide_core.kernels.reference.ops import Norm, Peaks, RouterWeights
+
+
+class LinearOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+class RmsNormOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class SiluMulOp(Protocol):
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+
+class RotaryOp(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+
+class WriteKvOp(Protocol):
+    def __call__(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None: ...
+
+
+class PagedAttentionOp(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One version of the ops. `tide_core.kernels.reference.ops` says what each means."""
+
+    name: str
+    linear: LinearOp
+    rms_norm: RmsNormOp
+    silu_mul: SiluMulOp
+    rotary: RotaryOp
+    write_kv: WriteKvOp
+    paged_attention: PagedAttentionOp
+
+
+class FusedLinearOp(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        gated: bool = False,
+        norm: Norm | None = None,
+    ) -> Tensor: ...
+
+
+class RotaryWriteOp(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        slots: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor: ...
+
+
+class AttendOp(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        *,
+        max_queries: int,
+        max_context: int,
+        workspace: Tensor,
+        fresh: bool = False,
+    ) -> Tensor: ...
+
+
+class ExitInputOp(Protocol):
+    def __call__(
+        self,
+        states: Tensor,
+        state_norm: Tensor,
+        deep_states: Tensor,
+        deep_slots: Tensor,
+        deep_norm: Tensor,
+        distances: Tensor,
+        table: Tensor,
+        eps: float,
+    ) -> Tensor: ...
+
+
+class AttendJoinedOp(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        slots: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        *,
+        max_queries: int,
+        max_context: int,
+        workspace: Tensor,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CudaKernels(Kernels):
+    """All indices are on the device, and nothing waits for it."""
+
+    fused_linear: FusedLinearOp
+    rotary_write: RotaryWriteOp
+    attend: AttendOp
+    """`paged_attention`, told at most how many queries and positions a row has."""
+    attention_workspace: Callable[..., Tensor]
+    """For `attend` and `attend_joined`: the most tokens, query heads, elements of a head and positions; where; and as
+    `held` one that is handed back where it is large enough."""
+    peak: Callable[..., Peaks]
+    """Of logits, with a scratch and by name where to write."""
+    router: Callable[..., tuple[Tensor, Tensor | None]]
+    """Of features, peaks and weights, by name with a scratch and where to write."""
+    judge: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
+    judge_scratch: Callable[..., Any]
+    """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    exit_input: ExitInputOp
+    norm_into: Callable[..., Tensor]
+    """`rms_norm`, by name where to write."""
+    embed: Callable[..., Tensor]
+    """Of ids and rows, by name where to write."""
+    scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
+    plan_cycle: Callable[..., None]
+    pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    carry_on: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    """`tide_core.kernels.reference.cycle` says what these make."""
+    nth_best: Callable[..., Tensor]
+    slot_copier: Callable[[Sequence[Tensor], int], CopySlots]
+    """`tide_core.kernels.reference.branches` says what these do."""
+    draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
+    """`tide_core.kernels.reference.draw` says what both mean."""
+    takes: Callable[[Tensor, Tensor], bool]
+    """Whether `attend` knows keys and values as these pools hold them."""
+    attend_joined: AttendJoinedOp
+    """`rotary_write`, then `attend`, for rows of few queries."""
+    takes_joined: Callable[[Tensor, Tensor], bool]
+    """Whether `attend_joined` does; what it does not take stays with the two ops."""

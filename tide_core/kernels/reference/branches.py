@@ -1,0 +1,54 @@
+"""What branches of a draft need, in plain Torch: see `tide_core.execution.graphs.branches`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Claims(NamedTuple):
+    """What must be true for each of N pairs of slots: that what was said at one place was tried at another."""
+
+    places: Tensor
+    """[2, N] int32: in `said`, and in `tried`. They must exist."""
+    said: Tensor
+    """[S] int64"""
+    tried: Tensor
+    """[R] int64"""
+
+
+class CopySlots(Protocol):
+    """What lies in slots `source` [N] of every pool goes to slots `target` [N], int32; a pair with a negative slot is
+    skipped, and with `claims` one whose claim is not true."""
+
+    def __call__(self, source: Tensor, target: Tensor, claims: Claims | None = None) -> None: ...
+
+
+def nth_best(logits: Tensor, ranks: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Where in each row of `logits` [R, V] the number stands that `ranks` [R], int32, others are before: larger ones,
+    and equal ones at lower places. A NaN is larger than every number."""
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    found = order.gather(-1, ranks.long().unsqueeze(-1)).squeeze(-1)
+    return found if out is None else out.copy_(found)
+
+
+def slot_copier(pools: Sequence[Tensor], block_size: int) -> CopySlots:
+    """For these pools, [blocks, heads, block size, D] or [slots, D] each."""
+    kept = [pool for pool in pools if pool.numel()]
+    as_blocks = [pool if pool.dim() == 4 else pool.view(-1, 1, block_size, pool.shape[-1]) for pool in kept]
+
+    def copy(source: Tensor, target: Tensor, claims: Claims | None = None) -> None:
+        both = torch.stack((source, target)).long()
+        wanted = (both >= 0).all(0)
+        if claims is not None:
+            said_at, tried_at = claims.places.long()
+            wanted &= claims.said[said_at] == claims.tried[tried_at]
+        source, target = both[:, wanted]
+        for pool in as_blocks:
+            taken = pool[source // block_size, :, source % block_size].clone()
+            pool[target // block_size, :, target % block_size] = taken
+
+    return copy

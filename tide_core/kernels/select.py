@@ -1,0 +1,147 @@
+"""Which version of the ops runs on a device: CUDA, native CPU code or plain Torch, chosen once and logged."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import logging
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from tide_core.config import KERNELS
+from tide_core.errors import ConfigError
+from tide_core.kernels.ops import CudaKernels, Kernels
+from tide_core.kernels.reference import ops as reference
+
+_NATIVE_MODULE = "tide_core.kernels._native"
+_CUDA_MODULE = "tide_core.kernels._cuda"
+_log = logging.getLogger("tide")
+
+
+def select_kernels(choice: str, device: torch.device | str) -> Kernels:
+    """The ops for `device`. "auto" takes native where it can and says in the log, once, what it took and why."""
+    if choice not in KERNELS:
+        raise ConfigError("kernels", choice, f"one of {', '.join(KERNELS)}")
+    if choice == "reference":
+        _log_once("kernels: reference, as configured")
+        return reference_kernels()
+    kind = torch.device(device).type
+    cpu = kind == "cpu"
+    obstacle = cuda_obstacle(device) if kind == "cuda" else native_obstacle(kind)
+    if obstacle is None and not cpu:
+        _log_once(f"kernels: cuda, {'as configured' if choice == 'native' else 'on the GPU'}")
+        return cuda_kernels()
+    if obstacle is None:
+        native = importlib.import_module("tide_core.kernels.cpu.ops")
+        instruction_set = importlib.import_module(_NATIVE_MODULE).instruction_set()
+        _log_once(f"kernels: native ({instruction_set}), {'as configured' if choice == 'native' else 'on the cpu'}")
+        return _kernels("native", native)
+    if choice == "native":
+        raise ConfigError("kernels", "native", f"auto or reference here: {obstacle}")
+    _log_once(f"kernels: reference, because {obstacle}", logging.WARNING if cpu else logging.INFO)
+    return reference_kernels()
+
+
+def cuda_kernels() -> CudaKernels:
+    """The CUDA ops, or Torch's where a step has more rows than they are made for."""
+    cuda = importlib.import_module("tide_core.kernels.cuda.ops")
+    cycle = importlib.import_module("tide_core.kernels.cuda.cycle")
+    branches = importlib.import_module("tide_core.kernels.cuda.branches")
+    draws = importlib.import_module("tide_core.kernels.cuda.draw")
+    return CudaKernels(
+        name="cuda",
+        linear=cuda.linear_of_any,
+        rms_norm=cuda.rms_norm,
+        silu_mul=cuda.silu_mul,
+        rotary=cuda.rotary,
+        write_kv=cuda.write_kv,
+        paged_attention=cuda.paged_attention,
+        fused_linear=cuda.fused_linear_of_any,
+        rotary_write=cuda.rotary_write,
+        attend=cuda.paged_attention,
+        attention_workspace=cuda.attention_workspace,
+        peak=cuda.peak,
+        router=cuda.router,
+        judge=cuda.judge,
+        judge_scratch=cuda.Scratch.sized,
+        exit_input=cuda.exit_input,
+        norm_into=cuda.rms_norm,
+        embed=cuda.embed,
+        scatter_rows=cuda.scatter_rows,
+        plan_cycle=cycle.plan_cycle,
+        pending_tokens=cycle.pending_tokens,
+        carry_on=cycle.carry_on,
+        nth_best=branches.nth_best,
+        slot_copier=branches.slot_copier,
+        draw=draws.draw,
+        verify_drawn=draws.verify_drawn,
+        takes=cuda.takes,
+        attend_joined=cuda.attend_joined,
+        takes_joined=cuda.takes_joined,
+    )
+
+
+def reference_kernels() -> Kernels:
+    """The plain Torch ops: the ones gradients flow through."""
+    return _kernels("reference", reference)
+
+
+@functools.cache
+def native_digest() -> str:
+    """Of the files of the native modules, so that timings of another build are told apart; empty without any."""
+    built = [name for name in (_NATIVE_MODULE, _CUDA_MODULE) if _import_error(name) is None]
+    raw = b"".join(Path(importlib.import_module(name).__file__ or "").read_bytes() for name in built)
+    return hashlib.sha256(raw).hexdigest()[:16] if built else ""
+
+
+def set_num_threads(count: int) -> None:
+    """Threads that share one native call, the caller included; does nothing where there is no native module."""
+    if _import_error() is None:
+        importlib.import_module(_NATIVE_MODULE).set_num_threads(count)
+
+
+def _kernels(name: str, ops: ModuleType) -> Kernels:
+    return Kernels(name, ops.linear, ops.rms_norm, ops.silu_mul, ops.rotary, ops.write_kv, ops.paged_attention)
+
+
+def native_obstacle(device_type: str) -> str | None:
+    """Why native cannot run, or None."""
+    if device_type != "cpu":
+        return f"the native kernels run on the cpu, not on {device_type}"
+    error = _import_error()
+    return None if error is None else f"the native module cannot be imported ({error})"
+
+
+def cuda_obstacle(device: torch.device | str = "cuda") -> str | None:
+    """Why the CUDA ops cannot run on `device`, or None."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the CUDA kernels run on a GPU, not on {device.type}"
+    error = _import_error(_CUDA_MODULE)
+    if error is not None:
+        return f"the CUDA module cannot be imported ({error})"
+    if not torch.cuda.is_available():
+        return "no CUDA device can be used"
+    built = [int(arch) for arch in importlib.import_module(_CUDA_MODULE).architectures().split(",")]
+    major, minor = torch.cuda.get_device_capability(device)
+    # Code runs on later devices of its own generation, PTX (there is that of the newest) on all later ones.
+    if any(arch // 10 == major and arch % 10 <= minor for arch in built) or built[-1] <= 10 * major + minor:
+        return None
+    return f"the CUDA module was built for {built}, not for compute capability {major}.{minor}"
+
+
+@functools.cache
+def _import_error(module: str = _NATIVE_MODULE) -> str | None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _log_once(message: str, level: int = logging.INFO) -> None:
+    _log.log(level, message)

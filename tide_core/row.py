@@ -1,0 +1,39 @@
+"""A request while it is scheduled: what it has generated, and which blocks it owns. Plain Python values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tide_core.request import ExitPolicy, Request
+
+if TYPE_CHECKING:
+    from tide_core.kv.block_manager import BlockTable
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One request on its way."""
+
+    request: Request
+    namespace: bytes | None
+    """First parent of its prefix keys: model, policy and salt. None: it shares no blocks."""
+    table: BlockTable
+    policy: ExitPolicy
+    """In force now: that of the request, unless its bound has broken since."""
+    output_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens still to run: 1 for a row that is talking."""
+        return len(self.request.prompt_ids) + len(self.output_ids) - self.table.num_valid
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        prompt = self.request.prompt_ids
+        return [*prompt[start:stop], *self.output_ids[max(0, start - len(prompt)) : max(0, stop - len(prompt))]]
