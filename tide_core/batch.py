@@ -1,10 +1,10 @@
-"""What passes between scheduler, model runner and layers, and nothing else does. No torch at run time."""
+"""All that passes between scheduler, model runner and layers. No torch at run time."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tide_core.kv.block_manager import BlockTable
 
 
-@dataclass(frozen=True, slots=True)
-class RowStep:
-    """One row's share of a step: the tokens to run, and whether the next token is wanted."""
+class RowStep(NamedTuple):
+    """One row's share of a step: the tokens to run, and whether the next token is wanted. A tuple: one is made for
+    every row of every step."""
 
     request: Request
     table: BlockTable
@@ -41,8 +41,8 @@ class ScheduledBatch:
     """Scheduler to runner: rows in arrival order."""
 
     rows: tuple[RowStep, ...]
-    goes_on: bool = False
-    """Whether these rows are likely to be in the next step too, with what comes of this one: a runner may begin it."""
+    allows_lookahead: bool = False
+    """Whether the rows have blocks for the next step too, so that a runner may launch it before this one is read."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,42 +68,41 @@ class DraftCounts(NamedTuple):
     accepted: int = 0
     """How many of the drafts became output, from the first on."""
     non_finite: int = 0
-    """Scores that were no number; no token left on them."""
+    """Scores that were not finite; no token exits on them."""
     allowed: int = 0
-    """Drafts that it could have made: those of the step it was begun with, which need not be the one it ends in."""
+    """Drafts that it could have made: those of the step it was launched with."""
 
 
 NOTHING_DRAFTED = (DraftCounts(),)
 
 
 class TokenNote(NamedTuple):
-    """What there may be to say of a token beside its id, its exit layer and its score."""
+    """What most tokens do not have: log-probabilities, and an audit other than verified."""
 
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     audit: Audit = Audit.VERIFIED
 
 
-NOTHING_TO_NOTE = TokenNote()
+NO_NOTE = TokenNote()
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """Runner to scheduler, for one row: the tokens it gained, or the reason there are none. Without either, it has only
-    waited. Tokens are in columns, since most are never looked at one by one."""
+class RowResult(NamedTuple):
+    """Runner to scheduler, for one row: its new tokens, or the reason there are none. Without either, the row is still
+    waiting for its result. Tokens are in columns, since most are never read one by one."""
 
     token_ids: tuple[int, ...] = ()
     exit_layers: tuple[int, ...] = ()
     scores: tuple[float | None, ...] = ()
     num_valid: int = 0
-    """Tokens by which its valid length has grown: those of the step and the accepted drafts."""
+    """Tokens by which its valid length grows: those of the step and the accepted drafts."""
     layers_run: int = 0
     """Layers run for it, summed over its tokens of this step."""
     counts: tuple[DraftCounts, ...] = NOTHING_DRAFTED
-    """Of each of its deep passes: where the host is slow, a step may have several."""
+    """Of each of its deep passes; a launch may hold several."""
     error: str | None = None
     notes: tuple[TokenNote, ...] = ()
-    """Of each token; empty where nobody wants to know and all are verified."""
+    """Of each token; empty where all are `NO_NOTE`."""
 
     @classmethod
     def of(
@@ -114,7 +113,7 @@ class RowResult:
         counts: tuple[DraftCounts, ...] = NOTHING_DRAFTED,
         error: str | None = None,
     ) -> RowResult:
-        """With tokens that were made one by one."""
+        """From tokens made one by one."""
         notes = [TokenNote(token.logprob, token.top_logprobs, token.audit) for token in tokens]
         return cls(
             tuple([token.token_id for token in tokens]),
@@ -124,13 +123,13 @@ class RowResult:
             layers_run,
             counts,
             error,
-            () if all(note == NOTHING_TO_NOTE for note in notes) else tuple(notes),
+            () if all(note == NO_NOTE for note in notes) else tuple(notes),
         )
 
     @property
     def tokens(self) -> list[TokenResult]:
         """One by one."""
-        notes = self.notes or [NOTHING_TO_NOTE] * len(self.token_ids)
+        notes = self.notes or [NO_NOTE] * len(self.token_ids)
         columns = self.token_ids, self.exit_layers, self.scores, notes
         return [
             TokenResult(token_id, exit_layer, note.logprob, note.top_logprobs, score, note.audit)
@@ -138,12 +137,10 @@ class RowResult:
         ]
 
     def first(self, num: int) -> RowResult:
-        """Without the tokens behind so many, and as if what they wrote had not been; without passes that gave none of
-        these. The passes of a step are alike."""
+        """The first `num` tokens alone: valid length, passes and layers are reduced to theirs."""
         gained = list(accumulate([counts.accepted + 1 for counts in self.counts]))
         passes = bisect_left(gained, num) + 1
-        return replace(
-            self,
+        return self._replace(
             counts=self.counts[:passes],
             layers_run=self.layers_run * min(passes, len(self.counts)) // len(self.counts),
             token_ids=self.token_ids[:num],
@@ -154,11 +151,40 @@ class RowResult:
         )
 
 
+class StepTiming(NamedTuple):
+    """How host and device shared a step whose successor was in flight before it was read."""
+
+    wait_s: float
+    """That the host waited for the device."""
+    max_steps_per_launch: int
+    """That such a launch may hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """One result per row of the batch, in its order."""
 
     rows: tuple[RowResult, ...]
+    timing: StepTiming | None = None
+    """Known where all rows ran in one launch and the next one was in flight."""
+
+
+class RunningStep(Protocol):
+    """A step that was started. A device may work on it until `wait` returns."""
+
+    def wait(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """What the core needs of a model runner."""
+
+    def start(self, batch: ScheduledBatch) -> RunningStep:
+        """Start a step. It must be waited for before the next one is started."""
+        ...
+
+    def lookahead_steps(self) -> int:
+        """Steps that may be launched for a row before the result of the current one is read; 0 for none."""
+        ...
 
 
 class Rotation(NamedTuple):

@@ -131,8 +131,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExitPolicy:
-    """What the contract of a request means at each checkpoint layer, shallow to deep. What every step asks for every
-    row is found out once."""
+    """What the contract of a request means at each checkpoint layer, shallow to deep. What every step reads of every
+    row is computed once."""
 
     mode: str = "full"
     draft_thresholds: tuple[float, ...] = ()
@@ -145,7 +145,7 @@ class ExitPolicy:
     skips_layers: bool = field(init=False, repr=False, compare=False)
     """Whether tokens that exit never run the deep layers."""
     is_lossless: bool = field(init=False, repr=False, compare=False)
-    """Whether no token leaves that full depth does not say too."""
+    """Whether every token it emits is the full-depth token."""
 
     def __post_init__(self) -> None:
         may_exit = any(threshold <= 1.0 for threshold in self.draft_thresholds)
@@ -160,8 +160,8 @@ NO_EXITS = ExitPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One admitted request: ids checked against the model, parameters checked. What every step asks for every row is
-    found out once."""
+    """One admitted request: ids checked against the model, parameters checked. What every step reads of every row is
+    computed once."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -173,23 +173,19 @@ class Request:
     """Prefix-cache blocks are shared only between requests of one salt."""
     policy: ExitPolicy = NO_EXITS
     end_ids: frozenset[int] = field(init=False, repr=False, compare=False)
-    """Ids that end the text and are no part of it."""
-    wants_tokens_alone: bool = field(init=False, repr=False, compare=False)
-    """Whether logits are used as the model makes them, and nobody wants to know them."""
-    drafts_as_others: bool = field(init=False, repr=False, compare=False)
-    """Whether what becomes of its drafts tells something about those of other requests."""
-    is_foreseeable: bool = field(init=False, repr=False, compare=False)
-    """Whether what follows depends on nothing but the model's likeliest tokens, wherever none leaves for good."""
+    """Ids that end the text and are not part of it."""
+    adjusts_logits: bool = field(init=False, repr=False, compare=False)
+    """Whether it has a bias, penalties or fewest tokens."""
+    informs_planner: bool = field(init=False, repr=False, compare=False)
+    """Whether the acceptance of its drafts says something about other requests."""
 
     def __post_init__(self) -> None:
         params = self.params
         end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else self.eos_ids)))
-        own_threshold = params.threshold is not None and self.policy.may_exit
         object.__setattr__(self, "end_ids", end_ids)
-        object.__setattr__(self, "wants_tokens_alone", params.logprobs is None and not params.changes_logits)
+        object.__setattr__(self, "adjusts_logits", params.changes_logits)
         usual = params.threshold is None and not params.logit_bias and not self.policy.skips_layers
-        object.__setattr__(self, "drafts_as_others", usual)
-        object.__setattr__(self, "is_foreseeable", params.is_greedy and not own_threshold)
+        object.__setattr__(self, "informs_planner", usual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from tests.factories import make_config, tiny_tokenizer
 from tests.tiny_models import tiny_model
 from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.engine.engine import Completion, Engine
-from tide_core.execution.graphs.launch_depth import Pace, Paces
+from tide_core.execution.graphs.launch_depth import LaunchDepth, LaunchDepths
 from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.models.identity import identify
 
@@ -72,18 +72,18 @@ def exit_engine(family: str = "llama", **settings: Any) -> Engine:
     return Engine.from_parts(make_config(**{"drafts": 4, **plain}), parts)
 
 
-class FixedPace(Pace):
-    """So many legs, whoever waits for whom."""
+class FixedDepth(LaunchDepth):
+    """So many steps per launch, whoever waits for whom."""
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         pass
 
-    def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
+    def observe(self, steps: int, device_s: float, wait_s: float, period_s: float) -> None:
         pass
 
 
-def fixed_paces(legs: int) -> Paces:
-    return Paces(lambda: FixedPace(legs))
+def fixed_depths(steps: int) -> LaunchDepths:
+    return LaunchDepths(lambda: FixedDepth(steps))
 
 
 def poisoned(parts: Parts, **settings: Any) -> Engine:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.runners import Run, RunnerOf
 from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Engine
@@ -24,13 +25,11 @@ PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 POISON = 333
 
-Run = Callable[[ScheduledBatch], StepResult]
-
 
 def engine_with(wrap: Callable[[Run], Run], **settings: Any) -> Engine:
     """An engine whose model runner is wrapped."""
     parts = make_parts(**settings)
-    parts.core._run = wrap(parts.core._run)
+    parts.core._runner = RunnerOf(wrap(parts.runner.run))
     return Engine.from_parts(make_config(**settings), parts)
 
 
@@ -225,7 +224,8 @@ def test_leaving_a_batch_early_aborts_the_rest_of_it() -> None:
 
 
 def test_a_program_that_forgets_to_close_the_engine_still_ends() -> None:
-    program = "from tests.factories import make_engine; e = make_engine(); next(e.stream_blocking('the cat'))"
+    program = "from tests.engine.runners import Run, RunnerOf
+from tests.factories import make_engine; e = make_engine(); next(e.stream_blocking('the cat'))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
 
 

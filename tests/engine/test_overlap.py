@@ -1,15 +1,15 @@
-"""What a step gives is said while the next one runs: in order, once, and at the latest when nothing follows."""
+"""The outputs of a step are emitted while the next one runs: in order, once, and at the latest when no step follows."""
 
 from __future__ import annotations
 
-import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.engine.runners import RunnerOf, StepOf
 from tests.factories import make_config, make_parts, random_prompts
-from tide_core.batch import ScheduledBatch, StepResult
-from tide_core.engine import collector
+from tide_core.batch import ScheduledBatch, StepResult, StepTiming
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Engine
 from tide_core.engine.sinks import ThreadSink
@@ -27,60 +27,70 @@ def parts() -> Parts:
     return make_parts(kernels="reference")
 
 
-def test_a_step_is_said_when_the_next_one_has_begun_and_not_before(parts: Parts) -> None:
-    core, events = parts.core, []
-    run = core._run
+class Recording(RunnerOf):
+    """Records when steps start and end."""
 
-    def noted(batch: ScheduledBatch) -> StepResult:
-        events.append("run")
-        result = run(batch)
-        events.append("ran")
-        return result
+    def __init__(self, parts: Parts, events: list[Any]) -> None:
+        super().__init__(parts.runner.run)
+        self.events = events
 
-    core._run = noted
+    def start(self, batch: ScheduledBatch) -> StepOf:
+        self.events.append("run")
+
+        def run(batch: ScheduledBatch) -> StepResult:
+            result = self.run(batch)
+            self.events.append("ran")
+            return result
+
+        return StepOf(run, batch)
+
+
+def test_a_step_is_emitted_when_the_next_one_has_started_and_not_before(parts: Parts) -> None:
+    core, events = parts.core, list[Any]()
+    core._runner = Recording(parts, events)
     core.add(request("a"))
     for _ in range(3):
         core.advance(lambda outputs: events.append([output.request_id for output in outputs]))
     assert events == ["run", [], "ran", "run", ["a"], "ran", "run", ["a"], "ran"]
-    [left] = core.say()
+    [left] = core.emit()
     assert len(left.tokens) == 1
-    assert core.say() == []
+    assert core.emit() == []
 
 
 def test_the_end_of_the_last_request_is_work_and_comes_without_another_step(parts: Parts) -> None:
-    core, said = parts.core, list[RequestOutput]()
+    core, emitted = parts.core, list[RequestOutput]()
     core.add(request("a", max_tokens=2))
-    core.advance(said.extend)
-    core.advance(said.extend)
+    core.advance(emitted.extend)
+    core.advance(emitted.extend)
     assert not core.scheduler.has_work
     assert core.has_work
-    core.advance(said.extend)
+    core.advance(emitted.extend)
     assert not core.has_work
-    assert [output.finish_reason for output in said] == [None, FinishReason.LENGTH]
-    assert said[-1].usage is not None
-    assert said[-1].usage.output_tokens == 2
+    assert [output.finish_reason for output in emitted] == [None, FinishReason.LENGTH]
+    assert emitted[-1].usage is not None
+    assert emitted[-1].usage.output_tokens == 2
 
 
 def test_an_abort_says_what_was_still_to_be_said(parts: Parts) -> None:
-    core, said = parts.core, list[RequestOutput]()
+    core, emitted = parts.core, list[RequestOutput]()
     core.add(request("a"))
-    core.advance(said.extend)
-    core.advance(said.extend)
+    core.advance(emitted.extend)
+    core.advance(emitted.extend)
     last = core.abort("a")
     assert last is not None
-    assert (len(said), len(last.tokens), last.finish_reason) == (1, 1, FinishReason.ABORT)
+    assert (len(emitted), len(last.tokens), last.finish_reason) == (1, 1, FinishReason.ABORT)
     assert not core.has_work
-    assert core.say() == []
+    assert core.emit() == []
     core.check_idle()
 
 
 def test_a_text_that_fails_while_its_row_runs_ends_once_and_gives_its_blocks_back(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, said = parts.core, list[RequestOutput]()
+    core, emitted = parts.core, list[RequestOutput]()
     core.add(request("bad"))
     core.add(request("good"))
-    [bad, _] = [progress.text for progress in core._open.values()]
+    [bad, _] = [state.text for state in core._open.values()]
     push = TextStream.push
 
     def failing(self: TextStream, token_id: int) -> str:
@@ -90,28 +100,27 @@ def test_a_text_that_fails_while_its_row_runs_ends_once_and_gives_its_blocks_bac
 
     monkeypatch.setattr(TextStream, "push", failing)
     while core.has_work:
-        core.advance(said.extend)
-    ends = {output.request_id: output for output in said if output.finished}
-    assert sum(output.finished for output in said) == 2
+        core.advance(emitted.extend)
+    ends = {output.request_id: output for output in emitted if output.finished}
+    assert sum(output.finished for output in emitted) == 2
     assert ends["bad"].finish_reason is FinishReason.ERROR
     assert "no text" in str(ends["bad"].error)
-    assert sum(len(output.tokens) for output in said if output.request_id == "good") == 4
+    assert sum(len(output.tokens) for output in emitted if output.request_id == "good") == 4
     core.check_idle()
 
 
 def test_a_row_whose_text_fails_keeps_its_blocks_while_it_runs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step goes on undisturbed: nothing is run twice."""
     core, runs = parts.core, list[int]()
-    run = core._run
 
     def counted(batch: ScheduledBatch) -> StepResult:
         runs.append(len(batch.rows))
-        return run(batch)
+        return parts.runner.run(batch)
 
-    core._run = counted
+    core._runner = RunnerOf(counted)
     core.add(request("bad"))
     core.add(request("good"))
-    [bad, _] = [progress.text for progress in core._open.values()]
+    [bad, _] = [state.text for state in core._open.values()]
     push = TextStream.push
 
     def failing(self: TextStream, token_id: int) -> str:
@@ -129,11 +138,11 @@ def test_a_row_whose_text_fails_keeps_its_blocks_while_it_runs(parts: Parts, mon
 def test_an_end_that_was_reached_is_said_though_the_engine_dies(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule, calls = parts.core.scheduler.schedule, list[int]()
 
-    def dying() -> Any:
+    def dying(**given: Any) -> Any:
         calls.append(1)
         if len(calls) > 4:
             raise MemoryError("no more")
-        return schedule()
+        return schedule(**given)
 
     monkeypatch.setattr(parts.core.scheduler, "schedule", dying)
     with Engine.from_parts(make_config(), parts) as engine:
@@ -157,14 +166,14 @@ def test_a_stop_string_is_seen_before_the_next_step_is_made(parts: Parts) -> Non
         whole += "".join(token.text for output in core.step() for token in output.tokens)
     stop = whole[3:5]
     core.add(request("stopped", max_tokens=12, stop=(stop,)))
-    said = list[RequestOutput]()
+    emitted = list[RequestOutput]()
     while core.has_work:
-        core.advance(said.extend)
-    text = "".join(token.text for output in said for token in output.tokens)
+        core.advance(emitted.extend)
+    text = "".join(token.text for output in emitted for token in output.tokens)
     assert text == whole[: whole.index(stop)]
-    assert said[-1].finish_reason is FinishReason.STOP
-    assert said[-1].usage is not None
-    assert said[-1].usage.output_tokens == sum(len(output.tokens) for output in said)
+    assert emitted[-1].finish_reason is FinishReason.STOP
+    assert emitted[-1].usage is not None
+    assert emitted[-1].usage.output_tokens == sum(len(output.tokens) for output in emitted)
 
 
 def test_a_failure_to_deliver_is_not_taken_for_one_of_the_step(parts: Parts) -> None:
@@ -185,25 +194,27 @@ def test_an_engine_that_is_closed_says_the_ends_that_were_reached(parts: Parts) 
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-def test_what_was_there_before_an_engine_is_left_alone_by_the_collector_while_it_runs(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collector, "_num_engines", 0)  # others may be open
-    monkeypatch.setattr(collector, "_before", collector._before)
-    before = gc.get_freeze_count()
-    with Engine.from_parts(make_config(), parts):
-        assert gc.get_freeze_count() > before + 1000
-    assert gc.get_freeze_count() <= before
+class Observer:
+    """A planner that only records."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, float, int]] = []
+
+    def observe(self, drafts: Any) -> None:
+        pass
+
+    def observe_host(self, *what: Any) -> None:
+        self.seen.append(what)
 
 
-def test_how_long_the_host_was_busy_is_told_where_the_device_worked_meanwhile(parts: Parts) -> None:
-    core, told = parts.core, list[tuple[int, int, float, int]]()
-    core._on_host = lambda *what: told.append(what)
-    for waited in (None, (1e-9, 2)):
-        core._waited = lambda waited=waited: waited
-        core.add(request(f"r{waited}", max_tokens=3))
-        core.add(request(f"s{waited}", max_tokens=3))
+def test_the_planner_observes_the_host_s_time_of_steps_that_overlap_with_the_device(parts: Parts) -> None:
+    core, planner = parts.core, Observer()
+    core._planner = planner
+    for timing in (None, StepTiming(1e-9, 2)):
+        core._runner = RunnerOf(lambda batch, timing=timing: replace(parts.runner.run(batch), timing=timing))
+        core.add(request(f"r{timing}", max_tokens=3))
+        core.add(request(f"s{timing}", max_tokens=3))
         while core.scheduler.has_work:
             core.advance(lambda outputs: None)
-    assert [(rows, tokens, cycles) for rows, tokens, _, cycles in told] == [(2, 2, 2)] * 3
-    assert all(0.0 < seconds < 60.0 for _, _, seconds, _ in told)
+    assert [(rows, tokens, steps) for rows, tokens, _, steps in planner.seen] == [(2, 2, 2)] * 3
+    assert all(0.0 < seconds < 60.0 for _, _, seconds, _ in planner.seen)

@@ -275,7 +275,7 @@ def test_a_row_that_gives_way_after_it_was_given_its_share_does_not_run() -> Non
 
 def with_standby(**settings: Any) -> Scheduler:
     scheduler = make_scheduler(**settings)
-    scheduler.keeps_standby = True
+    scheduler.prefills_ahead = True
     return scheduler
 
 
@@ -341,7 +341,7 @@ def test_rows_that_talk_are_scheduled_the_short_way(monkeypatch: pytest.MonkeyPa
 
 def test_prompts_on_standby_do_not_keep_rows_that_talk_from_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler(num_blocks=60, max_rows=2, max_batch_tokens=60)
-    scheduler.keeps_standby, scheduler.plan_drafts = True, lambda drafting, rows: 2
+    scheduler.prefills_ahead, scheduler.plan_drafts = True, lambda drafting, rows: 2
     for name in ("a", "b"):
         add(scheduler, name, 5, policy=EXITS)
     step(scheduler)
@@ -369,13 +369,13 @@ def test_a_plan_is_asked_for_once_where_the_short_way_was_tried_in_vain() -> Non
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
 
-    num_blocks, max_batch_tokens, keeps_standby, runs_ahead, num_ahead = 9, 8, False, False, 1
+    num_blocks, max_batch_tokens, prefills_ahead, runs_ahead, num_ahead = 9, 8, False, False, 1
 
     def __init__(self) -> None:
         super().__init__()
         sizes = {"num_blocks": self.num_blocks, "max_batch_tokens": self.max_batch_tokens}
         self.scheduler = make_scheduler(**sizes, max_rows=4, drafts=3)
-        self.scheduler.keeps_standby, self.scheduler.runs_ahead = self.keeps_standby, self.runs_ahead
+        self.scheduler.prefills_ahead, self.scheduler.runs_ahead = self.prefills_ahead, self.runs_ahead
         self.scheduler.cycles_ahead = lambda: self.num_ahead
         self.scheduler.max_drafts = 2
         self.rows: list[Row] = []
@@ -430,7 +430,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class StandbyMachine(SchedulerMachine):
-    num_blocks, keeps_standby = 40, True
+    num_blocks, prefills_ahead = 40, True
 
 
 class AheadMachine(SchedulerMachine):

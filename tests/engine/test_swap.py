@@ -166,7 +166,7 @@ def test_settings_name_the_artefact_in_use_and_not_one_that_was_refused(
 @pytest.mark.parametrize("engine", [2], indirect=True)
 def test_a_swap_waits_for_its_turn_at_the_model(engine: Engine, folders: dict[str, Path]) -> None:
     swap = threading.Thread(target=engine.use_artefact, args=(str(folders["artefact"]),))
-    with engine._loop.stepping:
+    with engine._loop.step_lock:
         swap.start()
         swap.join(1.0)
         assert swap.is_alive()

@@ -20,12 +20,10 @@ from tide_core.engine.scheduler import Scheduler
 from tide_core.errors import ConfigError
 from tide_core.execution.cost_measure import cache_path, machine_facts, measure, read_table, write_table
 from tide_core.execution.depth_loop import plan_segments
-from tide_core.execution.graphs.base import obstacle
+from tide_core.execution.graphs.base import unsupported_reason
 from tide_core.execution.graphs.branches import SPARE_BLOCKS
-from tide_core.execution.graphs.cycle import CapturedCycles
-from tide_core.execution.graphs.drafts import CapturedDrafts
-from tide_core.execution.graphs.prompts import CapturedPrompts
-from tide_core.execution.graphs.segments import CapturedSegments
+from tide_core.execution.graphs.cycle import GraphCycles
+from tide_core.execution.graphs.prompts import GraphPrompts
 from tide_core.execution.runner import ModelRunner
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.cost import Acceptance, DraftPlanner
@@ -51,8 +49,8 @@ DEMO_ARTEFACT = Path(__file__).resolve().parents[2] / "deploy" / "artefacts" / "
 """Shipped with the serving app, which is installed beside this package."""
 
 
-Turn = Callable[[], AbstractContextManager[object]]
-"""What is held while the model runs for something else than a step, so that both never run at once."""
+Lock = Callable[[], AbstractContextManager[object]]
+"""Held while the model runs for something other than a step, so that both never run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def assemble(config: EngineConfig) -> Parts:
     return with_artefact(config, Source(model, tokenizer, identity, key, resolved.source == "demo"))
 
 
-def with_artefact(config: EngineConfig, source: Source, turn: Turn = contextlib.nullcontext) -> Parts:
+def with_artefact(config: EngineConfig, source: Source, lock: Lock = contextlib.nullcontext) -> Parts:
     """Parts around a model that was loaded before, with the artefact that the settings name."""
     folder = artefact_folder(config, is_demo=source.is_demo)
     if folder is not None:
@@ -108,7 +106,7 @@ def with_artefact(config: EngineConfig, source: Source, turn: Turn = contextlib.
         name=source.identity.name,
         identity=source.key,
         artefact=artefact,
-        turn=turn,
+        lock=lock,
     )
     return replace(parts, source=source)
 
@@ -130,11 +128,11 @@ def assemble_loaded(
     name: str,
     identity: str,
     artefact: Artefact | None = None,
-    turn: Turn = contextlib.nullcontext,
+    lock: Lock = contextlib.nullcontext,
 ) -> Parts:
     """Build the engine around a loaded model. `identity` tells its weights apart from any other's. The model may be in
-    use: `turn` is held whenever it is touched here."""
-    with turn():
+    use: `lock` is held whenever it is touched here."""
+    with lock():
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         set_num_threads(torch.get_num_threads())
@@ -156,7 +154,7 @@ def assemble_loaded(
             spare_blocks=SPARE_BLOCKS if isinstance(kernels, CudaKernels) and artefact is not None else 0,
         )
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
-    captured = _captured(adapter, cache, kernels, exits, segments, max_model_len)
+    cycles, prompts = _graphs(adapter, cache, kernels, exits, max_model_len)
     runner = ModelRunner(
         adapter,
         cache,
@@ -165,35 +163,30 @@ def assemble_loaded(
         exits=exits,
         audit_share=config.audit_share,
         prompt_exits=config.prompt_exits,
-        **captured,
+        cycles=cycles,
+        prompts=prompts,
     )
-    _prepare(config, runner, artefact, turn)
+    _prepare(config, runner, artefact, lock)
     planner = None
     if artefact is not None:
-        planner = build_planner(config, artefact, runner, blocks, identity, max_model_len, turn)
+        planner = build_planner(config, artefact, runner, blocks, identity, max_model_len, lock)
     scheduler = Scheduler(
         blocks,
         max_rows=config.max_rows,
         max_batch_tokens=config.max_batch_tokens,
         plan_drafts=planner,
         max_drafts=0 if planner is None else planner.max_drafts,
-        runs_ahead=runner.cycles is not None,
-        cycles_ahead=runner.cycles_ahead,
-        keeps_standby=runner.prompts is not None,
+        prefills_ahead=runner.prompts is not None,
     )
     text = Tokenizer(tokenizer, adapter.vocab_size)
     digest = None if artefact is None else artefact.digest
     core = EngineCore(
         scheduler,
-        runner.run,
+        runner,
         text,
         namespace=f"{identity}:{adapter.dtype}:{digest}",
         num_layers=adapter.num_layers,
-        on_drafts=None if planner is None else planner.observe,
-        during=runner.during,
-        waited=runner.waited,
-        forget=runner.forget,
-        on_host=None if planner is None else planner.observe_host,
+        planner=planner,
     )
     logger.info(
         "model %s: %d layers in %d segments, %s on %s, %s kernels, KV pool of %d blocks of %d tokens, artefact %s",
@@ -236,45 +229,35 @@ def bind_exits(
     return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head, kernels if programs else None)
 
 
-def _captured(
-    adapter: ModelAdapter,
-    cache: PagedKV,
-    kernels: Kernels,
-    exits: Exits | None,
-    segments: tuple[range, ...],
-    max_model_len: int,
-) -> dict[str, Any]:
-    """What runs as graphs."""
-    why_not = obstacle(adapter, cache, kernels)
-    if why_not is not None:
-        logger.debug("no pass is captured: %s", why_not)
-        return {}
+def _graphs(
+    adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, exits: Exits | None, max_model_len: int
+) -> tuple[GraphCycles | None, GraphPrompts | None]:
+    """What runs as CUDA graphs; None for models that cannot."""
+    reason = unsupported_reason(adapter, cache, kernels)
+    if reason is None and exits is not None and len(exits.checkpoints) > 1:
+        reason = "with several checkpoints the host decides where a token exits"
+    if reason is not None:
+        logger.debug("no CUDA graphs: %s", reason)
+        return None, None
     assert isinstance(kernels, CudaKernels)
-    captured: dict[str, Any] = {"captured_segments": CapturedSegments(adapter, cache, kernels, segments, exits)}
-    if exits is None or len(exits.checkpoints) == 1:  # with more, a token that leaves nowhere goes on to the next one
-        captured["captured_cycles"] = CapturedCycles(
-            adapter, cache, kernels, exits, branches=True, max_positions=max_model_len
-        )
-        captured["captured_prompts"] = CapturedPrompts(adapter, cache, kernels, exits)
-    if exits is not None and len(exits.checkpoints) == 1:
-        captured["captured_drafts"] = CapturedDrafts(adapter, cache, kernels, exits, segments[0])
-    return captured
+    cycles = GraphCycles(adapter, cache, kernels, exits, branches=True, max_positions=max_model_len)
+    return cycles, GraphPrompts(adapter, cache, kernels, exits)
 
 
-def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | None, turn: Turn) -> None:
-    """Capture what most requests will run, on a GPU; each graph in a turn of its own."""
+def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | None, lock: Lock) -> None:
+    """Capture the graphs of most requests, on a GPU; the lock is released between graphs."""
     cycles, prompts = runner.cycles, runner.prompts
     if cycles is None or prompts is None or runner.cache.device.type != "cuda":
         return
     most = 0 if artefact is None else min(config.max_pending, artefact.manifest.max_drafts)
-    rooms = cycles.rooms(config.max_rows, most if config.drafts is None else min(most, config.drafts))
+    cycle_shapes = cycles.shapes(config.max_rows, most if config.drafts is None else min(most, config.drafts))
     shapes = prompts.shapes()
-    logger.info("capturing %d graphs", len(rooms) + len(shapes))
-    for room in rooms:
-        with turn():
-            cycles.prepare(room)
+    logger.info("capturing %d graphs", len(cycle_shapes) + len(shapes))
+    for cycle_shape in cycle_shapes:
+        with lock():
+            cycles.prepare(cycle_shape)
     for shape in shapes:
-        with turn():
+        with lock():
             prompts.prepare(shape)
 
 
@@ -297,7 +280,7 @@ def build_planner(
     blocks: BlockManager,
     identity: str,
     max_model_len: int,
-    turn: Turn = contextlib.nullcontext,
+    lock: Lock = contextlib.nullcontext,
 ) -> DraftPlanner:
     """The planner with its cost table: the one of an earlier start on this machine, or one measured now."""
     most = min(config.max_pending, artefact.manifest.max_drafts)
@@ -313,7 +296,7 @@ def build_planner(
     if table is None:
         logger.info("cost table: measuring it, once for this machine and artefact")
         table = measure(
-            runner, blocks, max_rows=config.max_rows, max_drafts=most, max_positions=max_model_len, turn=turn
+            runner, blocks, max_rows=config.max_rows, max_drafts=most, max_positions=max_model_len, lock=lock
         )
         if table.points:
             write_table(path, table, facts)

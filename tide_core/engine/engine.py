@@ -8,7 +8,6 @@ with Engine("demo") as engine:
 from __future__ import annotations
 
 import asyncio
-import gc
 import secrets
 import threading
 import time
@@ -57,7 +56,6 @@ class Engine:
         """`settings` are the fields of `EngineConfig`; an unknown one is refused by name."""
         config = EngineConfig.from_mapping({"model": model, **settings})
         parts = assemble(config)
-        gc.collect()  # what is there when the loop starts is left alone until it is closed
         self._start(config, parts)
 
     @classmethod
@@ -232,8 +230,8 @@ class Engine:
             parts, config = self._parts, replace(self.config, artefact=artefact)
             if parts.source is None:
                 raise ConfigError("artefact", artefact, "an engine that loaded its model itself")
-            fresh = with_artefact(config, parts.source, lambda: self._loop.stepping)
-            fresh.core.count_on(parts.core)
+            fresh = with_artefact(config, parts.source, lambda: self._loop.step_lock)
+            fresh.core.take_over_counts(parts.core)
             self._loop.use(fresh.core)
             self._parts, self.config = fresh, config
 

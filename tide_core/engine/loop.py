@@ -1,4 +1,4 @@
-"""The one thread that steps the engine, and the way in and out of it.
+"""The one thread that steps the engine, and the queues into and out of it.
 
 Submissions and aborts cross into the thread through an inbox; outputs cross back through a sink per request, in one
 batch per event loop and step. If the thread dies, every open request gets its one last output, with the error, and
@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from tide_core.engine import collector
 from tide_core.engine.core import EngineCore
 from tide_core.engine.sinks import Sink
 from tide_core.errors import EngineBusyError, EngineDeadError, RequestError
@@ -25,11 +24,12 @@ from tide_core.request import FinishReason, Request, RequestOutput
 logger = logging.getLogger("tide")
 
 IDLE_CHECK_S = 5.0
-"""How long the idle loop sleeps at most, so that a watcher sees it alive."""
+"""Longest sleep of the idle loop, so that its heartbeat stays fresh."""
 
 
-class Turns:
-    """A lock that goes round in the order it was asked for: a loop that lets go of it for a moment does not keep it."""
+class FairLock:
+    """A lock granted in the order it was requested, so that a loop that releases it for a moment cannot starve
+    others."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,13 +50,13 @@ class Turns:
 
 
 class EngineLoop:
-    """Owns the core from the moment it starts. As long as it runs, the garbage collector comes rarely (`collector`)."""
+    """Owns the core from the moment it starts."""
 
     def __init__(self, core: EngineCore, *, max_open: int) -> None:
         self._cores = [core]  # the last one is in use; those before it finish what they have
         self._max_open = max_open
-        self.stepping = Turns()
-        """Held during every step: whoever else wants to run the model waits for its turn."""
+        self.step_lock = FairLock()
+        """Held during every step; others that run the model take it in between."""
         self._wake = threading.Condition()
         self._inbox: deque[tuple[EngineCore, Request] | str] = deque()  # a request to add, or the id of one to abort
         self._sinks: dict[str, Sink] = {}
@@ -65,8 +65,6 @@ class EngineLoop:
         self.last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="tide-engine", daemon=True)
         self._thread.start()
-        collector.hold()
-        self._is_held = True
         atexit.register(self.close)  # the interpreter must not go while the thread is inside a kernel
 
     @property
@@ -78,18 +76,18 @@ class EngineLoop:
         return len(self._sinks)
 
     def submit(self, requests: Sequence[Request], sink: Sink, core: EngineCore) -> int:
-        """Hand requests over to the core they were made for, as many of the first as there is room for, and say how
-        many these are. They begin together; from now on each gets exactly one last output."""
+        """Queue requests for the core they were made for, as many of the first as there are free slots; returns that
+        number. They start together; from now on each gets exactly one last output."""
         with self._wake:
             if self._death is not None or self._stopping:
                 raise EngineDeadError(self._death_text())
             for request in requests:
                 if request.request_id in self._sinks:
                     raise RequestError("request_id", request.request_id, "an id that no open request has")
-            room = self._max_open - len(self._sinks)
-            if room <= 0:
+            slots = self._max_open - len(self._sinks)
+            if slots <= 0:
                 raise EngineBusyError(f"{len(self._sinks)} requests are open, the limit is {self._max_open}")
-            taken = requests[:room]
+            taken = requests[:slots]
             for request in taken:
                 self._sinks[request.request_id] = sink
                 self._inbox.append((core, request))
@@ -116,10 +114,6 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
-        with self._wake:
-            was_held, self._is_held = self._is_held, False
-        if was_held:
-            collector.release()
         atexit.unregister(self.close)
 
     def _main(self) -> None:
@@ -127,11 +121,11 @@ class EngineLoop:
             while self._take_inbox():
                 for core in tuple(self._cores):
                     if core.has_work:
-                        with self.stepping:
+                        with self.step_lock:
                             core.advance(self._deliver)
                 self.last_beat = time.monotonic()
             for core in self._cores:
-                self._deliver(core.say())
+                self._deliver(core.emit())
             self._end_all(FinishReason.ABORT, None)
         except BaseException as death:
             logger.exception("engine loop died")
@@ -139,7 +133,7 @@ class EngineLoop:
                 self._death = death
             for core in self._cores:  # what was reached before
                 with contextlib.suppress(Exception):
-                    self._deliver(core.say())
+                    self._deliver(core.emit())
             self._end_all(FinishReason.ERROR, EngineDeadError(self._death_text()))
 
     def _take_inbox(self) -> bool:

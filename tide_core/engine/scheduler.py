@@ -1,18 +1,20 @@
-"""Who runs next, and with how many tokens. Plain Python values only.
+"""Which rows run next, and with how many tokens. Plain Python values only.
 
-There are no phases here, only tokens catching up: a row has tokens (prompt, then what it generated) and a valid length,
-and a step runs some of the tokens in between. A row whose last token is in the step samples the next one. A prompt
-longer than the budget is run in chunks; a row that was preempted has lost its blocks and simply catches up again.
+There are no phases here, only tokens catching up: a row has tokens (prompt, then output) and a valid length, and a step
+runs some of the tokens in between. A row whose last token is in the step samples the next one. A prompt longer than the
+budget runs in chunks; a preempted row has lost its blocks and catches up again.
 
 Rows are served in arrival order. Within the token budget, rows that need one token come first, so that a long prompt
-never stalls those already talking; the rest goes to prompts, oldest first. When the pool is full the youngest row
-gives up its blocks, so the oldest always moves forward and every row ends.
+never stalls decoding rows; the rest goes to prompts, oldest first. When the pool is full the youngest row gives up its
+blocks, so the oldest always advances and every row ends.
 
-Where prompts run beside the rows that talk, a few more rows than may talk are let in on standby: their prompts are run,
-and each goes on as soon as one before it ends. They are the youngest, so whatever is scarce is not theirs.
+Prefill-ahead: where prompts run concurrently with decoding rows, a few rows beyond `max_rows` are admitted. Their
+prompts run, and each starts to decode as soon as a row before it ends. They are the youngest, so they yield whatever is
+scarce.
 
-A row that may exit drafts some tokens before its step ends; how many is asked of the plan, once per step, and cut to
-what the row can use, the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt nobody.
+A row that may exit drafts some tokens before its step ends. The planner says how many, once per step; the number is cut
+to what the row can use, what the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt no
+row.
 """
 
 from __future__ import annotations
@@ -22,17 +24,14 @@ from collections.abc import Callable, Sequence
 
 from tide_core.batch import RowStep, ScheduledBatch
 from tide_core.kv.block_manager import BlockManager
-from tide_core.quick import quick
 from tide_core.request import Request
 from tide_core.row import Row
 
 PROMPT_SHARE = 0.25
 """Of the token budget, kept from drafts as long as a prompt is there to run."""
-ROWS_OF_STANDBY, BLOCKS_BEFORE_STANDBY = 8, 4
-"""Rows that may talk for each one on standby; and blocks that are left for each row that runs before one is let in, so
-that it need not give up at once what was run for it."""
-
-make_step = quick(RowStep)
+ROWS_PER_PREFILL_AHEAD, BLOCKS_BEFORE_PREFILL_AHEAD = 8, 4
+"""Row slots for each row that prefills ahead; and blocks that must be left for each running row before one is admitted,
+so that it is not preempted at once."""
 
 
 class Scheduler:
@@ -46,28 +45,22 @@ class Scheduler:
         max_batch_tokens: int,
         plan_drafts: Callable[[int, int], int] | None = None,
         max_drafts: int = 0,
-        runs_ahead: bool = False,
-        cycles_ahead: Callable[[], int] = lambda: 1,
-        keeps_standby: bool = False,
+        prefills_ahead: bool = False,
     ) -> None:
         """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows.
 
         Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`. With
-        `runs_ahead` rows are given blocks for `cycles_ahead()` cycles more than one where the pool has them, so that
-        those can be begun before it is known what the first one gives. With `keeps_standby` prompts of rows beyond
-        `max_rows` are run."""
+        `prefills_ahead` the prompts of a few rows beyond `max_rows` run before these rows have a slot."""
         self.blocks = blocks
         self.max_rows = max_rows
-        self.keeps_standby = keeps_standby
+        self.prefills_ahead = prefills_ahead
         self.max_batch_tokens = max_batch_tokens
         self.plan_drafts = plan_drafts
         self.max_drafts = max_drafts
-        self.runs_ahead, self.cycles_ahead = runs_ahead, cycles_ahead
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.num_preemptions = 0
         self._refused: tuple[Row, int, int] | None = None
-        self._planned: tuple[tuple[int, int], int] | None = None
 
     def add(self, request: Request, namespace: bytes | None) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
@@ -87,73 +80,22 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def schedule(self) -> tuple[list[Row], ScheduledBatch]:
-        """Choose the next step: rows and their share of it, in arrival order. Empty only when there is no row."""
+    def schedule(self, lookahead: int = 0) -> tuple[list[Row], ScheduledBatch]:
+        """Choose the next step: rows and their share of it, in arrival order. Empty only when there is no row.
+
+        With `lookahead`, decoding rows get blocks for that many further cycles where the pool has them, so that a
+        runner can launch those before it has read this one."""
         self._admit()
-        self._planned = None
-        return self._schedule_talk() or self._schedule_all()
-
-    def _schedule_talk(self) -> tuple[list[Row], ScheduledBatch] | None:
-        """The step in which all rows talk but those on standby, and the pool has blocks for all: what `_schedule_all`
-        comes to then, in two looks at each row. None where there is something to decide."""
-        rows, blocks, max_tokens = self.running[: self.max_rows], self.blocks, self.max_batch_tokens
-        if not rows:
-            return None
-        prompts = [(row, num) for row in self.running[self.max_rows :] if (num := row.num_missing) > 1]
-        if prompts:
-            max_tokens -= sum([num for _, num in prompts])
-            if not all([blocks.has_room(row.table, row.table.num_valid + num) for row, num in prompts]):
-                return None
-            max_tokens = min(max_tokens, self.max_batch_tokens - int(self.max_batch_tokens * PROMPT_SHARE))
-        if len(rows) > max_tokens:
-            return None
-        useful: list[int] = []
-        for row in rows:
-            output_ids = row.output_ids
-            if not output_ids or len(row.request.prompt_ids) + len(output_ids) - row.table.lengths[-1] != 1:
-                return None
-            policy, most = row.policy, 0
-            if policy.may_exit:
-                if policy.skips_layers:
-                    return None
-                most = row.request.params.max_tokens - len(output_ids) - 1
-            useful.append(most)
-        planned = self._ask(len(useful) - useful.count(0), len(rows))
-        drafts = [planned if planned < most else most for most in useful] if planned > 0 else [0] * len(rows)
-        if len(rows) + sum(drafts) > max_tokens:
-            return None
-        ahead, size = self._num_ahead() if self.runs_ahead else 0, blocks.block_size
-        growing: list[tuple[Row, int]] = []
-        steps: list[RowStep] = []
-        lacking = len(self.running)  # one for each is kept
-        for row, num_drafts in zip(rows, drafts, strict=True):
-            request, table, output_ids = row.request, row.table, row.output_ids
-            room = len(request.prompt_ids) + len(output_ids) + num_drafts + ahead * (num_drafts + 1)
-            if room > len(table.block_ids) * size:
-                growing.append((row, room))
-                lacking += -(-room // size) - len(table.block_ids)
-            steps.append(make_step(request, table, output_ids[-1:], output_ids, True, row.policy, num_drafts))
-        if growing and lacking > blocks.num_available:
-            return None
-        for row, room in growing:
-            blocks.allocate(row.table, room)
-        for row, num in prompts:
-            rows.append(row)
-            steps.append(_step(row, num, num, 0))
-        return rows, ScheduledBatch(tuple(steps), self.runs_ahead)
-
-    def _schedule_all(self) -> tuple[list[Row], ScheduledBatch]:
-        """The step by all the rules there are."""
         missing = {row: row.num_missing for row in self.running[: self.max_rows]}
         missing |= {row: num for row in self.running[self.max_rows :] if (num := row.num_missing) > 1}
         drafting = self._drafting(missing)
         planned, reserved = self._plan(drafting, missing)
         shares = self._shares(missing, self.max_batch_tokens - reserved)
         drafts = self._allocate_drafts(drafting, planned, shares)
-        if self.runs_ahead:
-            self._look_ahead(shares, missing, drafts)
+        if lookahead:
+            self._allocate_lookahead(lookahead, shares, missing, drafts)
         steps = [_step(row, share, missing[row], drafts.get(row, 0)) for row, share in shares.items()]
-        return list(shares), ScheduledBatch(tuple(steps), self.runs_ahead)
+        return list(shares), ScheduledBatch(tuple(steps), allows_lookahead=lookahead > 0)
 
     def advance(self, row: Row, num_valid: int, token_ids: Sequence[int]) -> None:
         """Record by how much a row's valid length has grown, and the tokens it has gained."""
@@ -167,16 +109,16 @@ class Scheduler:
         self.blocks.check_integrity([row.table for row in (*self.running, *self.waiting)])
 
     def _admit(self) -> None:
-        most = self.max_rows + (-(-self.max_rows // ROWS_OF_STANDBY) if self.keeps_standby else 0)
+        most = self.max_rows + (-(-self.max_rows // ROWS_PER_PREFILL_AHEAD) if self.prefills_ahead else 0)
         while self.waiting and len(self.running) < most:
             row = self.waiting[0]
             situation = (row, self.blocks.num_available, len(self.running))
             if situation == self._refused:
-                return  # nothing has changed since it did not fit; looking up its prefix again would tell nothing new
+                return  # nothing has changed since it did not fit
             if row.namespace is not None:
                 row.table = self.blocks.match_prefix(row.tokens(0, row.num_tokens), row.namespace)
             # One block is left for each row that runs: admitting this one must not preempt another at once.
-            reserve = len(self.running) * (1 if len(self.running) < self.max_rows else BLOCKS_BEFORE_STANDBY)
+            reserve = len(self.running) * (1 if len(self.running) < self.max_rows else BLOCKS_BEFORE_PREFILL_AHEAD)
             if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=reserve):
                 self.blocks.free(row.table)
                 self._refused = situation
@@ -233,11 +175,11 @@ class Scheduler:
         """Drafts of each row that may make some, -1 for none at all, and the part of the token budget they take."""
         if not drafting or self.plan_drafts is None:
             return 0, 0
-        num_talking = sum([num == 1 for num in missing.values()])
-        budget = self.max_batch_tokens - num_talking
-        if num_talking < len(missing):
+        num_decoding = sum([num == 1 for num in missing.values()])
+        budget = self.max_batch_tokens - num_decoding
+        if num_decoding < len(missing):
             budget -= int(self.max_batch_tokens * PROMPT_SHARE)
-        planned = self._ask(len(drafting), num_talking)
+        planned = self.plan_drafts(len(drafting), num_decoding)
         while True:
             reserved = sum([_num_drafts(planned, *limits) for limits in drafting.values()])
             if reserved <= budget:
@@ -245,14 +187,6 @@ class Scheduler:
             if planned <= 0:
                 return -1, 0
             planned -= 1
-
-    def _ask(self, num_drafting: int, num_talking: int) -> int:
-        """The plan for so many rows; asked once in a step."""
-        if not num_drafting or self.plan_drafts is None:
-            return 0
-        if self._planned is None or self._planned[0] != (num_drafting, num_talking):
-            self._planned = (num_drafting, num_talking), self.plan_drafts(num_drafting, num_talking)
-        return self._planned[1]
 
     def _allocate_drafts(
         self, drafting: dict[Row, tuple[int, int]], planned: int, shares: dict[Row, int]
@@ -271,26 +205,24 @@ class Scheduler:
                 drafts[row] = useful
         return drafts
 
-    def _look_ahead(self, shares: dict[Row, int], missing: dict[Row, int], drafts: dict[Row, int]) -> None:
-        """Blocks for the cycles behind this one, for rows that talk, as long as every row that runs can have one more:
-        for as many as all can have, or else for one, of as many rows as can have it."""
+    def _allocate_lookahead(
+        self, lookahead: int, shares: dict[Row, int], missing: dict[Row, int], drafts: dict[Row, int]
+    ) -> None:
+        """Blocks for the cycles after this one, for decoding rows, while every running row can still have one more: for
+        as many cycles as all rows can have, or else for one, of as many rows as can have it."""
         blocks, reserve = self.blocks, len(self.running)
-        talking = [row for row in shares if missing[row] == 1]
-        for ahead in range(self._num_ahead(), 0, -1):
-            rooms = [(row, row.num_tokens + drafts.get(row, 0) + ahead * (drafts.get(row, 0) + 1)) for row in talking]
-            growing = [(row, room) for row, room in rooms if not blocks.has_room(row.table, room)]
-            lacking = sum([blocks.blocks_for(room) - len(row.table.block_ids) for row, room in growing])
+        is_short = self._refused is not None and bool(self.waiting) and self._refused[0] is self.waiting[0]
+        decoding = [row for row in shares if missing[row] == 1]
+        for ahead in range(1 if is_short else lookahead, 0, -1):
+            needs = [(row, row.num_tokens + drafts.get(row, 0) + ahead * (drafts.get(row, 0) + 1)) for row in decoding]
+            growing = [(row, num_tokens) for row, num_tokens in needs if not blocks.has_room(row.table, num_tokens)]
+            lacking = sum([blocks.blocks_for(num_tokens) - len(row.table.block_ids) for row, num_tokens in growing])
             if ahead == 1 or lacking + reserve <= blocks.num_available:
                 break
-        for row, room in growing:
-            if not blocks.can_allocate(row.table, room, reserve=reserve):
+        for row, num_tokens in growing:
+            if not blocks.can_allocate(row.table, num_tokens, reserve=reserve):
                 return
-            blocks.allocate(row.table, room)
-
-    def _num_ahead(self) -> int:
-        """Cycles to give blocks for beforehand; one while somebody waits because there are too few."""
-        is_short = self._refused is not None and bool(self.waiting) and self._refused[0] is self.waiting[0]
-        return 1 if is_short else max(1, self.cycles_ahead())
+            blocks.allocate(row.table, num_tokens)
 
     def _preempt(self, row: Row) -> None:
         self.running.remove(row)
@@ -307,7 +239,7 @@ def _num_drafts(planned: int, least: int, most: int) -> int:
 def _step(row: Row, share: int, num_missing: int, num_drafts: int) -> RowStep:
     start = row.table.num_valid
     output_ids = row.output_ids
-    return make_step(
+    return RowStep(
         row.request,
         row.table,
         output_ids[-1:] if num_missing == 1 and output_ids else row.tokens(start, start + share),

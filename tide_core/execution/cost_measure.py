@@ -52,10 +52,10 @@ def measure(
     context: int = CONTEXT,
     max_positions: int | None = None,
     limit_s: float = START_UP_S,
-    turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    lock: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> CostTable:
-    """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards. `turn` is held for
-    each of them, so that an engine which runs the same model gets its steps in between."""
+    """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards. `lock` is held for
+    each of them, so that an engine that runs the same model gets its steps in between."""
     points: list[CostPoint] = []
     started = time.perf_counter()
     pool = blocks.num_available * blocks.block_size
@@ -69,7 +69,7 @@ def measure(
         if tables is None:
             break
         try:
-            points.append(_point(runner, tables, max_drafts, hurried=spent >= limit_s / 4, turn=turn))
+            points.append(_point(runner, tables, max_drafts, hurried=spent >= limit_s / 4, lock=lock))
         finally:
             for table in tables:
                 blocks.free(table)
@@ -82,7 +82,7 @@ def _point(
     max_drafts: int,
     *,
     hurried: bool,
-    turn: Callable[[], AbstractContextManager[object]],
+    lock: Callable[[], AbstractContextManager[object]],
 ) -> CostPoint:
     some = sorted({0, 1, -(-max_drafts // 2), max_drafts})
     if runner.cycles is not None:  # quick, and not on a line: kernels take eight tokens at a time
@@ -95,8 +95,8 @@ def _point(
         for batch, seconds, most in zip(batches, taken, tries, strict=True):
             if len(seconds) == most:
                 continue
-            with turn():
-                _wait(runner.cache.device)  # what a device does behind its results is no part of the next step
+            with lock():
+                _wait(runner.cache.device)  # what a device does after its results is not part of the next step
                 took = _seconds(runner, batch)
             if attempt:  # the first round warms up
                 seconds.append(took)
@@ -115,21 +115,21 @@ def typical(seconds: Sequence[float], *, by_device: bool) -> float:
     return statistics.median(seconds) if by_device else min(seconds)
 
 
-def _in_one_go(runner: ModelRunner, batch: ScheduledBatch) -> bool:
-    """Whether it is one launch, so that the next one is begun before it is read."""
+def _is_one_launch(runner: ModelRunner, batch: ScheduledBatch) -> bool:
+    """Whether it is one launch, so that the next one is launched before it is read."""
     rows, cycles = batch.rows, runner.cycles
-    return cycles is not None and all(map(cycles.takes, rows)) and len(rows) <= cycles.most_rows(rows[0].num_drafts)
+    return cycles is not None and all(map(cycles.supports, rows)) and len(rows) <= cycles.max_rows(rows[0].num_drafts)
 
 
 def _by_device(runner: ModelRunner, batch: ScheduledBatch) -> bool:
-    return runner.cache.device.type == "cuda" and _in_one_go(runner, batch)
+    return runner.cache.device.type == "cuda" and _is_one_launch(runner, batch)
 
 
 @torch.inference_mode()
 def _seconds(runner: ModelRunner, batch: ScheduledBatch) -> float:
-    """Of a step; where the next one is begun before the last is read, from the end of one to the end of the next."""
+    """Of a step; where the next one is launched before the last is read, from the end of one to the end of the next."""
     rows, cycles = batch.rows, runner.cycles
-    if cycles is None or not _in_one_go(runner, batch):
+    if cycles is None or not _is_one_launch(runner, batch):
         before = time.perf_counter()
         runner.run(batch)
         return time.perf_counter() - before
@@ -144,8 +144,7 @@ def _seconds(runner: ModelRunner, batch: ScheduledBatch) -> float:
 
 
 class _End:
-    """When what was begun by then has ended: by the clock of the device, which knows nothing of what the host does with
-    the results."""
+    """When what was launched by then ends, by the clock of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

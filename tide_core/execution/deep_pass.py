@@ -1,4 +1,4 @@
-"""Tokens through all layers at once, where no layer is skipped and the exits have one checkpoint."""
+"""Tokens through all layers, where no layer is skipped and the exits have one checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tide_core.kv.kernel_view import KernelView
 from tide_core.models.adapter import ModelAdapter
 
 
-class Kept(NamedTuple):
-    """Of every token, [T]: where what the exits keep of it goes (nowhere: negative), where the deep state before it
-    lies, and how far back that is."""
+class ExitIndices(NamedTuple):
+    """Of every token, [T]: the slot of its exit state (negative: none), the slot of the deep state before it, and how
+    far back that is."""
 
     slots: torch.Tensor
     deep_slots: torch.Tensor
@@ -23,13 +23,13 @@ class Kept(NamedTuple):
 
 
 class DeepStates(NamedTuple):
-    """States [T, D] at the only checkpoint, behind all layers and the final norm, and what `Exits` has gathered."""
+    """States [T, D] at the only checkpoint, after all layers and the final norm, and what `Exits` has gathered."""
 
     at_checkpoint: torch.Tensor
     normed: torch.Tensor
     gathered: torch.Tensor | None = None
     tapped: Sequence[torch.Tensor] = ()
-    """From which it was gathered: another stream may not be done with them yet."""
+    """The sources of `gathered`: another stream may still read them."""
 
 
 def run_deep(
@@ -37,10 +37,10 @@ def run_deep(
     view: KernelView,
     token_ids: torch.Tensor,
     exits: Exits | None = None,
-    beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> DeepStates:
-    """With `exits` there is all that `Exits.keep` wants, which is gathered `beside` the layers; without, the checkpoint
-    is behind all of them."""
+    """With `exits`, all that `Exits.write_exit_state` needs, gathered in the context `aside` while the layers run;
+    without, the state at the checkpoint is that after all layers."""
     inputs = adapter.layer_inputs(view.positions, view)
     states = adapter.embed(token_ids, view.positions)
     if exits is None:
@@ -49,12 +49,12 @@ def run_deep(
     layer = exits.checkpoints[0].layer
     states = adapter.run_layers(states, 0, layer, inputs)
     at_checkpoint = states[0]
-    tapped, gathered = dict.fromkeys(exits.taps, at_checkpoint), exits.room(at_checkpoint)
+    tapped, gathered = dict.fromkeys(exits.taps, at_checkpoint), exits.gather_buffer(at_checkpoint)
     if gathered is not None:
         last = max(tapped)
         states = adapter.run_layers(states, layer, last, inputs, tapped=tapped)
         layer = max(layer, last)
-        with beside():
+        with aside():
             exits.gather(tapped, gathered)
     states = adapter.run_layers(states, layer, adapter.num_layers, inputs)
     return DeepStates(at_checkpoint, exits.norm(states[0], gathered), gathered, tuple(tapped.values()))

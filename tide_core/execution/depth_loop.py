@@ -1,9 +1,8 @@
-"""How deep tokens go. The file that is TIDE: segments are run here, and layers are skipped here.
+"""How deep tokens run, on the plain path: segments run here, and layers are skipped here.
 
-The layers are cut at the checkpoint layers into segments. Each pass takes the tokens of some rows that have not run
-through a segment yet, whatever rows they belong to and however many each has, and runs them as one flat batch. A token
-that left for good (mode fast) is not in it: it leaves its K and V in the layers it skips, projected from the state it
-left with, and costs nothing else there.
+The checkpoint layers cut the model into segments. Each pass takes all tokens that have not run through a segment yet,
+whatever rows they belong to and however many each has, and runs them as one flat batch. A token that skips layers (mode
+fast) is not in it: `_write_skipped` writes its K and V of those layers, projected from the state it left with.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from itertools import pairwise
 import torch
 
 from tide_core.errors import ConfigError
-from tide_core.execution.graphs.segments import Captured, CapturedSegments
-from tide_core.exits.row_cycle import Range, RowCycle
+from tide_core.exits.row_cycle import Part, RowCycle
 from tide_core.kernels import Kernels
 from tide_core.kv.cache import PagedKV, PagedView
 from tide_core.kv.kernel_view import view_kind, write_only_kind
 from tide_core.models.adapter import LayerInputs, ModelAdapter
-
-Part = tuple[RowCycle, Range]
 
 
 def plan_segments(num_layers: int, checkpoint_layers: tuple[int, ...]) -> tuple[range, ...]:
@@ -40,13 +36,11 @@ class Ran:
 
     parts: list[Part]
     view: PagedView | None
-    """The pool as they see it; None where nobody has made one."""
+    """Their view of the pool; None if no token ran."""
     states: torch.Tensor
-    """Behind it, [T, D]."""
+    """After it, [T, D]."""
     tapped: dict[int, torch.Tensor]
-    """States on the way, [T, D], by the layers that had run, where the last segment was run."""
-    captured: Captured | None = None
-    """What else there is of a pass that went to the end of the step."""
+    """States at the taps, [T, D], by the layers that had run, where the last segment ran."""
 
 
 class DepthLoop:
@@ -59,13 +53,10 @@ class DepthLoop:
         kernels: Kernels,
         segments: tuple[range, ...],
         taps: tuple[int, ...] = (),
-        captured: CapturedSegments | None = None,
     ) -> None:
-        """`taps`: layers of the last segment behind which states are kept. With `captured`, what it takes is left to
-        it."""
+        """`taps`: layers of the last segment after which states are kept."""
         self.adapter = adapter
         self._taps = taps
-        self._captured = captured
         self.cache = cache
         self.segments = segments
         self._kernels = kernels
@@ -73,7 +64,7 @@ class DepthLoop:
         self._write_only_kind = write_only_kind(self._view_kind)
 
     def view(self, parts: Sequence[Part]) -> PagedView:
-        """The pool as these tokens see it."""
+        """The view of the pool for these tokens."""
         return self._view_kind(self.cache, self._kernels, [row.span(tokens) for row, tokens in parts])
 
     def run(self, rows: Sequence[RowCycle], first: int, stop: int) -> Ran:
@@ -83,36 +74,24 @@ class DepthLoop:
         inputs: LayerInputs | None = None
         states = torch.empty(0)
         tapped: dict[int, torch.Tensor] = {}
-        captured: Captured | None = None
         for segment in range(first, stop):
             self._write_skipped(rows, segment)
             before, parts = parts, [(row, tokens) for row in rows for tokens in row.running(segment)]
             if not parts:
-                self._note(rows, segment)
+                self._mark_done(rows, segment)
                 continue
-            if self._captured is not None and self._captured.takes(parts):
-                entering = self._entering(parts, segment) if segment else None
-                captured = self._captured.run(segment, parts, entering)
-                view, states, tapped = None, captured.states.unsqueeze(0), captured.tapped or {}
-            else:
-                captured = None
-                if view is None or parts != before:
-                    view = self.view(parts)
-                    inputs = self.adapter.layer_inputs(view.positions, view)
-                    states = self._enter(parts, segment, view)
-                assert inputs is not None
-                layers = self.segments[segment]
-                if segment == len(self.segments) - 1:
-                    tapped = dict.fromkeys(self._taps, states[0])
-                states = self.adapter.run_layers(states, layers.start, layers.stop, inputs, tapped=tapped)
-            self._leave(parts, segment, states[0])
-            self._note(rows, segment)
-        return Ran(parts, view, states[0] if parts else states, tapped, captured)
-
-    def note_newest(self, rows: Sequence[RowCycle], states: torch.Tensor) -> None:
-        """The newest token of each row has run through the first segment elsewhere, to these states [R, D]."""
-        self._leave([(row, (len(row.tokens) - 1, len(row.tokens))) for row in rows], 0, states)
-        self._note(rows, 0)
+            if view is None or parts != before:
+                view = self.view(parts)
+                inputs = self.adapter.layer_inputs(view.positions, view)
+                states = self._enter(parts, segment, view)
+            assert inputs is not None
+            layers = self.segments[segment]
+            if segment == len(self.segments) - 1:
+                tapped = dict.fromkeys(self._taps, states[0])
+            states = self.adapter.run_layers(states, layers.start, layers.stop, inputs, tapped=tapped)
+            self._keep_states(parts, segment, states[0])
+            self._mark_done(rows, segment)
+        return Ran(parts, view, states[0] if parts else states, tapped)
 
     def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
         """The states that enter a segment, [1, T, D]."""
@@ -120,15 +99,11 @@ class DepthLoop:
             flat = [token for row, (first, stop) in parts for token in row.tokens[first:stop]]
             token_ids = torch.tensor(flat, dtype=torch.long, device=self.cache.device)
             return self.adapter.embed(token_ids, view.positions)
-        return self._entering(parts, segment).unsqueeze(0)
-
-    def _entering(self, parts: Sequence[Part], segment: int) -> torch.Tensor:
-        """What the tokens left behind the segment before, [T, D]."""
         taken = [states for row, tokens in parts for states in row.take(segment - 1, tokens)]
-        return torch.cat(taken) if len(taken) > 1 else taken[0]
+        return (torch.cat(taken) if len(taken) > 1 else taken[0]).unsqueeze(0)
 
-    def _leave(self, parts: Sequence[Part], segment: int, states: torch.Tensor) -> None:
-        """Keep what the tokens leave at the checkpoint, and count what they cost."""
+    def _keep_states(self, parts: Sequence[Part], segment: int, states: torch.Tensor) -> None:
+        """Keep the states of the tokens at the checkpoint, and count the layers that ran for them."""
         end, num_layers = 0, len(self.segments[segment])
         is_checkpoint = segment < len(self.segments) - 1
         for row, (first, stop) in parts:
@@ -137,7 +112,7 @@ class DepthLoop:
             if is_checkpoint:
                 row.pieces[segment].append((first, states[begin:end]))
 
-    def _note(self, rows: Sequence[RowCycle], segment: int) -> None:
+    def _mark_done(self, rows: Sequence[RowCycle], segment: int) -> None:
         for row in rows:
             row.ran[segment] = len(row.tokens)
 

@@ -1,9 +1,14 @@
-"""The draft loop: tokens proposed by the checkpoints, one shallow pass after another.
+"""The draft loop of the plain path: tokens proposed by the checkpoints, one shallow pass after another.
 
 In each round the newest token of every row that still drafts runs up to the first checkpoint. If the router's score
-reaches the row's threshold there, the exit's token becomes the row's next one. If not, the token goes on to the next
-checkpoint, if the artefact has one, and takes all that is pending with it. A row whose token leaves nowhere waits for
-the deep pass. No decision looks at another row.
+reaches the row's threshold there, the exit's token becomes the row's next token. If not, the token runs on to the next
+checkpoint, if the artefact has one, together with all that is pending. A row whose token exits nowhere waits for the
+deep pass. No decision depends on another row.
+
+Prompt tokens exit too, in mode fast only (`exit_prompts`). A prompt is compute-bound, so every token that skips the
+deep layers saves its share of them. A chunk runs up to the first checkpoint and the head scores each of its tokens
+(without a deep state: none is known yet for a chunk); those whose score reaches the threshold stop there. The last
+token of a prompt never exits: the next token is sampled from it.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from itertools import accumulate
 import torch
 
 from tide_core.execution.depth_loop import DepthLoop, Ran
-from tide_core.execution.graphs.drafts import CapturedDrafts
+from tide_core.exits.accept import drafting_thresholds
 from tide_core.exits.propose import Exits, Proposal
 from tide_core.exits.row_cycle import Draft, RowCycle
 from tide_core.sampling.adjust import needs_adjusting
@@ -45,55 +50,36 @@ class Drafter:
         *,
         vocab_size: int,
         audit_share: float,
-        captured: CapturedDrafts | None = None,
     ) -> None:
-        """With `captured`, a pass that it takes is left to it."""
         self._depth = depth
         self._exits = exits
-        self._captured = captured
         self._vocab_size = vocab_size
         self._audit_share = audit_share
 
     def draft(self, rows: Sequence[RowCycle]) -> None:
         """Let the rows draft until each has stopped or has as many drafts as its step allows."""
         while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
-            if self._captured is not None and self._captured.takes(active):
-                if self._captured.chains(active):
-                    self._draft_chain(self._captured, active)
-                    continue
-                states, proposal = self._captured.run(active)
-                self._depth.note_newest(active, states)
-                for row in self._leave_with(0, active, proposal):
-                    row.stopped = True
-                continue
             for checkpoint in range(len(self._exits.checkpoints)):
                 ran = self._depth.run(active, checkpoint, checkpoint + 1)
-                active = self._leave_at(checkpoint, active, ran)
+                active = self._draft_at(checkpoint, active, ran)
                 if not active:
                     break
             for row in active:
                 row.stopped = True
 
-    def _draft_chain(self, captured: CapturedDrafts, active: Sequence[RowCycle]) -> None:
-        """All drafts of the rows in one go; then each row takes its own as far as their scores allow."""
-        rows = sorted(active, key=lambda row: len(row.drafts) - row.step.num_drafts)
-        counts = [row.step.num_drafts - len(row.drafts) for row in rows]
-        chain = captured.run_chain(rows, counts)
-        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            for ahead in range(count):
-                self._depth.note_newest([row], chain.states[ahead, place : place + 1])
-                score = chain.scores[ahead][place]
-                row.headed[0], row.last_score = len(row.tokens), score
-                if not math.isfinite(score):
-                    row.non_finite += 1
-                if not score >= row.step.policy.draft_thresholds[0]:
-                    row.stopped = True
-                    break
-                self._take(row, 0, score, Choice(int(chain.best_ids[ahead][place])))
-                if row.stopped:
-                    break
+    def exit_prompts(self, rows: Sequence[RowCycle]) -> None:
+        """Let prompt tokens of rows in mode fast exit at the first checkpoint."""
+        prompts = [row for row in rows if row.step.policy.skips_layers and row.tracked and len(row.step.token_ids) > 1]
+        if not prompts:
+            return
+        self._depth.run(prompts, 0, 1)
+        for row, scores in zip(prompts, self._score_all(prompts), strict=True):
+            thresholds = drafting_thresholds(row.step, 0)
+            for token, score in enumerate(scores[:-1]):
+                if thresholds.leaves(score):  # never true for NaN
+                    row.left_at[token] = 0
 
-    def score_all(self, rows: Sequence[RowCycle]) -> list[list[float]]:
+    def _score_all(self, rows: Sequence[RowCycle]) -> list[list[float]]:
         """Scores of all tokens of the rows at the first checkpoint, which they have run up to."""
         parts = [(row, (0, len(row.tokens))) for row in rows]
         states = torch.cat([states for row, tokens in parts for states in row.take(0, tokens)])
@@ -101,32 +87,33 @@ class Drafter:
         ends = list(accumulate(len(row.tokens) for row in rows))
         return [every[end - len(row.tokens) : end] for row, end in zip(rows, ends, strict=True)]
 
-    def _leave_at(self, checkpoint: int, rows: list[RowCycle], ran: Ran) -> list[RowCycle]:
-        """What the checkpoint proposes to rows that have run up to it; returns the rows whose token goes deeper."""
+    def _draft_at(self, checkpoint: int, rows: list[RowCycle], ran: Ran) -> list[RowCycle]:
+        """Draft what the checkpoint proposes for rows that have run up to it; returns the rows whose token runs
+        deeper."""
         asked = [row for row in rows if row.step.policy.draft_thresholds[checkpoint] <= 1.0]
         if not asked:
             return rows
         parts = [(row, (row.headed[checkpoint], len(row.tokens))) for row in asked]
         if parts == ran.parts and ran.view is not None:
             view, states = ran.view, ran.states
-        else:  # the head has tokens to see that have run up to here before
+        else:  # the head has not run yet on tokens that reached this checkpoint before
             view = self._depth.view(parts)
             states = torch.cat([states for row, tokens in parts for states in row.take(checkpoint, tokens)])
-        staying = self._leave_with(checkpoint, asked, self._exits.propose(checkpoint, parts, view, states))
+        staying = self._draft_from(checkpoint, asked, self._exits.propose(checkpoint, parts, view, states))
         gone = {id(row) for row in asked} - {id(row) for row in staying}
         return [row for row in rows if id(row) not in gone]
 
-    def _leave_with(self, checkpoint: int, asked: Sequence[RowCycle], proposal: Proposal) -> list[RowCycle]:
-        """Draft what is proposed where the score allows it; returns the rows that do not."""
+    def _draft_from(self, checkpoint: int, asked: Sequence[RowCycle], proposal: Proposal) -> list[RowCycle]:
+        """Draft what is proposed where the score allows it; returns the rows that do not draft."""
         scores, best_ids = proposal.scores, proposal.best_ids
         leaving: list[int] = []
         for index, row in enumerate(asked):
             row.headed[checkpoint] = len(row.tokens)
             row.last_score = scores[index]
-            if not math.isfinite(scores[index]):
-                row.non_finite += 1
-            elif scores[index] >= row.step.policy.draft_thresholds[checkpoint]:
+            if drafting_thresholds(row.step, checkpoint).counts(scores[index]):
                 leaving.append(index)
+            elif not math.isfinite(scores[index]):
+                row.non_finite += 1
         choices = self._choose([asked[i] for i in leaving], [best_ids[i] for i in leaving], proposal.logits, leaving)
         gone = set()
         for index, choice in zip(leaving, choices, strict=True):
@@ -138,7 +125,7 @@ class Drafter:
     def _choose(
         self, rows: Sequence[RowCycle], best_ids: Sequence[int], logits: torch.Tensor, where: Sequence[int]
     ) -> list[Choice | None]:
-        """The exits' tokens as the rows' parameters ask for them; None where these leave nothing to choose.
+        """The exits' tokens after the rows' sampling parameters; None where these leave nothing to choose.
 
         `where` says which rows of the logits [T, S] are theirs."""
         sampling = [row.sampling_row(len(row.tokens) - 1, stream=DRAFT_STREAM) for row in rows]
@@ -157,11 +144,11 @@ class Drafter:
 
     def _take(self, row: RowCycle, checkpoint: int, score: float, choice: Choice) -> None:
         newest = len(row.tokens) - 1
-        leaves = score >= row.step.policy.exit_thresholds[checkpoint]
+        leaves = drafting_thresholds(row.step, checkpoint).leaves(score)
         draft = Draft(choice.token_id, checkpoint, score, leaves, choice.probabilities, choice.logits)
         if row.step.policy.skips_layers:
             row.left_at[newest] = checkpoint
-            # By token and position, not by seed: an audit changes the K and V behind it, and greedy text has no seed.
+            # By token and position, not by seed: an audit changes K and V of its position, and greedy text has no seed.
             if uniform(draft.token_id, row.step.start + newest, AUDIT_STREAM) < self._audit_share:
                 row.audited.add(newest)
         row.drafts.append(draft)
@@ -170,7 +157,8 @@ class Drafter:
         row.stopped = draft.token_id in row.step.request.end_ids
 
     def _widened(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the shortlist, [T, S], as logits over the vocabulary, [T, V] float32: the rest cannot come."""
+        """Logits over the shortlist, [T, S], as logits over the vocabulary, [T, V] float32; -inf outside the
+        shortlist."""
         wide = torch.full((len(logits), self._vocab_size), -torch.inf, dtype=torch.float32, device=logits.device)
         wide[:, self._exits.shortlist] = logits.float()
         return wide

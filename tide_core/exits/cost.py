@@ -177,7 +177,7 @@ class DraftPlanner:
     last: Plan = field(default=Plan(0, 1.0))
     host_s: dict[int, float] = field(default_factory=dict)
     """By rows of a step: what the host needs for each row and for each token, while the device works."""
-    cycles_per_step: int = 1
+    steps_per_launch: int = 1
     """That a step such as the last one may have: what the host does for a row, it does once for all of them. There are
     as many of them as it takes to keep the device busy (`pace`), so none of that is a reason for more drafts."""
     _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
@@ -209,7 +209,7 @@ class DraftPlanner:
         full_rate, seconds = prices.full(num_rows)
         host_s = self._host(num_rows)
         if host_s:
-            full_rate = min(full_rate, 1.0 / (host_s * (1.0 / self.cycles_per_step + 1.0)))
+            full_rate = min(full_rate, 1.0 / (host_s * (1.0 / self.steps_per_launch + 1.0)))
         best, best_gain = 0, LEAST_GAIN
         tokens = float(num_rows)
         reach = keep = 1.0
@@ -218,14 +218,14 @@ class DraftPlanner:
             reach *= acceptance.reached[drafts - 1].value
             keep *= acceptance.kept[drafts - 1].value
             tokens += num_drafting * keep
-            gain = tokens / max(seconds, host_s * (num_rows / self.cycles_per_step + tokens)) / full_rate
+            gain = tokens / max(seconds, host_s * (num_rows / self.steps_per_launch + tokens)) / full_rate
             if gain > best_gain:
                 best, best_gain = drafts, gain
         return Plan(best, best_gain) if best else Plan(0, 1.0)
 
-    def observe_host(self, num_rows: int, num_tokens: int, seconds: float, most_cycles: int = 1) -> None:
+    def observe_host(self, num_rows: int, num_tokens: int, seconds: float, steps_per_launch: int = 1) -> None:
         """Learn from what the host did in a step that may have so many cycles, without waiting for the device."""
-        self.cycles_per_step = most_cycles
+        self.steps_per_launch = steps_per_launch
         each, known = seconds / (num_rows + num_tokens), self.host_s.get(num_rows)
         if known is None:
             self.host_s[num_rows] = each

@@ -1,8 +1,8 @@
-"""A checkpoint's head, narrow head and router as native programs, one call each for drafting and for refreshing.
+"""A checkpoint's head, narrow head and router as native programs, one call each to propose and to write K and V.
 
 On the demo model, two Neoverse-N1 cores, a draft's head work takes 0.84 ms as a program and 2.1 ms op by op. The
-modules stay what they are and share their weights with the programs: `Exits` runs them op by op where `obstacle` says
-why it must.
+modules stay what they are and share their weights with the programs: `Exits` runs them op by op where
+`unsupported_reason` says why it must.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tide_core.models.stacked import stacked
 if TYPE_CHECKING:
     from tide_core.kernels.cpu.program import Columns, Program
 
-Origins = np.ndarray[Any, np.dtype[np.int64]]
+DeepSources = np.ndarray[Any, np.dtype[np.int64]]
 """Of every token the slot of the last deep state before it and how far back that is, [2, T]."""
 
 
-def obstacle(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, narrow_head: NarrowHead) -> str | None:
+def unsupported_reason(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, narrow_head: NarrowHead) -> str | None:
     """Why heads on this model cannot run as programs, or None."""
     if kernels.name != "native":
         return f"the {kernels.name} kernels run op by op"
@@ -42,7 +42,7 @@ def obstacle(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, narrow_hea
 
 
 class HeadProgram:
-    """`propose` and `refresh` of one checkpoint."""
+    """`propose` and `write_kv` of one checkpoint."""
 
     def __init__(
         self,
@@ -64,23 +64,29 @@ class HeadProgram:
             self._block_gate_up = stacked(head.block.mlp.gate_proj, head.block.mlp.up_proj)
             self._qkv = stacked(head.block.q_proj, head.block.k_proj, head.block.v_proj)
         self._propose = self._propose_program(head, router, adapter._norm, narrow_head)
-        self._refresh = self._refresh_program(head) if head.spec.attends else None
+        self._write_kv = self._write_kv_program(head) if head.spec.attends else None
 
     def propose(
-        self, view: PagedView, states: Tensor, origins: Origins | None, *, each: bool
+        self, view: PagedView, states: Tensor, sources: DeepSources | None, *, each: bool
     ) -> tuple[Tensor, list[float], list[int]]:
         """Logits [C, S], scores [C] and best indices [C] of the last token of each row of the view, or of each."""
         logits = torch.empty(len(states) if each else len(view._index.context_lens), self._shortlist_size)
-        scores, best = self._run(self._propose, (states.contiguous(), logits), view, origins, each=each)
+        scores, best = self._run(self._propose, (states.contiguous(), logits), view, sources, each=each)
         return logits, scores, best
 
-    def refresh(self, view: PagedView, states: Tensor, origins: Origins | None) -> None:
+    def write_kv(self, view: PagedView, states: Tensor, sources: DeepSources | None) -> None:
         """K and V of the head for the view's tokens, into its pools."""
-        assert self._refresh is not None, "only a head with attention keeps K and V"
-        self._run(self._refresh, (states.contiguous(),), view, origins, each=True)
+        assert self._write_kv is not None, "only a head with attention keeps K and V"
+        self._run(self._write_kv, (states.contiguous(),), view, sources, each=True)
 
     def _run(
-        self, program: Program, external: tuple[Tensor, ...], view: PagedView, origins: Origins | None, *, each: bool
+        self,
+        program: Program,
+        external: tuple[Tensor, ...],
+        view: PagedView,
+        sources: DeepSources | None,
+        *,
+        each: bool,
     ) -> tuple[list[float], list[int]]:
         index = view._index
         return program.run(
@@ -90,7 +96,7 @@ class HeadProgram:
             index.block_tables,
             index.query_starts,
             index.context_lens,
-            origins if self._deep else None,
+            sources if self._deep else None,
             each=each,
         )
 
@@ -108,7 +114,7 @@ class HeadProgram:
         program.result(program.sigmoid(program.linear(hidden, router.out.weight, router.out.bias)))
         return program
 
-    def _refresh_program(self, head: ExitHead) -> Program:
+    def _write_kv_program(self, head: ExitHead) -> Program:
         program = _new_program()
         embedded = self._embedded(program, head, program.external(head.spec.width))
         normed = _norm(program, head.block.attention_norm, embedded)

@@ -1,8 +1,8 @@
-"""An exit head in few launches, on a GPU: what `ExitHead` says in some thirty small ops.
+"""An exit head in few launches, on a GPU: what `ExitHead` does in some thirty small ops.
 
-The same steps over the same weights, those that read one input joined in place: the head's input (states and the deep
-state before them, both normed, and how far back that is) in one launch, then linears with what stands before and behind
-them inside.
+The same steps over the same weights, with linears that read one input joined: the head's input (states and the deep
+state before them, both normed, and their distance) in one launch, then linears fused with the ops before and after
+them.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ class FusedHead:
             self._keys_values = self._qkv[block.q_proj.out_features :]
             self._block_gate_up = _joined(block.mlp)
 
-    def room(self, states: torch.Tensor) -> torch.Tensor | None:
+    def gather_buffer(self, states: torch.Tensor) -> torch.Tensor | None:
         """For what `deep_state` reads of tokens with such states [T, D]: final-norm states and those at the taps beside
         each other, [T, (1 + taps) * D]. None where there are no taps."""
         num, width = states.shape
         num_taps = len(self._head.spec.taps)
         return states.new_empty(num, (1 + num_taps) * width) if num_taps else None
 
-    def gather(self, tapped: Sequence[torch.Tensor], room: torch.Tensor) -> None:
+    def gather(self, tapped: Sequence[torch.Tensor], gathered: torch.Tensor) -> None:
         """Put states at the taps, [T, D] each, to their places, normed."""
         width = tapped[0].shape[1]
-        for norm, states, to in zip(self._head.tap_norms, tapped, torch.split(room[:, width:], width, 1), strict=True):
+        for norm, states, to in zip(
+            self._head.tap_norms, tapped, torch.split(gathered[:, width:], width, 1), strict=True
+        ):
             self._kernels.norm_into(states, norm.weight, self._eps, out=to)
 
-    def deep_state(self, last: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+    def deep_state(self, last: torch.Tensor, gathered: torch.Tensor | None) -> torch.Tensor:
         """`ExitHead.deep_state` of final-norm states [T, D] and what was gathered. They may be in their place already;
         if not they are put there by a launch of our own, which begins before the one in front of it has ended."""
-        if room is None:
+        if gathered is None:
             return last
         kernels, fuse, (num, width) = self._kernels, self._head.fuse, last.shape
-        if last.data_ptr() != room.data_ptr():
+        if last.data_ptr() != gathered.data_ptr():
             if num not in self._order:  # the first run is not captured
                 self._order[num] = torch.arange(num, device=last.device)
-            kernels.embed(self._order[num], last, out=room[:, :width])
-        return kernels.linear(room, fuse.weight, fuse.bias)
+            kernels.embed(self._order[num], last, out=gathered[:, :width])
+        return kernels.linear(gathered, fuse.weight, fuse.bias)
 
     def embed(
         self,

@@ -1,8 +1,8 @@
-"""The artefact at work on one model: what a checkpoint proposes, and the memory its heads keep.
+"""An artefact bound to a model: what its checkpoints propose, and the exit state of its heads.
 
-Two things are remembered per token, in the same pages as its K and V: the deep state (the final-norm state, once the
-token has run all layers), and K and V of each head with attention. Drafting writes the latter with the deep state that
-is known at the time, some positions back; the catch-up then writes them again with that of the position just before.
+The exit state of a token lies in the same pages as its K and V: the deep state (the final-norm state, once the token
+has run all layers), and K and V of each head with attention. Drafting writes head K and V with the last known deep
+state, some positions back; the deep pass then writes them again with the deep state of the position just before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from tide_core.exits.artefact.heads import ExitHead
 from tide_core.exits.artefact.router import Router, confidence_of
-from tide_core.exits.head_cpu import HeadProgram, Origins, obstacle
+from tide_core.exits.head_cpu import DeepSources, HeadProgram, unsupported_reason
 from tide_core.exits.head_cuda import FusedHead
-from tide_core.exits.row_cycle import Range, RowCycle
+from tide_core.exits.row_cycle import Part
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.reference.ops import Peaks, RouterWeights
 from tide_core.kv.cache import PagedKV, PagedView
@@ -28,8 +28,7 @@ from tide_core.models.adapter import ModelAdapter, NarrowHead
 
 logger = logging.getLogger("tide")
 
-Part = tuple[RowCycle, Range]
-MOST_JUDGED = 256
+MAX_SCORED = 256
 """Tokens at once, by the kernels."""
 
 
@@ -45,40 +44,40 @@ class BoundCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    """A router and the search for the best token, in two launches."""
+class Scorer:
+    """A router and the largest logit, in two launches."""
 
     weights: RouterWeights
     scratch: Any
     kernels: CudaKernels
 
     @classmethod
-    def of(cls, router: Router, kernels: CudaKernels, shortlist_size: int) -> Judge:
+    def of(cls, router: Router, kernels: CudaKernels, shortlist_size: int) -> Scorer:
         norm, down, out = router.norm, router.down, router.out
         tensors = (norm.weight, down.weight, down.bias, out.weight[0], out.bias)
         first, second, third, fourth, fifth = (tensor.detach().float().contiguous() for tensor in tensors)
         weights = RouterWeights(first, second, third, fourth, fifth, norm.variance_epsilon)
         sizes = {"vocabulary": shortlist_size, "bottleneck": down.out_features}
-        return cls(weights, kernels.judge_scratch(down.weight.device, MOST_JUDGED, **sizes), kernels)
+        return cls(weights, kernels.judge_scratch(down.weight.device, MAX_SCORED, **sizes), kernels)
 
     def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kernels.judge(features, logits, self.weights, self.scratch)
 
-    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
+    def top2(self, logits: torch.Tensor, out: Peaks) -> None:
         self.kernels.peak(logits, self.scratch, out=out)
 
-    def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+    def score_features(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
         self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a checkpoint says about some tokens."""
+    """What a checkpoint proposes after some tokens."""
 
     logits: torch.Tensor
     """[T, S], over the shortlist."""
     scores: list[float]
-    """[T]; what is not finite must not be acted on."""
+    """[T]; one that is not finite must not be used."""
     best_ids: list[int]
     """[T], the token with the largest logit."""
 
@@ -107,7 +106,7 @@ class Exits:
         self._fed = any(checkpoint.head.spec.deep for checkpoint in self.checkpoints)
         self._ids: list[int] = shortlist.tolist()
         self._programs: list[HeadProgram] = []
-        why_not = "as asked" if kernels is None else obstacle(adapter, cache, kernels, narrow_head)
+        why_not = "as asked" if kernels is None else unsupported_reason(adapter, cache, kernels, narrow_head)
         if why_not is None:
             self._programs = [
                 HeadProgram(point.head, point.router, adapter, cache, narrow_head, point.kv_layer, index)
@@ -115,31 +114,31 @@ class Exits:
             ]
         else:
             logger.debug("exit heads run op by op: %s", why_not)
-        self._judges: list[Judge] = []
+        self._scorers: list[Scorer] = []
         self._fused: list[FusedHead] = []
         self._entering: torch.Tensor | None = None
         if isinstance(kernels, CudaKernels):
             self._entering = self._entering_rows()
             self._fused = [FusedHead(point.head, kernels) for point in self.checkpoints]
-            self._judges = [Judge.of(point.router, kernels, len(self._ids)) for point in self.checkpoints]
+            self._scorers = [Scorer.of(point.router, kernels, len(self._ids)) for point in self.checkpoints]
 
     def propose(
         self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor, *, each: bool = False
     ) -> Proposal:
         """What follows the last token (or each) of each part, from states [T, D] of all."""
-        origins = self.origins(parts, drafting=True)
+        sources = self.deep_sources(parts, drafting=True)
         if self._programs:
-            logits, scores, best = self._programs[index].propose(view, states, origins, each=each)
+            logits, scores, best = self._programs[index].propose(view, states, sources, each=each)
             return Proposal(logits, scores, [self._ids[i] for i in best])
         chosen = None
         if len(states) != len(parts) and not each:
             ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
             chosen = torch.from_numpy(ends).to(states.device)
-        logits, both = self.judge(index, view, states, *self._deep_slots(index, origins), chosen=chosen)
+        logits, both = self.propose_on_device(index, view, states, *self._deep_slots(index, sources), chosen=chosen)
         scores, best_ids = both.tolist()
         return Proposal(logits, scores, [int(i) for i in best_ids])
 
-    def judge(
+    def propose_on_device(
         self,
         index: int,
         view: PagedView,
@@ -170,26 +169,26 @@ class Exits:
         features = self._features(index, view, states, deep_slots, distances)
         if chosen is not None:
             features = features[chosen]
-        if not self._judges or len(features) > MOST_JUDGED:
+        if not self._scorers or len(features) > MAX_SCORED:
             logits = self._narrow_head(self._adapter.norm(features))
             return logits, checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
         logits = self._narrow_logits(features)
-        return logits, *self._judges[index](features, logits)
+        return logits, *self._scorers[index](features, logits)
 
     def draft(
         self, view: KernelView, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`score` at the only checkpoint, but for the score: features [T, D] and logits [T, S]."""
+        """Features [T, D] and logits [T, S] at the only checkpoint, without scores."""
         features = self._features(0, view, states, deep_slots, distances)
         return features, self._narrow_logits(features)
 
-    def peak(self, logits: torch.Tensor, out: Peaks) -> None:
-        """The peaks of logits that `draft` gave; on one stream with `rate`."""
-        self._judges[0].peak(logits, out)
+    def top2(self, logits: torch.Tensor, out: Peaks) -> None:
+        """The two largest logits of `draft` and their sum of exponentials; on one stream with `score_features`."""
+        self._scorers[0].top2(logits, out)
 
-    def rate(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
-        """The scores that `draft` left out, [T], of features and peaks of several drafts at once."""
-        self._judges[0].rate(features, peaks, out)
+    def score_features(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+        """Router scores [T] of features and top-two values of several drafts at once."""
+        self._scorers[0].score_features(features, peaks, out)
 
     def _features(
         self,
@@ -213,7 +212,7 @@ class Exits:
 
     def _narrow_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Final norm and narrow head, in one launch where both are plain."""
-        norm, linear, kernels = self._adapter.plain_norm, self._narrow_head.plain_linear, self._judges[0].kernels
+        norm, linear, kernels = self._adapter.plain_norm, self._narrow_head.plain_linear, self._scorers[0].kernels
         if norm is None or linear is None:
             return self._narrow_head(self._adapter.norm(features))
         return kernels.fused_linear(features, linear.weight, linear.bias, norm=norm)
@@ -227,78 +226,79 @@ class Exits:
         shared = rows.data_ptr() == self._adapter.head_rows.data_ptr() and head.dtype == rows.dtype
         return head.detach() if shared else rows.detach()[self.shortlist].contiguous()
 
-    def enter(self, best: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The states that the tokens at these places of the shortlist [T] enter layer 0 with, [1, T, D]."""
+    def embed_drafts(self, best: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The embedding [1, T, D] of the tokens with these shortlist indices [T]."""
         if self._entering is None:
             return self._adapter.embed(self.shortlist[best], positions)
-        return self._judges[0].kernels.embed(best, self._entering).unsqueeze(0)
+        return self._scorers[0].kernels.embed(best, self._entering).unsqueeze(0)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers whose states `remember` wants."""
+        """The layers whose states `write_deep_states` needs."""
         return tuple(sorted({tap for checkpoint in self.checkpoints for tap in checkpoint.head.spec.taps}))
 
-    def remember(self, view: PagedView, normed: torch.Tensor, tapped: Mapping[int, torch.Tensor]) -> None:
-        """Keep the deep states of the view's tokens, which ran all layers: final-norm states and those at the taps."""
+    def write_deep_states(self, view: PagedView, normed: torch.Tensor, tapped: Mapping[int, torch.Tensor]) -> None:
+        """Of the view's tokens, which ran all layers: from their final-norm states and those at the taps."""
         for checkpoint, states in zip(self.checkpoints, self._cache.deep_states, strict=True):
             head = checkpoint.head
             if head.spec.deep:
                 states[view.slots] = head.deep_state(normed, [tapped[tap] for tap in head.spec.taps])
 
-    def room(self, states: torch.Tensor) -> torch.Tensor | None:
-        """For what `keep` reads of tokens with such states [T, D], beside each other; None where it is one thing."""
-        return self._fused[0].room(states) if self.checkpoints[0].head.spec.deep else None
+    def gather_buffer(self, states: torch.Tensor) -> torch.Tensor | None:
+        """A buffer for the inputs of `write_exit_state`, of tokens with states [T, D]; None if there is one input
+        only."""
+        return self._fused[0].gather_buffer(states) if self.checkpoints[0].head.spec.deep else None
 
-    def gather(self, tapped: Mapping[int, torch.Tensor], room: torch.Tensor) -> None:
-        """Put states at the taps there, normed: nobody need wait for the last layer with that."""
-        self._fused[0].gather([tapped[tap] for tap in self.checkpoints[0].head.spec.taps], room)
+    def gather(self, tapped: Mapping[int, torch.Tensor], gathered: torch.Tensor) -> None:
+        """Write the normed states at the taps into the buffer: this can run before the last layer."""
+        self._fused[0].gather([tapped[tap] for tap in self.checkpoints[0].head.spec.taps], gathered)
 
-    def norm(self, states: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
-        """The final norm of states [T, D]: put there too, where it is one of ours."""
+    def norm(self, states: torch.Tensor, gathered: torch.Tensor | None) -> torch.Tensor:
+        """The final norm of states [T, D], written into the buffer where one of our kernels runs it."""
         norm = self._adapter.plain_norm
-        if room is None or norm is None:
+        if gathered is None or norm is None:
             return self._adapter.norm(states)
-        return self._judges[0].kernels.norm_into(states, *norm, out=room[:, : states.shape[1]])
+        return self._scorers[0].kernels.norm_into(states, *norm, out=gathered[:, : states.shape[1]])
 
-    def keep(
+    def write_exit_state(
         self,
         view: KernelView,
         states: torch.Tensor,
         normed: torch.Tensor,
-        room: torch.Tensor | None,
+        gathered: torch.Tensor | None,
         slots: torch.Tensor,
         deep_slots: torch.Tensor,
         distances: torch.Tensor,
     ) -> None:
-        """`remember` and `refresh` at the only checkpoint, with all indices on the device: of the tokens whose slot is
-        not negative, from their states at the checkpoint and behind all layers, [T, D], and what was gathered."""
+        """`write_deep_states` and `write_head_kv` at the only checkpoint, with all indices on the device: of the tokens
+        whose slot is not negative, from their states at the checkpoint and after all layers, [T, D], and `gathered`."""
         [checkpoint], [kept] = self.checkpoints, self._cache.deep_states
         head, [fused] = checkpoint.head, self._fused
         if head.spec.deep:
-            view.kernels.scatter_rows(fused.deep_state(normed, room), slots, kept)
+            view.kernels.scatter_rows(fused.deep_state(normed, gathered), slots, kept)
         if checkpoint.kv_layer >= 0:
             fused.write(view, checkpoint.kv_layer, fused.embed(states, kept, deep_slots, distances), slots)
 
-    def refresh(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
-        """Write the head's K and V again, now that the deep states of the tokens before are known."""
-        origins = self.origins(parts, drafting=False)
+    def write_head_kv(self, index: int, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> None:
+        """Write the head's K and V again, with the deep states of the tokens before, which are known now."""
+        sources = self.deep_sources(parts, drafting=False)
         if self._programs:
-            self._programs[index].refresh(view, states, origins)
+            self._programs[index].write_kv(view, states, sources)
             return
         checkpoint = self.checkpoints[index]
-        slots, distances = self._deep_slots(index, origins)
+        slots, distances = self._deep_slots(index, sources)
         deep = None if slots is None else self._cache.deep_states[index].index_select(0, slots)
         embedded = checkpoint.head.embed(states, deep, distances)
         view.write(checkpoint.kv_layer, *checkpoint.head.keys_values(embedded, view.positions))
 
-    def _deep_slots(self, index: int, origins: Origins | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _deep_slots(self, index: int, sources: DeepSources | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where the last deep state before every token lies, [T], and how far back it is, [T]."""
-        if origins is None or not self.checkpoints[index].head.spec.deep:
+        if sources is None or not self.checkpoints[index].head.spec.deep:
             return None, None
-        slots, distances = torch.from_numpy(origins).to(self._cache.device)
+        slots, distances = torch.from_numpy(sources).to(self._cache.device)
         return slots, distances
 
-    def origins(self, parts: Sequence[Part], *, drafting: bool) -> Origins | None:
+    def deep_sources(self, parts: Sequence[Part], *, drafting: bool) -> DeepSources | None:
         """Where the last deep state before every token of the parts is."""
         if not self._fed:
             return None

@@ -1,4 +1,4 @@
-"""One row in one cycle: its tokens, how deep each has run, and the states they left at the checkpoints.
+"""One row in one cycle: its tokens, how deep each has run, and the states at the checkpoints.
 
 A cycle is one engine step: tokens are drafted in the shallow segment, then one deep pass catches up with all that is
 pending. Between cycles nothing is pending, so all of this lives for one step only. Tokens are counted from the first
@@ -29,9 +29,9 @@ class Draft:
     checkpoint: int
     score: float
     leaves: bool
-    """Emitted whatever full depth says."""
+    """Emitted whatever full depth chooses."""
     probabilities: torch.Tensor | None = None
-    """What it was drawn from, [V] float64; None when greedy."""
+    """The distribution it was sampled from, [V] float64; None when greedy."""
     logits: torch.Tensor | None = None
     """Of the exit, [V]; kept for log-probabilities of tokens no deep layer sees."""
 
@@ -45,16 +45,16 @@ class RowCycle:
     ran: list[int]
     """Tokens that are done with each segment: run through it, or skipped with their K and V written."""
     pieces: list[list[tuple[int, torch.Tensor]]]
-    """States behind each segment: (first token, [n, D]), ascending."""
+    """States after each segment: (first token, [n, D]), ascending."""
     drafts: list[Draft] = field(default_factory=list)
     last_score: float | None = None
-    """Of the token that no draft follows, where a router was asked."""
+    """Of the token that no draft follows, where a router scored it."""
     left_at: dict[int, int] = field(default_factory=dict)
-    """Tokens that skip all segments behind a checkpoint, by its index."""
+    """Tokens that skip all segments after a checkpoint, by its index."""
     audited: set[int] = field(default_factory=set)
-    """Tokens that left and run deep nevertheless, to be compared."""
+    """Tokens that left and still run deep, for the audit."""
     headed: list[int] = field(default_factory=list)
-    """Tokens that the head of each checkpoint has seen."""
+    """Tokens that the head of each checkpoint has run on."""
     layers_run: int = 0
     non_finite: int = 0
     stopped: bool = False
@@ -67,7 +67,7 @@ class RowCycle:
 
     @property
     def tracked(self) -> bool:
-        """Whether deep states and head K and V are kept for it."""
+        """Whether its exit state is written."""
         return self.step.policy.may_exit
 
     def missing(self, segment: int) -> Range:
@@ -81,7 +81,7 @@ class RowCycle:
         return list(_ranges(t for t in range(first, stop) if not self.skips(t, segment)))
 
     def skipping(self, segment: int) -> list[Range]:
-        """The tokens that still owe a segment their K and V and nothing else."""
+        """The tokens that skip a segment and whose K and V are not written yet."""
         first, stop = self.missing(segment)
         return list(_ranges(t for t in range(first, stop) if self.skips(t, segment))) if self.left_at else []
 
@@ -93,7 +93,7 @@ class RowCycle:
         return RowSpan(self.step.table.block_ids, self.step.start + first, stop - first)
 
     def take(self, segment: int, tokens: Range) -> list[torch.Tensor]:
-        """The states behind a segment of these tokens, in order, as views."""
+        """The states of these tokens after a segment, in order, as views."""
         first, stop = tokens
         taken = []
         for begin, states in self.pieces[segment]:
@@ -103,7 +103,7 @@ class RowCycle:
         return taken
 
     def sampling_row(self, token: int, *, stream: int = 0) -> SamplingRow:
-        """What the sampler must know to choose what follows token t of the step."""
+        """The sampler's input to choose the token after token t of the step."""
         step = self.step
         output_ids: Sequence[int] = step.output_ids
         if self.drafts and token > 0:
@@ -112,7 +112,7 @@ class RowCycle:
         return SamplingRow(request.params, request.seed, request.prompt_ids, output_ids, request.eos_ids, stream)
 
     def deep_slot(self, block_size: int) -> int:
-        """Where in the pool the last token before this step lies; 0 if there is none."""
+        """The slot of the last token before this step; 0 if there is none."""
         last = max(self.step.start - 1, 0)
         return self.step.table.block_ids[last // block_size] * block_size + last % block_size
 
@@ -132,10 +132,14 @@ class RowCycle:
         return np.maximum(sources, 0), np.where(sources >= 0, positions - sources, 0)
 
     def slots(self, positions: np.ndarray, block_size: int) -> np.ndarray:
-        """Where positions of the row lie in the pool."""
+        """The slots of positions of the row."""
         blocks = np.asarray(self.step.table.block_ids, dtype=np.int64)
         slots: np.ndarray = blocks[positions // block_size] * block_size + positions % block_size
         return slots
+
+
+Part = tuple[RowCycle, Range]
+"""Some tokens of one row."""
 
 
 def _ranges(tokens: Iterator[int]) -> Iterator[Range]:

@@ -1,10 +1,10 @@
-"""What becomes of drafts once full depth has spoken.
+"""Verification of drafts against full depth on the plain path: which agree, and which tokens a row emits.
 
-Greedy rows accept drafts while they equal the full-depth token, as penalties and masks leave it. Rows with a
-temperature accept draft x with probability min(1, p(x) / q(x)), p and q being what full depth and the exit would draw
-from after all filters; a rejected draft is replaced by a draw from what p has more than q. The tokens then have
-exactly the distribution p (Leviathan et al., 2023; Chen et al., 2023). In mode bounded a draft that left for good
-is emitted either way, and its audit says what the rule would have said.
+Greedy rows: full depth agrees with a draft that equals its token, after penalties and masks. Sampled rows: it agrees
+with draft x with probability min(1, p(x) / q(x)), where full depth and the exit draw from p and q after all filters; a
+rejected draft is replaced by a draw from what p has more than q. The tokens then have exactly the distribution p
+(Leviathan et al., 2023; Chen et al., 2023). `accept` decides what is kept; a draft that leaves in mode bounded is
+emitted either way, and its audit records whether full depth agreed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tide_core.batch import DraftCounts, RowResult, TokenResult
+from tide_core.exits.accept import is_kept
 from tide_core.exits.row_cycle import Draft, RowCycle
 from tide_core.request import Audit
 from tide_core.sampling.draw import ACCEPT_STREAM, RESIDUAL_STREAM, draw, uniform
@@ -33,8 +34,8 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Deep:
-    """What full depth says after one token: a choice, or a distribution to judge a drawn draft by."""
+class FullDepth:
+    """Full depth after one token: a choice, or a distribution that a sampled draft is compared with."""
 
     logits: torch.Tensor
     chosen: SampledToken | None = None
@@ -42,12 +43,12 @@ class Deep:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What full depth says about one draft."""
+class Verdict:
+    """Whether full depth agrees with one draft."""
 
     agrees: bool
     instead: SampledToken
-    """The token to emit if the draft is not."""
+    """The token to emit if the draft is dropped."""
 
 
 class Verifier:
@@ -57,7 +58,7 @@ class Verifier:
         self._layers = tuple(layers_of_checkpoints)
         self._num_layers = num_layers
 
-    def settle(
+    def verify(
         self,
         rows: Sequence[RowCycle],
         wanted: Sequence[Sequence[int]],
@@ -65,47 +66,47 @@ class Verifier:
         best: torch.Tensor | None = None,
     ) -> list[RowResult]:
         """`wanted[r]` are the tokens of row r whose full-depth logits are in `logits`, [sum, V], in that order. `best`
-        are the largest of each and where they stand, [2, sum], where that is known."""
+        holds the largest of each and its index, [2, sum], where these are known."""
         where = [(r, token) for r, tokens in enumerate(wanted) for token in tokens]
-        # Drafts that were drawn are judged by the rejection rule; everything else is a plain choice at full depth.
-        drawn = [i for i, (r, token) in enumerate(where) if _drawn(rows[r], token) is not None]
-        said: list[Deep] = [Deep(logits[i]) for i in range(len(where))]
+        # Sampled drafts are verified by the rejection rule; everything else is a plain choice at full depth.
+        drawn = [i for i, (r, token) in enumerate(where) if _sampled_draft(rows[r], token) is not None]
+        found: list[FullDepth] = [FullDepth(logits[i]) for i in range(len(where))]
         for i, target in zip(drawn, self._targets(rows, [where[i] for i in drawn], logits, drawn), strict=True):
-            said[i] = Deep(logits[i], target=target)
-        plain = [i for i in range(len(where)) if said[i].target is None]
+            found[i] = FullDepth(logits[i], target=target)
+        plain = [i for i in range(len(where)) if found[i].target is None]
         if plain:
             sampling = [rows[r].sampling_row(token) for r, token in (where[i] for i in plain)]
             chosen = sample(logits, sampling, best) if len(plain) == len(where) else sample(logits[plain], sampling)
             for i, choice in zip(plain, chosen, strict=True):
-                said[i] = Deep(logits[i], choice)
-        by_row: list[dict[int, Deep]] = [{} for _ in rows]
-        for (r, token), deep in zip(where, said, strict=True):
+                found[i] = FullDepth(logits[i], choice)
+        by_row: list[dict[int, FullDepth]] = [{} for _ in rows]
+        for (r, token), deep in zip(where, found, strict=True):
             by_row[r][token] = deep
         return [self._row(row, deep) for row, deep in zip(rows, by_row, strict=True)]
 
     def _targets(
         self, rows: Sequence[RowCycle], places: Sequence[tuple[int, int]], logits: torch.Tensor, drawn: Sequence[int]
     ) -> list[Target]:
-        """What full depth would draw from after each token that a drawn draft follows."""
+        """What full depth would draw from after each token that a sampled draft follows."""
         if not drawn:
             return []
         sampling = [rows[r].sampling_row(token) for r, token in places]
         probabilities, errors = probabilities_of(logits[list(drawn)], sampling)
         return [Target(probabilities[n], row, errors.get(n)) for n, row in enumerate(sampling)]
 
-    def _row(self, row: RowCycle, deep: dict[int, Deep]) -> RowResult:
+    def _row(self, row: RowCycle, deep: dict[int, FullDepth]) -> RowResult:
         tokens: list[TokenResult] = []
         for position, draft in enumerate(row.drafts):
             if position not in deep:
                 tokens.append(self._unaudited(row, position, draft))
                 continue
-            judged = _judge(draft, deep[position])
-            if judged.instead.error is not None:
-                return self._failed(row, tokens, judged.instead.error)
-            if not judged.agrees and not draft.leaves:
-                tokens.append(self._full_depth(judged.instead, draft.score))
+            verdict = agreement(draft, deep[position])
+            if verdict.instead.error is not None:
+                return self._failed(row, tokens, verdict.instead.error)
+            if not is_kept(leaves=draft.leaves, agrees=verdict.agrees):
+                tokens.append(self._full_depth(verdict.instead, draft.score))
                 return self._result(row, tokens, accepted=position)
-            tokens.append(self._accepted(row, position, draft, deep[position].logits, agrees=judged.agrees))
+            tokens.append(self._accepted(row, position, draft, deep[position].logits, agrees=verdict.agrees))
         if row.step.samples:
             last = len(row.tokens) - 1
             sampled = deep[last].chosen
@@ -159,32 +160,32 @@ class Verifier:
         )
 
 
-def _drawn(row: RowCycle, token: int) -> Draft | None:
-    """The draft that follows a token of the row, if there is one and it was drawn at random."""
+def _sampled_draft(row: RowCycle, token: int) -> Draft | None:
+    """The draft that follows a token of the row, if there is one and it was sampled."""
     draft = row.drafts[token] if token < len(row.drafts) else None
     return None if draft is None or draft.probabilities is None else draft
 
 
-def _judge(draft: Draft, deep: Deep) -> Judged:
+def agreement(draft: Draft, deep: FullDepth) -> Verdict:
     if deep.target is not None:
-        return _reject(draft, deep.logits, deep.target)
+        return rejects(draft, deep.logits, deep.target)
     assert deep.chosen is not None
-    return Judged(deep.chosen.token_id == draft.token_id, deep.chosen)
+    return Verdict(deep.chosen.token_id == draft.token_id, deep.chosen)
 
 
-def _reject(draft: Draft, logits: torch.Tensor, target: Target) -> Judged:
-    """The rejection rule for one drawn draft, with random numbers of its own for this step of the row."""
+def rejects(draft: Draft, logits: torch.Tensor, target: Target) -> Verdict:
+    """The rejection rule for one sampled draft, with random numbers of its own for this step of the row."""
     assert draft.probabilities is not None
     if target.error is not None:
-        return Judged(False, SampledToken(-1, error=target.error))
+        return Verdict(False, SampledToken(-1, error=target.error))
     row, step = target.row, len(target.row.output_ids)
     p, q = float(target.probabilities[draft.token_id]), float(draft.probabilities[draft.token_id])
     if uniform(row.seed, step, ACCEPT_STREAM) * q < p:
-        return Judged(True, SampledToken(draft.token_id))
+        return Verdict(True, SampledToken(draft.token_id))
     rest = (target.probabilities - draft.probabilities).clamp_(min=0.0)
     most = float(rest.max())
     if most <= 0.0:  # q covers p up to rounding, so the draft is as good as any
-        return Judged(True, SampledToken(draft.token_id))
+        return Verdict(True, SampledToken(draft.token_id))
     weights = (rest / most * 2.0 ** (62 - len(rest).bit_length())).long()
     token_id = int(draw(weights.unsqueeze(0), [uniform(row.seed, step, RESIDUAL_STREAM)])[0])
-    return Judged(False, with_logprobs(logits, row, token_id))
+    return Verdict(False, with_logprobs(logits, row, token_id))

@@ -1,9 +1,8 @@
-"""The view of the pool for our CUDA kernels: pages are read where they lie, and nothing waits for the host.
+"""The view of the pool for our CUDA kernels: pages are read in place, and nothing waits for the host.
 
-All that a step's layers need of its indices is one buffer, so that it travels in one transfer and a captured pass can
-read it where it always is:
+All indices of a step are in one buffer, so that one transfer copies them and a graph finds them at a fixed address:
 
-    64-bit   what else comes with the tokens, then their positions and slots
+    64-bit   further columns of the tokens, then their positions and slots
     32-bit   where each row's queries begin, how long its context is, and its blocks
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,19 +23,24 @@ from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIn
 from tide_core.kv.device_view import DeviceView, flash_takes
 
 FEW_QUERIES = 16
-"""Of a row; with more, Torch's flash attention over gathered contexts is quicker."""
+"""Of a row; with more, Torch's flash attention over gathered contexts is faster."""
 
 FEW_POSITIONS = 32768
-"""That all rows together have room for; with more, several queries of a row are turned and attend about as quickly in
-two launches as in one."""
+"""Capacity of all rows together; with more, rotating and attending several queries of a row takes as long in two
+launches as in one."""
 
 Array = np.ndarray[Any, Any]
-Other = tuple[Array, int]
-"""A number of every token, and what stands for it where there is none."""
+
+
+class Column(NamedTuple):
+    """A number of every token."""
+
+    values: Array
+    padding: int
 
 
 def view_kind(cache: PagedKV, kernels: Kernels, *, gathers_kv: bool) -> Callable[..., PagedView]:
-    """The view that suits where the pool is; `gathers_kv`: layers must be handed whole contexts."""
+    """The view for the pool's device; `gathers_kv`: layers take whole contexts."""
     if gathers_kv:
         return GatheredView
     if isinstance(kernels, CudaKernels) and all(kernels.takes(*pools) for pools in cache.pools):
@@ -50,18 +54,18 @@ def write_only_kind(kind: Callable[..., PagedView]) -> type[WriteOnlyView]:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a buffer of indices has room for: tokens, rows, blocks of a row, and other numbers of every token."""
+class IndexLayout:
+    """Capacity of a buffer of indices: tokens, rows, blocks of a row, and further columns of every token."""
 
     tokens: int
     rows: int
     blocks: int
-    others: int = 0
+    columns: int = 0
 
     @property
     def size(self) -> int:
-        """In 32-bit numbers; an even one, so that rooms can lie one behind another."""
-        used = 2 * self.tokens * (self.others + 2) + 2 * self.rows + 1 + self.rows * self.blocks
+        """In 32-bit words; even, so that 64-bit parts stay aligned."""
+        used = 2 * self.tokens * (self.columns + 2) + 2 * self.rows + 1 + self.rows * self.blocks
         return used + used % 2
 
     @property
@@ -69,14 +73,14 @@ class Room:
         """Where the 32-bit parts end."""
         return self.rows + 1, 2 * self.rows + 1, 2 * self.rows + 1 + self.rows * self.blocks
 
-    def fill(self, host: Array, index: StepIndex, others: Sequence[Other] = ()) -> None:
-        """Write a step's indices. What is left of the room belongs to no row and is written nowhere."""
-        wide = host[: 2 * self.tokens * (self.others + 2)].view(np.int64).reshape(-1, self.tokens)
+    def fill(self, host: Array, index: StepIndex, columns: Sequence[Column] = ()) -> None:
+        """Write a step's indices. The padding belongs to no row: its slot is -1."""
+        wide = host[: 2 * self.tokens * (self.columns + 2)].view(np.int64).reshape(-1, self.tokens)
         narrow = host[wide.size * 2 :]
         num_tokens, num_rows = len(index.positions), len(index.context_lens)
-        for row, (values, rest) in enumerate((*others, (index.positions, 0), (index.slots, -1))):
+        for row, (values, padding) in enumerate((*columns, (index.positions, 0), (index.slots, -1))):
             wide[row, :num_tokens] = values
-            wide[row, num_tokens:] = rest
+            wide[row, num_tokens:] = padding
         starts_end, lens_end, tables_end = self._borders
         starts, lens, tables = narrow[:starts_end], narrow[starts_end:lens_end], narrow[lens_end:tables_end]
         starts[: num_rows + 1], starts[num_rows + 1 :] = index.query_starts, num_tokens
@@ -84,8 +88,8 @@ class Room:
         tables.reshape(self.rows, self.blocks)[:num_rows, : index.block_tables.shape[1]] = index.block_tables
 
     def split(self, sent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The buffer as its parts: others and positions and slots, starts, lengths, tables."""
-        wide = sent[: 2 * self.tokens * (self.others + 2)].view(torch.int64).view(-1, self.tokens)
+        """The buffer as its parts: columns and positions and slots, starts, lengths, tables."""
+        wide = sent[: 2 * self.tokens * (self.columns + 2)].view(torch.int64).view(-1, self.tokens)
         starts, lens, tables, _ = torch.tensor_split(sent[2 * wide.numel() :], self._borders)
         return *wide.unbind(), starts, lens, tables.view(self.rows, self.blocks)
 
@@ -99,17 +103,17 @@ class KernelView(PagedView):
 
     def __init__(self, cache: PagedKV, kernels: CudaKernels, spans: Sequence[RowSpan]) -> None:
         index = StepIndex.build(spans, cache.block_size)
-        room = Room(len(index.positions), *index.block_tables.shape)
-        host = np.empty(room.size, dtype=np.int32)
-        room.fill(host, index)
-        self._take(cache, kernels, index, room.split(torch.from_numpy(host).to(cache.device)))
+        layout = IndexLayout(len(index.positions), *index.block_tables.shape)
+        host = np.empty(layout.size, dtype=np.int32)
+        layout.fill(host, index)
+        self._take(cache, kernels, index, layout.split(torch.from_numpy(host).to(cache.device)))
         self._spans = spans
         self._max_queries = int(np.diff(index.query_starts).max(initial=0))
         self._max_context = int(index.context_lens.max(initial=0))
 
     @classmethod
     def of_tensors(cls, cache: PagedKV, kernels: CudaKernels, parts: Sequence[torch.Tensor]) -> KernelView:
-        """Over indices that are on the device already: positions, slots, starts, lengths, tables."""
+        """Over indices on the device: positions, slots, starts, lengths, tables."""
         view = cls.__new__(cls)
         view._take(cache, kernels, StepIndex.build([], cache.block_size), parts)
         return view
@@ -139,7 +143,7 @@ class KernelView(PagedView):
         *,
         fresh: bool = False,
     ) -> torch.Tensor:
-        """`fresh`: the launch before wrote the keys and values of these queries, and no others."""
+        """`fresh`: the launch before wrote the keys and values of these queries, and no columns."""
         pools = self._cache.pools[layer]
         if self._may_gather and self._max_queries > FEW_QUERIES and softcap <= 0 and flash_takes(*pools):
             return self._gathering.attend_paged(layer, query, scaling, window)
@@ -194,7 +198,7 @@ class KernelView(PagedView):
 
     @property
     def _joins(self) -> bool:
-        """Whether one launch is quicker than two; the bits are the same."""
+        """Whether one launch is faster than two; the bits are the same."""
         few = len(self._lens) * self._max_context <= FEW_POSITIONS
         return self._max_queries <= (MOST_JOINED_QUERIES if few else 1)
 
@@ -207,7 +211,7 @@ class KernelView(PagedView):
         k_norm: torch.Tensor | None = None,
         eps: float = 1e-6,
     ) -> None:
-        """K and V of a joined projection [T, 2 H D], at the view's own slots or others: some tokens may have none."""
+        """K and V of a joined projection [T, 2 H D], at the view's own slots or columns: some tokens may have none."""
         self._kernels.rotary_write(keys_values, *rotation, slots, *self._cache.pools[layer], None, k_norm, eps)
 
     def _workspace(self, query: torch.Tensor) -> torch.Tensor:
@@ -226,4 +230,4 @@ class KernelView(PagedView):
 
 
 class WriteOnlyKernelView(WriteOnlyView, KernelView):
-    """`WriteOnlyView` that fused layers know: they project K and V alone and write them in one launch."""
+    """`WriteOnlyView` for fused layers: they project K and V alone and write them in one launch."""

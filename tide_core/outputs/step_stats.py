@@ -1,15 +1,14 @@
-"""What rows did in a step, counted. Most rows of a step did the same, and so they are counted together.
+"""Statistics per step. Most rows of a step do the same, so equal steps are counted together.
 
-An entry stands for one row and step: exit layers and audits of the tokens it gained, the layers that ran for it, what
-became of its drafts, and whether that tells something about the drafts of others. There are few different ones, some
-hundred where a step has several cycles: what each comes to is found out once.
+A `StepRecord` stands for one row and step. There are few different ones, some hundred where a launch holds several
+steps, so the statistics of each are computed once and cached.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,30 +16,39 @@ from tide_core.batch import DraftCounts
 from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import Audit
 
-Entry = tuple[tuple[int, ...], tuple[Audit, ...], int, tuple[DraftCounts, ...], bool]
-Drafts = Sequence[tuple[DraftCounts, int]]
-"""What became of drafts, and of how many rows."""
+DraftStats = Sequence[tuple[DraftCounts, int]]
+"""Draft counts of a deep pass, and in how many of them they occurred."""
 ALL_VERIFIED: tuple[Audit, ...] = ()
-"""Instead of the audit of each token: to look them up takes longer than all the rest."""
-MOST_KNOWN = 4096
-"""Entries of which it is remembered what they come to."""
+"""Stands for the audits of a step whose tokens are all verified."""
+CACHED_RECORDS = 4096
+
+
+class StepRecord(NamedTuple):
+    """What one row did in one step."""
+
+    exit_layers: tuple[int, ...]
+    audits: tuple[Audit, ...]
+    """Of each token, or `ALL_VERIFIED`."""
+    layers_run: int
+    counts: tuple[DraftCounts, ...]
+    informs_planner: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Did:
-    """What an entry comes to. Two of them are the same only if they are one: they are looked up for every row."""
+class StepStats:
+    """The statistics of a record. Compared by identity: they are looked up for every row."""
 
     per_layer: Mapping[int, int]
     """Output tokens by exit layer."""
     audits: Mapping[Audit, int]
     ran: tuple[int, int, int, int, int]
-    """As `ExitStats.record` has it."""
-    telling: Mapping[DraftCounts, int]
-    """Of its passes, how many tell so about the drafts of others."""
+    """As `ExitStats.record` takes it."""
+    drafts: Mapping[DraftCounts, int]
+    """Draft counts that inform the planner, and how often they occur."""
 
 
-class Sums(NamedTuple):
-    """Of what one request did."""
+class Totals(NamedTuple):
+    """Of all steps of one request."""
 
     exits: dict[int, int]
     """Output tokens by exit layer."""
@@ -50,64 +58,61 @@ class Sums(NamedTuple):
     num_accepted: int
 
 
-class Tally:
-    """What was done since the last time it was taken."""
+class PendingStats:
+    """Statistics since the last flush."""
 
     def __init__(self, num_layers: int) -> None:
         self._possible = ExitStats(num_layers)
-        self._times: dict[Did, int] = {}
+        self._times: dict[StepStats, int] = {}
 
-    def add(self, entry: Entry, mine: dict[Did, int]) -> None:
-        """Count it, here and among those of its request. Raises where a layer cannot be."""
-        did = did_of(entry)
-        times = self._times.get(did)
+    def add(self, record: StepRecord, steps: dict[StepStats, int]) -> None:
+        """Count a record, here and among the steps of its request. Raises for an exit layer that does not exist."""
+        stats = stats_of(record)
+        times = self._times.get(stats)
         if times is None:
-            self._possible.check(did.per_layer)
+            self._possible.check(stats.per_layer)
             times = 0
-        self._times[did] = times + 1
-        mine[did] = mine.get(did, 0) + 1
+        self._times[stats] = times + 1
+        steps[stats] = steps.get(stats, 0) + 1
 
-    def take(self, stats: ExitStats, on_drafts: Callable[[Drafts], None] | None) -> None:
-        """Move all of it there; `on_drafts` hears of drafts that tell something about others."""
+    def flush(self, exits: ExitStats) -> DraftStats:
+        """Move all of it to `exits`; returns the draft counts that inform the planner."""
         all_times, self._times = self._times, {}
-        telling: dict[DraftCounts, int] = {}
-        for did, times in all_times.items():
-            stats.add(did.per_layer, did.audits, did.ran, times)
-            for counts, num in did.telling.items():
-                telling[counts] = telling.get(counts, 0) + num * times
-        if telling and on_drafts is not None:
-            on_drafts(list(telling.items()))
+        drafts: dict[DraftCounts, int] = {}
+        for stats, times in all_times.items():
+            exits.add(stats.per_layer, stats.audits, stats.ran, times)
+            for counts, num in stats.drafts.items():
+                drafts[counts] = drafts.get(counts, 0) + num * times
+        return list(drafts.items())
 
 
-def sums(all_times: Mapping[Did, int]) -> Sums:
-    """What they come to."""
+def totals(all_times: Mapping[StepStats, int]) -> Totals:
     exits: dict[int, int] = {}
     layers_run = deep_passes = num_drafts = num_accepted = 0
-    for did, times in all_times.items():
-        for layer, num in did.per_layer.items():
+    for stats, times in all_times.items():
+        for layer, num in stats.per_layer.items():
             exits[layer] = exits.get(layer, 0) + num * times
-        ran, passes, drafted, accepted, _ = did.ran
+        ran, passes, drafted, accepted, _ = stats.ran
         layers_run += ran * times
         deep_passes += passes * times
         num_drafts += drafted * times
         num_accepted += accepted * times
-    return Sums(exits, layers_run, deep_passes, num_drafts, num_accepted)
+    return Totals(exits, layers_run, deep_passes, num_drafts, num_accepted)
 
 
-@functools.lru_cache(maxsize=MOST_KNOWN)
-def did_of(entry: Entry) -> Did:
-    exit_layers, audits, layers_run, counts, tells = entry
+@functools.lru_cache(maxsize=CACHED_RECORDS)
+def stats_of(record: StepRecord) -> StepStats:
+    exit_layers, audits, layers_run, counts, informs_planner = record
     drafted, non_finite = sum([each.drafted for each in counts]), sum([each.non_finite for each in counts])
-    ran = layers_run, len(counts), drafted, _accepted(len(exit_layers), counts), non_finite
-    telling = Counter([each for each in counts if each.allowed]) if tells else {}
-    return Did(Counter(exit_layers), Counter(audits or [Audit.VERIFIED] * len(exit_layers)), ran, telling)
+    ran = layers_run, len(counts), drafted, _num_accepted(len(exit_layers), counts), non_finite
+    drafts = Counter([each for each in counts if each.allowed]) if informs_planner else {}
+    return StepStats(Counter(exit_layers), Counter(audits or [Audit.VERIFIED] * len(exit_layers)), ran, drafts)
 
 
-def _accepted(left: int, counts: Sequence[DraftCounts]) -> int:
-    """Drafts that became output, of so many tokens. Each pass gives one token more; the text may have ended among
-    them."""
+def _num_accepted(num_tokens: int, counts: Sequence[DraftCounts]) -> int:
+    """Drafts that became output. Each pass gives one token more than it accepts; the text may end among them."""
     num = 0
     for each in counts:
-        num += min(each.accepted, left)
-        left -= min(each.accepted + 1, left)
+        num += min(each.accepted, num_tokens)
+        num_tokens -= min(each.accepted + 1, num_tokens)
     return num

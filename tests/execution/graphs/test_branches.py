@@ -16,9 +16,9 @@ from tide_core.engine import assemble, core
 from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import branches
 from tide_core.execution.graphs import in_flight as cycle_flight
-from tide_core.execution.graphs.branches import MOST_TOKENS, SPARE_BLOCKS, Branches, branches_for
-from tide_core.execution.graphs.choice import Likeliest
-from tide_core.execution.graphs.cycle_output import CycleSaid
+from tide_core.execution.graphs.branches import MAX_TOKENS, SPARE_BLOCKS, Branches, branches_for
+from tide_core.execution.graphs.choice import Greedy
+from tide_core.execution.graphs.cycle_output import OutputBuffer
 from tide_core.kernels.reference.branches import Claims
 from tide_core.kernels.reference.cycle import IF_RIGHT, MOST_ROWS, plan_cycle, sizes, split
 from tide_core.kv.cache import KVLayout, PagedKV
@@ -52,7 +52,7 @@ def brought_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def generate(num_rows: int, *, most: int, **params: Any) -> list[Completion]:
     """With at most so many branches, by an identity head that is right now and then."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(branches, "MOST_BRANCHES", most)
+        patch.setattr(branches, "MAX_BRANCHES", most)
         with poisoned(exit_parts(share=HARDER, drafts=3)) as engine:
             return engine.generate(random_prompts(num_rows, 11), SamplingParams(**{**GREEDY, **params}))
 
@@ -75,7 +75,7 @@ def test_a_branch_that_is_always_right_gives_a_token_in_every_cycle(
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         [expected] = engine.generate([prompt], SamplingParams(**GREEDY, mode="full"))
     parts = exit_parts(artefact=BLOCK, drafts=3)
-    parts.core.scheduler.runs_ahead = False  # the oracle looks at what was counted
+    parts.runner.lookahead_steps = lambda: 0  # the oracle looks at what was counted
     ids = all_ids([expected])[0]
     assert parts.runner.exits is not None
     shortlist = parts.runner.exits.shortlist.tolist()
@@ -85,7 +85,7 @@ def test_a_branch_that_is_always_right_gives_a_token_in_every_cycle(
         right = shortlist.index(ids[parts.core.counters.num_output_tokens])
         return out.copy_(torch.where(ranks == rank, right, (right + 1 + ranks) % len(shortlist)))
 
-    monkeypatch.setattr(branches, "MOST_BRANCHES", 4)
+    monkeypatch.setattr(branches, "MAX_BRANCHES", 4)
     cycles = parts.runner.cycles
     assert cycles is not None
     cycles._kernels = replace(cycles._kernels, nth_best=oracle)
@@ -156,9 +156,9 @@ def test_everything_of_a_token_goes_to_a_branch_and_comes_back(start: int, draft
 @pytest.mark.parametrize("drafts", range(7))
 def test_branches_fit_the_tokens_and_the_spare_blocks_they_may_take(num_rows: int, drafts: int) -> None:
     each = branches_for(num_rows, drafts, 16)
-    assert each == 1 or num_rows * each * (drafts + 1) <= MOST_TOKENS
+    assert each == 1 or num_rows * each * (drafts + 1) <= MAX_TOKENS
     assert num_rows * (each - 1) * 2 <= SPARE_BLOCKS
-    assert (each > 1) == (drafts > 0 and 2 * num_rows * (drafts + 1) <= MOST_TOKENS)
+    assert (each > 1) == (drafts > 0 and 2 * num_rows * (drafts + 1) <= MAX_TOKENS)
 
 
 def test_spare_blocks_are_nobody_elses() -> None:
@@ -172,8 +172,8 @@ def test_spare_blocks_are_nobody_elses() -> None:
 
 def test_branches_part_at_the_first_draft_and_go_on_with_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
-    said = CycleSaid(4, 2, torch.device("cpu"))
-    choice = Likeliest(twin_kernels(), 4, 2, torch.device("cpu"))
+    said = OutputBuffer(4, 2, torch.device("cpu"))
+    choice = Greedy(twin_kernels(), 4, 2, torch.device("cpu"))
     for ahead in range(2):
         choice.draft(ahead, logits, said)
     assert said.places.tolist() == [[1, 3, 1, 3], [1, 1, 1, 1]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tide_core.batch import RowStep
-from tide_core.execution.graphs.cycle_shape import CycleRoom, CycleRows, RowPlace
+from tide_core.execution.graphs.cycle_shape import CycleShape, CycleInputs, RowPlace
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
@@ -20,10 +20,10 @@ def step(token: int, start: int, drafts: int = 2, *, leaves_at: float = np.inf, 
     return RowStep(request, table, (token,), (), True, policy, drafts)
 
 
-def filled(room: CycleRoom, *fills: list[RowStep]) -> tuple[np.ndarray, ...]:
+def filled(room: CycleShape, *fills: list[RowStep]) -> tuple[np.ndarray, ...]:
     """The parts of a buffer that was filled so often."""
     host = np.zeros(room.size, dtype=np.int32)
-    rows = CycleRows(room, host)
+    rows = CycleInputs(room, host)
     for one in fills:
         rows.fill([RowPlace(row, row.num_drafts, row.table.block_ids) for row in one])
     return tuple(part.copy() for part in room.split(host))
@@ -31,7 +31,7 @@ def filled(room: CycleRoom, *fills: list[RowStep]) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
 def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
-    room = CycleRoom(4, 2, 3)
+    room = CycleShape(4, 2, 3)
     steps = [step(token, 10) for token in (1, 5, 9, 13)]
     about, *_ = filled(room, steps, steps[:after])
     expected, *_ = filled(room, steps[:after])
@@ -40,24 +40,24 @@ def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
 
 
 def test_every_branch_is_told_the_row_and_its_blocks_and_how_the_row_may_leave() -> None:
-    about, tables = filled(CycleRoom(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
+    about, tables = filled(CycleShape(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
     assert about.tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
     assert tables.tolist() == [[1, 2, 3], [1, 2, 3], [3, 4, 5], [3, 4, 5], [7, 8, 9], [7, 8, 9]]
 
 
 def test_of_a_row_that_goes_on_from_the_cycle_before_its_place_there_is_told() -> None:
     known, behind = step(1, 14), step(3, 15)
-    rows = [RowPlace(known, 2, [1, 2]), RowPlace(behind, 1, [3, 4], behind=4)]
-    room = CycleRoom(2, 2, 3)
+    rows = [RowPlace(known, 2, [1, 2]), RowPlace(behind, 1, [3, 4], previous=4)]
+    room = CycleShape(2, 2, 3)
     host = np.zeros(room.size, dtype=np.int32)
-    assert CycleRows(room, host).fill(rows) == [0, 3]
+    assert CycleInputs(room, host).fill(rows) == [0, 3]
     assert room.split(host)[0].tolist() == [[1, 3], [14, -5], [2, 1], [1, 1]]
 
 
 def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
-    room, rng = CycleRoom(4, 0, 8), np.random.default_rng(0)
+    room, rng = CycleShape(4, 0, 8), np.random.default_rng(0)
     host = np.zeros(room.size, dtype=np.int32)
-    rows = CycleRows(room, host)
+    rows = CycleInputs(room, host)
     tables = [BlockTable([start], rng.permutation(100)[:8].tolist()) for start in (0, 40, 90, 120)]
     for _ in range(200):
         table = tables[rng.integers(4)]

@@ -16,10 +16,10 @@ from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import branches
 from tide_core.execution.graphs.base import TOKEN_SIZES
 from tide_core.execution.graphs.branches import branches_for
-from tide_core.execution.graphs.cycle import CapturedCycles, Started
-from tide_core.execution.graphs.cycle_output import CycleSaid
-from tide_core.execution.graphs.in_flight import Flight
-from tide_core.execution.graphs.prompts import TOKENS_OF_ROW
+from tide_core.execution.graphs.cycle import GraphCycles, Launched
+from tide_core.execution.graphs.cycle_output import OutputBuffer
+from tide_core.execution.graphs.in_flight import InFlightStep
+from tide_core.execution.graphs.prompts import TOKENS_PER_ROW
 from tide_core.exits.propose import Exits
 from tide_core.request import Audit, SamplingParams
 
@@ -33,13 +33,13 @@ HEADS = [{}, {"kind": "mlp"}, BLOCK]
 def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Engines made from now on run cycles in one go; the drafts of the rows of each cycle."""
     seen: list[list[int]] = []
-    start = CapturedCycles.start
+    start = GraphCycles.start
 
-    def counted(self: CapturedCycles, rows: Any, **how: Any) -> Started:
+    def counted(self: GraphCycles, rows: Any, **how: Any) -> Launched:
         seen.append([row.num_drafts for row in rows])
         return start(self, rows, **how)
 
-    monkeypatch.setattr(CapturedCycles, "start", counted)
+    monkeypatch.setattr(GraphCycles, "start", counted)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
     return seen
 
@@ -81,7 +81,7 @@ def test_tokens_scores_layers_and_audits_are_those_of_the_plain_engine(
     """The threshold is one that the request names: drafts below the calibrated one count here if they are right."""
     prompts, params = random_prompts(num_rows, 11), SamplingParams(**GREEDY, **mode)
     plain = plainly(prompts, params, artefact=artefact)
-    monkeypatch.setattr(branches, "MOST_BRANCHES", 1)
+    monkeypatch.setattr(branches, "MAX_BRANCHES", 1)
     cycles = request.getfixturevalue("cycles")
     with poisoned(exit_parts(artefact=artefact)) as engine:
         answers = engine.generate(prompts, params)
@@ -113,7 +113,7 @@ def test_only_rows_that_may_exit_are_remembered(
 
         monkeypatch.setattr(kind, name, noted)
 
-    note(CycleSaid, "send")
+    note(OutputBuffer, "send")
     note(Exits, "keep")
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         engine.generate(random_prompts(2, 11), SamplingParams(**GREEDY, **params))
@@ -128,7 +128,7 @@ def test_a_bound_holds_for_the_drafts_it_was_certified_for(
     artefact, prompts = {"draft_threshold": 0.999}, random_prompts(2, 11)
     params = SamplingParams(**GREEDY, mode="bounded", epsilon=0.05)
     plain = plainly(prompts, params, artefact=artefact, share=0.3)
-    monkeypatch.setattr(branches, "MOST_BRANCHES", 1)
+    monkeypatch.setattr(branches, "MAX_BRANCHES", 1)
     request.getfixturevalue("cycles")
     with poisoned(exit_parts(artefact=artefact, share=0.3)) as engine:
         answers = engine.generate(prompts, params)
@@ -191,13 +191,13 @@ def test_text_past_its_end_is_neither_emitted_nor_counted_as_drafted(cycles: lis
 
 
 def test_a_row_with_a_number_that_is_none_ends_alone(cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "MOST_BRANCHES", 1)
+    monkeypatch.setattr(branches, "MAX_BRANCHES", 1)
     prompts, params = random_prompts(3, 11), SamplingParams(**GREEDY)
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         sound = engine.generate(prompts, params)
     parts = exit_parts(artefact=BLOCK)
     adapter, head, seen = parts.runner.adapter, parts.runner.adapter.head, []
-    of_prompts = 48 // TOKENS_OF_ROW  # that there is room for, with 33 tokens
+    of_prompts = 48 // TOKENS_PER_ROW  # that there is room for, with 33 tokens
 
     def spoiled(normed: torch.Tensor) -> torch.Tensor:
         logits = head(normed)
@@ -223,7 +223,7 @@ def test_a_score_that_is_no_number_drafts_nothing_and_changes_no_token(cycles: l
     parts = exit_parts(artefact=BLOCK)
     assert parts.runner.exits is not None
     with torch.no_grad():
-        parts.runner.exits._judges[0].weights.out.fill_(float("nan"))
+        parts.runner.exits._scorers[0].weights.out.fill_(float("nan"))
     with poisoned(parts) as engine:
         broken = engine.generate(prompts, params)
     assert all_ids(broken) == all_ids(sound)
@@ -236,7 +236,7 @@ def test_few_shapes_come_up(cycles: list[list[int]]) -> None:
     with poisoned(parts) as engine:
         for num_rows in (1, 3, 5, 7):
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY))
-    rooms = parts.runner._cycles._cycles  # type: ignore[union-attr]
+    rooms = parts.runner.cycles._graphs  # type: ignore[union-attr]
     assert {room.rows for room in rooms} <= {1, 2, 4, 8}
     assert len(rooms) <= 4 * 5 + 4
 
@@ -246,13 +246,13 @@ def test_what_a_row_counts_as_run_is_every_pass_it_was_in(
 ) -> None:
     """Three drafts: three times the first segment, then four tokens through all layers, for each of its branches."""
     passes: list[tuple[int, int]] = []
-    results = Flight.results
+    results = InFlightStep.results
 
-    def noted(self: Flight, *given: Any) -> Any:
-        passes.append((self.each, self.drafts))
+    def noted(self: InFlightStep, *given: Any) -> Any:
+        passes.append((self.branches, self.drafts))
         return results(self, *given)
 
-    monkeypatch.setattr(Flight, "results", noted)
+    monkeypatch.setattr(InFlightStep, "results", noted)
     with poisoned(exit_parts(drafts=3)) as engine:
         [answer] = engine.generate(random_prompts(1, 11), SamplingParams(max_tokens=30, ignore_eos=True))
     assert len(passes) == len(cycles)
@@ -267,7 +267,7 @@ def test_shapes_that_were_prepared_are_those_that_come_up(cycles: list[list[int]
     parts = exit_parts(max_rows=6)
     runner = parts.runner.cycles
     assert runner is not None
-    rooms = runner.rooms(6, 4)
+    rooms = runner.shapes(6, 4)
     for room in rooms:
         runner.prepare(room)
     assert {room.rows for room in rooms} == {1, 2, 4, 8}
@@ -276,14 +276,14 @@ def test_shapes_that_were_prepared_are_those_that_come_up(cycles: list[list[int]
         for num_rows in (1, 3, 6):
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY))
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY, temperature=0.8))
-    assert set(runner._cycles) == set(rooms), "none had to be made while requests waited"
+    assert set(runner.cycles._graphs) == set(rooms), "none had to be made while requests waited"
 
 
 def test_shapes_of_rows_that_are_about_to_end_were_prepared_too(cycles: list[list[int]]) -> None:
     parts = exit_parts(max_rows=2, share=0.3, drafts=3)
     runner = parts.runner.cycles
     assert runner is not None
-    rooms = runner.rooms(2, 3)
+    rooms = runner.shapes(2, 3)
     for room in rooms:
         runner.prepare(room)
     with poisoned(parts) as engine:
@@ -291,4 +291,4 @@ def test_shapes_of_rows_that_are_about_to_end_were_prepared_too(cycles: list[lis
             lengths = [SamplingParams(**{**GREEDY, "max_tokens": 12 + more * row}) for row in range(2)]
             engine.generate(random_prompts(2, 11), lengths)
     assert [3, 1] in [sorted(drafts, reverse=True) for drafts in cycles], "one may draft fewer tokens than the other"
-    assert set(runner._cycles) == set(rooms)
+    assert set(runner.cycles._graphs) == set(rooms)

@@ -15,20 +15,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.engine.exit_engines import FixedPace, all_ids, exit_parts, fixed_paces, poisoned
+from tests.engine.exit_engines import FixedDepth, all_ids, exit_parts, fixed_depths, poisoned
 from tests.factories import make_request, random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.batch import DraftCounts, RowResult, RowStep
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
-from tide_core.execution.graphs import cycle as captured_cycle
-from tide_core.execution.graphs.cycle import CapturedCycles
-from tide_core.execution.graphs.cycle_graph import Side
-from tide_core.execution.graphs.cycle_output import Said
+from tide_core.execution.graphs import cycle as graph_cycle
+from tide_core.execution.graphs.cycle import GraphCycles
+from tide_core.execution.graphs.cycle_graph import HostBuffer
+from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace
-from tide_core.execution.graphs.in_flight import Flight, join
-from tide_core.execution.graphs.launch_depth import MOST_LEGS, Paces
-from tide_core.execution.graphs.prompts import PATIENCE, CapturedPrompts
+from tide_core.execution.graphs.in_flight import InFlightStep, join
+from tide_core.execution.graphs.launch_depth import MAX_STEPS, LaunchDepths
+from tide_core.execution.graphs.prompts import PATIENCE, GraphPrompts
 from tide_core.exits.accept import Settler
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, FinishReason, RequestOutput, SamplingParams
@@ -36,13 +36,13 @@ from tide_core.request import ExitPolicy, FinishReason, RequestOutput, SamplingP
 BLOCK = {"kind": "block", "taps": (2, 3)}
 HARDER = 0.3
 """Exits that are right now and then."""
-REALLY_DONE = CapturedPrompts._is_done
+REALLY_DONE = GraphPrompts._is_done
 
 
 @pytest.fixture(params=[1])
 def legs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Cycles of a flight, in engines made from now on."""
-    monkeypatch.setattr(captured_cycle, "Paces", lambda: fixed_paces(request.param))
+    monkeypatch.setattr(graph_cycle, "LaunchDepths", lambda: fixed_depths(request.param))
     return cast(int, request.param)
 
 
@@ -54,27 +54,27 @@ def flights(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Engines made from now on run cycles in one go; how many were launched, of them ahead, and read; and how often a
     row had to wait."""
     count: Counter[str] = Counter()
-    fly, results, start = CapturedCycles._fly, Flight.results, captured_cycle.Started.results
+    fly, results, start = GraphCycles._launch, InFlightStep.results, in_flight.Launched.results
 
-    def launched(self: CapturedCycles, rows: Sequence[RowPlace], legs: int = 1) -> Flight:
+    def launched(self: GraphCycles, rows: Sequence[RowPlace], legs: int = 1) -> InFlightStep:
         flight = fly(self, rows, legs)
         count["launched"] += 1
-        count["ahead"] += any(row.behind >= 0 for row in rows)
-        count["cycles"] += flight.legs
+        count["ahead"] += any(row.previous >= 0 for row in rows)
+        count["cycles"] += flight.num_cycles
         return flight
 
-    def read(self: Flight, *given: Any) -> list[RowResult]:
+    def read(self: InFlightStep, *given: Any) -> list[RowResult]:
         count["read"] += 1
         return results(self, *given)
 
-    def waited(self: captured_cycle.Started) -> list[RowResult]:
+    def waited(self: in_flight.Launched) -> list[RowResult]:
         found = start(self)
-        count["waited"] += sum(result is captured_cycle.NOTHING_YET for result in found)
+        count["waited"] += sum(result is in_flight.NOT_READY for result in found)
         return found
 
-    monkeypatch.setattr(CapturedCycles, "_fly", launched)
-    monkeypatch.setattr(Flight, "results", read)
-    monkeypatch.setattr(captured_cycle.Started, "results", waited)
+    monkeypatch.setattr(GraphCycles, "_launch", launched)
+    monkeypatch.setattr(InFlightStep, "results", read)
+    monkeypatch.setattr(in_flight.Launched, "results", waited)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
     return count
 
@@ -88,7 +88,7 @@ def answers(parts: Parts, prompts: Sequence[Sequence[int]], params: Any) -> list
 
 def without_running_ahead(**settings: Any) -> Parts:
     parts = exit_parts(**settings)
-    parts.core.scheduler.runs_ahead = False
+    parts.runner.lookahead_steps = lambda: 0
     return parts
 
 
@@ -116,7 +116,7 @@ def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: 
     for legs in (1, 3):
         parts = exit_parts(share=HARDER)
         assert parts.runner.cycles is not None
-        parts.runner.cycles.paces = fixed_paces(legs)
+        parts.runner.cycles.depths = fixed_depths(legs)
         with poisoned(parts) as engine:
             said = engine.generate(prompts, params)
         tokens = [[(token.token_id, token.exit_layer, token.score) for token in one.tokens[:30]] for one in said]
@@ -137,34 +137,34 @@ def test_the_pace_hears_of_flights_that_follow_one_another_alone(
     """A flight that was launched ahead for a text that has ended is never read; what comes next follows nothing."""
     pauses, heard = 0.3, list[tuple[float, float]]()
 
-    class Hearing(FixedPace):
+    class Hearing(FixedDepth):
         def note(self, legs: int, ran_s: float, waited_s: float, took_s: float) -> None:
             heard.append((ran_s, took_s))
 
     parts = exit_parts(share=HARDER)
     assert parts.runner.cycles is not None
-    parts.runner.cycles.paces = Paces(Hearing)
-    monkeypatch.setattr(Side, "ran_s", lambda side: 0.125)  # there is no device that could tell
-    monkeypatch.setattr(CapturedCycles, "runs_ahead", property(lambda cycles: cycles._ahead is not None))
+    parts.runner.cycles.depths = LaunchDepths(Hearing)
+    monkeypatch.setattr(HostBuffer, "device_s", lambda side: 0.125)  # there is no device that could tell
+    monkeypatch.setattr(GraphCycles, "runs_ahead", property(lambda cycles: cycles._in_flight is not None))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     with poisoned(parts) as engine:
         [answer] = engine.generate(random_prompts(1, 11), params)
         ended = SamplingParams(max_tokens=40, ignore_eos=True, stop_ids=(answer.tokens[9].token_id,))
         for _ in range(3):
             engine.generate(random_prompts(1, 11), ended)
-            assert parts.runner.cycles._ahead is not None, "one was launched that nobody reads"
+            assert parts.runner.cycles._in_flight is not None, "one was launched that nobody reads"
             time.sleep(pauses)
     assert len(heard) > 10
     assert {ran_s for ran_s, _ in heard} == {0.125}
     assert max(took_s for _, took_s in heard) < pauses
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(5, MOST_LEGS), (1, 1)])
+@pytest.mark.parametrize(("num_rows", "most"), [(5, MAX_STEPS), (1, 1)])
 def test_plans_count_on_the_legs_that_there_may_be_and_with_branches_there_is_one(
     num_rows: int, most: int, flights: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, told = exit_parts(share=HARDER), list[tuple[int, int, float, int]]()
-    monkeypatch.setattr(CapturedCycles, "runs_ahead", property(lambda cycles: cycles._ahead is not None))
+    monkeypatch.setattr(GraphCycles, "runs_ahead", property(lambda cycles: cycles._in_flight is not None))
     parts.core._on_host = lambda *what: told.append(what)
     with poisoned(parts) as engine:
         engine.generate(random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True))
@@ -181,8 +181,8 @@ def test_rows_on_standby_follow_sooner_and_say_the_same(mode: str, max_rows: int
     found = []
     for keeps in (False, True):
         parts = exit_parts(share=HARDER, max_rows=max_rows)
-        assert parts.core.scheduler.keeps_standby
-        parts.core.scheduler.keeps_standby = keeps
+        assert parts.core.scheduler.prefills_ahead
+        parts.core.scheduler.prefills_ahead = keeps
         found.append((answers(parts, prompts, params), parts.core.counters.num_steps))
     (expected, num_without), (ids, num_steps) = found
     assert ids == expected
@@ -191,7 +191,7 @@ def test_rows_on_standby_follow_sooner_and_say_the_same(mode: str, max_rows: int
 
 @ONE_LEG_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
-def test_rows_come_and_go_while_others_are_on_their_way(mode: str, flights: Counter[str], legs: int) -> None:
+def test_rows_come_and_go_while_others_in_flight(mode: str, flights: Counter[str], legs: int) -> None:
     """Texts that end by a token, which nobody knows beforehand, or by their length; a new row waits for the cycle that
     is on its way, and joins the next."""
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(9, 40))]
@@ -240,14 +240,14 @@ def test_a_request_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str]
     parts = exit_parts(share=HARDER)
     with poisoned(parts) as engine:
         core = parts.core
-        with engine._loop.stepping:
+        with engine._loop.step_lock:
             said: list[RequestOutput] = []
             for r, prompt in enumerate(prompts):
                 core.add(engine.make_request(prompt, SamplingParams(**params), request_id=f"r{r}"))
             for step in range(100):
                 if step == 4:
                     assert parts.runner.cycles is not None
-                    assert parts.runner.cycles._ahead is not None
+                    assert parts.runner.cycles._in_flight is not None
                     said.append(core.abort("r1"))  # type: ignore[arg-type]
                     core.add(engine.make_request(prompts[1], SamplingParams(**params), request_id="again"))
                 core.advance(said.extend)
@@ -266,15 +266,15 @@ def test_a_step_that_fails_leaves_nothing_on_its_way(
     prompts, params = random_prompts(3, 11), SamplingParams(max_tokens=30, ignore_eos=True)
     expected = answers(without_running_ahead(share=HARDER), prompts, params)
     parts = exit_parts(share=HARDER)
-    results, calls = Flight.results, []
+    results, calls = InFlightStep.results, []
 
-    def fails_once(self: Flight, *given: Any) -> list[RowResult]:
+    def fails_once(self: InFlightStep, *given: Any) -> list[RowResult]:
         calls.append(self)
         if len(calls) == 5:
             raise RuntimeError("a read that fails")
         return results(self, *given)
 
-    monkeypatch.setattr(Flight, "results", fails_once)
+    monkeypatch.setattr(InFlightStep, "results", fails_once)
     assert answers(parts, prompts, params) == expected
     assert len(calls) > 8
 
@@ -323,18 +323,18 @@ def slow_prompts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Prompts that are done when somebody has asked for the third time."""
     count: Counter[str] = Counter()
 
-    def is_done(self: CapturedPrompts) -> bool:
+    def is_done(self: GraphPrompts) -> bool:
         count["asked"] += 1
         return count["asked"] % 3 == 0
 
-    launch = CapturedPrompts._launch
+    launch = GraphPrompts._launch
 
-    def launched(self: CapturedPrompts, rows: Any) -> Any:
+    def launched(self: GraphPrompts, rows: Any) -> Any:
         count["launched"] += 1
         return launch(self, rows)
 
-    monkeypatch.setattr(CapturedPrompts, "_is_done", is_done)
-    monkeypatch.setattr(CapturedPrompts, "_launch", launched)
+    monkeypatch.setattr(GraphPrompts, "_is_done", is_done)
+    monkeypatch.setattr(GraphPrompts, "_launch", launched)
     return count
 
 
@@ -375,7 +375,7 @@ def test_those_who_talk_wait_for_a_prompt_that_is_never_done(
     asked: list[int] = []
     is_done = REALLY_DONE
 
-    def stream_is_busy(self: CapturedPrompts) -> bool:
+    def stream_is_busy(self: GraphPrompts) -> bool:
         asked.append(1)
         stream, self._stream = self._stream, cast(Any, SimpleNamespace(query=lambda: False))
         try:
@@ -383,10 +383,10 @@ def test_those_who_talk_wait_for_a_prompt_that_is_never_done(
         finally:
             self._stream = stream
 
-    monkeypatch.setattr(CapturedPrompts, "_is_done", stream_is_busy)
+    monkeypatch.setattr(GraphPrompts, "_is_done", stream_is_busy)
     prompts = random_prompts(2, 8)
     parts = exit_parts(share=HARDER)
-    with poisoned(parts) as engine, engine._loop.stepping:
+    with poisoned(parts) as engine, engine._loop.step_lock:
         core, said = parts.core, list[RequestOutput]()
         core.add(engine.make_request(prompts[0], SamplingParams(max_tokens=100, ignore_eos=True), request_id="talks"))
         core.advance(said.extend)
@@ -412,7 +412,7 @@ def test_the_planner_hears_what_a_cycle_was_allowed_when_it_was_begun(flights: C
 
 def test_a_row_that_only_waits_has_not_been_started(flights: Counter[str], slow_prompts: Counter[str]) -> None:
     parts = exit_parts(share=HARDER, prefix_caching=False)
-    with poisoned(parts) as engine, engine._loop.stepping:
+    with poisoned(parts) as engine, engine._loop.step_lock:
         core, params = parts.core, SamplingParams(max_tokens=30, ignore_eos=True)
         core.add(engine.make_request(random_prompts(1, 8)[0], params, request_id="talks"))
         core.advance(lambda outputs: None)
@@ -429,18 +429,18 @@ def test_nothing_stays_on_its_way_when_the_last_request_is_aborted(
     runner = parts.runner
     assert runner.cycles is not None
     assert runner.prompts is not None
-    with poisoned(parts) as engine, engine._loop.stepping:
+    with poisoned(parts) as engine, engine._loop.step_lock:
         core, params = parts.core, SamplingParams(max_tokens=30, ignore_eos=True)
         core.add(engine.make_request(random_prompts(1, 8)[0], params, request_id="talks"))
         core.advance(lambda outputs: None)
         core.add(engine.make_request(random_prompts(1, 9)[0], params, request_id="prompt"))
         core.advance(lambda outputs: None)
-        assert runner.cycles._ahead is not None
-        assert runner.prompts.are_on_their_way
+        assert runner.cycles._in_flight is not None
+        assert runner.prompts.in_flight
         core.abort("talks")
         core.abort("prompt")
-        assert runner.cycles._ahead is None
-        assert not runner.prompts.are_on_their_way
+        assert runner.cycles._in_flight is None
+        assert not runner.prompts.in_flight
 
 
 def test_a_prompt_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str], slow_prompts: Counter[str]) -> None:
@@ -448,13 +448,13 @@ def test_a_prompt_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str],
     expected = answers(without_running_ahead(share=HARDER), prompts, params)
     parts = exit_parts(share=HARDER, prefix_caching=False)
     core, said = parts.core, list[RequestOutput]()
-    with poisoned(parts) as engine, engine._loop.stepping:
+    with poisoned(parts) as engine, engine._loop.step_lock:
         core.add(engine.make_request(prompts[0], params, request_id="r0"))
         core.advance(said.extend)
         core.add(engine.make_request(prompts[1], params, request_id="gone"))
         core.advance(said.extend)
         assert parts.runner.prompts is not None
-        assert parts.runner.prompts.are_on_their_way
+        assert parts.runner.prompts.in_flight
         said.append(core.abort("gone"))  # type: ignore[arg-type]
         core.add(engine.make_request(prompts[2], params, request_id="r2"))
         while core.has_work:
@@ -464,11 +464,11 @@ def test_a_prompt_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str],
         assert [token.token_id for output in mine for token in output.tokens] == ids
 
 
-def begun_ahead(step: RowStep, *, token: int, position: int) -> Flight:
+def begun_ahead(step: RowStep, *, token: int, position: int) -> InFlightStep:
     """A cycle begun behind one that leaves the row of this step so."""
     side: Any = None
-    flight = Flight([RowPlace(step, 2, list(step.table.block_ids), behind=0)], 1, side, [0], Settler(1, 4))
-    flight.learn(Said([], [], [[token], [position]], [], []))
+    flight = InFlightStep([RowPlace(step, 2, list(step.table.block_ids), previous=0)], 1, side, [0], Settler(1, 4))
+    flight.learn_starts(CycleOutput([], [], [[token], [position]], [], []))
     return flight
 
 
@@ -593,12 +593,12 @@ def test_legs_come_to_the_same_whether_the_device_or_the_host_knows_how_many_dra
                 positions[row] += kept + 1
                 last.append(following[begins[row] + kept])
             scores = [[random.random() for _ in range(5)] for _ in range(drafts[0])]
-            legs.append(Said(drafted, following, [last, list(positions)], scores, [1.0] * len(following)))
+            legs.append(CycleOutput(drafted, following, [last, list(positions)], scores, [1.0] * len(following)))
         if spoiled:
             legs[1].best[random.randrange(len(legs[1].best))] = math.nan
         side: Any = SimpleNamespace(read=lambda legs=legs: legs)
         places = [RowPlace(step, count, [4, 7]) for step, count in zip(steps, drafts, strict=True)]
-        flight = Flight(places, 1, side, begins, Settler(1, 4), num_legs)
+        flight = InFlightStep(places, 1, side, begins, Settler(1, 4), num_legs)
         wanted = {row: row for row in range(5)}
         by_row = zip(*[flight._leg(said, wanted, steps) for said in legs], strict=True)
         by_device = zip(*[zip(*said.going_on, strict=True) for said in legs], strict=True)
@@ -615,7 +615,7 @@ def test_scores_that_are_no_numbers_change_no_token(flights: Counter[str], legs:
     parts = exit_parts()
     assert parts.runner.exits is not None
     with torch.no_grad():
-        parts.runner.exits._judges[0].weights.out.fill_(float("nan"))
+        parts.runner.exits._scorers[0].weights.out.fill_(float("nan"))
     assert answers(parts, prompts, params) == expected
     assert parts.core.exits.non_finite_scores
 
@@ -628,7 +628,7 @@ def test_legs_behind_a_stop_string_are_not_counted(mode: str, flights: Counter[s
     for legs in (1, 4):
         parts = exit_parts(share=HARDER)
         assert parts.runner.cycles is not None
-        parts.runner.cycles.paces = fixed_paces(legs)
+        parts.runner.cycles.depths = fixed_depths(legs)
         with poisoned(parts) as engine:
             whole = engine.generate(prompts, SamplingParams(max_tokens=60, ignore_eos=True, mode=mode))
             # A text that each answer says somewhere in its middle.

@@ -14,9 +14,9 @@ from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
-from tide_core.execution.graphs import prompts as captured_prompts
-from tide_core.execution.graphs.cycle import Started
-from tide_core.execution.graphs.prompts import FEW_TOKENS, MOST_PROMPTS, PROMPT_SIZES, TOKENS_OF_ROW, CapturedPrompts
+from tide_core.execution.graphs import prompts as graph_prompts
+from tide_core.execution.graphs.cycle import Launched
+from tide_core.execution.graphs.prompts import FEW_TOKENS, MAX_PROMPTS, PROMPT_SIZES, TOKENS_PER_ROW, GraphPrompts
 from tide_core.kv.cache import RowSpan, StepIndex
 from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
 
@@ -41,13 +41,13 @@ def asked(max_tokens: int = 12, **settings: Any) -> SamplingParams:
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Engines made from now on run prompts in passes of fixed shapes; the tokens of the rows of each."""
     seen: list[list[int]] = []
-    start = CapturedPrompts.start
+    start = GraphPrompts.start
 
-    def counted(self: CapturedPrompts, rows: Any, **how: Any) -> Started:
+    def counted(self: GraphPrompts, rows: Any, **how: Any) -> Launched:
         seen.append([len(row.token_ids) for row in rows])
         return start(self, rows, **how)
 
-    monkeypatch.setattr(CapturedPrompts, "start", counted)
+    monkeypatch.setattr(GraphPrompts, "start", counted)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
     return seen
 
@@ -78,7 +78,7 @@ def test_what_the_exits_keep_of_a_prompt_is_what_the_plain_engine_keeps(
     with poisoned(exit_parts(artefact=artefact, kernels="reference")) as engine:
         plain = engine.generate(prompts, asked(**params))
     pieces = request.getfixturevalue("pieces")
-    monkeypatch.setattr(assemble, "CapturedCycles", lambda *args, **rest: None)  # prompts alone are judged here
+    monkeypatch.setattr(assemble, "GraphCycles", lambda *args, **rest: None)  # prompts alone are judged here
     with poisoned(exit_parts(artefact=artefact)) as engine:
         answers = engine.generate(prompts, asked(**params))
     assert all_ids(answers) == all_ids(plain)
@@ -136,7 +136,7 @@ def test_what_is_kept_of_a_piece_stands_behind_the_token_before_it_and_nowhere_f
         table.advance_all(start)
         steps.append(RowStep(Request("r", (1,), SamplingParams(), seed=0), table, (1,) * num, (), True, policy))
     index = StepIndex.build([RowSpan(s.table.block_ids, s.start, len(s.token_ids)) for s in steps], size)
-    (slots, _), (before, _), (distances, _) = prompts._kept(steps, index)
+    (slots, _), (before, _), (distances, _) = prompts._exit_columns(steps, index)
     expected = [
         (
             step.table.block_ids[at // size] * size + at % size if step.policy.may_exit else -1,
@@ -164,8 +164,8 @@ def test_pieces_of_a_prompt_make_the_prompt(budget: int, request: pytest.Fixture
 
 
 def test_many_prompts_go_in_several_passes_and_none_of_them_sees_the_others(request: pytest.FixtureRequest) -> None:
-    prompts = random_prompts(MOST_PROMPTS + 4, 9)
-    settings: dict[str, Any] = {"max_rows": MOST_PROMPTS + 4, "max_batch_tokens": 512, "prefix_caching": False}
+    prompts = random_prompts(MAX_PROMPTS + 4, 9)
+    settings: dict[str, Any] = {"max_rows": MAX_PROMPTS + 4, "max_batch_tokens": 512, "prefix_caching": False}
     pieces = request.getfixturevalue("pieces")
     with poisoned(exit_parts(artefact=BLOCK, **settings), **settings) as engine:
         together = engine.generate(prompts, asked(threshold=0.3))
@@ -187,8 +187,8 @@ def test_a_cached_beginning_is_not_run_again(request: pytest.FixtureRequest) -> 
 def test_long_pieces_and_long_contexts_are_left_to_the_plain_path(
     pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_prompts, "PROMPT_SIZES", (16, 32))
-    monkeypatch.setattr(captured_prompts, "LONGEST_CONTEXT", 64)
+    monkeypatch.setattr(graph_prompts, "PROMPT_SIZES", (16, 32))
+    monkeypatch.setattr(graph_prompts, "MAX_CONTEXT", 64)
     settings = {"max_rows": 4, "max_batch_tokens": 64, "prefix_caching": False}
     with poisoned(make_parts(**settings), **settings) as engine:
         engine.generate([random_prompts(1, 40)[0]], asked())
@@ -209,14 +209,14 @@ def test_long_pieces_and_long_contexts_are_left_to_the_plain_path(
 def test_prompts_take_the_smallest_pass_that_has_room_for_their_tokens_rows_and_contexts(
     num: int, length: int, size: int, is_short: bool, pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_prompts, "SHORT_CONTEXT", 40)
+    monkeypatch.setattr(graph_prompts, "SHORT_CONTEXT", 40)
     settings = {"max_rows": 8, "max_batch_tokens": 256, "prefix_caching": False}
     parts = make_parts(**settings)
     with poisoned(parts, **settings) as engine:
         together = engine.generate(random_prompts(num, length), asked())
         assert pieces == [[length] * num]
         assert parts.runner.prompts is not None
-        assert list(parts.runner.prompts._passes._by_shape) == [(size, False, is_short)]
+        assert list(parts.runner.prompts._passes) == [(size, False, is_short)]
         alone = [engine.generate([prompt], asked())[0] for prompt in random_prompts(num, length)]
     assert all_ids(together) == all_ids(alone)
 
@@ -230,7 +230,7 @@ def test_a_prompt_whose_logits_are_no_numbers_ends_alone(pieces: list[list[int]]
 
     def once(states: torch.Tensor) -> torch.Tensor:
         logits = head(states)
-        if spoiled and len(states) == 32 // TOKENS_OF_ROW:  # the prompts, which come first
+        if spoiled and len(states) == 32 // TOKENS_PER_ROW:  # the prompts, which come first
             spoiled.clear()
             logits[1] = float("nan")
         return logits
@@ -249,10 +249,10 @@ def test_shapes_made_beforehand_are_those_that_prompts_run_in(pieces: list[list[
     assert prompts is not None
     for shape in prompts.shapes():
         prompts.prepare(shape)
-    made = set(prompts._passes._by_shape)
+    made = set(prompts._passes)
     both = (False, True)
     assert made >= {(size, keeps, False) for size in PROMPT_SIZES for keeps in both}
     assert made >= {(size, keeps, True) for size in PROMPT_SIZES for keeps in both if size <= FEW_TOKENS}
     with poisoned(parts) as engine:
         engine.generate([random_prompts(1, 70)[0]], asked(threshold=0.3))
-    assert set(prompts._passes._by_shape) == made
+    assert set(prompts._passes) == made

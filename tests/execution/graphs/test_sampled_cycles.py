@@ -15,7 +15,7 @@ from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
-from tide_core.execution.graphs.cycle import CapturedCycles, Started
+from tide_core.execution.graphs.cycle import GraphCycles, Launched
 from tide_core.exits.policy import resolve_policy
 from tide_core.request import SamplingParams
 
@@ -42,13 +42,13 @@ def drawing(**changes: Any) -> SamplingParams:
 def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[RowStep]]:
     """Engines made from now on run cycles in one go; the rows of each."""
     seen: list[list[RowStep]] = []
-    start = CapturedCycles.start
+    start = GraphCycles.start
 
-    def counted(self: CapturedCycles, rows: Any, **how: Any) -> Started:
+    def counted(self: GraphCycles, rows: Any, **how: Any) -> Launched:
         seen.append(list(rows))
         return start(self, rows, **how)
 
-    monkeypatch.setattr(CapturedCycles, "start", counted)
+    monkeypatch.setattr(GraphCycles, "start", counted)
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
     return seen
 
@@ -164,7 +164,7 @@ def test_scores_that_are_no_numbers_leave_plain_draws(cycles: list[list[RowStep]
     parts = exit_parts(artefact={**BLOCK, **EVERY})
     assert parts.runner.exits is not None
     with torch.no_grad():
-        parts.runner.exits._judges[0].weights.out.fill_(float("nan"))
+        parts.runner.exits._scorers[0].weights.out.fill_(float("nan"))
     with poisoned(parts) as engine:
         broken = engine.generate(prompts, drawing())
         full = engine.generate(prompts, drawing(mode="full"))
@@ -200,13 +200,13 @@ def test_cycles_in_which_nothing_is_drawn_keep_their_own_shapes(cycles: list[lis
     prompts = random_prompts(2, 11)
     with poisoned(parts) as engine:
         engine.generate(prompts, drawing(temperature=0.0))
-        assert parts.runner._cycles is not None
-        greedy = set(parts.runner._cycles._cycles)
-        assert not any(room.draws for room in greedy)
+        assert parts.runner.cycles is not None
+        greedy = set(parts.runner.cycles._graphs)
+        assert not any(shape.samples for room in greedy)
         engine.generate(prompts, drawing())
-    others = set(parts.runner._cycles._cycles) - greedy
+    others = set(parts.runner.cycles._graphs) - greedy
     assert others
-    assert all(room.draws for room in others)
+    assert all(shape.samples for room in others)
 
 
 def test_a_cycle_that_failed_once_leaves_nothing_behind(cycles: list[list[RowStep]]) -> None:

@@ -1,14 +1,13 @@
-"""Several tokens tried at the first draft, where few rows run: the likeliest, and beside it the ones behind it.
+"""Branches: several tokens tried at the first draft, where few rows run.
 
 A deep pass over eight tokens takes little longer on a GPU than one over four. So a row that drafts nearly alone takes
-part in a cycle several times, as branches: each begins with the same newest token, the n-th one goes on with the token
-that the exit ranks n-th, and drafts behind it as ever. At full depth at most one of them can be right at its first
-draft, and that one is the row's.
+part in a cycle several times: each branch begins with the same newest token, the n-th continues with the token that the
+exit ranks n-th, and drafts from there. At full depth at most one branch is right at its first draft, and that one
+becomes the row.
 
-A branch has K, V and states of its own from the newest token on, in spare blocks at the end of the pool. What lies
-before that in the same block is copied there first. If a branch but the first is right, what it left is copied back:
-the cycle itself does that as its last work, for the device knows first. Which slots these are is part of its plan
-(`tide_core.kernels.reference.cycle`).
+A branch has its own K, V and states from the newest token on, in spare blocks at the end of the pool. What lies before
+that in the same block is copied there first. If a branch other than the first is right, the cycle copies its slots back
+as its last work. The slots are part of the cycle's plan (`tide_core.kernels.reference.cycle`).
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from tide_core.kernels import CudaKernels
 from tide_core.kernels.reference.cycle import BLOCKS_PER_BRANCH
 from tide_core.kv.cache import PagedKV
 
-MOST_BRANCHES = 2
+MAX_BRANCHES = 2
 """The demo model's head has the token first in 0.59 of all cases, and second in 0.11; third and fourth come to 0.08
 together, which is less than their tokens cost in the deep pass of an H200."""
-MOST_TOKENS = 16
+MAX_TOKENS = 16
 """Of a deep pass with branches: with more, it takes noticeably longer."""
-SPARE_BLOCKS = BLOCKS_PER_BRANCH * (MOST_TOKENS // 2 - 1)
-"""The most branches that are not a row's first, with one draft each."""
+SPARE_BLOCKS = BLOCKS_PER_BRANCH * (MAX_TOKENS // 2 - 1)
+"""For the most branches that are not a row's first, with one draft each."""
 
 
 def branches_for(num_rows: int, drafts: int, block_size: int) -> int:
-    """How often each of the rows takes part."""
+    """Branches of each of so many rows."""
     if drafts < 1 or drafts >= block_size:
         return 1
-    return max(1, min(MOST_BRANCHES, MOST_TOKENS // (num_rows * (drafts + 1))))
+    return max(1, min(MAX_BRANCHES, MAX_TOKENS // (num_rows * (drafts + 1))))
 
 
 class Branches:

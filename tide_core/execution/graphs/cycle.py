@@ -1,36 +1,33 @@
-"""A whole cycle on a GPU as one launch and one read, for rows that decode.
+"""Decoding rows on a GPU: a whole cycle as one graph launch and one read.
 
-Where no layer is skipped and logits are taken as the model makes them, the host has nothing to say between the first
-draft and the last layer: each draft pass begins with the token the one before it chose, and the deep pass runs the
-newest token and all drafts of every row through all layers. The first layers are run again there: the newest token
-needs them anyway, and reading their weights takes as long for one token as for several. A row that may not draft is one
-with a number of drafts of 0, so that a step at full depth is such a cycle too.
+Where no layer is skipped, the host decides nothing between the first draft and the last layer: each draft pass begins
+with the token that the one before chose, and the deep pass runs the newest token and all drafts of every row through
+all layers. The first layers run again there: the newest token needs them anyway, and reading their weights takes as
+long for one token as for several. A row that may not draft has a number of drafts of 0, so a step at full depth is a
+cycle too. Sampling, logit adjustments and the acceptance rule run on the device.
 
-Rows that draw at random are given beforehand all the numbers they may need, and their drafts are judged on the device
-(`cycle_choice`). A cycle with such a row has a graph of its own kind.
-
-Then the host reads what every pass said, and `greedy` makes results of it. Meanwhile the device need not wait: where
-rows are going to go on, the next cycle is launched before this one is read, behind what the device itself carries from
-one to the other (`cycle_flight`). Where the host is the slower one, several are launched at a time (`pace`).
+While the device works, the next cycle is launched before this one is read, since its start is known on the device
+(`in_flight`). Where the host is slower than the device, several cycles are launched at once (`launch_depth`).
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tide_core.batch import RowResult, RowStep
-from tide_core.execution.graphs.base import FEWEST_BLOCKS, TOKEN_SIZES, blocks_for, size_for
+from tide_core.batch import RowResult, RowStep, StepTiming
+from tide_core.execution.graphs import adjust
+from tide_core.execution.graphs.adjust import AdjustSlots
+from tide_core.execution.graphs.base import MIN_BLOCKS, TOKEN_SIZES, blocks_for, size_for
 from tide_core.execution.graphs.branches import Branches, branches_for
 from tide_core.execution.graphs.cycle_graph import CycleGraph
-from tide_core.execution.graphs.cycle_shape import CycleRoom, RowPlace
-from tide_core.execution.graphs.in_flight import Flight
-from tide_core.execution.graphs.launch_depth import MOST_LEGS, Pace, Paces
-from tide_core.exits.accept import Settler
+from tide_core.execution.graphs.cycle_shape import CycleShape, RowPlace
+from tide_core.execution.graphs.in_flight import InFlightStep, Launched, Layers, ReadResults
+from tide_core.execution.graphs.launch_depth import MAX_STEPS, LaunchDepth, LaunchDepths
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.reference.cycle import MOST_ROWS
@@ -38,12 +35,9 @@ from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import FEW_QUERIES
 from tide_core.models.adapter import ModelAdapter
 
-Reading = Callable[[], list[RowResult]]
-NOTHING_YET = RowResult()
 
-
-class CapturedCycles:
-    """Cycles by their shape, each made when it is first wanted. Graphs share memory: one runs at a time."""
+class GraphCycles:
+    """Cycle graphs by shape, each made when it is first needed. Graphs share memory: one runs at a time."""
 
     def __init__(
         self,
@@ -56,197 +50,214 @@ class CapturedCycles:
         capture: bool | None = None,
         max_positions: int | None = None,
     ) -> None:
-        """`exits` of one checkpoint. With `branches` the last blocks of the pool are for them alone. Without `capture`
-        the same passes run op by op, as they do on a CPU. No row is run at `max_positions` or behind; by default those
-        of the model."""
+        """`exits` of one checkpoint. With `branches` the last blocks of the pool are reserved for them. Without
+        `capture` the same passes run op by op, as they do on a CPU. No row runs at `max_positions` or after; by default
+        those of the model."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._capture = cache.device.type == "cuda" if capture is None else capture
-        self._cycles: dict[CycleRoom, CycleGraph] = {}
+        self._graphs: dict[CycleShape, CycleGraph] = {}
         self._pool: Any = None
         self._branches = Branches(cache, kernels) if exits is not None and branches else None
-        self._carried = torch.zeros((2, MOST_ROWS), dtype=torch.int32, device=cache.device)
-        layer = adapter.num_layers if exits is None else exits.checkpoints[0].layer
-        self._settler = Settler(layer, adapter.num_layers)
+        self._next_state = torch.zeros((2, MOST_ROWS), dtype=torch.int32, device=cache.device)
+        self._layers = Layers(adapter.num_layers if exits is None else exits.checkpoints[0].layer, adapter.num_layers)
         self._max_positions = adapter.max_positions if max_positions is None else max_positions
-        self._ahead: Flight | None = None
-        self.paces = Paces()
-        self._pace = Pace()
+        self._in_flight: InFlightStep | None = None
+        self.depths = LaunchDepths()
+        self._depth = LaunchDepth()
         """Of the rows that run now."""
-        self.waited_s, self.most_legs = 0.0, 1
-        """For the last flight that was read, and how many legs such a one may have."""
+        self._timing = StepTiming(0.0, 1)
         self._read_at: float | None = None
 
-    def rooms(self, max_rows: int, max_drafts: int) -> list[CycleRoom]:
-        """The shapes that texts of no great length come in."""
+    @functools.cached_property
+    def _slots(self) -> AdjustSlots:
+        return AdjustSlots(self._adapter.vocab_size, self._cache.device)
+
+    def shapes(self, max_rows: int, max_drafts: int) -> list[CycleShape]:
+        """The shapes of most steps, to be captured at start-up; others are captured when they first occur."""
         sizes = [size for size in TOKEN_SIZES if size <= size_for(min(max_rows, TOKEN_SIZES[-1]))]
         drafts = range(1 if self._exits is None else max_drafts + 1)
-        shapes = [(size, count) for size in sizes for count in drafts if size * (count + 1) <= TOKEN_SIZES[-1]]
-        # With branches and without: rows that end draft fewer tokens than others, and then there are none.
-        both = (True, False)
+        pairs = [(size, count) for size in sizes for count in drafts if size * (count + 1) <= TOKEN_SIZES[-1]]
+        both = (True, False)  # with branches and without: a row that ends drafts fewer tokens than others, and has none
         likeliest = dict.fromkeys(
-            self._room(size, count, FEWEST_BLOCKS, branch=branch, remembers=remembers)
-            for size, count in shapes
+            self._shape(size, count, MIN_BLOCKS, branch=branch, may_exit=may_exit)
+            for size, count in pairs
             for branch in both
-            for remembers in both
+            for may_exit in both
         )
-        drawing = (
-            self._room(size, count, FEWEST_BLOCKS, remembers=remembers, draws=True)
-            for size, count in shapes
-            for remembers in both
+        sampled = (
+            self._shape(size, count, MIN_BLOCKS, may_exit=may_exit, samples=True)
+            for size, count in pairs
+            for may_exit in both
         )
-        return [*likeliest, *dict.fromkeys(drawing)]
+        return [*likeliest, *dict.fromkeys(sampled)]
 
     @torch.inference_mode()
-    def prepare(self, room: CycleRoom) -> None:
-        """Make a cycle before anybody waits for it: it takes some hundredths of a second."""
-        self._ready(room)
+    def prepare(self, shape: CycleShape) -> None:
+        """Capture a cycle before a request waits for it: it takes some hundredths of a second."""
+        self._ready(shape)
 
     @staticmethod
-    def takes(row: RowStep) -> bool:
-        """Whether all that follows for this row can be known on the device."""
+    def supports(row: RowStep) -> bool:
+        """Whether this row decodes, and the device can decide all that follows."""
+        policy, request = row.policy, row.request
         return (
             len(row.token_ids) == 1
             and row.samples
             and row.num_drafts < FEW_QUERIES
-            and row.request.wants_tokens_alone
-            and not row.policy.skips_layers
+            and not policy.skips_layers
+            and (policy.is_lossless or request.params.logprobs is None)
+            and (not request.adjusts_logits or adjust.supports(request))
         )
 
     @staticmethod
     @functools.cache
-    def most_rows(drafts: int) -> int:
-        """That one launch takes, with so many drafts of each."""
+    def max_rows(drafts: int) -> int:
+        """Rows that one launch holds, with so many drafts of each."""
         return max(size for size in TOKEN_SIZES if size * (drafts + 1) <= TOKEN_SIZES[-1])
 
-    def start(self, rows: Sequence[RowStep], *, goes_on: bool = False) -> Started:
-        """Begin a flight of these rows, or take the one that runs them already; it must be read before the next but one
-        is begun. With `goes_on` the one behind it is begun as well, if that can be: rows that are new then have to wait
-        for it and get nothing as yet."""
-        flight, self._ahead = self._ahead, None
-        found = {} if flight is None else flight.find(rows)
+    def start(self, rows: Sequence[RowStep], *, lookahead: bool = False) -> Launched:
+        """Launch a step of these rows, or take the one in flight that runs them; it must be read before the next but
+        one is launched. With `lookahead` the next step is launched as well, if that can be: new rows then wait for it
+        and have no result yet."""
+        step, self._in_flight = self._in_flight, None
+        found = {} if step is None else step.find(rows)
         drafts = [row.num_drafts for row in rows]
-        groups = _groups(drafts, [r for r in range(len(rows)) if r not in found])
-        pace = self.paces.of(len(rows), any(drafts))
-        if pace is not self._pace or not found:
-            self._pace = pace
-            pace.begin()
-        if flight is None or not found:
+        groups = _groups(drafts, [index for index in range(len(rows)) if index not in found])
+        depth = self.depths.of(len(rows), any(drafts))
+        if depth is not self._depth or not found:
+            self._depth = depth
+            depth.restart()
+        if step is None or not found:
             self._read_at = None
             mine = groups.pop(0)
-            flight = self._fly([self._place(rows[r]) for r in mine])
+            step = self._launch([self._place(rows[index]) for index in mine])
             found = dict(zip(mine, range(len(mine)), strict=True))
-            goes_on = goes_on and not groups
-        if goes_on:
-            flight.ahead = self._ahead = self._go_on(rows, flight, found)
-            groups = groups if self._ahead is None else []
-        return Started(rows, groups, self._launch, (list(found), functools.partial(self._read, flight, found, rows)))
+            lookahead = lookahead and not groups
+        if lookahead:
+            step.next = self._in_flight = self._launch_ahead(rows, step, found)
+            groups = groups if self._in_flight is None else []
+        running = list(found), functools.partial(self._read, step, found, rows)
+        return Launched(rows, groups, self._launch_group, running)
 
-    def _read(self, flight: Flight, found: dict[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
-        before = time.perf_counter()
-        flight.side.wait()
-        now = time.perf_counter()
-        self.waited_s, self.most_legs = now - before, MOST_LEGS if flight.each == 1 else 1
-        if self._read_at is not None and flight.pace is self._pace and (ran_s := flight.side.ran_s()) is not None:
-            self._pace.note(flight.legs, ran_s, self.waited_s, now - self._read_at)
-        self._read_at = now if self.runs_ahead else None
-        return flight.results(found, rows)
+    def timing(self) -> StepTiming | None:
+        """Of the last step that was read, where the next one was in flight: only then do host and device overlap."""
+        return self._timing if self._overlaps else None
+
+    def lookahead_steps(self) -> int:
+        """As `ModelRunner` has it."""
+        return (1 if self._in_flight is None else self._in_flight.num_cycles) + self._depth.steps - 1
+
+    def discard_lookahead(self) -> None:
+        self._in_flight = self._read_at = None
+        self._depth.restart()
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether the device has a cycle to run behind the one that was read last."""
-        return self._ahead is not None and self._cache.device.type == "cuda"
+    def _overlaps(self) -> bool:
+        return self._in_flight is not None and self._cache.device.type == "cuda"
 
-    def forget(self) -> None:
-        """Nothing of what was begun is of use any more."""
-        self._ahead = self._read_at = None
-        self._pace.begin()
+    def _read(self, step: InFlightStep, found: dict[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
+        before = time.perf_counter()
+        step.host.wait()
+        now = time.perf_counter()
+        wait_s = now - before
+        self._timing = StepTiming(wait_s, MAX_STEPS if step.branches == 1 else 1)
+        if self._read_at is not None and step.depth is self._depth and (device_s := step.host.device_s()) is not None:
+            self._depth.observe(step.num_cycles, device_s, wait_s, now - self._read_at)
+        self._read_at = now if self._overlaps else None
+        return step.results(found, rows)
 
-    def cycles_ahead(self) -> int:
-        """As `ModelRunner` has it."""
-        return (1 if self._ahead is None else self._ahead.legs) + self._pace.legs - 1
-
-    def _launch(self, rows: Sequence[RowStep]) -> Reading:
-        flight = self._fly([self._place(row) for row in rows])
-        return functools.partial(flight.results, {r: r for r in range(len(rows))}, rows)
+    def _launch_group(self, rows: Sequence[RowStep]) -> ReadResults:
+        step = self._launch([self._place(row) for row in rows])
+        return functools.partial(step.results, {index: index for index in range(len(rows))}, rows)
 
     def _place(self, row: RowStep) -> RowPlace:
         table, drafts = row.table, row.num_drafts
         return RowPlace(row, drafts, table.block_ids[: (table.num_valid + drafts) // self._cache.block_size + 1])
 
-    def _go_on(self, rows: Sequence[RowStep], flight: Flight, found: dict[int, int]) -> Flight | None:
-        """Begin the flight behind another: with the rows that it runs, as it leaves them, and with those that are new.
-        None where it cannot be known what a row goes on with, or has no room for it, or if all may end before."""
-        size, longest = self._cache.block_size, self._max_positions
+    def _launch_ahead(self, rows: Sequence[RowStep], step: InFlightStep, found: dict[int, int]) -> InFlightStep | None:
+        """Launch the step after another: with its rows, as it leaves them, and with rows that are new. None if a row
+        has no blocks for it, or if all rows may end before."""
+        size, max_positions = self._cache.block_size, self._max_positions
         going: list[tuple[int, int, int, RowStep]] = []
-        is_worth_it, legs, most = False, self._pace.legs, 0
+        is_needed, num_cycles, most_left = False, self._depth.steps, 0
         for index, row in enumerate(rows):
-            request, table = row.request, row.table
-            if not (request.is_foreseeable and row.policy.is_lossless):
-                return None
-            left = request.params.max_tokens - len(row.output_ids)
+            table = row.table
+            left = row.request.params.max_tokens - len(row.output_ids)
             number = found.get(index)
-            behind, gained = -1, 0
+            previous, gained = -1, 0
             if number is not None:
-                behind, gained = number * flight.each, flight.legs * (flight.rows[number].drafts + 1)
-            is_worth_it |= left > gained
+                previous, gained = number * step.branches, step.num_cycles * (step.rows[number].drafts + 1)
+            is_needed |= left > gained
             if number is not None:
-                left -= flight.legs  # at least
+                left -= step.num_cycles  # at least
                 if left < 1:
                     continue
-            most = left if left > most else most
+            most_left = left if left > most_left else most_left
             drafts = row.num_drafts if row.num_drafts < left else left - 1
-            start, room = table.lengths[-1] + gained, len(table.block_ids) * size
-            fits = ((room if room < longest else longest) - start) // (drafts + 1)
-            if fits < legs:
-                legs = fits
-            going.append((drafts, behind, start, row))
-        if not is_worth_it or legs < 1:
+            start, capacity = table.lengths[-1] + gained, len(table.block_ids) * size
+            fits = (min(capacity, max_positions) - start) // (drafts + 1)
+            if fits < num_cycles:
+                num_cycles = fits
+            going.append((drafts, previous, start, row))
+        if not is_needed or num_cycles < 1:
             return None
         going.sort(key=_drafts_of, reverse=True)
         has_branches = self._branches is not None and branches_for(len(going), going[0][0], size) > 1
-        legs = 1 if has_branches else min(legs, most)  # each gives a token at least
+        num_cycles = 1 if has_branches else min(num_cycles, most_left)  # each gives a token at least
         places = [
-            RowPlace(row, drafts, row.table.block_ids[: (start + legs * (drafts + 1) - 1) // size + 1], behind)
-            for drafts, behind, start, row in going
+            RowPlace(row, drafts, row.table.block_ids[: (start + num_cycles * (drafts + 1) - 1) // size + 1], previous)
+            for drafts, previous, start, row in going
         ]
-        return self._fly(places, legs) if len(places) <= self.most_rows(places[0].drafts) else None
+        return self._launch(places, num_cycles) if len(places) <= self.max_rows(places[0].drafts) else None
 
-    def _fly(self, rows: Sequence[RowPlace], legs: int = 1) -> Flight:
-        """By falling number of drafts. With branches it has one leg."""
-        drafts = rows[0].drafts
-        # Branches try the likeliest tokens, and a draw must not know which of them full depth will say. A row that
-        # drafts fewer tokens than another gets none either: they would all be the same.
-        draws = not all([row.step.request.params.is_greedy for row in rows])
-        room = self._room(
+    def _launch(self, rows: Sequence[RowPlace], num_cycles: int = 1) -> InFlightStep:
+        """By falling number of drafts. With branches it has one cycle."""
+        drafts, params = rows[0].drafts, [row.step.request.params for row in rows]
+        # Branches try the likeliest tokens, but a sample must not depend on full depth. A row that drafts fewer tokens
+        # than another has none either: they would all be the same.
+        shape = self._shape(
             len(rows),
             drafts,
             blocks_for(max([len(row.blocks) for row in rows])),
             branch=drafts == rows[-1].drafts,
-            remembers=any([row.step.policy.may_exit for row in rows]),
-            draws=draws,
+            may_exit=any([row.step.policy.may_exit for row in rows]),
+            samples=not all([mine.temperature == 0.0 for mine in params]),
+            adjusts=any([row.step.request.adjusts_logits for row in rows]),
+            logprobs=any([mine.logprobs is not None for mine in params]),
         )
-        legs = legs if room.branches == 1 else 1
-        return Flight(rows, room.branches, *self._ready(room).launch(rows, legs), self._settler, legs, self._pace)
+        num_cycles = num_cycles if shape.branches == 1 else 1
+        host, begins = self._ready(shape).launch(rows, num_cycles)
+        return InFlightStep(rows, shape.branches, host, begins, self._layers, num_cycles, self._depth)
 
-    def _room(
-        self, num_rows: int, drafts: int, blocks: int, *, branch: bool = True, remembers: bool, draws: bool = False
-    ) -> CycleRoom:
-        each = 1
-        if self._branches is not None and branch and not draws:
-            each = branches_for(num_rows, drafts, self._cache.block_size)
-        remembers = self._exits is not None and (remembers or drafts > 0)
-        return CycleRoom(size_for(num_rows * each), drafts, blocks, each, remembers, draws)
+    def _shape(
+        self,
+        num_rows: int,
+        drafts: int,
+        blocks: int,
+        *,
+        branch: bool = True,
+        may_exit: bool,
+        samples: bool = False,
+        adjusts: bool = False,
+        logprobs: bool = False,
+    ) -> CycleShape:
+        branches = 1
+        if self._branches is not None and branch and not samples and not adjusts:
+            branches = branches_for(num_rows, drafts, self._cache.block_size)
+        writes = self._exits is not None and (may_exit or drafts > 0)
+        return CycleShape(size_for(num_rows * branches), drafts, blocks, branches, writes, samples, adjusts, logprobs)
 
-    def _ready(self, room: CycleRoom) -> CycleGraph:
+    def _ready(self, shape: CycleShape) -> CycleGraph:
         """The cycle of this shape."""
-        cycle = self._cycles.get(room)
-        if cycle is None:
+        graph = self._graphs.get(shape)
+        if graph is None:
             parts = self._adapter, self._cache, self._kernels, self._exits, self._branches
-            cycle = self._cycles[room] = CycleGraph(*parts, room, self._carried)
-        if self._capture and not cycle.is_captured:
-            cycle.capture(self._pool)
-            self._pool = cycle.pool
-        return cycle
+            slots = self._slots if shape.adjusts else None
+            graph = self._graphs[shape] = CycleGraph(*parts, shape, self._next_state, slots)
+        if self._capture and not graph.is_captured:
+            graph.capture(self._pool)
+            self._pool = graph.pool
+        return graph
 
 
 def _drafts_of(row: tuple[int, int, int, RowStep]) -> int:
@@ -254,43 +265,9 @@ def _drafts_of(row: tuple[int, int, int, RowStep]) -> int:
 
 
 def _groups(drafts: Sequence[int], which: list[int]) -> list[list[int]]:
-    """These rows by falling number of drafts, as many at a time as one launch takes."""
+    """These rows by falling number of drafts, as many at a time as one launch holds."""
     if not which:
         return []
-    which.sort(key=lambda r: -drafts[r])
-    limit = CapturedCycles.most_rows(drafts[which[0]])
-    return [which[at : at + limit] for at in range(0, len(which), limit)]
-
-
-class Started:
-    """Rows on their way. More of them than one launch can take go in several, each when the one before it was read."""
-
-    def __init__(
-        self,
-        rows: Sequence[RowStep],
-        groups: list[list[int]],
-        launch: Callable[[list[RowStep]], Reading],
-        running: tuple[list[int], Reading] | None = None,
-        is_done: Callable[[], bool] | None = None,
-    ) -> None:
-        """`running` is launched already. With `is_done` nobody waits for it before it is."""
-        self._rows, self._groups, self._launch = rows, groups, launch
-        self._running = self._next() if running is None else running
-        self._is_done = is_done
-
-    def _next(self) -> tuple[list[int], Reading] | None:
-        if not self._groups:
-            return None
-        group = self._groups.pop(0)
-        return group, self._launch([self._rows[r] for r in group])
-
-    def results(self) -> list[RowResult]:
-        """Wait for the device; one result for each row."""
-        found: dict[int, RowResult] = {}
-        if self._is_done is not None and not self._is_done():
-            self._running = None
-        while self._running is not None:
-            group, reading = self._running
-            found.update(zip(group, reading(), strict=True))
-            self._running = self._next()
-        return [found.get(r, NOTHING_YET) for r in range(len(self._rows))]
+    which.sort(key=lambda index: -drafts[index])
+    limit = GraphCycles.max_rows(drafts[which[0]])
+    return [which[first : first + limit] for first in range(0, len(which), limit)]

@@ -1,8 +1,8 @@
-"""The passes of a cycle of one shape, one behind another on the device: captured once, then launched as one.
+"""The passes of a cycle of one shape, one after another on the device: captured once, then launched as one graph.
 
-A cycle may be launched while the one before it has not been read, so there are two of everything on the host's side:
-what it says of the rows, and what comes of them. On the device there is one: there cycles run one behind another. A
-launch may have several legs: the same rows, each time as the leg before leaves them, and what comes of each leg.
+A cycle may be launched before the one before it is read, so the host's buffers exist twice. The device's exist once:
+there cycles run one after another. A launch may hold several cycles of the same rows, each of which continues with the
+next state of the one before.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tide_core.execution.deep_pass import DeepStates, run_deep
-from tide_core.execution.graphs.base import Replayed
+from tide_core.execution.graphs.adjust import AdjustSlots
+from tide_core.execution.graphs.base import Graph
 from tide_core.execution.graphs.branches import Branches
-from tide_core.execution.graphs.choice import CycleChoice, Drawn, Likeliest
-from tide_core.execution.graphs.cycle_output import CycleSaid, Landing, Said
-from tide_core.execution.graphs.cycle_shape import CycleRoom, CycleRows, RowPlace
+from tide_core.execution.graphs.choice import Choice, Greedy, Sampled
+from tide_core.execution.graphs.cycle_output import CycleOutput, HostCopy, OutputBuffer
+from tide_core.execution.graphs.cycle_shape import STREAMS, CycleInputs, CycleShape, RowPlace
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.reference import cycle as cycle_plan
@@ -26,60 +27,60 @@ from tide_core.kernels.reference.branches import Claims
 from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import KernelView
 from tide_core.models.adapter import ModelAdapter
+from tide_core.request import MAX_LOGPROBS
 
 
-class Side:
-    """The host's side of one launch, with all its legs."""
+class HostBuffer:
+    """Pinned memory of one launch: its inputs, and the outputs of each of its cycles."""
 
-    def __init__(self, room: CycleRoom, said: CycleSaid, device: torch.device) -> None:
+    def __init__(self, shape: CycleShape, output: OutputBuffer, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self.host = torch.zeros(room.size, dtype=torch.int32, pin_memory=on_gpu)
-        self.rows = CycleRows(room, self.host.numpy())
-        self._said, self._landings, self._legs = said, [said.landing()], 0
-        self._begun, self._sent = (_timed_event() if on_gpu else None for _ in range(2))
+        self.inputs = torch.zeros(shape.size, dtype=torch.int32, pin_memory=on_gpu)
+        self.rows = CycleInputs(shape, self.inputs.numpy())
+        self._output, self._copies, self._num_cycles = output, [output.host_copy()], 0
+        self._began, self._ended = (_timed_event() if on_gpu else None for _ in range(2))
         self._is_open = False
 
-    def landing(self, leg: int) -> Landing:
-        """Where what a leg says arrives."""
-        while leg >= len(self._landings):
-            self._landings.append(self._said.landing())
-        return self._landings[leg]
+    def output_of(self, cycle: int) -> HostCopy:
+        while cycle >= len(self._copies):
+            self._copies.append(self._output.host_copy())
+        return self._copies[cycle]
 
-    def note_begun(self) -> None:
-        """What is launched from now on is of this launch."""
-        if self._begun is not None:
-            self._begun.record()
+    def mark_begin(self) -> None:
+        """What is launched from now on belongs to this launch."""
+        if self._began is not None:
+            self._began.record()
 
-    def note_sent(self, legs: int = 1) -> None:
-        self._is_open, self._legs = True, legs
-        if self._sent is not None:
-            self._sent.record()
+    def mark_end(self, num_cycles: int) -> None:
+        self._is_open, self._num_cycles = True, num_cycles
+        if self._ended is not None:
+            self._ended.record()
 
     def wait(self) -> None:
-        """Until all of the launch is done: at once, if it was waited for before."""
-        if self._is_open and self._sent is not None:
-            self._sent.synchronize()
+        """Until the launch is done; returns at once the second time."""
+        if self._is_open and self._ended is not None:
+            self._ended.synchronize()
         self._is_open = False
 
-    def ran_s(self) -> float | None:
-        """How long the device was busy with a launch that was waited for; None without one."""
-        return None if self._begun is None else float(self._begun.elapsed_time(self._sent)) / 1e3
+    def device_s(self) -> float | None:
+        """How long the device ran for a launch that was waited for; None without a device clock."""
+        return None if self._began is None else float(self._began.elapsed_time(self._ended)) / 1e3
 
-    def read(self) -> list[Said]:
-        """What each leg says."""
+    def read(self) -> list[CycleOutput]:
+        """The output of each cycle."""
         self.wait()
-        return [landing.read() for landing in self._landings[: self._legs]]
+        return [copy.read() for copy in self._copies[: self._num_cycles]]
 
 
-class _Made(NamedTuple):
-    """By a draft pass: what scores follow from, [R, D], and logits [R, S]."""
+class _Draft(NamedTuple):
+    """Of a draft pass: features [R, D] and logits [R, S]."""
 
     features: torch.Tensor
     logits: torch.Tensor
 
 
-class CycleGraph(Replayed):
-    """The passes of one shape, from what is said of the rows to what comes of them."""
+class CycleGraph(Graph):
+    """The passes of one shape, from the row metadata to the cycle's output."""
 
     def __init__(
         self,
@@ -88,124 +89,165 @@ class CycleGraph(Replayed):
         kernels: CudaKernels,
         exits: Exits | None,
         branches: Branches | None,
-        room: CycleRoom,
-        carried: torch.Tensor,
+        shape: CycleShape,
+        next_state: torch.Tensor,
+        slots: AdjustSlots | None,
     ) -> None:
-        """`carried` goes from one cycle to the next, whatever their shapes."""
+        """`next_state` [2, MOST_ROWS] passes from one cycle to the next, whatever their shapes. `slots`: where shapes
+        that adjust logits find their rows' adjustments."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
-        self.room, self._branches, self._carried = room, branches if room.branches > 1 else None, carried
-        device, branch_size = cache.device, cache.block_size if room.branches > 1 else 0
-        self._buffer = torch.zeros(room.size, dtype=torch.int32, device=device)
-        self._about, self._tables = room.split(self._buffer)
-        wide, narrow = cycle_plan.sizes(room.rows, room.drafts, branch_size)
+        self.shape, self._branches, self._next_state = shape, branches if shape.branches > 1 else None, next_state
+        device, branch_size = cache.device, cache.block_size if shape.branches > 1 else 0
+        self._buffer = torch.zeros(shape.size, dtype=torch.int32, device=device)
+        self._row_meta, self._tables = shape.split(self._buffer)
+        wide, narrow = cycle_plan.sizes(shape.rows, shape.drafts, branch_size)
         self._wide = torch.empty(wide, dtype=torch.int64, device=device)
         self._narrow = torch.empty(narrow, dtype=torch.int32, device=device)
-        self._parts = parts = cycle_plan.split(self._wide, self._narrow, room.rows, room.drafts, branch_size)
+        self._parts = parts = cycle_plan.split(self._wide, self._narrow, shape.rows, shape.drafts, branch_size)
         of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
-        self._drafts = [self._view(*(part[ahead] for part in of_drafts), queries=1) for ahead in range(room.drafts)]
-        self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=room.drafts + 1)
-        self._said = CycleSaid(room.rows, room.drafts, device)
-        self._sides = [Side(room, self._said, device) for _ in range(2)]
-        self._stay = -1 - torch.arange(room.rows, dtype=torch.int32, device=device)
-        """Instead of a position: each row at the place it had."""
+        self._drafts = [self._view(*(part[d] for part in of_drafts), queries=1) for d in range(shape.drafts)]
+        self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=shape.drafts + 1)
+        num_logprobs = min(MAX_LOGPROBS, adapter.vocab_size) if shape.logprobs else 0
+        self._output = OutputBuffer(shape.rows, shape.drafts, device, num_logprobs)
+        self._host_buffers = [HostBuffer(shape, self._output, device) for _ in range(2)]
+        every_row = torch.arange(shape.rows, device=device)
+        self._stay = (-1 - every_row).int()
+        """Instead of a position: each row continues at its own place."""
+        self._draft_sources = every_row + shape.rows * torch.arange(shape.drafts, device=device)[:, None]
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._shortlist = none if exits is None else exits.shortlist
-        self._choice: CycleChoice = Likeliest(kernels, room.rows, room.branches, device)
-        if room.draws:
-            numbers = room.numbers(self._buffer, torch.float64)
-            self._choice = Drawn(kernels, exits, self._about, parts, numbers)
-        # Scores, and the peaks they follow from, give way to drafts and the deep pass; but drafts that were drawn are
-        # judged by them. What exits remember goes
-        # first: its few CTAs would else wait until all of the LM head's have ended.
-        rates, apart = room.drafts > 0 and not room.draws, device.type == "cuda"
-        self._rating = _side_stream(device, 0) if apart and rates else None
-        self._keeping = _side_stream(device, -2) if apart and room.remembers else None
+        self._slots = slots
+        self._scratch: Any = None
+        self._choice: Choice = Greedy(kernels, shape.rows, shape.branches, device)
+        if shape.samples:
+            settings, self._keys = shape.sampling(self._buffer, torch.float64, torch.int64)
+            numbers = len(STREAMS), shape.drafts + 1, shape.rows
+            self._numbers = torch.zeros(numbers, dtype=torch.float64, device=device)
+            self._choice = Sampled(kernels, exits, self._row_meta, parts, settings, self._numbers)
+        # Scores have low priority: they yield to drafts and the deep pass. Sampled rows verify with them, so there they
+        # run in line. Exit state has high priority: its few CTAs would wait for all of the LM head's otherwise.
+        scores_apart, on_gpu = shape.drafts > 0 and not shape.samples, device.type == "cuda"
+        self._score_stream = _side_stream(device, 0) if on_gpu and scores_apart else None
+        self._exit_stream = _side_stream(device, -2) if on_gpu and shape.writes_exit_state else None
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
         view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
-        view.limit(queries, self.room.blocks * self._cache.block_size)
+        view.limit(queries, self.shape.blocks * self._cache.block_size)
         return view
 
-    @property
-    def is_captured(self) -> bool:
-        return self._graph is not None
-
     def capture(self, pool: Any) -> None:
-        """It runs once beforehand, without any rows, and changes nothing of what is carried."""
-        self._buffer.copy_(self._sides[0].host)
-        carried = self._carried.clone()
+        """It runs once before, without any rows, and leaves the next state as it is."""
+        self._buffer.copy_(self._host_buffers[0].inputs)
+        next_state = self._next_state.clone()
         super().capture(pool)
-        self._carried.copy_(carried)
+        self._next_state.copy_(next_state)
 
-    def launch(self, rows: Sequence[RowPlace], legs: int = 1) -> tuple[Side, list[int]]:
-        """Start so many cycles of these rows, one behind another: one with branches, whose tables change, and where
-        rows draw, whose numbers are for one. Returns the side to read them from, and where the tokens of each place
-        begin in the deep passes. The launch before the last must have been read."""
-        assert legs == 1 or (self.room.branches == 1 and not self.room.draws)
-        self._sides.reverse()
-        side = self._sides[0]
-        side.wait()
-        begins = side.rows.fill(rows)
-        self._buffer.copy_(side.host, non_blocking=True)
-        side.note_begun()
-        for leg in range(legs):
-            if leg:
-                self._about[1].copy_(self._stay)
+    def launch(self, rows: Sequence[RowPlace], num_cycles: int = 1) -> tuple[HostBuffer, list[int]]:
+        """Launch cycles of these rows, one after another; with branches, whose tables change, only one. Returns the
+        buffer to read them from, and where the tokens of each place begin in the deep passes. The launch before the
+        last must have been read."""
+        assert num_cycles == 1 or self.shape.branches == 1
+        self._host_buffers.reverse()
+        host = self._host_buffers[0]
+        host.wait()
+        slots = None if self._slots is None else self._slots.place(rows)
+        begins = host.rows.fill(rows, slots)
+        self._buffer.copy_(host.inputs, non_blocking=True)
+        host.mark_begin()
+        for cycle in range(num_cycles):
+            if cycle:
+                self._row_meta[cycle_plan.START].copy_(self._stay)
             self.replay()
-            self._said.send(side.landing(leg))
-        side.note_sent(legs)
-        return side, begins
+            self._output.send(host.output_of(cycle))
+        host.mark_end(num_cycles)
+        return host, begins
 
     def _run(self) -> None:
-        size, room = self._cache.block_size, self.room
-        spare = 0 if self._branches is None else self._branches.first_spare
-        where = self._carried, self._tables, size, room.drafts, self._wide, self._narrow
-        self._kernels.plan_cycle(self._about, *where, room.branches, spare)
-        said, parts = self._said, self._parts
+        """Plan, draft, run deep, choose, accept."""
+        shape, parts, output, kernels = self.shape, self._parts, self._output, self._kernels
+        first_spare = 0 if self._branches is None else self._branches.first_spare
+        where = self._next_state, self._tables, self._cache.block_size, shape.drafts, self._wide, self._narrow
+        kernels.plan_cycle(self._row_meta[: cycle_plan.NUM_PLANNED], *where, shape.branches, first_spare)
+        if shape.samples:
+            kernels.draw_numbers(self._keys, parts.starts, parts.positions, self._row_meta, self._numbers)
         if self._branches is not None:
             self._branches.copy(*parts.copies)
-        drafts = [self._draft(ahead, view) for ahead, view in enumerate(self._drafts)]
-        pending = parts.newest, said.places, self._shortlist, parts.sources
-        self._kernels.pending_tokens(*pending, said.drafted, said.token_ids)
-        with _stream(self._rating):
+        drafts = [self._draft(distance, view) for distance, view in enumerate(self._drafts)]
+        pending = parts.newest, output.places, self._shortlist, parts.sources
+        kernels.pending_tokens(*pending, output.drafted, output.token_ids)
+        with _stream(self._score_stream):
             if drafts and self._exits is not None:
-                self._exits.rate(torch.cat([made.features for made in drafts]), said.all_peaks, said.scores.flatten())
-        exits = self._exits if room.remembers else None
-        states = run_deep(self._adapter, self._deep, said.token_ids, exits, lambda: _stream(self._keeping))
-        with _stream(self._keeping):
-            self._remember(states)
-        self._choice.settle(self._adapter.head(states.normed), said)
-        of_rows = self._about, parts.starts, parts.positions, said.drafted, said.following
-        self._kernels.carry_on(*of_rows, room.branches, self._carried, said.going_on)
-        for beside in (self._rating, self._keeping):
-            if beside is not None:
-                torch.cuda.current_stream().wait_stream(beside)
+                features = torch.cat([draft.features for draft in drafts])
+                self._exits.score_features(features, output.all_peaks, output.scores.flatten())
+        exits = self._exits if shape.writes_exit_state else None
+        states = run_deep(self._adapter, self._deep, output.token_ids, exits, lambda: _stream(self._exit_stream))
+        with _stream(self._exit_stream):
+            self._write_exit_state(states)
+        logits = self._adapter.head(states.normed)
+        self._choice.choose(self._adjusted(logits, parts.sources, None), output)
+        if shape.logprobs:
+            self._write_logprobs(logits)
+        _join(self._score_stream)
+        of_rows = self._row_meta, parts.starts, parts.positions
+        drafted = output.drafted, output.scores, output.following
+        kernels.accept_drafts(*of_rows, *drafted, shape.branches, self._next_state, output.next_state)
+        if self._slots is not None:
+            kernels.count_outputs(*of_rows, output.following, output.next_state, self._slots.state.counts)
+        _join(self._exit_stream)
         if self._branches is not None:  # the branch that was right becomes the row
             source, target, *_ = parts.returns
-            self._branches.copy(source, target, Claims(parts.returns[2:], said.following, said.drafted[0]))
+            self._branches.copy(source, target, Claims(parts.returns[2:], output.following, output.drafted[0]))
 
-    def _remember(self, states: DeepStates) -> None:
+    def _write_exit_state(self, states: DeepStates) -> None:
         """Deep states and the head's K and V."""
-        if self.room.remembers:
+        if self.shape.writes_exit_state:
             assert self._exits is not None
             parts = self._parts
-            self._exits.keep(self._deep, *states[:3], parts.kept_slots, parts.deep_slots, parts.distances)
+            indices = parts.kept_slots, parts.deep_slots, parts.distances
+            self._exits.write_exit_state(self._deep, *states[:3], *indices)
 
-    def _draft(self, ahead: int, view: KernelView) -> _Made:
-        """Say the next tokens, behind those the pass before said; the first pass begins with the newest ones."""
-        adapter, exits, parts, said = self._adapter, self._exits, self._parts, self._said
+    def _draft(self, distance: int, view: KernelView) -> _Draft:
+        """Draft the next tokens after those of the pass before; the first pass begins with the newest tokens."""
+        adapter, exits, parts, output = self._adapter, self._exits, self._parts, self._output
         assert exits is not None
         [checkpoint] = exits.checkpoints
         inputs = adapter.layer_inputs(view.positions, view)
-        places, positions = said.places[ahead - 1], view.positions
-        states = exits.enter(places, positions) if ahead else adapter.embed(parts.newest, positions)
+        if distance:
+            states = exits.embed_drafts(output.places[distance - 1], view.positions)
+        else:
+            states = adapter.embed(parts.newest, view.positions)
         states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
-        deep = parts.draft_deep_slots, parts.draft_distances[ahead]
-        made = _Made(*exits.draft(view, states, *deep))
-        with _stream(self._rating):
-            exits.peak(made.logits, said.peaks_of(ahead))
-        self._choice.draft(ahead, made.logits, said)
-        return made
+        deep = parts.draft_deep_slots, parts.draft_distances[distance]
+        draft = _Draft(*exits.draft(view, states, *deep))
+        with _stream(self._score_stream):
+            exits.top2(draft.logits, output.peaks_of(distance))
+        logits = self._adjusted(draft.logits, self._draft_sources[distance], self._shortlist)
+        self._choice.draft(distance, logits, output)
+        if self._slots is not None:  # the next passes count this token
+            torch.index_select(self._shortlist, 0, output.places[distance], out=output.drafted[distance])
+        return draft
+
+    def _adjusted(self, logits: torch.Tensor, sources: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+        """Logits with the bias, masks and penalties of their rows; `sources`: distance and row of each."""
+        if self._slots is None:
+            return logits
+        parts, out = self._parts, torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        of_rows = parts.starts, parts.positions, self._output.drafted, self._row_meta
+        self._kernels.adjust_logits(logits, columns, sources, *of_rows, self._slots.state, out)
+        return out
+
+    def _write_logprobs(self, logits: torch.Tensor) -> None:
+        """Log-probabilities under the model itself: of the likeliest tokens, and of the tokens that follow."""
+        output = self._output
+        ids, top, chosen = output.top
+        if self._scratch is None:  # the first run is not captured
+            self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
+        peaks = self._kernels.peak(logits, self._scratch)
+        log_total = peaks.best + peaks.sum.log()
+        values, places = logits.topk(ids.shape[1], dim=-1)
+        ids.copy_(places)
+        torch.sub(values.float(), log_total[:, None], out=top)
+        torch.sub(logits.gather(-1, output.following[:, None])[:, 0].float(), log_total, out=chosen)
 
 
 def _timed_event() -> Any:
@@ -218,11 +260,16 @@ def _side_stream(device: torch.device, priority: int) -> Any:
 
 @contextlib.contextmanager
 def _stream(other: Any) -> Iterator[None]:
-    """On another stream than the current one, if there is one: for what nobody waits for before the end of the cycle.
-    What it reads must live till then: whoever held its memory next would not wait for it."""
+    """On another stream than the current one, if there is one, for work that nothing waits for before `_join`. What it
+    reads must live until then: whoever gets its memory next would not wait for it."""
     if other is None:
         yield
         return
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
         yield
+
+
+def _join(other: Any) -> None:
+    if other is not None:
+        torch.cuda.current_stream().wait_stream(other)

@@ -1,44 +1,52 @@
-"""What a cycle says: filled in by its passes on the device, and brought to the host in one transfer."""
+"""The outputs of a cycle: written by its passes on the device, and copied to the host in one transfer."""
 
 from __future__ import annotations
 
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tide_core.kernels.reference.ops import Peaks
 
+Top = tuple[Any, Any, Any]
+"""Ids [T, 20] and log-probabilities [T, 20] of the likeliest tokens, and the log-probability of the chosen one [T]."""
 
-class Said(NamedTuple):
+
+class CycleOutput(NamedTuple):
     """With K drafts of R rows, and T tokens of the deep pass."""
 
     drafted: list[list[int]]
     """[K][R] token ids."""
     following: tuple[int, ...]
-    """[T] the tokens that follow those of the deep pass."""
-    going_on: list[list[int]]
-    """[2][R] the token that each row goes on with, and its position."""
+    """[T] the token after each token of the deep pass, at full depth. A draft is accepted if it equals this token; for
+    sampled rows the rejection rule has decided that."""
+    next_state: list[list[int]]
+    """[2][R] the token each row continues with, and its position: drafts before it are accepted."""
     scores: list[list[float]]
     """[K][R] of the drafts."""
     best: list[float]
     """[T] the largest logits at full depth."""
+    top: Top | None = None
+    """Where log-probabilities are wanted."""
 
     def is_finite(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether all numbers of the first so many are, as nearly always: looked at all at once."""
+        """Whether all numbers of the first rows and tokens are finite; checked all at once."""
         return isfinite(sum(self.best[:num_tokens])) and all([isfinite(sum(row[:num_rows])) for row in self.scores])
 
 
-class CycleSaid:
-    """The tensors behind it, and what stays on the device."""
+class OutputBuffer:
+    """The tensors of a `CycleOutput`, and those that stay on the device."""
 
-    def __init__(self, rows: int, drafts: int, device: torch.device) -> None:
-        tokens, self._shape = rows * (drafts + 1), (drafts, rows)
-        self._size = 12 * (drafts * rows + tokens) + 16 * rows
+    def __init__(self, rows: int, drafts: int, device: torch.device, num_logprobs: int = 0) -> None:
+        """`num_logprobs`: how many of the likeliest tokens are reported; 0 for none."""
+        tokens, self._shape, self._num_logprobs = rows * (drafts + 1), (drafts, rows), num_logprobs
+        top = 12 * tokens * num_logprobs + (4 * tokens if num_logprobs else 0)
+        self._size = 12 * (drafts * rows + tokens) + 16 * rows + top
         self._device = torch.zeros(self._size, dtype=torch.uint8, device=device)
-        self.drafted, self.following, self.going_on, self.scores, self.best = self._split(self._device)
+        self.drafted, self.following, self.next_state, self.scores, self.best, *self.top = self._split(self._device)
         self.places = torch.zeros(self._shape, dtype=torch.int64, device=device)
-        """Of the drafts, in the shortlist."""
+        """Indices of the drafts in the shortlist."""
         self._peaks = [torch.zeros(self._shape, device=device) for _ in range(3)]
         self._unused = torch.zeros(rows, dtype=torch.int64, device=device)
         self._deep = [torch.zeros(tokens, device=device) for _ in range(2)]
@@ -46,23 +54,24 @@ class CycleSaid:
         """Of the deep pass."""
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        drafts, rows = self._shape
+        (drafts, rows), num = self._shape, self._num_logprobs
         count, tokens = drafts * rows, rows * (drafts + 1)
-        border = 8 * (count + tokens + 2 * rows)
+        border = 8 * (count + tokens + 2 * rows + tokens * num)
         wide, narrow = buffer[:border].view(torch.int64), buffer[border:].view(torch.float32)
-        drafted, following, going_on = wide[:count], wide[count : count + tokens], wide[count + tokens :]
-        scores, best = narrow[:count], narrow[count:]
-        return [drafted.view(self._shape), following, going_on.view(2, rows), scores.view(self._shape), best]
+        sizes = [count, tokens, 2 * rows, tokens * num]
+        drafted, following, next_state, top_ids = torch.split(wide, sizes)
+        scores, best, top, chosen = torch.split(narrow, [count, tokens, tokens * num, tokens if num else 0])
+        parts = [drafted.view(self._shape), following, next_state.view(2, rows), scores.view(self._shape), best]
+        return [*parts, top_ids.view(tokens, num), top.view(tokens, num), chosen] if num else parts
 
-    def peaks_of(self, ahead: int) -> Peaks:
-        """Where the peaks of one draft pass go. Which place is drafted is chosen by others, who are quicker or have
-        other wishes."""
-        best, second, total = (part[ahead] for part in self._peaks)
+    def peaks_of(self, distance: int) -> Peaks:
+        """Where the top two values and the sum of one draft pass go. Their index is not used: `choice` decides."""
+        best, second, total = (part[distance] for part in self._peaks)
         return Peaks(best, self._unused, second, total)
 
     @property
     def all_peaks(self) -> Peaks:
-        """Of all draft passes, one behind another."""
+        """Of all draft passes, one after another."""
         best, second, total = (part.flatten() for part in self._peaks)
         return Peaks(best, self.places.flatten(), second, total)
 
@@ -71,23 +80,26 @@ class CycleSaid:
         """Where those of the deep pass go."""
         return Peaks(self.best, self.following, *self._deep)
 
-    def landing(self) -> Landing:
-        """A place on the host for what is said."""
+    def host_copy(self) -> HostCopy:
+        """Pinned memory on the host for one output."""
         host = torch.zeros(self._size, dtype=torch.uint8, pin_memory=self._device.is_cuda)
-        return Landing(host, self._split(host))
+        return HostCopy(host, self._split(host))
 
-    def send(self, landing: Landing) -> None:
-        landing.host.copy_(self._device, non_blocking=True)
+    def send(self, to: HostCopy) -> None:
+        to.host.copy_(self._device, non_blocking=True)
 
 
-class Landing:
-    """Where on the host it arrives."""
+class HostCopy:
+    """One output on the host."""
 
     def __init__(self, host: torch.Tensor, parts: list[torch.Tensor]) -> None:
         self.host = host
         self._parts = [part.numpy() for part in parts]
 
-    def read(self) -> Said:
-        """Once it has arrived."""
-        drafted, following, *others = (part.tolist() for part in self._parts)
-        return Said(drafted, tuple(following), *others)
+    def read(self) -> CycleOutput:
+        """Once the copy is done. `top` stays in place: it must be read before the next launch but one."""
+        drafted, following, next_state, scores, best = (part.tolist() for part in self._parts[:5])
+        top = self._parts[5:]
+        return CycleOutput(
+            drafted, tuple(following), next_state, scores, best, (top[0], top[1], top[2]) if top else None
+        )

@@ -1,10 +1,10 @@
-"""What the host says of the rows of a cycle: one small buffer, from which the device makes all indices itself.
-
-Where rows draw at random, the buffer begins with the numbers of `cycle_draws`: they are the ones with 64 bits.
-"""
+"""The inputs of a cycle: one small buffer per shape, from which the device computes all indices itself."""
 
 from __future__ import annotations
 
+import functools
+import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,28 +13,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tide_core.batch import RowStep
-from tide_core.execution.graphs.draw_numbers import DrawNumbers, fill_numbers, num_numbers, split_numbers
-from tide_core.kernels.reference.cycle import FOR_GOOD, IF_RIGHT, NEVER
-from tide_core.request import ExitPolicy
+from tide_core.exits.accept import cycle_thresholds
+from tide_core.kernels.reference.cycle import FOR_GOOD, IF_RIGHT, NEVER, NUM_META
+from tide_core.kernels.reference.draw import NUM_SETTINGS
+from tide_core.request import ExitPolicy, Request
+from tide_core.sampling.draw import ACCEPT_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, stream_key
 
 Array = np.ndarray[Any, Any]
-NO_ROW = ((0,), (0,), (-1,), (0,))
-"""What is said of a place without a row."""
+PLAIN_STREAM = 0
+STREAMS = (PLAIN_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM)
+"""Random numbers of a sampled row: one stream each to draw a token, to draw a draft, to accept it, to replace it."""
+NO_ROW = (0, 0, -1, 0, 0, 0, 0, -1)
+"""Row metadata of a place without a row."""
 
 
 @dataclass(frozen=True, slots=True)
-class CycleRoom:
-    """What there is room for: rows, drafts of each, blocks of each. Every row may be there in several branches, each of
-    which counts as a row."""
+class CycleShape:
+    """Capacity and kind of a cycle. Every row may take part in several branches, each of which counts as a row."""
 
     rows: int
     drafts: int
     blocks: int
+    """Of each row."""
     branches: int = 1
-    remembers: bool = False
-    """Whether any of the rows may exit, so that exits keep something of the tokens."""
-    draws: bool = False
-    """Whether any of the rows draws at random. Then there are no branches."""
+    writes_exit_state: bool = False
+    """Whether any of the rows may exit."""
+    samples: bool = False
+    """Whether any of the rows is sampled. Then there are no branches."""
+    adjusts: bool = False
+    """Whether any of the rows has a bias, penalties or fewest tokens. Then there are no branches."""
+    logprobs: bool = False
+    """Whether any of the rows wants log-probabilities."""
 
     @property
     def tokens(self) -> int:
@@ -43,74 +52,106 @@ class CycleRoom:
 
     @property
     def size(self) -> int:
-        """Of the buffer, in 32-bit numbers."""
-        return self._begin + self.rows * (4 + self.blocks)
+        """Of the buffer, in 32-bit words."""
+        return self._sampling_words + self.rows * (NUM_META + self.blocks)
 
     def split(self, buffer: Any) -> tuple[Any, Any]:
-        """Of an array or a tensor: what is said about the rows [4, R], and their blocks [R, B]."""
-        border = self._begin + 4 * self.rows
-        about, tables = buffer[self._begin : border], buffer[border:]
-        return about.reshape(4, self.rows), tables.reshape(self.rows, self.blocks)
+        """Of an array or a tensor: row metadata [8, R], and the rows' blocks [R, B]."""
+        first = self._sampling_words
+        border = first + NUM_META * self.rows
+        meta, tables = buffer[first:border], buffer[border:]
+        return meta.reshape(NUM_META, self.rows), tables.reshape(self.rows, self.blocks)
 
-    def numbers(self, buffer: Any, float64: Any) -> DrawNumbers:
-        """How the rows draw; of an array or a tensor, whose own type of 64 bits is named."""
-        return split_numbers(buffer[: self._begin].view(float64), self.rows, self.drafts)
+    def sampling(self, buffer: Any, float64: Any, int64: Any) -> tuple[Any, Any]:
+        """Of an array or a tensor, with its own 64-bit types: how rows sample, [5, R] float64, and the keys of their
+        random streams, [4, R] int64."""
+        wide, border = buffer[: self._sampling_words], 2 * NUM_SETTINGS * self.rows
+        settings, keys = wide[:border].view(float64), wide[border:].view(int64)
+        return settings.reshape(NUM_SETTINGS, self.rows), keys.reshape(len(STREAMS), self.rows)
 
     @property
-    def _begin(self) -> int:
-        return 2 * num_numbers(self.rows, self.drafts) if self.draws else 0
+    def _sampling_words(self) -> int:
+        return 2 * self.rows * (NUM_SETTINGS + len(STREAMS)) if self.samples else 0
 
 
 class RowPlace(NamedTuple):
-    """A row as a cycle is told of it."""
+    """A row of a cycle."""
 
     step: RowStep
-    """Of this cycle, or of the one before it: then it is not known yet with which token it will go on, and where."""
+    """Of this cycle, or of an earlier one: then its token and position are known on the device alone."""
     drafts: int
     blocks: list[int]
-    """All that it may need."""
-    behind: int = -1
-    """Its place in the cycle before, where it goes on as that one leaves it; -1: as its step says."""
+    """All that the cycle may need."""
+    previous: int = -1
+    """Its place in the cycle before, whose next state it continues with; -1: as its step says."""
 
 
-class CycleRows:
-    """Writes rows into the host's side of a buffer, which keeps what nobody has changed since."""
+class CycleInputs:
+    """Writes rows into the host's copy of the buffer, which keeps what has not changed since the launch before."""
 
-    def __init__(self, room: CycleRoom, host: Array) -> None:
-        self._about, self._tables = room.split(host)
-        self._each = room.branches
-        self._numbers = room.numbers(host, np.float64) if room.draws else None
-        self._about[:] = NO_ROW
-        self._num_rows = 0
-        self._written: list[list[int]] = [[] for _ in range(room.rows)]
-        """What stands in the tables: most rows are the same as in the step before."""
+    def __init__(self, shape: CycleShape, host: Array) -> None:
+        self._meta, self._tables = shape.split(host)
+        self._branches = shape.branches
+        self._meta[:] = np.array(NO_ROW, dtype=np.int32)[:, None]
+        self._sampling = shape.sampling(host, np.float64, np.int64) if shape.samples else None
+        self._num_places = 0
+        self._written: list[list[int]] = [[] for _ in range(shape.rows)]
+        """Block ids in the tables: most rows have those of the step before."""
 
-    def fill(self, rows: Sequence[RowPlace]) -> list[int]:
-        """By falling number of drafts. Returns where the tokens of each place begin in the deep pass."""
-        each, written = self._each, self._written
-        about: list[tuple[int, int, int, int]] = []
+    def fill(self, rows: Sequence[RowPlace], slots: Sequence[int] | None = None) -> list[int]:
+        """By falling number of drafts; `slots`: where each row's logit adjustments are, -1 for none. Returns where the
+        tokens of each place begin in the deep pass."""
+        written = self._written
+        meta: list[tuple[int, ...]] = []
         place = 0
-        for step, drafts, blocks, behind in rows:
-            start = step.table.num_valid if behind < 0 else -1 - behind
-            of_row = step.token_ids[0], start, drafts, leaves(step.policy)
-            for _ in range(each):
+        for number, (step, drafts, blocks, previous) in enumerate(rows):
+            start = step.table.num_valid if previous < 0 else -1 - previous
+            slot = -1 if slots is None else slots[number]
+            of_row = step.token_ids[0], start, drafts, *_constants(step.request, step.policy), slot
+            for _ in range(self._branches):
                 if written[place] != blocks:  # a few times quicker than to write them again
                     self._tables[place, : len(blocks)] = written[place] = blocks
-                about.append(of_row)
+                meta.append(of_row)
                 place += 1
-        num, before = len(about), self._num_rows
-        if about:
-            self._about[:, :num] = np.array(about, dtype=np.int32).T
+        num, before = len(meta), self._num_places
+        if meta:
+            self._meta[:, :num] = np.array(meta, dtype=np.int32).T
         if num < before:
-            self._about[:, num:before] = NO_ROW
-        self._num_rows = num
-        if self._numbers is not None:
-            fill_numbers(self._numbers, [row.step for row in rows])
-        return [0, *accumulate([drafts + 1 for _, _, drafts, _ in about[:-1]])]
+            self._meta[:, num:before] = np.array(NO_ROW, dtype=np.int32)[:, None]
+        self._num_places = num
+        if self._sampling is not None:
+            self._fill_sampling(*self._sampling, rows)
+        return [0, *accumulate([of_row[2] + 1 for of_row in meta[:-1]])]
+
+    def _fill_sampling(self, settings: Array, keys: Array, rows: Sequence[RowPlace]) -> None:
+        settings[:] = 0.0  # a place without a row takes the largest logit, and no row reads it
+        for place, row in enumerate(rows):
+            params, seed = row.step.request.params, row.step.request.seed
+            min_score = cycle_thresholds(row.step.request, row.step.policy).min_score
+            settings[:, place] = params.temperature, params.top_k, params.top_p, params.min_p, min_score
+            for number, stream in enumerate(STREAMS):
+                keys[number, place] = np.uint64(stream_key(seed, stream)).astype(np.int64)
 
 
-def leaves(policy: ExitPolicy) -> int:
-    """How a row of this policy may leave early, as `cycle_plan` has it."""
-    if not policy.may_exit:
-        return NEVER
-    return IF_RIGHT if policy.exit_thresholds[0] > 1.0 else FOR_GOOD
+def _constants(request: Request, policy: ExitPolicy) -> tuple[int, int, int, int]:
+    """Row metadata that a request does not change while its policy stays."""
+    min_score = request.params.threshold
+    if policy.is_lossless and min_score is None:
+        return (IF_RIGHT if policy.may_exit else NEVER), NO_MIN_SCORE, NO_EXIT_SCORE, len(request.prompt_ids)
+    thresholds = cycle_thresholds(request, policy)
+    leaves = NEVER
+    if policy.may_exit:
+        leaves = IF_RIGHT if policy.exit_thresholds[0] > 1.0 else FOR_GOOD
+    return leaves, _bits(thresholds.min_score), _bits(thresholds.exit_score), len(request.prompt_ids)
+
+
+@functools.lru_cache(maxsize=256)
+def _bits(value: float) -> int:
+    """A float32 as the int32 with the same bits. Rounded up, so that no score below the threshold reaches it."""
+    single = np.float32(value)
+    if float(single) < value:
+        single = np.nextafter(single, np.float32(math.inf))
+    return int(struct.unpack("<i", struct.pack("<f", single))[0])
+
+
+NO_MIN_SCORE, NO_EXIT_SCORE = _bits(-math.inf), _bits(math.inf)

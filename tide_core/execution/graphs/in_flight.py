@@ -1,43 +1,93 @@
-"""Cycles on their way: which rows they run, and what becomes of them once they are read.
+"""Steps in flight: launched cycles, which rows they run, and the results of these rows once they are read.
 
-A flight is a cycle, or several of the same rows: its legs, each of which goes on where the one before it ends.
-
-A flight may be launched ahead, before the one before it was read. Then it is a guess that its rows go on: one may have
-ended meanwhile, or have lost its blocks. What the flight does for such a row is lost and harms nobody: it writes behind
-the row's end, and whoever has the blocks now writes to them later, for the device keeps the order. Whoever wants the
-results asks with `find` which rows it runs as they are now.
+An in-flight step may be launched ahead, before the one before it is read. Then it is a guess that its rows continue:
+one may have ended meanwhile, or lost its blocks. The work for such a row is lost and harms no other: it writes after
+the row's end, and the next owner of the blocks writes to them later, since the device keeps the order. `find` tells
+which rows an in-flight step runs as they are now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from math import isfinite
+from typing import NamedTuple
 
-from tide_core.batch import RowResult, RowStep
-from tide_core.execution.graphs.cycle_graph import Side
-from tide_core.execution.graphs.cycle_output import Said
+from tide_core.batch import DraftCounts, RowResult, RowStep, TokenResult
+from tide_core.execution.graphs.cycle_graph import HostBuffer
+from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace
-from tide_core.execution.graphs.launch_depth import Pace
-from tide_core.exits.accept import Drafted, Settler, make_result
+from tide_core.execution.graphs.launch_depth import LaunchDepth
+from tide_core.exits.accept import Thresholds, cycle_thresholds
+from tide_core.request import Audit
+
+ReadResults = Callable[[], list[RowResult]]
+NOT_READY = RowResult()
+NO_SCORE = (None,)
+ByPlace = list[tuple[tuple[float, ...], tuple[int, ...]]]
+"""Scores and tokens of the drafts of each place."""
+
+
+class Launched:
+    """Rows that were launched. More rows than one launch can hold go in several, each when the one before is read."""
+
+    def __init__(
+        self,
+        rows: Sequence[RowStep],
+        groups: list[list[int]],
+        launch: Callable[[list[RowStep]], ReadResults],
+        running: tuple[list[int], ReadResults] | None = None,
+        is_done: Callable[[], bool] | None = None,
+    ) -> None:
+        """`running` is launched already. With `is_done`, rows that are not done yet are not waited for."""
+        self._rows, self._groups, self._launch = rows, groups, launch
+        self._running = self._next() if running is None else running
+        self._is_done = is_done
+
+    def _next(self) -> tuple[list[int], ReadResults] | None:
+        if not self._groups:
+            return None
+        group = self._groups.pop(0)
+        return group, self._launch([self._rows[index] for index in group])
+
+    def results(self) -> list[RowResult]:
+        """Wait for the device; one result for each row."""
+        found: dict[int, RowResult] = {}
+        if self._is_done is not None and not self._is_done():
+            self._running = None
+        while self._running is not None:
+            group, read = self._running
+            found.update(zip(group, read(), strict=True))
+            self._running = self._next()
+        return [found.get(index, NOT_READY) for index in range(len(self._rows))]
+
+
+class Layers(NamedTuple):
+    """Layers that the tokens of a cycle run."""
+
+    exit_layer: int
+    num_layers: int
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One launch. `each`: branches of every row, which come one behind another."""
+class InFlightStep:
+    """One launch. The branches of a row have adjacent places."""
 
     rows: Sequence[RowPlace]
-    each: int
-    side: Side
+    branches: int
+    host: HostBuffer
     begins: Sequence[int]
     """Where the tokens of each place begin in the deep pass."""
-    settler: Settler
-    legs: int = 1
-    pace: Pace | None = None
-    """That it was launched at."""
-    ahead: Flight | None = None
-    """What was launched behind this one before this one was read."""
+    layers: Layers
+    num_cycles: int = 1
+    depth: LaunchDepth | None = None
+    """The launch depth it was launched with."""
+    next: InFlightStep | None = None
+    """What was launched after this step before it was read."""
     _starts: list[tuple[int, int]] = field(default_factory=list)
-    """Token and position that the rows had when it ran, once that is known."""
+    """Token and position that the rows had when it ran, once these are known."""
 
     @property
     def drafts(self) -> int:
@@ -45,8 +95,8 @@ class Flight:
         return self.rows[0].drafts
 
     def find(self, rows: Sequence[RowStep]) -> dict[int, int]:
-        """Where the rows are that it runs as they are now, with the token and at the position that the device ran them
-        with: by their index, their number here."""
+        """Index of each row in the launch, for rows that it runs as they are now: with the token and at the position
+        that the device had."""
         mine, starts = self.rows, self._starts
         numbers = {id(place.step.table): number for number, place in enumerate(mine)}
         found: dict[int, int] = {}
@@ -55,133 +105,147 @@ class Flight:
             number = numbers.get(id(table))
             if number is None or len(token_ids) != 1 or starts[number] != (token_ids[0], table.lengths[-1]):
                 continue
-            if is_still(mine[number].step, mine[number].blocks, row):
+            if is_unchanged(mine[number].step, mine[number].blocks, row):
                 found[index] = number
         return found
 
-    def results(self, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
-        """Wait for the device. Of the rows that `find` has found, in the order of `wanted`."""
-        legs = self.side.read()
-        if self.ahead is not None:
-            self.ahead.learn(legs[-1])
-        if len(legs) == 1:
-            return self._leg(legs[0], wanted, rows)
-        found = self._sound_legs(legs, wanted, rows)
-        others = {index: number for index, number in wanted.items() if index not in found}
-        if others:
-            went_on = list(zip(*[zip(*said.going_on, strict=True) for said in legs], strict=True))
-            results = zip(*[self._leg(said, others, rows) for said in legs], strict=True)
-            for (index, number), of_row in zip(others.items(), results, strict=True):
-                found[index] = join(rows[index], of_row, went_on[number])
-        return [found[index] for index in wanted]
-
-    def _sound_legs(
-        self, legs: Sequence[Said], wanted: Mapping[int, int], rows: Sequence[RowStep]
-    ) -> dict[int, RowResult]:
-        """What `join` makes of rows of which the device knows all, so that it need not be found out again how many of
-        their drafts are right: by their index. Left out are those of which it does not."""
-        num, end = len(self.begins), self.begins[-1] + self.rows[-1].drafts + 1
-        if not all([said.is_finite(num, end) for said in legs]):
-            return {}
-        columns = [(said.going_on[1], said.following, *self._by_place(said)) for said in legs]
-        found: dict[int, RowResult] = {}
-        for index, number in wanted.items():
-            step, drafts, begin = rows[index], self.rows[number].drafts, self.begins[number]
-            end_ids = step.request.end_ids
-            is_sound = step.policy.is_lossless and step.request.params.threshold is None
-            before, gains = step.table.lengths[-1], tuple[int, ...]()
-            token_ids, of_drafts = tuple[int, ...](), tuple[float | None, ...]()
-            for positions, following, scores, drafted in columns:
-                position, mine = positions[number], scores[number]
-                gained, before = position - before, position
-                is_sound = is_sound and 0 < gained <= drafts + 1 and end_ids.isdisjoint(drafted[number])
-                token_ids += following[begin : begin + gained]
-                of_drafts += mine[:gained] if gained <= drafts else (*mine[:drafts], None)
-                gains += (gained,)
-            if is_sound and end_ids.isdisjoint(token_ids):
-                found[index] = self.settler.legs(drafts, gains, token_ids, of_drafts)
-        return found
-
-    def _by_place(self, said: Said) -> tuple[list[tuple[float, ...]], list[tuple[int, ...]]]:
-        """Scores and tokens of the drafts of each place."""
-        if not self.drafts:
-            return [()] * len(self.begins), [()] * len(self.begins)
-        return list(zip(*said.scores, strict=True)), list(zip(*said.drafted, strict=True))
-
-    def _leg(self, said: Said, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
-        if not self.drafts:
-            best, best_ids = said.best, said.following
-            return [self.settler.plain(best[number], best_ids[number]) for number in wanted.values()]
-        by_place = list(zip(*self._by_place(said), strict=True))
-        is_finite = said.is_finite(len(self.begins), self.begins[-1] + self.rows[-1].drafts + 1)
-        return [self._result(rows[index], number, said, by_place, is_finite) for index, number in wanted.items()]
-
-    def learn(self, said: Said) -> None:
-        """Hear what the last cycle before has said: where the rows went on."""
-        tokens, positions = said.going_on
+    def learn_starts(self, previous: CycleOutput) -> None:
+        """Where the rows started, from the output of the last cycle before."""
+        tokens, positions = previous.next_state
         self._starts = [
-            (step.token_ids[0], step.table.num_valid) if behind < 0 else (tokens[behind], positions[behind])
-            for step, _, _, behind in self.rows
+            (step.token_ids[0], step.table.num_valid) if place < 0 else (tokens[place], positions[place])
+            for step, _, _, place in self.rows
         ]
 
-    def _result(
-        self, step: RowStep, number: int, said: Said, by_place: Sequence[Drafted], is_finite: bool
+    def results(self, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
+        """Wait for the device. Results of the rows that `find` returned, in the order of `wanted`."""
+        outputs = self.host.read()
+        if self.next is not None:
+            self.next.learn_starts(outputs[-1])
+        num_tokens = self.begins[-1] + self.rows[-1].drafts + 1
+        finite = all([output.is_finite(len(self.begins), num_tokens) for output in outputs])
+        by_place = [self._by_place(output) for output in outputs]
+        results = []
+        for index, number in wanted.items():
+            step = rows[index]
+            params, policy = step.request.params, step.policy
+            usual = finite and policy.is_lossless and params.threshold is None and params.logprobs is None
+            result = self._usual_result if usual else self._any_result
+            results.append(result(step, number, outputs, by_place))
+        return results
+
+    def _usual_result(
+        self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
     ) -> RowResult:
-        drafts, place, each = self.rows[number].drafts, number * self.each, self.each
-        # The branch whose first draft is what full depth says. A token that leaves for good is the likeliest.
-        if each > 1 and step.policy.exit_thresholds[0] > 1.0:
-            place += branch_of(said.following[self.begins[place]], said.drafted[0][place : place + each])
-        begin = self.begins[place]
-        end = begin + drafts + 1
-        what = by_place[place], said.best[begin:end], said.following[begin:end]
-        return self.settler.row(step, drafts, *what, branches=each, is_finite=is_finite)
+        """Where all drafts count and each accepted one is the full-depth token: `_any_result` without a loop over
+        tokens."""
+        drafts, start = self.rows[number].drafts, step.table.lengths[-1]
+        token_ids: tuple[int, ...] = ()
+        scores: tuple[float | None, ...] = ()
+        gains: tuple[int, ...] = ()
+        for output, drafted in zip(outputs, by_place, strict=True):
+            place = self._place(number, output)
+            position, begin = output.next_state[1][place], self.begins[place]
+            gained, start = position - start, position
+            token_ids += output.following[begin : begin + gained]
+            if drafts:
+                mine = drafted[place][0]
+                scores += mine[:gained] if gained <= drafts else (*mine[:drafts], None)
+            else:
+                scores += NO_SCORE
+            gains += (gained,)
+        exit_layers, layers_run, counts = _outcome(self.layers, drafts, self.branches, gains)
+        return RowResult(token_ids, exit_layers, scores, len(token_ids), layers_run, counts)
+
+    def _any_result(
+        self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
+    ) -> RowResult:
+        """Token by token: thresholds, audits, log-probabilities, and numbers that are not finite."""
+        drafts, start = self.rows[number].drafts, step.table.lengths[-1]
+        thresholds = cycle_thresholds(step.request, step.policy)
+        tokens: list[TokenResult] = []
+        counts: list[DraftCounts] = []
+        layers_run, error = 0, None
+        for output, drafted in zip(outputs, by_place, strict=True):
+            place = self._place(number, output)
+            scores, draft_ids = drafted[place] if drafts else ((), ())
+            begin, position = self.begins[place], output.next_state[1][place]
+            accepted, start = position - start - 1, position
+            counted = _num_counted(scores[:drafts], thresholds)
+            is_fault = counted < drafts and not isfinite(scores[counted])
+            layers_run += _outcome(self.layers, drafts, self.branches, (1,))[1]
+            for distance in range(accepted + 1):
+                best = output.best[begin + distance]
+                if not isfinite(best):
+                    error = f"numerical_error: the largest logit of the row is {best}"
+                    accepted = distance
+                    break
+                score = scores[distance] if distance < drafts else None
+                following = output.following[begin + distance]
+                token = TokenResult(following, self.layers.num_layers, score=score)
+                if distance < accepted:
+                    draft = draft_ids[distance]
+                    audit = Audit.VERIFIED
+                    if score is not None and thresholds.leaves(score):
+                        audit = Audit.AGREED if draft == following else Audit.DISAGREED
+                    token = TokenResult(draft, self.layers.exit_layer, score=score, audit=audit)
+                tokens.append(_with_logprobs(token, output, begin + distance, step.request.params.logprobs))
+            counts.append(DraftCounts(counted, accepted, int(is_fault), drafts))
+            if error is not None:
+                break
+        if error is not None and tokens:  # the text may end with these; if not, the next step fails too
+            return RowResult.of(tokens, len(tokens), layers_run, tuple(counts))
+        return RowResult.of(tokens, max(len(tokens), 1), layers_run, tuple(counts), error)
+
+    def _place(self, number: int, output: CycleOutput) -> int:
+        """The place of a row: with branches, of the one whose first draft is the full-depth token, or else the first. A
+        row that may leave for good drafts the likeliest token."""
+        place = number * self.branches
+        if self.branches == 1 or self.rows[number].step.policy.exit_thresholds[0] <= 1.0:
+            return place
+        return place + branch_of(output.following[self.begins[place]], output.drafted[0][place : place + self.branches])
+
+    def _by_place(self, output: CycleOutput) -> ByPlace:
+        if not self.drafts:
+            return []
+        return list(zip(zip(*output.scores, strict=True), zip(*output.drafted, strict=True), strict=True))
 
 
-def join(step: RowStep, legs: Sequence[RowResult], went_on: Sequence[tuple[int, int]]) -> RowResult:
-    """What the legs of a flight give a row, up to the one in which its text ends, and as long as the device went on
-    behind each leg with the token and at the position that follow from it: what it cannot know, a score or a logit that
-    is no number, ends it too."""
-    first, *others = legs
-    request, last = step.request, first
-    token_ids, exit_layers, scores, counts = first.token_ids, first.exit_layers, first.scores, first.counts
-    num_valid, layers_run = first.num_valid, first.layers_run
-    start, left = step.table.lengths[-1], request.params.max_tokens - len(step.output_ids)
-    for leg, going_on in zip(others, went_on, strict=False):
-        if leg.error is not None or (token_ids[-1:], start + num_valid) != ((going_on[0],), going_on[1]):
-            break
-        if len(token_ids) >= left or not request.end_ids.isdisjoint(last.token_ids):
-            break
-        token_ids += leg.token_ids
-        exit_layers += leg.exit_layers
-        scores += leg.scores
-        counts += leg.counts
-        num_valid += leg.num_valid
-        layers_run += leg.layers_run
-        last = leg
-    if last is first:
-        return first
-    return make_result(token_ids, exit_layers, scores, num_valid, layers_run, counts)
+def is_unchanged(launched: RowStep, blocks: list[int], row: RowStep) -> bool:
+    """Whether a row is the one that was launched, and its blocks begin with those that it had."""
+    same = launched.request is row.request and launched.policy is row.policy
+    return same and row.table.block_ids[: len(blocks)] == blocks
 
 
-def find_rows(told: Sequence[RowStep], blocks: Sequence[list[int]], rows: Sequence[RowStep]) -> dict[int, int]:
-    """Which rows are those that a launch was told of, with these blocks, and still are: by their index, the number it
-    has given them."""
-    numbers = {id(row.table): number for number, row in enumerate(told)}
-    found: dict[int, int] = {}
-    for index, row in enumerate(rows):
-        number = numbers.get(id(row.table))
-        if number is None:
-            continue
-        if is_still(told[number], blocks[number], row):
-            found[index] = number
-    return found
+def branch_of(token_id: int, tried: Sequence[int]) -> int:
+    """The first branch that tried this token, or else the first of all."""
+    return tried.index(token_id) if token_id in tried else 0
 
 
-def is_still(told: RowStep, blocks: list[int], row: RowStep) -> bool:
-    """Whether a row is the one that a launch was told of, and its blocks begin with those that it had."""
-    return told.request is row.request and told.policy is row.policy and row.table.block_ids[: len(blocks)] == blocks
+@functools.cache
+def _outcome(
+    layers: Layers, drafts: int, branches: int, gains: tuple[int, ...]
+) -> tuple[tuple[int, ...], int, tuple[DraftCounts, ...]]:
+    """Exit layers, layers run and draft counts of a row that gains so many tokens in each cycle, all drafts counting.
+    The same few for all rows and steps."""
+    exit_layers = chain(*[(*[layers.exit_layer] * (gained - 1), layers.num_layers) for gained in gains])
+    layers_run = branches * (drafts * layers.exit_layer + (drafts + 1) * layers.num_layers) * len(gains)
+    return tuple(exit_layers), layers_run, tuple([DraftCounts(drafts, gained - 1, 0, drafts) for gained in gains])
 
 
-def branch_of(right: int, tried: Sequence[int]) -> int:
-    """The branch that has tried what is right first, or else the first."""
-    return tried.index(right) if right in tried else 0
+def _num_counted(scores: Sequence[float], thresholds: Thresholds) -> int:
+    for number, score in enumerate(scores):
+        if not thresholds.counts(score):
+            return number
+    return len(scores)
+
+
+def _with_logprobs(token: TokenResult, output: CycleOutput, place: int, num: int | None) -> TokenResult:
+    """The k likeliest tokens are listed best first, equals by lower id; tokens the model rules out are not listed."""
+    if num is None:
+        return token
+    assert output.top is not None
+    ids, logprobs, chosen = (part[place].tolist() for part in output.top)
+    ranked = sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))[:num]
+    top = tuple([pair for pair in ranked if isfinite(pair[1])])
+    return TokenResult(token.token_id, token.exit_layer, chosen, top, token.score, token.audit)

@@ -10,7 +10,7 @@ import torch
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import random_prompts
 from tide_core.engine.assemble import Parts
-from tide_core.execution.graphs.cycle import CapturedCycles
+from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.exits.audit import AuditBook
 from tide_core.kernels import CudaKernels
 from tide_core.request import SamplingParams
@@ -25,11 +25,11 @@ def cycle_parts(artefact: dict[str, Any], *, capture: bool, dtype: str = "bfloat
     parts = exit_parts("qwen3", easy=easy, artefact=artefact, device="cuda", dtype=dtype, max_rows=8)
     parts.core.audits = AuditBook(delta=1e-300)  # when a bound breaks is a matter of which rows came first
     runner = parts.runner
-    assert runner._cycles is not None, "cycles of such a model are captured"
+    assert runner.cycles._graphs is not None, "cycles of such a model are captured"
     assert isinstance(runner.kernels, CudaKernels)
     if not capture:
         parts_of_it = runner.adapter, runner.cache, runner.kernels, runner.exits
-        runner._cycles = CapturedCycles(*parts_of_it, branches=True, capture=False)
+        runner.cycles._graphs = GraphCycles(*parts_of_it, branches=True, capture=False)
     return parts
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.exit_engines import all_ids, exit_parts, fixed_paces, poisoned
+from tests.engine.exit_engines import all_ids, exit_parts, fixed_depths, poisoned
 from tests.factories import random_prompts
-from tide_core.execution.graphs.cycle import CapturedCycles
-from tide_core.execution.graphs.in_flight import Flight
+from tide_core.execution.graphs.cycle import GraphCycles
+from tide_core.execution.graphs.in_flight import InFlightStep
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def answers(prompts: Any, params: Any, *, ahead: bool, legs: int = 1, **settings
     parts.core.scheduler.runs_ahead = ahead
     assert parts.runner.cycles is not None
     if legs > 1:  # or as many as it takes
-        parts.runner.cycles.paces = fixed_paces(legs)
+        parts.runner.cycles.depths = fixed_depths(legs)
     with poisoned(parts) as engine:
         found = [engine.generate(prompts, params) for _ in range(2)]  # the second time all is captured
     parts.core.check_idle()
@@ -37,12 +37,12 @@ def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
 ) -> None:
     ahead: list[int] = []
     num_legs: list[int] = []
-    fly = CapturedCycles._fly
+    fly = GraphCycles._launch
 
-    def launched(self: CapturedCycles, rows: Any, legs: int = 1) -> Flight:
-        ahead.append(sum(row.behind >= 0 for row in rows))
+    def launched(self: GraphCycles, rows: Any, legs: int = 1) -> InFlightStep:
+        ahead.append(sum(row.previous >= 0 for row in rows))
         flight = fly(self, rows, legs)
-        num_legs.append(flight.legs)
+        num_legs.append(flight.num_cycles)
         return flight
 
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(12, 50))]
@@ -54,7 +54,7 @@ def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
         for i in range(12)
     ]
     expected = [ids[: ids.index(ends[i]) + 1] if i % 3 == 1 else ids for i, ids in enumerate(expected)]
-    monkeypatch.setattr(CapturedCycles, "_fly", launched)
+    monkeypatch.setattr(GraphCycles, "_launch", launched)
     found = answers(prompts, params, ahead=True, legs=legs, max_rows=max_rows, dtype=dtype, prefix_caching=False)
     assert found == expected
     assert sum(map(bool, ahead)) > len(ahead) // 2

@@ -10,7 +10,7 @@ from tests.engine.exit_engines import all_ids, exit_parts, poisoned
 from tests.factories import random_prompts
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Completion
-from tide_core.execution.graphs.prompts import CapturedPrompts
+from tide_core.execution.graphs.prompts import GraphPrompts
 from tide_core.kernels import CudaKernels
 from tide_core.request import SamplingParams
 
@@ -28,7 +28,7 @@ def prompt_parts(*, capture: bool = True, dtype: str = "bfloat16", **settings: A
     assert isinstance(runner.kernels, CudaKernels)
     assert runner.prompts is not None, "prompts of such a model are captured"
     if not capture:
-        runner._prompts = CapturedPrompts(runner.adapter, runner.cache, runner.kernels, runner.exits, capture=False)
+        runner._prompts = GraphPrompts(runner.adapter, runner.cache, runner.kernels, runner.exits, capture=False)
     return parts
 
 

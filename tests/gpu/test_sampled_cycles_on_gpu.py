@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.exit_engines import all_ids, exit_layers, poisoned
 from tests.factories import random_prompts
-from tests.gpu.test_captured_cycles_on_gpu import BLOCK, cycle_parts
-from tide_core.execution.graphs.cycle import CapturedCycles, Started
+from tests.gpu.test_graph_cycles_on_gpu import BLOCK, cycle_parts
+from tide_core.execution.graphs.cycle import GraphCycles, Launched
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -28,13 +28,13 @@ def test_a_replayed_cycle_draws_what_its_passes_draw_op_by_op(
     kind: dict[str, Any], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    start = CapturedCycles.start
+    start = GraphCycles.start
 
-    def counted(self: CapturedCycles, rows: Any, **how: Any) -> Started:
+    def counted(self: GraphCycles, rows: Any, **how: Any) -> Launched:
         taken.append(len(rows))
         return start(self, rows, **how)
 
-    monkeypatch.setattr(CapturedCycles, "start", counted)
+    monkeypatch.setattr(GraphCycles, "start", counted)
     params, answers = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **kind), []
     for capture in (False, True):
         with poisoned(cycle_parts(BLOCK, capture=capture)) as engine:
