@@ -69,6 +69,7 @@ def twin_kernels() -> CudaKernels:
         plan_cycle=cycle_plan.plan_cycle,
         pending_tokens=cycle_plan.pending_tokens,
         carry_on=cycle_plan.carry_on,
+        accept_drafts=cycle_plan.accept_drafts,
         nth_best=branching.nth_best,
         slot_copier=branching.slot_copier,
         draw=draw_plan.draw,

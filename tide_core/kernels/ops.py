@@ -177,6 +177,7 @@ class CudaKernels(Kernels):
     plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     carry_on: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
     """`tide_core.kernels.reference.cycle` says what these make."""
     nth_best: Callable[..., Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], CopySlots]

@@ -74,6 +74,7 @@ def cuda_kernels() -> CudaKernels:
         plan_cycle=cycle.plan_cycle,
         pending_tokens=cycle.pending_tokens,
         carry_on=cycle.carry_on,
+        accept_drafts=cycle.accept_drafts,
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
         draw=draws.draw,
