@@ -339,6 +339,13 @@ void accept_drafts(Address row_meta, Address starts, Address positions, Address 
         stream_of(stream));
 }
 
+void draw_numbers(Address keys, Address starts, Address positions, Address row_meta, Address numbers, int64_t rows,
+                  int64_t distances, Address stream) {
+    tide::cuda::draw_numbers({in<int64_t>(keys), in<int32_t>(starts), in<int64_t>(positions), in<int32_t>(row_meta),
+                              out<double>(numbers), rows, distances},
+                             stream_of(stream));
+}
+
 // 0 where there is no driver.
 int device_count() {
     int count = 0;
@@ -385,6 +392,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("draw", &draw, no_gil, "A place in each row of logits, drawn as its settings say.");
     m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle stay, and what comes instead of others.");
     m.def("accept_drafts", &accept_drafts, no_gil, "The token that follows the accepted drafts of each row.");
+    m.def("draw_numbers", &draw_numbers, no_gil, "The random numbers of every row in a cycle.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },

@@ -41,4 +41,19 @@ struct AcceptDraftsParams {
 
 void accept_drafts(const AcceptDraftsParams& params, cudaStream_t stream);
 
+constexpr int kDrawStreams = 4;  // of random numbers that a row has
+
+// The random numbers of every row in a cycle: those of tide_core/sampling/draw.py, bit for bit.
+struct DrawNumbersParams {
+    const int64_t* keys;       // [kDrawStreams, rows], bits of unsigned numbers
+    const int32_t* starts;     // [rows + 1]
+    const int64_t* positions;  // [tokens]
+    const int32_t* row_meta;
+    double* numbers;  // [kDrawStreams, distances, rows], in [0, 1)
+    int64_t rows;
+    int64_t distances;  // drafts + 1
+};
+
+void draw_numbers(const DrawNumbersParams& params, cudaStream_t stream);
+
 }  // namespace tide::cuda

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tide_core.kernels.reference import cycle
+from tide_core.kernels.reference.draw import NUM_STREAMS
 
 SHAPES = [(1, 1, 0, 1), (1, 2, 5, 1), (3, 4, 3, 1), (5, 8, 15, 1), (64, 64, 3, 1), (130, 256, 2, 1), (0, 2, 2, 1)]
 """Rows, places for rows, drafts, branches."""
@@ -59,6 +60,13 @@ def row_case(seed: int, num_rows: int, places: int, drafts: int, branches: int =
     drafted = random.integers(0, vocab_size, (drafts, places))
     following = random.integers(0, vocab_size, tokens)
     return RowCase(*(torch.from_numpy(part) for part in (meta, starts, positions, drafted, scores, following)))
+
+
+def keys_of(seed: int, places: int) -> Tensor:
+    """Keys of four streams of each row, [4, R]: any bits, all zeros and all ones among them."""
+    keys = np.random.default_rng(seed).integers(-(2**63), 2**63, (NUM_STREAMS, places), dtype=np.int64)
+    keys.flat[0], keys.flat[-1] = 0, -1
+    return torch.from_numpy(keys)
 
 
 def next_state_of(case: RowCase) -> tuple[Tensor, Tensor]:

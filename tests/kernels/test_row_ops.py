@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from tests.kernels.row_cases import BRANCHED_SHAPES, SHAPES, RowCase, next_state_of, row_case
+from tests.kernels.row_cases import BRANCHED_SHAPES, SHAPES, RowCase, keys_of, next_state_of, row_case
 from tide_core.kernels.reference import cycle
+from tide_core.kernels.reference import draw as draw_plan
+from tide_core.sampling.draw import stream_key, uniform, uniforms
 
 
 def thresholds(case: RowCase, r: int) -> tuple[float, float]:
@@ -85,3 +88,27 @@ def test_a_draft_needs_its_least_score_and_a_high_one_needs_no_comparison(
     cycle.accept_drafts(*case, 1, carried, next_state)
     assert next_state[1, 0] == case.row_meta[cycle.START, 0] + accepted + 1
     assert next_state[0, 0] == case.following[accepted]
+
+
+@pytest.mark.parametrize(("num_rows", "places", "drafts", "branches"), SHAPES)
+def test_the_random_numbers_of_a_cycle_are_those_of_the_sampler(
+    num_rows: int, places: int, drafts: int, branches: int
+) -> None:
+    case, keys = row_case(2, num_rows, places, drafts), keys_of(3, places)
+    found = torch.full((draw_plan.NUM_STREAMS, drafts + 1, places), 77.0, dtype=torch.float64)
+    draw_plan.draw_numbers(keys, case.starts, case.positions, case.row_meta, found)
+    meta = case.row_meta[:, :num_rows].numpy()
+    outputs = (meta[cycle.START] + 1 - meta[cycle.PROMPT_LEN]).astype(np.uint64)
+    steps = outputs + np.arange(drafts + 1, dtype=np.uint64)[:, None]
+    expected = uniforms(keys[:, None, :num_rows].numpy().view(np.uint64), steps)
+    assert np.array_equal(found[..., :num_rows].numpy(), expected)
+    assert (found[..., num_rows:] == 0.0).all()
+
+
+def test_a_step_is_the_number_of_output_tokens_with_the_drafts_before() -> None:
+    case = row_case(3, 1, 1, 2)
+    case.row_meta[cycle.PROMPT_LEN, 0] = int(case.positions[0]) - 4  # the newest token is the fifth of the output
+    keys = torch.from_numpy(np.array([[stream_key(7, stream)] for stream in range(4)], dtype=np.uint64).view(np.int64))
+    found = torch.zeros(4, 3, 1, dtype=torch.float64)
+    draw_plan.draw_numbers(keys, case.starts, case.positions, case.row_meta, found)
+    assert found[..., 0].tolist() == [[uniform(7, 5 + d, stream) for d in range(3)] for stream in range(4)]

@@ -73,6 +73,7 @@ def twin_kernels() -> CudaKernels:
         nth_best=branching.nth_best,
         slot_copier=branching.slot_copier,
         draw=draw_plan.draw,
+        draw_numbers=draw_plan.draw_numbers,
         verify_drawn=draw_plan.verify_drawn,
         takes=takes,
         attend_joined=attend_joined,

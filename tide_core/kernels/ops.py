@@ -184,7 +184,8 @@ class CudaKernels(Kernels):
     """`tide_core.kernels.reference.branches` says what these do."""
     draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
-    """`tide_core.kernels.reference.draw` says what both mean."""
+    draw_numbers: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """`tide_core.kernels.reference.draw` defines these."""
     takes: Callable[[Tensor, Tensor], bool]
     """Whether `attend` knows keys and values as these pools hold them."""
     attend_joined: AttendJoinedOp

@@ -78,6 +78,7 @@ def cuda_kernels() -> CudaKernels:
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
         draw=draws.draw,
+        draw_numbers=draws.draw_numbers,
         verify_drawn=draws.verify_drawn,
         takes=cuda.takes,
         attend_joined=cuda.attend_joined,
