@@ -8,6 +8,7 @@
 #include "cuda/draw.h"
 #include "cuda/ops.h"
 #include "cuda/plan_cycle.h"
+#include "cuda/row_meta.h"
 #include "cuda/small_ops.h"
 #include "released_gil.h"
 
@@ -329,6 +330,22 @@ void verify_drawn(int dtype, Address logits, Address sources, Address num_tokens
     tide::cuda::verify_drawn(dtype_of(dtype), params, stream_of(stream));
 }
 
+void accept_drafts(Address row_meta, Address starts, Address positions, Address drafted, Address scores,
+                   Address following, Address carried, Address next_state, int64_t rows, int64_t drafts,
+                   int64_t branches, Address stream) {
+    tide::cuda::accept_drafts(
+        {in<int32_t>(row_meta), in<int32_t>(starts), in<int64_t>(positions), in<int64_t>(drafted), in<float>(scores),
+         in<int64_t>(following), out<int32_t>(carried), out<int64_t>(next_state), rows, drafts, branches},
+        stream_of(stream));
+}
+
+void draw_numbers(Address keys, Address starts, Address positions, Address row_meta, Address numbers, int64_t rows,
+                  int64_t distances, Address stream) {
+    tide::cuda::draw_numbers({in<int64_t>(keys), in<int32_t>(starts), in<int64_t>(positions), in<int32_t>(row_meta),
+                              out<double>(numbers), rows, distances},
+                             stream_of(stream));
+}
+
 // 0 where there is no driver.
 int device_count() {
     int count = 0;
@@ -374,6 +391,8 @@ PYBIND11_MODULE(_cuda, m) {
           "Normed states beside normed deep states, plus the row of their distance.");
     m.def("draw", &draw, no_gil, "A place in each row of logits, drawn as its settings say.");
     m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle stay, and what comes instead of others.");
+    m.def("accept_drafts", &accept_drafts, no_gil, "The token that follows the accepted drafts of each row.");
+    m.def("draw_numbers", &draw_numbers, no_gil, "The random numbers of every row in a cycle.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },

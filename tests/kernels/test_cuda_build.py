@@ -35,9 +35,11 @@ print("devices", module.device_count(), "architectures", module.architectures())
 if module.device_count() == 0:
     from tests.kernels.library_cases import library_cases
     from tests.kernels.test_cuda_checks import ARGUMENTS
-    from tide_core.kernels import cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined
+    from tests.kernels.test_row_op_checks import ROW_OPS
+    from tide_core.kernels.cuda import attention, branches as cuda_branches, cycle as cuda_cycle, draw as cuda_draw
+    from tide_core.kernels.cuda import exits, joined, ops as cuda
     from tide_core.kernels.reference.draw import DrawnCycle
-    for wrappers in (cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined):
+    for wrappers in (cuda, attention, cuda_branches, cuda_cycle, cuda_draw, exits, joined):
         wrappers.home = lambda tensor: tensor.device
         wrappers.module = lambda: module
         wrappers.launch = lambda device, op, *arguments: getattr(module, op)(*arguments, 0)
@@ -50,6 +52,7 @@ if module.device_count() == 0:
     calls += [of_a_cycle(cuda_branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
     calls += [of_a_cycle(cuda_draw.draw, "draw")]
     calls += [of_a_cycle(cuda_draw.verify_drawn, "verify_drawn", lambda logits, *of: (logits, DrawnCycle(*of)))]
+    calls += [(op, lambda run=run, arguments=arguments: run(**arguments())) for op, (run, arguments) in ROW_OPS.items()]
     for op, call in calls:
         try:
             call()

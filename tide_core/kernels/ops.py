@@ -177,13 +177,15 @@ class CudaKernels(Kernels):
     plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     carry_on: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
     """`tide_core.kernels.reference.cycle` says what these make."""
     nth_best: Callable[..., Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], CopySlots]
     """`tide_core.kernels.reference.branches` says what these do."""
     draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
-    """`tide_core.kernels.reference.draw` says what both mean."""
+    draw_numbers: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """`tide_core.kernels.reference.draw` defines these."""
     takes: Callable[[Tensor, Tensor], bool]
     """Whether `attend` knows keys and values as these pools hold them."""
     attend_joined: AttendJoinedOp

@@ -60,6 +60,48 @@ def carry_on(
     launch(device, "carry_on", *addresses, rows, drafts, branches)
 
 
+def accept_drafts(
+    row_meta: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    drafted: Tensor,
+    scores: Tensor,
+    following: Tensor,
+    branches: int,
+    carried: Tensor,
+    next_state: Tensor,
+) -> None:
+    """The token that follows the accepted drafts of each row and its position, into `carried` [2, MOST_ROWS], int32,
+    and into `next_state` [2, R], int64."""
+    device = home(row_meta)
+    checks.refuse(meta_faults(row_meta, device))
+    checks.refuse([checks.dims_fault("drafted", drafted, 2)])
+    rows, drafts, tokens = row_meta.shape[1], drafted.shape[0], following.numel()
+    if branches < 1 or rows % branches:
+        raise ValueError(f"branches: got {branches}, expected a divisor of {rows} rows")
+    for name, tensor, kind, shape, letters in (
+        ("starts", starts, torch.int32, (rows + 1,), "[R + 1]"),
+        ("positions", positions, torch.int64, (tokens,), "[T]"),
+        ("drafted", drafted, torch.int64, (drafts, rows), "[K, R]"),
+        ("scores", scores, torch.float32, (drafts, rows), "[K, R]"),
+        ("following", following, torch.int64, (tokens,), "[T]"),
+        ("carried", carried, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
+        ("next_state", next_state, torch.int64, (2, rows), "[2, R]"),
+    ):
+        checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
+    tensors = row_meta, starts, positions, drafted, scores, following, carried, next_state
+    launch(device, "accept_drafts", *(at(tensor) for tensor in tensors), rows, drafts, branches)
+
+
+def meta_faults(row_meta: Tensor, device: torch.device) -> checks.Faults:
+    """Of `row_meta` [8, R] int32, with at most as many rows as a kernel has threads."""
+    yield checks.dims_fault("row_meta", row_meta, 2)
+    rows = row_meta.shape[1]
+    yield from checks.exact_faults("row_meta", row_meta, torch.int32, (cycle_plan.NUM_META, rows), "[8, R]", device)
+    if rows > cycle_plan.MOST_ROWS:
+        yield checks.shape_error("row_meta", row_meta, f"[8, R] with at most {cycle_plan.MOST_ROWS} rows")
+
+
 def plan_cycle(
     about: Tensor,
     carried: Tensor,

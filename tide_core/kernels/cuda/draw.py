@@ -8,8 +8,9 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.checks import DTYPE_CODES, Faults
 from tide_core.kernels.cuda import checks as cuda_checks
+from tide_core.kernels.cuda.cycle import meta_faults
 from tide_core.kernels.cuda.launch import at, home, launch, row_stride
-from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_HEAD, NUM_SETTINGS, DrawnCycle
+from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_HEAD, NUM_SETTINGS, NUM_STREAMS, DrawnCycle
 
 
 def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,23 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
         row_stride(logits),
     )
     return best, tokens
+
+
+def draw_numbers(keys: Tensor, starts: Tensor, positions: Tensor, row_meta: Tensor, out: Tensor) -> None:
+    """The random numbers of every row in a cycle, into `out` [4, K + 1, R] float64."""
+    device = home(row_meta)
+    checks.refuse(meta_faults(row_meta, device))
+    checks.refuse([checks.dims_fault("out", out, 3)])
+    rows, distances = row_meta.shape[1], out.shape[1]
+    for name, tensor, dtype, shape, letters in (
+        ("keys", keys, torch.int64, (NUM_STREAMS, rows), "[4, R]"),
+        ("starts", starts, torch.int32, (rows + 1,), "[R + 1]"),
+        ("positions", positions, torch.int64, (rows * distances,), "[T]"),
+        ("out", out, torch.float64, (NUM_STREAMS, distances, rows), "[4, K + 1, R]"),
+    ):
+        checks.refuse(checks.exact_faults(name, tensor, dtype, shape, letters, device))
+    tensors = keys, starts, positions, row_meta, out
+    launch(device, "draw_numbers", *(at(tensor) for tensor in tensors), rows, distances)
 
 
 def _logits_faults(logits: Tensor, device: torch.device) -> Faults:

@@ -22,6 +22,10 @@ NEWEST, START, DRAFTS, LEAVES = range(4)
 it may leave early. A start of -1 - p means: as the cycle before has left the row at its place p, token and all."""
 NEVER, IF_RIGHT, FOR_GOOD = range(3)
 """How a row may leave early: not at all; with drafts that full depth says too; or with others as well."""
+MIN_SCORE, EXIT_SCORE, PROMPT_LEN, ADJUST_SLOT = range(4, 8)
+"""More rows of `row_meta`: the score a draft needs to count and the score that accepts it without a comparison (float32
+bits as int32; -inf and +inf for none), the tokens of the prompt, and the slot in an `AdjustState` (-1: none)."""
+NUM_META = 8
 BLOCKS_PER_BRANCH = 2
 """A branch has fewer drafts than a block has slots."""
 
@@ -129,6 +133,43 @@ def carry_on(
             taken += 1
         following_rows[:, r] = torch.stack((following[begin + taken], positions[begin] + taken + 1))
         carried[:, r] = following_rows[:, r]
+
+
+def accept_drafts(
+    row_meta: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    drafted: Tensor,
+    scores: Tensor,
+    following: Tensor,
+    branches: int,
+    carried: Tensor,
+    next_state: Tensor,
+) -> None:
+    """The token that follows the accepted drafts of each row and its position, into `carried` [2, MOST_ROWS], int32,
+    and into `next_state` [2, R], int64; zeros where there is no row.
+
+    A draft counts if its score is finite and at least MIN_SCORE. It is accepted if its score is at least EXIT_SCORE or
+    it equals the token in `following`. The first draft that is not accepted ends the row."""
+    carried[:, : row_meta.shape[1]] = next_state[:] = 0
+    min_scores, exit_scores = (row_meta[part].view(torch.float32) for part in (MIN_SCORE, EXIT_SCORE))
+    counts = scores.isfinite() & (scores >= min_scores)
+    for r, (count, leaves) in enumerate(row_meta[[DRAFTS, LEAVES]].T.tolist()):
+        if count < 0:
+            continue
+        row = first = r - r % branches
+        if leaves == IF_RIGHT and len(drafted):
+            token = following[starts[first]]
+            row = next((branch for branch in range(first, first + branches) if drafted[0, branch] == token), first)
+        begin, accepted = int(starts[row]), 0
+        while (
+            accepted < count
+            and counts[accepted, row]
+            and (scores[accepted, row] >= exit_scores[r] or drafted[accepted, row] == following[begin + accepted])
+        ):
+            accepted += 1
+        next_state[:, r] = torch.stack((following[begin + accepted], positions[begin] + accepted + 1))
+        carried[:, r] = next_state[:, r]
 
 
 def plan_cycle(

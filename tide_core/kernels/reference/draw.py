@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tide_core.kernels.reference.cycle import DRAFTS, PROMPT_LEN
+
 MOST_VOCABULARY = 2**20
 TEMPERATURE, TOP_K, TOP_P, MIN_P, LEAST = range(5)
 """What is said of a row: how it draws, and the least score at which a draft counts."""
@@ -20,6 +22,8 @@ BEST, CUT, LAST, TOTAL = range(4)
 """What a token was drawn from: the largest logit; the smallest that top-k and top-p keep, and the last place at which
 they keep it; and the sum of the weights."""
 NUM_HEAD = 4
+NUM_STREAMS = 4
+"""Of random numbers that a row has."""
 
 
 class DrawnCycle(NamedTuple):
@@ -99,6 +103,31 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
         tokens[judged] = torch.where(stays, drafts, others)
     exists = torch.arange(num_tokens, device=logits.device) < cycle.num_tokens
     return torch.where(exists, heads[:, BEST].float(), 0.0), torch.where(exists, tokens, 0)
+
+
+def draw_numbers(keys: Tensor, starts: Tensor, positions: Tensor, row_meta: Tensor, out: Tensor) -> None:
+    """The random numbers of a cycle: `tide_core.sampling.draw.uniforms` of the streams with these `keys` [4, R] (int64
+    with the bits of the unsigned keys), into `out` [4, K + 1, R] float64. The step at a distance is the number of
+    output tokens there: those of the row so far and as many drafts. Zeros where there is no row."""
+    exists = row_meta[DRAFTS] >= 0
+    begins = torch.where(exists, starts[:-1], 0).long()
+    outputs = positions[begins] + 1 - row_meta[PROMPT_LEN]
+    steps = outputs + torch.arange(out.shape[1], device=out.device)[:, None]
+    word = keys[:, None] + steps + _signed(0x9E3779B97F4A7C15)  # wraps round, as the products do
+    word = (word ^ _shifted(word, 30)) * _signed(0xBF58476D1CE4E5B9)
+    word = (word ^ _shifted(word, 27)) * _signed(0x94D049BB133111EB)
+    word = word ^ _shifted(word, 31)
+    out[:] = torch.where(exists, _shifted(word, 11).double() * 2.0**-53, 0.0)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of an unsigned word."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shifted(word: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (word >> by) & (2 ** (64 - by) - 1)
 
 
 def places_of(shortlist: Tensor, vocab_size: int) -> Tensor:
