@@ -224,8 +224,7 @@ def test_leaving_a_batch_early_aborts_the_rest_of_it() -> None:
 
 
 def test_a_program_that_forgets_to_close_the_engine_still_ends() -> None:
-    program = "from tests.engine.runners import Run, RunnerOf
-from tests.factories import make_engine; e = make_engine(); next(e.stream_blocking('the cat'))"
+    program = "from tests.factories import make_engine; e = make_engine(); next(e.stream_blocking('the cat'))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.runners import RunnerOf
 from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts, tiny_tokenizer
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Completion, Engine
@@ -264,14 +265,14 @@ def test_usage_counts_what_came_and_went() -> None:
 def test_time_in_the_queue_ends_when_the_first_step_begins() -> None:
     now = 0.0
     parts = make_parts(max_rows=1)
-    core, run = parts.core, parts.core._run
+    core = parts.core
 
     def slow(batch: ScheduledBatch) -> StepResult:
         nonlocal now
         now += 1.0
-        return run(batch)
+        return parts.runner.run(batch)
 
-    core._run, core._clock = slow, lambda: now
+    core._runner, core._clock = RunnerOf(slow), lambda: now
     for name in ("first", "second"):
         core.add(make_request(request_id=name, max_tokens=2, ignore_eos=True))
     usages = {}

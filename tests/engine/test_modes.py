@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_layers, exit_parts, ids, poisoned
+from tests.engine.runners import RunnerOf
 from tests.factories import make_config, make_engine, random_prompts
 from tests.tiny_models import tiny_model
 from tide_core.engine.engine import Completion, Engine
@@ -281,15 +282,14 @@ def test_prompt_exits_save_prompt_layers_and_leave_the_last_token_whole() -> Non
     for parts in (plain, saving):
         policy_engine = Engine.from_parts(make_config(drafts=4), parts)
         counted = 0
-        run = parts.core._run
 
-        def counting(batch: Any, run: Any = run) -> Any:
+        def counting(batch: Any, run: Any = parts.runner.run) -> Any:
             nonlocal counted
             result = run(batch)
             counted += sum(row.layers_run for row in result.rows)
             return result
 
-        parts.core._run = counting
+        parts.core._runner = RunnerOf(counting)
         with policy_engine as engine:
             [answer] = engine.generate([prompt], params(mode="fast", threshold=0.0, max_tokens=1))
         assert exit_layers(answer) == [NUM_LAYERS]

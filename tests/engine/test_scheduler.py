@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.factories import make_request, make_scheduler
-from tide_core.batch import ScheduledBatch
 from tide_core.engine.scheduler import Scheduler
 from tide_core.request import ExitPolicy
 from tide_core.row import Row
@@ -27,9 +25,9 @@ def add(scheduler: Scheduler, name: str, prompt_len: int, first: int = 2, **para
     return scheduler.add(make_request(prompt, request_id=name, **params), SPACE)
 
 
-def step(scheduler: Scheduler, accepted: int = 0) -> dict[str, int]:
+def step(scheduler: Scheduler, accepted: int = 0, lookahead: int = 0) -> dict[str, int]:
     """Run one step as if every row sampled token 1 and kept up to `accepted` drafts; how many tokens each row ran."""
-    rows, batch = scheduler.schedule()
+    rows, batch = scheduler.schedule(lookahead=lookahead)
     for row, share in zip(rows, batch.rows, strict=True):
         kept = min(accepted, share.num_drafts)
         scheduler.advance(row, len(share.token_ids) + kept, [1] * (kept + 1) if share.samples else [])
@@ -55,7 +53,7 @@ def test_a_long_prompt_runs_in_chunks_within_the_budget() -> None:
     assert len(row.output_ids) == 2
 
 
-def test_a_long_prompt_does_not_stall_rows_that_are_talking() -> None:
+def test_a_long_prompt_does_not_stall_decoding_rows() -> None:
     scheduler = make_scheduler(max_batch_tokens=8)
     add(scheduler, "early", 3)
     step(scheduler)
@@ -175,14 +173,13 @@ def test_drafts_preempt_nobody_and_shrink_to_what_the_pool_has() -> None:
     assert old.num_preemptions == young.num_preemptions == 0
 
 
-def test_where_steps_run_ahead_rows_that_talk_get_blocks_for_the_next_one_too() -> None:
+def test_with_lookahead_decoding_rows_get_blocks_for_the_next_step_too() -> None:
     scheduler = make_scheduler(num_blocks=16, drafts=2, prefix_caching=False)
-    scheduler.runs_ahead = True
     talks = add(scheduler, "talks", 3, policy=EXITS, max_tokens=50)
     step(scheduler)
     add(scheduler, "prompt", 6, first=100)
-    _, batch = scheduler.schedule()
-    assert batch.goes_on
+    _, batch = scheduler.schedule(lookahead=1)
+    assert batch.allows_lookahead
     # 4 tokens; this step may run 2 drafts more, the next one a token and 2 drafts behind the 3 that this one gives.
     assert len(talks.table.block_ids) * 4 >= 4 + 2 + 3
     assert len(batch.rows[1].table.block_ids) == 2, "a prompt has what it needs"
@@ -190,10 +187,9 @@ def test_where_steps_run_ahead_rows_that_talk_get_blocks_for_the_next_one_too() 
 
 def test_blocks_for_the_next_step_are_given_only_while_every_row_can_have_one_more() -> None:
     scheduler = make_scheduler(num_blocks=5, drafts=0, prefix_caching=False)
-    scheduler.runs_ahead = True
     rows = [add(scheduler, name, 3, first=first, max_tokens=50) for name, first in (("old", 2), ("young", 100))]
     step(scheduler)  # 4 tokens each, and 4 slots
-    scheduler.schedule()
+    scheduler.schedule(lookahead=1)
     assert [len(row.table.block_ids) for row in rows] == [2, 1], "three were left, and two must be"
     assert [row.num_preemptions for row in rows] == [0, 0]
 
@@ -204,10 +200,9 @@ def test_blocks_for_several_cycles_are_given_as_far_as_all_rows_can_have_them(
 ) -> None:
     """Four tokens, three drafts, and five cycles of four tokens behind them: seven blocks of each row."""
     scheduler = make_scheduler(num_blocks=num_blocks, drafts=3, prefix_caching=False)
-    scheduler.runs_ahead, scheduler.cycles_ahead = True, lambda: 5
     rows = [add(scheduler, n, 3, first=f, max_tokens=50, policy=EXITS) for n, f in (("old", 2), ("young", 100))]
     step(scheduler)
-    scheduler.schedule()
+    scheduler.schedule(lookahead=5)
     assert [len(row.table.block_ids) for row in rows] == expected
     assert scheduler.blocks.num_available >= len(rows)
     assert [row.num_preemptions for row in rows] == [0, 0]
@@ -215,11 +210,10 @@ def test_blocks_for_several_cycles_are_given_as_far_as_all_rows_can_have_them(
 
 def test_while_somebody_waits_for_blocks_rows_get_them_for_one_cycle_beforehand() -> None:
     scheduler = make_scheduler(num_blocks=14, drafts=3, prefix_caching=False)
-    scheduler.runs_ahead, scheduler.cycles_ahead = True, lambda: 5
     talks = add(scheduler, "talks", 3, max_tokens=50, policy=EXITS)
     step(scheduler)
     waits = add(scheduler, "waits", 50, first=100)
-    scheduler.schedule()
+    scheduler.schedule(lookahead=5)
     assert list(scheduler.waiting) == [waits]
     assert len(talks.table.block_ids) == 3, "four tokens, three drafts, and four tokens behind them"
 
@@ -273,110 +267,66 @@ def test_a_row_that_gives_way_after_it_was_given_its_share_does_not_run() -> Non
     scheduler.check_integrity()
 
 
-def with_standby(**settings: Any) -> Scheduler:
+def prefilling_ahead(**settings: Any) -> Scheduler:
     scheduler = make_scheduler(**settings)
     scheduler.prefills_ahead = True
     return scheduler
 
 
-def test_the_prompt_of_a_row_on_standby_is_run_and_the_row_goes_on_as_soon_as_one_before_it_ends() -> None:
-    scheduler = with_standby(num_blocks=64, max_rows=2)
+def test_a_prompt_that_prefills_ahead_runs_and_its_row_decodes_as_soon_as_one_before_it_ends() -> None:
+    scheduler = prefilling_ahead(num_blocks=64, max_rows=2)
     rows = [add(scheduler, name, 5, first=100 * number, max_tokens=20) for number, name in enumerate("abcd")]
-    assert step(scheduler) == {"a": 5, "b": 5, "c": 5}, "one stands by for two that talk"
+    assert step(scheduler) == {"a": 5, "b": 5, "c": 5}, "one prefills ahead for two slots"
     assert step(scheduler) == {"a": 1, "b": 1}
     assert len(rows[2].output_ids) == 1, "its first token is known"
     scheduler.remove(rows[0])
     assert step(scheduler) == {"b": 1, "c": 1, "d": 5}
 
 
-def test_without_standby_nobody_is_let_in_before_a_row_ends() -> None:
+def test_without_prefill_ahead_no_row_is_admitted_before_one_ends() -> None:
     scheduler = make_scheduler(num_blocks=64, max_rows=2)
     for number, name in enumerate("abc"):
         add(scheduler, name, 5, first=100 * number, max_tokens=20)
     assert step(scheduler) == {"a": 5, "b": 5}
 
 
-def test_more_rows_that_talk_have_more_on_standby() -> None:
-    scheduler = with_standby(num_blocks=400, max_rows=17, max_batch_tokens=100)
+def test_more_slots_let_more_rows_prefill_ahead() -> None:
+    scheduler = prefilling_ahead(num_blocks=400, max_rows=17, max_batch_tokens=100)
     for number in range(30):
         add(scheduler, str(number), 2, first=10 * number, max_tokens=20)
     assert len(step(scheduler)) == 17 + 3
 
 
-def test_a_row_on_standby_is_let_in_only_where_those_that_run_have_blocks_for_a_while() -> None:
-    scheduler = with_standby(num_blocks=12, max_rows=2, prefix_caching=False)
+def test_a_row_prefills_ahead_only_where_running_rows_have_blocks_for_a_while() -> None:
+    scheduler = prefilling_ahead(num_blocks=12, max_rows=2, prefix_caching=False)
     for number, name in enumerate("abc"):
         add(scheduler, name, 5, first=100 * number, max_tokens=20)
     assert step(scheduler) == {"a": 5, "b": 5}, "eight are left, four of them for each of the two, and none for a third"
 
 
-def shares_of(rows: list[Row], batch: ScheduledBatch) -> list[tuple[Any, ...]]:
-    return [
-        (row.request.request_id, list(of.token_ids), of.samples, of.policy, of.num_drafts, len(of.table.block_ids))
-        for row, of in zip(rows, batch.rows, strict=True)
-    ]
-
-
-def by_all_rules(scheduler: Scheduler) -> list[tuple[Any, ...]]:
-    """What the next step would be without the short way for rows that talk."""
-    twin = copy.deepcopy(scheduler)
-    twin._schedule_talk = lambda: None  # type: ignore[method-assign]
-    return shares_of(*twin.schedule())
-
-
-def test_rows_that_talk_are_scheduled_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    scheduler = make_scheduler(num_blocks=40, max_rows=4, max_batch_tokens=40)
-    scheduler.plan_drafts = lambda drafting, rows: asked.append((drafting, rows)) or 2  # type: ignore[func-returns-value]
-    for name, policy in (("a", EXITS), ("b", None), ("c", EXITS)):
-        add(scheduler, name, 5, policy=policy)
-    step(scheduler)
-    expected = by_all_rules(scheduler)
-    asked.clear()
-    monkeypatch.setattr(scheduler, "_schedule_all", lambda: pytest.fail("there is nothing to decide"))
-    assert shares_of(*scheduler.schedule()) == expected
-    assert [share[4] for share in expected] == [2, 0, 2]
-    assert asked == [(2, 3)]
-
-
-def test_prompts_on_standby_do_not_keep_rows_that_talk_from_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = make_scheduler(num_blocks=60, max_rows=2, max_batch_tokens=60)
-    scheduler.prefills_ahead, scheduler.plan_drafts = True, lambda drafting, rows: 2
-    for name in ("a", "b"):
-        add(scheduler, name, 5, policy=EXITS)
-    step(scheduler)
-    add(scheduler, "c", 9, policy=EXITS)
-    expected = by_all_rules(scheduler)
-    monkeypatch.setattr(scheduler, "_schedule_all", lambda: pytest.fail("there is nothing to decide"))
-    assert shares_of(*scheduler.schedule()) == expected
-    found = [(share[0], len(share[1]), share[4]) for share in expected]
-    assert found == [("a", 1, 2), ("b", 1, 2), ("c", 5, 0)], "a block of the last one's nine tokens is there already"
-
-
-def test_a_plan_is_asked_for_once_where_the_short_way_was_tried_in_vain() -> None:
+def test_the_planner_is_asked_once_per_step_for_the_rows_that_may_draft() -> None:
     asked: list[tuple[int, int]] = []
     scheduler = make_scheduler(num_blocks=40, max_rows=4, max_batch_tokens=5)
     scheduler.plan_drafts = lambda drafting, rows: asked.append((drafting, rows)) or 3  # type: ignore[func-returns-value]
-    for name in ("a", "b"):
-        add(scheduler, name, 2, policy=EXITS)
+    for name, policy in (("a", EXITS), ("b", None), ("c", EXITS)):
+        add(scheduler, name, 1, policy=policy)
     step(scheduler)
     asked.clear()
     _, batch = scheduler.schedule()
-    assert [share.num_drafts for share in batch.rows] == [1, 1]
-    assert asked == [(2, 2)]
+    assert [share.num_drafts for share in batch.rows] == [1, 0, 1], "the token budget has no more"
+    assert asked == [(2, 3)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps and removals: blocks add up, rows advance in order, and all of them end."""
 
-    num_blocks, max_batch_tokens, prefills_ahead, runs_ahead, num_ahead = 9, 8, False, False, 1
+    num_blocks, max_batch_tokens, prefills_ahead, lookahead = 9, 8, False, 0
 
     def __init__(self) -> None:
         super().__init__()
         sizes = {"num_blocks": self.num_blocks, "max_batch_tokens": self.max_batch_tokens}
         self.scheduler = make_scheduler(**sizes, max_rows=4, drafts=3)
-        self.scheduler.prefills_ahead, self.scheduler.runs_ahead = self.prefills_ahead, self.runs_ahead
-        self.scheduler.cycles_ahead = lambda: self.num_ahead
+        self.scheduler.prefills_ahead = self.prefills_ahead
         self.scheduler.max_drafts = 2
         self.rows: list[Row] = []
         self.count = 0
@@ -396,9 +346,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(accepted=st.integers(0, 3))
     def step(self, accepted: int = 0) -> None:
         said = {row.request.request_id: len(row.output_ids) for row in self.rows if row.output_ids}
-        expected = by_all_rules(self.scheduler)
-        assert shares_of(*copy.deepcopy(self.scheduler).schedule()) == expected
-        shares = step(self.scheduler, accepted)
+        shares = step(self.scheduler, accepted, lookahead=self.lookahead)
         talked = [row for row in self.rows if len(row.output_ids) > said.get(row.request.request_id, 999)]
         assert len(talked) <= self.scheduler.max_rows
         assert bool(shares) == bool(self.rows), "a step with rows must move one"
@@ -429,20 +377,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.blocks.num_available == self.num_blocks
 
 
-class StandbyMachine(SchedulerMachine):
+class PrefillAheadMachine(SchedulerMachine):
     num_blocks, prefills_ahead = 40, True
 
 
-class AheadMachine(SchedulerMachine):
-    num_blocks, max_batch_tokens, runs_ahead = 30, 24, True
+class LookaheadMachine(SchedulerMachine):
+    num_blocks, max_batch_tokens, lookahead = 30, 24, 1
 
 
-class FarAheadMachine(AheadMachine):
-    num_blocks, num_ahead = 20, 5
+class LongLookaheadMachine(LookaheadMachine):
+    num_blocks, lookahead = 20, 5
 
 
-TestSchedulerMachine, TestStandbyMachine = SchedulerMachine.TestCase, StandbyMachine.TestCase
-TestAheadMachine, TestFarAheadMachine = AheadMachine.TestCase, FarAheadMachine.TestCase
+TestSchedulerMachine, TestPrefillAheadMachine = SchedulerMachine.TestCase, PrefillAheadMachine.TestCase
+TestLookaheadMachine, TestLongLookaheadMachine = LookaheadMachine.TestCase, LongLookaheadMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestStandbyMachine.settings = TestAheadMachine.settings = TestSchedulerMachine.settings
-TestFarAheadMachine.settings = TestSchedulerMachine.settings
+TestPrefillAheadMachine.settings = TestLookaheadMachine.settings = TestSchedulerMachine.settings
+TestLongLookaheadMachine.settings = TestSchedulerMachine.settings

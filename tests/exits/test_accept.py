@@ -1,74 +1,85 @@
-"""What becomes of a cycle that ran in one go."""
+"""The one rule by which drafts are kept, and its twin on the device."""
 
 from __future__ import annotations
 
 import math
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 
 from tide_core.batch import RowStep
-from tide_core.exits.accept import Settler
-from tide_core.exits.row_cycle import RowCycle
-from tide_core.exits.verify import Verifier
+from tide_core.exits.accept import Thresholds, accept, cycle_thresholds, drafting_thresholds
+from tide_core.kernels.reference.cycle import IF_RIGHT, MOST_ROWS, NUM_META, accept_drafts
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
-POLICIES = (
-    ExitPolicy("verified", (0.2,), (math.inf,)),
-    ExitPolicy("bounded", (0.2,), (0.9,), 0.02),
-    ExitPolicy("bounded", (0.2,), (math.inf,), 0.02),
-)
+pytestmark = pytest.mark.unit
+
+VERIFIED = ExitPolicy("verified", (0.2,), (math.inf,))
+BOUNDED = ExitPolicy("bounded", (0.2,), (0.9,), 0.02)
 
 
-@pytest.mark.parametrize("best", [1.5, -3.0, math.inf, -math.inf, math.nan])
-def test_a_row_without_drafts_has_the_same_result_by_the_short_way(best: float) -> None:
-    settler = Settler(exit_layer=2, num_layers=9)
-    step = RowStep(Request("r", (1,), SamplingParams(), seed=0), BlockTable([4], [0]), (7,), (), True)
-    long_way = settler.row(step, 0, ((), ()), [best], (11,))
-    assert settler.plain(best, 11) == long_way
-    assert (long_way.error is None) == math.isfinite(best)
+def request(policy: ExitPolicy, threshold: float | None = None) -> Request:
+    return Request("r", (1,), SamplingParams(threshold=threshold), seed=0, policy=policy)
 
 
-def drafting_step(policy: ExitPolicy, *stop_ids: int, **params: Any) -> RowStep:
-    request = Request("r", (1,), SamplingParams(stop_ids=stop_ids, **params), seed=0, policy=policy)
-    return RowStep(request, BlockTable([4], [0]), (7,), (), True, policy, 3)
+def test_drafts_are_accepted_up_to_the_first_that_full_depth_does_not_choose() -> None:
+    assert accept([(0.1, True), (0.9, True), (0.9, False), (0.9, True)], Thresholds()) == 2
 
 
-@pytest.mark.parametrize("params", [{}, {"threshold": 0.5}])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.mode)
-def test_drafts_have_the_same_result_whether_or_not_it_is_known_that_all_numbers_are_finite(
-    policy: ExitPolicy, params: dict[str, Any]
-) -> None:
-    settler, random = Settler(exit_layer=2, num_layers=9), Random(0)
-    accepted = set()
-    for _ in range(300):
-        drafts = random.randint(0, 3)
-        drafted = tuple(random.random() for _ in range(3)), tuple(random.randint(1, 3) for _ in range(3))
-        following = tuple(random.randint(1, 3) for _ in range(drafts + 1))
-        best = [random.uniform(-5, 5) for _ in following]
-        step = drafting_step(policy, *([3] if random.random() < 0.3 else []), **params)
-        ways = [
-            settler.row(step, drafts, drafted, best, following, branches=2, is_finite=known) for known in (False, True)
-        ]
-        assert ways[0] == ways[1]
-        assert ways[1].tokens == ways[0].tokens
-        accepted.add(ways[0].counts[0].accepted)
-    assert {0, 1, 2} <= accepted
+def test_a_draft_below_the_least_score_does_not_count_though_full_depth_agrees() -> None:
+    assert accept([(0.6, True), (0.4, True)], Thresholds(min_score=0.5)) == 1
 
 
-@pytest.mark.parametrize("best", [1.5, math.inf, math.nan])
-@pytest.mark.parametrize("samples", [True, False])
-def test_what_follows_a_prompt_is_the_same_by_the_short_way(best: float, samples: bool) -> None:
-    num_layers, where = 9, 11
-    step = RowStep(Request("r", (1, 2, 3), SamplingParams(), seed=0), BlockTable([4], [0]), (1, 2, 3), (), samples)
-    cycle = RowCycle.begin(step, 1)
-    cycle.layers_run = 3 * num_layers
-    logits = torch.zeros(int(samples), 16)
-    known = torch.tensor([[best], [where]], dtype=torch.float64)[:, : int(samples)]
-    [long_way] = Verifier((), num_layers).settle([cycle], [[2] if samples else []], logits, known)
-    assert Settler(num_layers, num_layers).prompt(step, best, where) == long_way
-    assert long_way.num_valid == 3
-    assert len(long_way.tokens) == int(samples and math.isfinite(best))
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_draft_whose_score_is_not_finite_never_counts(score: float) -> None:
+    assert accept([(score, True)], Thresholds()) == 0
+    assert accept([(score, True)], Thresholds(exit_score=0.0)) == 0
+
+
+def test_a_draft_at_the_exit_score_is_kept_whatever_full_depth_chooses() -> None:
+    assert accept([(0.9, False), (0.89, False)], Thresholds(exit_score=0.9)) == 1
+
+
+def test_a_whole_cycle_ignores_the_calibrated_threshold_unless_a_bound_was_certified_with_it() -> None:
+    step = RowStep(request(VERIFIED), BlockTable([4], [0]), (7,), (), True, VERIFIED)
+    assert drafting_thresholds(step, 0) == Thresholds(0.2, math.inf)
+    assert cycle_thresholds(request(VERIFIED), VERIFIED) == Thresholds(-math.inf, math.inf)
+    assert cycle_thresholds(request(VERIFIED, 0.5), VERIFIED) == Thresholds(0.5, math.inf)
+    assert cycle_thresholds(request(BOUNDED), BOUNDED) == Thresholds(0.2, 0.9)
+    assert cycle_thresholds(request(ExitPolicy()), ExitPolicy()) == Thresholds()
+
+
+def test_the_twin_on_the_device_accepts_what_the_rule_accepts() -> None:
+    random, num_rows, num_drafts, seen = Random(0), 6, 3, set[int]()
+    specials = (math.nan, math.inf, -math.inf)
+    for _ in range(60):
+        row_meta = torch.zeros((NUM_META, num_rows), dtype=torch.int32)
+        limits = [Thresholds(random.choice((-math.inf, 0.3)), random.choice((math.inf, 0.8))) for _ in range(num_rows)]
+        counts = sorted([random.randint(0, num_drafts) for _ in range(num_rows)], reverse=True)
+        row_meta[2], row_meta[3] = torch.tensor(counts), IF_RIGHT
+        row_meta[4] = torch.tensor([limit.min_score for limit in limits]).view(torch.int32)
+        row_meta[5] = torch.tensor([limit.exit_score for limit in limits]).view(torch.int32)
+        starts = torch.tensor([0, *(count + 1 for count in counts)]).cumsum(0).int()
+        num_tokens = num_rows * (num_drafts + 1)
+        positions = torch.zeros(num_tokens, dtype=torch.int64)
+        for row, begin in enumerate(starts[:-1].tolist()):
+            positions[begin : begin + counts[row] + 1] = 10 * row + torch.arange(counts[row] + 1)
+        drafted = torch.randint(0, 2, (num_drafts, num_rows))
+        following = torch.randint(0, 2, (num_tokens,))
+        scores = torch.rand(num_drafts, num_rows)
+        scores[random.randrange(num_drafts), random.randrange(num_rows)] = random.choice(specials)
+        state, next_state = (
+            torch.zeros((2, MOST_ROWS), dtype=torch.int32),
+            torch.zeros((2, num_rows), dtype=torch.int64),
+        )
+        accept_drafts(row_meta, starts, positions, drafted, scores, following, 1, state, next_state)
+        for row, (count, limit) in enumerate(zip(counts, limits, strict=True)):
+            begin = int(starts[row])
+            pairs = [(float(scores[d, row]), bool(drafted[d, row] == following[begin + d])) for d in range(count)]
+            accepted = accept(pairs, limit)
+            expected = [int(following[begin + accepted]), 10 * row + accepted + 1]
+            assert next_state[:, row].tolist() == expected == state[:, row].tolist()
+            seen.add(accepted)
+    assert seen == {0, 1, 2, 3}

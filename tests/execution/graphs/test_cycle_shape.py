@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tide_core.batch import RowStep
-from tide_core.execution.graphs.cycle_shape import CycleShape, CycleInputs, RowPlace
+from tide_core.execution.graphs.cycle_shape import CycleInputs, CycleShape, RowPlace
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
 

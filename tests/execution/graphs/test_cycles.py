@@ -16,9 +16,9 @@ from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import branches
 from tide_core.execution.graphs.base import TOKEN_SIZES
 from tide_core.execution.graphs.branches import branches_for
-from tide_core.execution.graphs.cycle import GraphCycles, Launched
+from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.cycle_output import OutputBuffer
-from tide_core.execution.graphs.in_flight import InFlightStep
+from tide_core.execution.graphs.in_flight import InFlightStep, Launched
 from tide_core.execution.graphs.prompts import TOKENS_PER_ROW
 from tide_core.exits.propose import Exits
 from tide_core.request import Audit, SamplingParams
@@ -98,9 +98,9 @@ def test_tokens_scores_layers_and_audits_are_those_of_the_plain_engine(
         assert one.usage.deep_passes == other.usage.deep_passes
 
 
-@pytest.mark.parametrize(("params", "remembers"), [({"mode": "full"}, False), ({"threshold": 0.3}, True)], ids=str)
-def test_only_rows_that_may_exit_are_remembered(
-    params: dict[str, Any], remembers: bool, cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("params", "writes"), [({"mode": "full"}, False), ({"threshold": 0.3}, True)], ids=str)
+def test_exit_state_is_written_only_for_rows_that_may_exit(
+    params: dict[str, Any], writes: bool, cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
 
@@ -114,10 +114,10 @@ def test_only_rows_that_may_exit_are_remembered(
         monkeypatch.setattr(kind, name, noted)
 
     note(OutputBuffer, "send")
-    note(Exits, "keep")
+    note(Exits, "write_exit_state")
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         engine.generate(random_prompts(2, 11), SamplingParams(**GREEDY, **params))
-    of_each = ["keep", "send"] if remembers else ["send"]
+    of_each = ["write_exit_state", "send"] if writes else ["send"]
     assert order[-len(of_each) * len(cycles) :] == of_each * len(cycles), "prompts come before"
 
 

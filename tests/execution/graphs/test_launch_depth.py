@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 
-from tide_core.execution.graphs.launch_depth import MAX_STEPS, PATIENCE, TRY_AFTER, TRY_AFTER_MOST, LaunchDepth, LaunchDepths
+from tide_core.execution.graphs.launch_depth import (
+    MAX_STEPS,
+    PATIENCE,
+    TRY_AFTER,
+    TRY_AFTER_MOST,
+    LaunchDepth,
+    LaunchDepths,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import prompts as graph_prompts
-from tide_core.execution.graphs.cycle import Launched
+from tide_core.execution.graphs.in_flight import Launched
 from tide_core.execution.graphs.prompts import FEW_TOKENS, MAX_PROMPTS, PROMPT_SIZES, TOKENS_PER_ROW, GraphPrompts
 from tide_core.kv.cache import RowSpan, StepIndex
 from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams

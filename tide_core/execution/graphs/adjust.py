@@ -14,19 +14,16 @@ import numpy as np
 import torch
 
 from tide_core.execution.graphs.cycle_shape import RowPlace
-from tide_core.kernels.reference.adjust import IN_PROMPT, AdjustState
+from tide_core.kernels.reference.adjust import IN_PROMPT, MOST_ENTRIES, MOST_OUTPUTS, AdjustState
 from tide_core.kernels.reference.cycle import MOST_ROWS
 from tide_core.request import MAX_LOGIT_BIAS, Request
 
-MAX_ENTRIES = 512
-"""Bias entries and masked ids of a row; a request with more runs on the plain path."""
 ALWAYS = 2**31 - 1
-MAX_COUNT = 2**15 - 1
 
 
 def supports(request: Request) -> bool:
-    """Whether the adjustments of a request fit a slot."""
-    return MAX_LOGIT_BIAS + len(request.end_ids) <= MAX_ENTRIES
+    """Whether the adjustments of a request fit a slot; if not, it takes the plain path."""
+    return MAX_LOGIT_BIAS + len(request.end_ids) <= MOST_ENTRIES
 
 
 class AdjustSlots:
@@ -38,10 +35,10 @@ class AdjustSlots:
 
         self.state = AdjustState(
             zeros(num_slots, vocab_size, dtype=torch.int16),
-            zeros(3, num_slots, dtype=torch.float32),
-            zeros(num_slots, MAX_ENTRIES, dtype=torch.int32).fill_(-1),
-            zeros(num_slots, MAX_ENTRIES, dtype=torch.float32),
-            zeros(num_slots, MAX_ENTRIES, dtype=torch.int32),
+            zeros(3, num_slots, dtype=torch.float64),
+            zeros(num_slots, MOST_ENTRIES, dtype=torch.int32).fill_(-1),
+            zeros(num_slots, MOST_ENTRIES, dtype=torch.float32),
+            zeros(num_slots, MOST_ENTRIES, dtype=torch.int32),
         )
         self._slots: dict[int, tuple[Request, int]] = {}
         self._num_slots, self._vocab_size = num_slots, vocab_size
@@ -72,16 +69,16 @@ class AdjustSlots:
     def _write(self, slot: int, request: Request, output_ids: Sequence[int]) -> None:
         params, state = request.params, self.state
         counts = np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=self._vocab_size)
-        counts = np.minimum(counts, MAX_COUNT).astype(np.int16)
+        counts = np.minimum(counts, MOST_OUTPUTS).astype(np.int16)
         counts[np.asarray(request.prompt_ids, dtype=np.int64)] |= np.int16(IN_PROMPT)
         entries: list[tuple[int, float, int]] = [(i, value, ALWAYS) for i, value in params.logit_bias.items()]
         if params.min_tokens:
             entries += [(i, -np.inf, params.min_tokens) for i in sorted(request.end_ids)]
-        entries += [(-1, 0.0, 0)] * (len(entries) < MAX_ENTRIES)
+        entries += [(-1, 0.0, 0)] * (len(entries) < MOST_ENTRIES)
         ids, values, until = zip(*entries, strict=True)
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self._copy(state.counts[slot], counts)
-        self._copy(state.penalties[:, slot], np.array(penalties, dtype=np.float32))
+        self._copy(state.penalties[:, slot], np.array(penalties, dtype=np.float64))
         self._copy(state.entry_ids[slot, : len(ids)], np.array(ids, dtype=np.int32))
         self._copy(state.entry_values[slot, : len(ids)], np.array(values, dtype=np.float32))
         self._copy(state.entry_until[slot, : len(ids)], np.array(until, dtype=np.int32))

@@ -25,7 +25,8 @@ NEVER, IF_RIGHT, FOR_GOOD = range(3)
 MIN_SCORE, EXIT_SCORE, PROMPT_LEN, ADJUST_SLOT = range(4, 8)
 """More rows of `row_meta`: the score a draft needs to count and the score that accepts it without a comparison (float32
 bits as int32; -inf and +inf for none), the tokens of the prompt, and the slot in an `AdjustState` (-1: none)."""
-NUM_META = 8
+NUM_META, NUM_PLANNED = 8, 4
+"""Rows of `row_meta`, and how many of them `plan_cycle` reads."""
 BLOCKS_PER_BRANCH = 2
 """A branch has fewer drafts than a block has slots."""
 
