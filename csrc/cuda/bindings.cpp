@@ -346,6 +346,43 @@ void draw_numbers(Address keys, Address starts, Address positions, Address row_m
                              stream_of(stream));
 }
 
+void adjust_logits(int dtype, Address logits, Address columns, Address sources, Address starts, Address positions,
+                   Address drafted, Address row_meta, Address counts, Address penalties, Address entry_ids,
+                   Address entry_values, Address entry_until, Address y, int64_t count, int64_t width,
+                   int64_t logits_stride, int64_t rows, int64_t slots, int64_t vocabulary, int64_t entries,
+                   Address stream) {
+    tide::cuda::AdjustLogitsParams params = {};
+    params.logits = in(logits);
+    params.columns = in<int64_t>(columns);
+    params.sources = in<int64_t>(sources);
+    params.starts = in<int32_t>(starts);
+    params.positions = in<int64_t>(positions);
+    params.drafted = in<int64_t>(drafted);
+    params.row_meta = in<int32_t>(row_meta);
+    params.counts = in<uint16_t>(counts);
+    params.penalties = in<double>(penalties);
+    params.entry_ids = in<int32_t>(entry_ids);
+    params.entry_values = in<float>(entry_values);
+    params.entry_until = in<int32_t>(entry_until);
+    params.out = out<float>(y);
+    params.count = count;
+    params.width = width;
+    params.logits_stride = logits_stride;
+    params.rows = rows;
+    params.slots = slots;
+    params.vocabulary = vocabulary;
+    params.entries = entries;
+    tide::cuda::adjust_logits(dtype_of(dtype), params, stream_of(stream));
+}
+
+void count_outputs(Address row_meta, Address starts, Address positions, Address following, Address next_state,
+                   Address counts, Address drafted, int64_t rows, int64_t vocabulary, Address stream) {
+    tide::cuda::count_outputs(
+        {in<int32_t>(row_meta), in<int32_t>(starts), in<int64_t>(positions), in<int64_t>(following),
+         in<int64_t>(next_state), out<uint16_t>(counts), in<int64_t>(drafted), rows, vocabulary},
+        stream_of(stream));
+}
+
 // 0 where there is no driver.
 int device_count() {
     int count = 0;
@@ -393,6 +430,8 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle stay, and what comes instead of others.");
     m.def("accept_drafts", &accept_drafts, no_gil, "The token that follows the accepted drafts of each row.");
     m.def("draw_numbers", &draw_numbers, no_gil, "The random numbers of every row in a cycle.");
+    m.def("adjust_logits", &adjust_logits, no_gil, "Logits with the bias, masks and penalties of their rows.");
+    m.def("count_outputs", &count_outputs, no_gil, "Counts the output tokens of a cycle, for penalties.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },

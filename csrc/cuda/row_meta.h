@@ -56,4 +56,49 @@ struct DrawNumbersParams {
 
 void draw_numbers(const DrawNumbersParams& params, cudaStream_t stream);
 
+constexpr int kMostEntries = 512;
+constexpr int kMostAdjustDrafts = 256;
+
+// Logits as the requests of their rows ask for them. Row n belongs to the row sources[n] % rows, after as many of its
+// drafts as sources[n] / rows. A row without a slot is copied.
+struct AdjustLogitsParams {
+    const void* logits;        // [count, width]
+    const int64_t* columns;    // [width] token ids, or null: the columns are the tokens
+    const int64_t* sources;    // [count]
+    const int32_t* starts;     // [rows + 1]
+    const int64_t* positions;  // [tokens]
+    const int64_t* drafted;    // [drafts, rows], at most kMostAdjustDrafts of a row
+    const int32_t* row_meta;
+    const uint16_t* counts;      // [slots, vocabulary]: of the output, and the highest bit for a token of the prompt
+    const double* penalties;     // [3, slots]: repetition, presence, frequency
+    const int32_t* entry_ids;    // [slots, entries], -1: unused; at most kMostEntries
+    const float* entry_values;   // [slots, entries], added in this order
+    const int32_t* entry_until;  // [slots, entries]: for fewer output tokens than this
+    float* out;                  // [count, width], maybe the logits themselves
+    int64_t count;
+    int64_t width;
+    int64_t logits_stride;
+    int64_t rows;
+    int64_t slots;
+    int64_t vocabulary;
+    int64_t entries;
+};
+
+void adjust_logits(DType dtype, const AdjustLogitsParams& params, cudaStream_t stream);
+
+// Counts the output tokens of a cycle, for rows with a slot.
+struct CountOutputsParams {
+    const int32_t* row_meta;
+    const int32_t* starts;      // [rows + 1]
+    const int64_t* positions;   // [tokens]
+    const int64_t* following;   // [tokens]
+    const int64_t* next_state;  // [2, rows]
+    uint16_t* counts;           // [slots, vocabulary]
+    const int64_t* drafted;     // [drafts, rows] to count instead of `following`, but for the last; or null
+    int64_t rows;
+    int64_t vocabulary;
+};
+
+void count_outputs(const CountOutputsParams& params, cudaStream_t stream);
+
 }  // namespace tide::cuda

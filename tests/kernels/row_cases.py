@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tide_core.kernels.reference import cycle
+from tide_core.kernels.reference.adjust import AdjustState
 from tide_core.kernels.reference.draw import NUM_STREAMS
+from tide_core.request import SamplingParams
+from tide_core.sampling.rows import SamplingRow
 
 SHAPES = [(1, 1, 0, 1), (1, 2, 5, 1), (3, 4, 3, 1), (5, 8, 15, 1), (64, 64, 3, 1), (130, 256, 2, 1), (0, 2, 2, 1)]
 """Rows, places for rows, drafts, branches."""
@@ -72,3 +75,92 @@ def keys_of(seed: int, places: int) -> Tensor:
 def next_state_of(case: RowCase) -> tuple[Tensor, Tensor]:
     """Buffers for `accept_drafts`, filled with numbers that it must replace or leave."""
     return torch.full((2, cycle.MOST_ROWS), 77, dtype=torch.int32), torch.full((2, case.starts.numel() - 1), 77)
+
+
+ADJUSTMENTS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.3, "frequency_penalty": 0.7},
+    {"logit_bias": {0: 5.0, 3: -100.0, 7: 0.1}},
+    {"min_tokens": 100_000, "max_tokens": 100_000, "stop_ids": (3, 5)},
+    {"min_tokens": 60, "stop_ids": (7,), "ignore_eos": True},
+    {
+        "repetition_penalty": 0.7,
+        "presence_penalty": -1.1,
+        "frequency_penalty": -0.1,
+        "logit_bias": {3: 2.5, 11: 1e-3},
+        "min_tokens": 100_000,
+        "max_tokens": 100_000,
+        "stop_ids": (3,),
+    },
+    {"frequency_penalty": 1.9, "logit_bias": {i: i / 7 for i in range(300)}},
+]
+"""What requests ask for; ids beyond the vocabulary start again at its first."""
+ENTRIES = 320
+EOS_ID = 5
+
+
+class AdjustCase(NamedTuple):
+    rows: list[SamplingRow | None]
+    """What the sampler is given for each place; None where nothing is to be adjusted."""
+    state: AdjustState
+
+
+def adjust_case(seed: int, case: RowCase, vocab_size: int) -> AdjustCase:
+    """Requests for the rows of the case, of every kind in turn, whose slots it writes to `row_meta`."""
+    random = np.random.default_rng(seed)
+    places = case.row_meta.shape[1]
+    num_slots = places + 1
+    slots = random.permutation(num_slots)
+    counts = np.zeros((num_slots, vocab_size), dtype=np.uint16)
+    penalties = np.ones((3, num_slots))
+    entries = np.full((num_slots, ENTRIES), -1, dtype=np.int32)
+    values = random.standard_normal((num_slots, ENTRIES)).astype(np.float32)
+    until = np.full((num_slots, ENTRIES), 2**31 - 1, dtype=np.int32)
+    rows: list[SamplingRow | None] = []
+    for r, slot in zip(range(places), slots, strict=False):
+        wanted = dict(ADJUSTMENTS[r % len(ADJUSTMENTS)])
+        if not wanted:
+            rows.append(None)
+            continue
+        wanted["logit_bias"] = {i % vocab_size: value for i, value in wanted.get("logit_bias", {}).items()}
+        wanted["stop_ids"] = tuple(i % vocab_size for i in wanted.get("stop_ids", ()))
+        params, prompt_len = SamplingParams(**wanted), int(case.row_meta[cycle.PROMPT_LEN, r])
+        num_outputs = int(case.row_meta[cycle.START, r]) + 1 - prompt_len
+        few = random.integers(0, vocab_size, 40)  # so that tokens come more than once
+        prompt, output = random.choice(few, prompt_len), random.choice(few, num_outputs)
+        eos_ids = (EOS_ID % vocab_size,)
+        rows.append(SamplingRow(params, 1, prompt.tolist(), output.tolist(), eos_ids))
+        case.row_meta[cycle.ADJUST_SLOT, r] = int(slot)
+        np.add.at(counts[slot], output, 1)
+        counts[slot, prompt] |= 0x8000
+        penalties[:, slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        ending = {*params.stop_ids, *(() if params.ignore_eos else eos_ids)} if params.min_tokens else ()
+        listed = [*params.logit_bias.items(), *((token_id, -math.inf) for token_id in ending)]
+        for entry, (token_id, value) in enumerate(listed):
+            entries[slot, entry], values[slot, entry] = token_id, value
+            until[slot, entry] = 2**31 - 1 if entry < len(params.logit_bias) else params.min_tokens
+    parts = counts.view(np.int16), penalties, entries, values, until
+    return AdjustCase(rows, AdjustState(*(torch.from_numpy(part) for part in parts)))
+
+
+def sources_of(case: RowCase) -> Tensor:
+    """Of the tokens of the deep pass, those of no row at the end, [T]."""
+    drafts = case.row_meta[cycle.DRAFTS].tolist()
+    sources = [d * len(drafts) + r for r, count in enumerate(drafts) for d in range(count + 1)]
+    return torch.tensor(sources + [0] * (len(case.positions) - len(sources)))
+
+
+def adjust_logits_of(seed: int, count: int, width: int) -> Tensor:
+    """Float32, with zeros of both signs, numbers that are infinite and some that are none."""
+    random = np.random.default_rng(seed)
+    logits = (random.standard_normal((count, width)) * 6).astype(np.float32)
+    for value in (0.0, -0.0, math.inf, -math.inf, math.nan):
+        logits[random.random(logits.shape) < 0.01] = value
+    return torch.from_numpy(logits)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal float32 numbers, with their signs; one NaN is like another."""
+    nan = one.isnan() & other.isnan()
+    return bool((nan | (one.view(torch.int32) == other.view(torch.int32))).all())

@@ -36,10 +36,10 @@ if module.device_count() == 0:
     from tests.kernels.library_cases import library_cases
     from tests.kernels.test_cuda_checks import ARGUMENTS
     from tests.kernels.test_row_op_checks import ROW_OPS
-    from tide_core.kernels.cuda import attention, branches as cuda_branches, cycle as cuda_cycle, draw as cuda_draw
-    from tide_core.kernels.cuda import exits, joined, ops as cuda
+    from tide_core.kernels.cuda import adjust, attention, branches as cuda_branches, cycle as cuda_cycle
+    from tide_core.kernels.cuda import draw as cuda_draw, exits, joined, ops as cuda
     from tide_core.kernels.reference.draw import DrawnCycle
-    for wrappers in (cuda, attention, cuda_branches, cuda_cycle, cuda_draw, exits, joined):
+    for wrappers in (cuda, adjust, attention, cuda_branches, cuda_cycle, cuda_draw, exits, joined):
         wrappers.home = lambda tensor: tensor.device
         wrappers.module = lambda: module
         wrappers.launch = lambda device, op, *arguments: getattr(module, op)(*arguments, 0)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.row_cases import keys_of, next_state_of, row_case
+from tests.kernels.row_cases import adjust_case, keys_of, next_state_of, row_case
+from tide_core.kernels.cuda import adjust as cuda_adjust
 from tide_core.kernels.cuda import cycle as cuda_cycle
 from tide_core.kernels.cuda import draw as cuda_draw
 
 CASE = row_case(1, 3, 3, 2, vocab_size=50)
+STATE = adjust_case(1, CASE, 50).state
 INT32, INT64 = torch.int32, torch.int64
 
 
@@ -26,9 +28,23 @@ def draw_numbers_arguments(**changed: Any) -> dict[str, Any]:
     return {"keys": keys_of(1, 3), **given, "out": torch.zeros(4, 3, 3, dtype=torch.float64), **changed}
 
 
+def adjust_logits_arguments(**changed: Any) -> dict[str, Any]:
+    given = {name: getattr(CASE, name) for name in ("starts", "positions", "drafted", "row_meta")}
+    sources, out = torch.arange(4), torch.zeros(4, 50)
+    logits = torch.zeros(4, 60).bfloat16()[:, :50]
+    return {"logits": logits, "columns": None, "sources": sources, **given, "state": STATE, "out": out, **changed}
+
+
+def count_outputs_arguments(**changed: Any) -> dict[str, Any]:
+    given = {name: getattr(CASE, name) for name in ("row_meta", "starts", "positions", "following", "drafted")}
+    return {**given, "next_state": next_state_of(CASE)[1], "counts": STATE.counts, **changed}
+
+
 ROW_OPS: dict[str, tuple[Callable[..., None], Callable[..., dict[str, Any]]]] = {
     "accept_drafts": (cuda_cycle.accept_drafts, accept_drafts_arguments),
     "draw_numbers": (cuda_draw.draw_numbers, draw_numbers_arguments),
+    "adjust_logits": (cuda_adjust.adjust_logits, adjust_logits_arguments),
+    "count_outputs": (cuda_adjust.count_outputs, count_outputs_arguments),
 }
 
 
@@ -36,7 +52,7 @@ ROW_OPS: dict[str, tuple[Callable[..., None], Callable[..., dict[str, Any]]]] = 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The wrappers take CPU tensors for a GPU's, and what they launch is written down instead."""
     seen: list[tuple[Any, ...]] = []
-    for module in (cuda_cycle, cuda_draw):
+    for module in (cuda_adjust, cuda_cycle, cuda_draw):
         monkeypatch.setattr(module, "home", lambda tensor: tensor.device)
         monkeypatch.setattr(module, "launch", lambda device, op, *arguments: seen.append((op, *arguments)))
     return seen
@@ -83,6 +99,25 @@ def test_row_metadata_is_refused_by_name(launches: list[Any], op: str, row_meta:
         ("draw_numbers", {"positions": torch.zeros(8, dtype=INT64)}, r"positions.*\[T\]"),
         ("draw_numbers", {"out": torch.zeros(4, 3, 3)}, "out: got torch.float32"),
         ("draw_numbers", {"out": torch.zeros(4, 9, dtype=torch.float64)}, "out: got shape"),
+        ("adjust_logits", {"logits": torch.zeros(4, 50).double()}, "logits: got torch.float64"),
+        ("adjust_logits", {"logits": torch.zeros(50, 4).T}, "logits: got stride"),
+        ("adjust_logits", {"logits": torch.zeros(4, 51), "out": torch.zeros(4, 51)}, "logits.*at most 50 columns"),
+        ("adjust_logits", {"columns": torch.zeros(50, dtype=INT32)}, "columns: got torch.int32"),
+        ("adjust_logits", {"columns": torch.zeros(49, dtype=INT64)}, r"columns.*\[C\]"),
+        ("adjust_logits", {"sources": torch.zeros(3, dtype=INT64)}, r"sources.*\[N\]"),
+        ("adjust_logits", {"positions": torch.zeros(8, dtype=INT64)}, r"positions.*\[T\]"),
+        ("adjust_logits", {"drafted": torch.zeros(2, 4, dtype=INT64)}, r"positions|drafted"),
+        ("adjust_logits", {"drafted": torch.zeros(257, 3, dtype=INT64)}, "drafted.*at most 256 drafts"),
+        ("adjust_logits", {"out": torch.zeros(4, 50).bfloat16()}, "out: got torch.bfloat16"),
+        ("adjust_logits", {"out": torch.zeros(4, 60)[:, :50]}, "out: got strides"),
+        ("adjust_logits", {"state": STATE._replace(counts=STATE.counts.int())}, "state.counts: got torch.int32"),
+        ("adjust_logits", {"state": STATE._replace(penalties=STATE.penalties.float())}, "state.penalties: got"),
+        ("adjust_logits", {"state": STATE._replace(entry_values=torch.zeros(4, 3))}, r"state.entry_values.*\[S, E\]"),
+        ("adjust_logits", {"state": STATE._replace(entry_ids=torch.zeros(4, 513, dtype=INT32))}, "at most 512 entries"),
+        ("count_outputs", {"counts": STATE.counts.int()}, "counts: got torch.int32"),
+        ("count_outputs", {"next_state": torch.zeros(3, 2, dtype=INT64)}, r"next_state.*\[2, R\]"),
+        ("count_outputs", {"positions": torch.zeros(8, dtype=INT64)}, r"positions.*\[T\]"),
+        ("count_outputs", {"drafted": torch.zeros(2, 3, dtype=INT32)}, "drafted: got torch.int32"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
@@ -94,7 +129,12 @@ def test_what_does_not_fit_is_refused_by_name(
     assert not launches
 
 
-SIZES = {"accept_drafts": (3, 2, 1), "draw_numbers": (3, 3)}
+SIZES = {
+    "accept_drafts": (3, 2, 1),
+    "draw_numbers": (3, 3),
+    "adjust_logits": (4, 50, 60, 3, 4, 50, 320),
+    "count_outputs": (3, 50),
+}
 """The numbers after the addresses: rows, drafts or distances, and so on."""
 
 

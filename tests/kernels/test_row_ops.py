@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kernels.row_cases import BRANCHED_SHAPES, SHAPES, RowCase, keys_of, next_state_of, row_case
-from tide_core.kernels.reference import cycle
+from tests.kernels.row_cases import (
+    BRANCHED_SHAPES,
+    SHAPES,
+    AdjustCase,
+    RowCase,
+    adjust_case,
+    adjust_logits_of,
+    keys_of,
+    next_state_of,
+    row_case,
+    same_bits,
+    sources_of,
+)
+from tide_core.kernels.reference import adjust, cycle
 from tide_core.kernels.reference import draw as draw_plan
+from tide_core.request import SamplingParams
+from tide_core.sampling.adjust import adjusted
 from tide_core.sampling.draw import stream_key, uniform, uniforms
 
 
@@ -112,3 +127,117 @@ def test_a_step_is_the_number_of_output_tokens_with_the_drafts_before() -> None:
     found = torch.zeros(4, 3, 1, dtype=torch.float64)
     draw_plan.draw_numbers(keys, case.starts, case.positions, case.row_meta, found)
     assert found[..., 0].tolist() == [[uniform(7, 5 + d, stream) for d in range(3)] for stream in range(4)]
+
+
+def adjusted_by_sampler(case: RowCase, wanted: AdjustCase, sources: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Row by row, with the drafts before each as output."""
+    expected = logits.float().clone()
+    for n, source in enumerate(sources.tolist()):
+        distance, r = divmod(source, case.row_meta.shape[1])
+        row = wanted.rows[r]
+        if row is not None and case.row_meta[cycle.DRAFTS, r] >= 0:
+            output = [*row.output_ids, *case.drafted[:distance, r].tolist()]
+            expected[n] = adjusted(expected[n : n + 1], [dataclasses.replace(row, output_ids=output)])[0]
+    return expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "places", "drafts", "branches"), [*SHAPES[:3], (9, 10, 4, 1)])
+@pytest.mark.parametrize("shortlisted", [False, True])
+def test_logits_are_adjusted_as_the_sampler_adjusts_them(
+    num_rows: int, places: int, drafts: int, branches: int, shortlisted: bool, dtype: torch.dtype
+) -> None:
+    vocab_size = 403
+    case = row_case(5, num_rows, places, drafts, vocab_size=vocab_size)
+    wanted, sources = adjust_case(6, case, vocab_size), sources_of(case)
+    logits = adjust_logits_of(7, len(sources), vocab_size).to(dtype)
+    columns = torch.arange(1, vocab_size, 2) if shortlisted else None
+    given = logits if columns is None else logits[:, columns].contiguous()
+    found = torch.full(given.shape, 77.0)
+    of_rows = case.starts, case.positions, case.drafted, case.row_meta
+    adjust.adjust_logits(given, columns, sources, *of_rows, wanted.state, found)
+    expected = adjusted_by_sampler(case, wanted, sources, logits)
+    assert same_bits(found, expected if columns is None else expected[:, columns])
+
+
+@pytest.mark.parametrize(
+    ("params", "seen"),
+    [
+        (SamplingParams(frequency_penalty=0.5), 1),
+        (SamplingParams(presence_penalty=0.5), 0),
+        (SamplingParams(repetition_penalty=2.0), 0),
+    ],
+    ids=["frequency", "presence", "repetition"],
+)
+def test_a_draft_counts_as_output_after_itself_and_not_before(params: SamplingParams, seen: int) -> None:
+    case = row_case(1, 1, 1, 2, vocab_size=50)
+    case.drafted[:, 0] = torch.tensor([20, 21])
+    wanted = adjust_case(1, case, 50)
+    case.row_meta[cycle.ADJUST_SLOT, 0] = 0
+    wanted.state.counts[0] = 0
+    wanted.state.counts[0, 20] = seen
+    wanted.state.penalties[:, 0] = torch.tensor(
+        [params.repetition_penalty, params.presence_penalty, params.frequency_penalty], dtype=torch.float64
+    )
+    logits, found = torch.ones(3, 50), torch.zeros(3, 50)
+    of_rows = case.starts, case.positions, case.drafted, case.row_meta
+    adjust.adjust_logits(logits, None, torch.arange(3), *of_rows, wanted.state, found)
+    assert found[:, 21].tolist() == [1.0, 1.0, 0.5]
+    assert found[:, 20].tolist() == ([0.5, 0.0, 0.0] if seen else [1.0, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("before", [9, 10])
+def test_an_entry_applies_below_its_number_of_outputs_and_entries_are_added_in_order(before: int) -> None:
+    case = row_case(1, 1, 1, 0, vocab_size=50)
+    wanted = adjust_case(1, case, 50)
+    case.row_meta[cycle.ADJUST_SLOT, 0] = 0
+    case.row_meta[cycle.PROMPT_LEN, 0] = int(case.positions[0]) + 1 - before
+    wanted.state.counts[0] = 0
+    for part, values in zip(wanted.state[2:], ([4, 4, 4, 6], [1e8, 1.0, -1e8, 2.0], [10, 11, 11, 11]), strict=True):
+        part[0, :4] = torch.tensor(values)
+    found = torch.zeros(1, 50)
+    of_rows = case.starts, case.positions, case.drafted, case.row_meta
+    adjust.adjust_logits(torch.zeros(1, 50), None, torch.zeros(1).long(), *of_rows, wanted.state, found)
+    assert found[0, 4].item() == (0.0 if before == 9 else float(np.float32(1.0) - np.float32(1e8)))
+    assert found[0].count_nonzero() == (1 if before == 9 else 2)
+    assert found[0, 6].item() == 2.0
+
+
+@pytest.mark.parametrize(("num_rows", "places", "drafts", "branches"), SHAPES)
+def test_counts_are_those_of_all_output_tokens(num_rows: int, places: int, drafts: int, branches: int) -> None:
+    case = row_case(8, num_rows, places, drafts, vocab_size=3)
+    counts = adjust_case(9, case, 403).state.counts
+    carried, next_state = next_state_of(case)
+    cycle.accept_drafts(*case, 1, carried, next_state)
+    expected = counts.clone()
+    for r in range(num_rows):
+        begin, slot = int(case.starts[r]), int(case.row_meta[cycle.ADJUST_SLOT, r])
+        gained = int(next_state[1, r]) - int(case.row_meta[cycle.START, r])
+        if slot >= 0:
+            expected[slot] += torch.bincount(case.following[begin : begin + gained], minlength=403).short()
+    found = counts.clone()
+    adjust.count_outputs(case.row_meta, case.starts, case.positions, case.following, next_state, found)
+    assert torch.equal(found, expected)
+
+
+def test_a_count_keeps_the_bit_of_the_prompt_and_ends_at_its_largest() -> None:
+    case = row_case(1, 1, 1, 3)
+    case.row_meta[cycle.ADJUST_SLOT, 0] = 1
+    case.following[:] = torch.tensor([2, 2, 3, 4])
+    counts = torch.zeros(2, 6, dtype=torch.int16)
+    counts[1, 2], counts[1, 3], counts[1, 4] = -0x8000, 0x7FFF, -1
+    next_state = torch.tensor([[4], [int(case.positions[0]) + 4]])
+    adjust.count_outputs(case.row_meta, case.starts, case.positions, case.following, next_state, counts)
+    assert counts.tolist() == [[0] * 6, [0, 0, -0x8000 + 2, 0x7FFF, -1, 0]]
+
+
+def test_accepted_drafts_are_counted_where_they_are_given() -> None:
+    case = row_case(1, 1, 1, 3)
+    case.row_meta[cycle.ADJUST_SLOT, 0] = 0
+    case.following[:] = torch.tensor([1, 2, 3, 4])
+    case.drafted[:, 0] = torch.tensor([5, 2, 6])
+    next_state = torch.tensor([[3], [int(case.positions[0]) + 3]])
+    counts = torch.zeros(1, 7, dtype=torch.int16)
+    of_rows = case.row_meta, case.starts, case.positions, case.following, next_state
+    adjust.count_outputs(*of_rows, counts, case.drafted)
+    assert counts.tolist() == [[0, 0, 1, 1, 0, 1, 0]]

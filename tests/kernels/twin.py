@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tide_core.kernels import CudaKernels
+from tide_core.kernels.reference import adjust
 from tide_core.kernels.reference import branches as branching
 from tide_core.kernels.reference import cycle as cycle_plan
 from tide_core.kernels.reference import draw as draw_plan
@@ -74,6 +75,8 @@ def twin_kernels() -> CudaKernels:
         slot_copier=branching.slot_copier,
         draw=draw_plan.draw,
         draw_numbers=draw_plan.draw_numbers,
+        adjust_logits=adjust.adjust_logits,
+        count_outputs=adjust.count_outputs,
         verify_drawn=draw_plan.verify_drawn,
         takes=takes,
         attend_joined=attend_joined,

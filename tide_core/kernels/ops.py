@@ -186,6 +186,9 @@ class CudaKernels(Kernels):
     verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
     draw_numbers: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     """`tide_core.kernels.reference.draw` defines these."""
+    adjust_logits: Callable[..., None]
+    count_outputs: Callable[..., None]
+    """`tide_core.kernels.reference.adjust` defines both."""
     takes: Callable[[Tensor, Tensor], bool]
     """Whether `attend` knows keys and values as these pools hold them."""
     attend_joined: AttendJoinedOp

@@ -50,6 +50,7 @@ def cuda_kernels() -> CudaKernels:
     cuda = importlib.import_module("tide_core.kernels.cuda.ops")
     cycle = importlib.import_module("tide_core.kernels.cuda.cycle")
     branches = importlib.import_module("tide_core.kernels.cuda.branches")
+    adjust = importlib.import_module("tide_core.kernels.cuda.adjust")
     draws = importlib.import_module("tide_core.kernels.cuda.draw")
     return CudaKernels(
         name="cuda",
@@ -79,6 +80,8 @@ def cuda_kernels() -> CudaKernels:
         slot_copier=branches.slot_copier,
         draw=draws.draw,
         draw_numbers=draws.draw_numbers,
+        adjust_logits=adjust.adjust_logits,
+        count_outputs=adjust.count_outputs,
         verify_drawn=draws.verify_drawn,
         takes=cuda.takes,
         attend_joined=cuda.attend_joined,
