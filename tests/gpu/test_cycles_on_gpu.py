@@ -25,11 +25,11 @@ def cycle_parts(artefact: dict[str, Any], *, capture: bool, dtype: str = "bfloat
     parts = exit_parts("qwen3", easy=easy, artefact=artefact, device="cuda", dtype=dtype, max_rows=8)
     parts.core.audits = AuditBook(delta=1e-300)  # when a bound breaks is a matter of which rows came first
     runner = parts.runner
-    assert runner.cycles._graphs is not None, "cycles of such a model are captured"
+    assert runner.cycles is not None, "cycles of such a model are captured"
     assert isinstance(runner.kernels, CudaKernels)
     if not capture:
         parts_of_it = runner.adapter, runner.cache, runner.kernels, runner.exits
-        runner.cycles._graphs = GraphCycles(*parts_of_it, branches=True, capture=False)
+        runner.cycles = GraphCycles(*parts_of_it, branches=True, capture=False)
     return parts
 
 

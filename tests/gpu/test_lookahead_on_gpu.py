@@ -16,12 +16,13 @@ pytestmark = pytest.mark.gpu
 HARDER = 0.3
 
 
-def answers(prompts: Any, params: Any, *, ahead: bool, legs: int = 1, **settings: Any) -> list[list[int]]:
+def answers(prompts: Any, params: Any, *, ahead: bool, steps: int = 1, **settings: Any) -> list[list[int]]:
     parts = exit_parts("qwen3", share=HARDER, device="cuda", **settings)
-    parts.core.scheduler.runs_ahead = ahead
+    if not ahead:
+        parts.runner.lookahead_steps = lambda: 0
     assert parts.runner.cycles is not None
-    if legs > 1:  # or as many as it takes
-        parts.runner.cycles.depths = fixed_depths(legs)
+    if steps > 1:  # or as many as it takes
+        parts.runner.cycles.depths = fixed_depths(steps)
     with poisoned(parts) as engine:
         found = [engine.generate(prompts, params) for _ in range(2)]  # the second time all is captured
     parts.core.check_idle()
@@ -31,18 +32,18 @@ def answers(prompts: Any, params: Any, *, ahead: bool, legs: int = 1, **settings
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["full", "verified"])
-@pytest.mark.parametrize(("max_rows", "legs"), [(1, 1), (3, 1), (8, 1), (8, 3)])
+@pytest.mark.parametrize(("max_rows", "steps"), [(1, 1), (3, 1), (8, 1), (8, 3)])
 def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
-    max_rows: int, legs: int, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    max_rows: int, steps: int, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[int] = []
-    num_legs: list[int] = []
+    num_cycles: list[int] = []
     fly = GraphCycles._launch
 
-    def launched(self: GraphCycles, rows: Any, legs: int = 1) -> InFlightStep:
+    def launched(self: GraphCycles, rows: Any, steps: int = 1) -> InFlightStep:
         ahead.append(sum(row.previous >= 0 for row in rows))
-        flight = fly(self, rows, legs)
-        num_legs.append(flight.num_cycles)
+        flight = fly(self, rows, steps)
+        num_cycles.append(flight.num_cycles)
         return flight
 
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(12, 50))]
@@ -55,7 +56,7 @@ def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
     ]
     expected = [ids[: ids.index(ends[i]) + 1] if i % 3 == 1 else ids for i, ids in enumerate(expected)]
     monkeypatch.setattr(GraphCycles, "_launch", launched)
-    found = answers(prompts, params, ahead=True, legs=legs, max_rows=max_rows, dtype=dtype, prefix_caching=False)
+    found = answers(prompts, params, ahead=True, steps=steps, max_rows=max_rows, dtype=dtype, prefix_caching=False)
     assert found == expected
     assert sum(map(bool, ahead)) > len(ahead) // 2
-    assert max(num_legs) >= legs
+    assert max(num_cycles) >= steps

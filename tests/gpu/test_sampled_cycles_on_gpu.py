@@ -8,8 +8,9 @@ import pytest
 
 from tests.engine.exit_engines import all_ids, exit_layers, poisoned
 from tests.factories import random_prompts
-from tests.gpu.test_graph_cycles_on_gpu import BLOCK, cycle_parts
-from tide_core.execution.graphs.cycle import GraphCycles, Launched
+from tests.gpu.test_cycles_on_gpu import BLOCK, cycle_parts
+from tide_core.execution.graphs.cycle import GraphCycles
+from tide_core.execution.graphs.in_flight import Launched
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,7 @@ from tests.factories import random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.engine import assemble, core
 from tide_core.engine.engine import Completion
-from tide_core.execution.graphs import branches
-from tide_core.execution.graphs import in_flight as cycle_flight
+from tide_core.execution.graphs import branches, in_flight
 from tide_core.execution.graphs.branches import MAX_TOKENS, SPARE_BLOCKS, Branches, branches_for
 from tide_core.execution.graphs.choice import Greedy
 from tide_core.execution.graphs.cycle_output import OutputBuffer
@@ -38,14 +37,14 @@ def on_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 def brought_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The branches that were right, but for the first ones."""
     seen: list[int] = []
-    branch_of = cycle_flight.branch_of
+    branch_of = in_flight.branch_of
 
     def counted(right: int, tried: Sequence[int]) -> int:
         branch = branch_of(right, tried)
         seen.extend([branch] if branch else [])
         return branch
 
-    monkeypatch.setattr(cycle_flight, "branch_of", counted)
+    monkeypatch.setattr(in_flight, "branch_of", counted)
     return seen
 
 

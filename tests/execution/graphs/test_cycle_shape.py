@@ -1,4 +1,4 @@
-"""The host's buffer of a cycle keeps what nobody has changed and no more: a row that is gone must not run again."""
+"""The inputs of a cycle: a row that is gone must not run again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tide_core.batch import RowStep
 from tide_core.execution.graphs.cycle_shape import CycleInputs, CycleShape, RowPlace
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
+from tide_core.sampling.draw import stream_key
 
 BLOCK_SIZE = 16
 
@@ -20,44 +21,48 @@ def step(token: int, start: int, drafts: int = 2, *, leaves_at: float = np.inf, 
     return RowStep(request, table, (token,), (), True, policy, drafts)
 
 
-def filled(room: CycleShape, *fills: list[RowStep]) -> tuple[np.ndarray, ...]:
+def filled(shape: CycleShape, *fills: list[RowStep]) -> tuple[np.ndarray, ...]:
     """The parts of a buffer that was filled so often."""
-    host = np.zeros(room.size, dtype=np.int32)
-    rows = CycleInputs(room, host)
+    host = np.zeros(shape.size, dtype=np.int32)
+    rows = CycleInputs(shape, host)
     for one in fills:
         rows.fill([RowPlace(row, row.num_drafts, row.table.block_ids) for row in one])
-    return tuple(part.copy() for part in room.split(host))
+    return tuple(part.copy() for part in shape.split(host))
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
 def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
-    room = CycleShape(4, 2, 3)
+    shape = CycleShape(4, 2, 3)
     steps = [step(token, 10) for token in (1, 5, 9, 13)]
-    about, *_ = filled(room, steps, steps[:after])
-    expected, *_ = filled(room, steps[:after])
-    assert about.tolist() == expected.tolist()
-    assert (about[2, after:] == -1).all()
+    meta, *_ = filled(shape, steps, steps[:after])
+    expected, *_ = filled(shape, steps[:after])
+    assert meta.tolist() == expected.tolist()
+    assert (meta[2, after:] == -1).all()
 
 
 def test_every_branch_is_told_the_row_and_its_blocks_and_how_the_row_may_leave() -> None:
-    about, tables = filled(CycleShape(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
-    assert about.tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
+    meta, tables = filled(CycleShape(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
+    assert meta[:4].tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
+    min_scores, exit_scores = meta[4:6].view(np.float32)
+    assert min_scores.tolist() == [-np.inf] * 6
+    assert exit_scores.tolist() == [np.float32(0.9)] * 2 + [np.inf] * 4
+    assert meta[6:].tolist() == [[1] * 6, [-1] * 6], "the length of the prompt, and no logit adjustments"
     assert tables.tolist() == [[1, 2, 3], [1, 2, 3], [3, 4, 5], [3, 4, 5], [7, 8, 9], [7, 8, 9]]
 
 
 def test_of_a_row_that_goes_on_from_the_cycle_before_its_place_there_is_told() -> None:
     known, behind = step(1, 14), step(3, 15)
     rows = [RowPlace(known, 2, [1, 2]), RowPlace(behind, 1, [3, 4], previous=4)]
-    room = CycleShape(2, 2, 3)
-    host = np.zeros(room.size, dtype=np.int32)
-    assert CycleInputs(room, host).fill(rows) == [0, 3]
-    assert room.split(host)[0].tolist() == [[1, 3], [14, -5], [2, 1], [1, 1]]
+    shape = CycleShape(2, 2, 3)
+    host = np.zeros(shape.size, dtype=np.int32)
+    assert CycleInputs(shape, host).fill(rows) == [0, 3]
+    assert shape.split(host)[0][:4].tolist() == [[1, 3], [14, -5], [2, 1], [1, 1]]
 
 
 def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
-    room, rng = CycleShape(4, 0, 8), np.random.default_rng(0)
-    host = np.zeros(room.size, dtype=np.int32)
-    rows = CycleInputs(room, host)
+    shape, rng = CycleShape(4, 0, 8), np.random.default_rng(0)
+    host = np.zeros(shape.size, dtype=np.int32)
+    rows = CycleInputs(shape, host)
     tables = [BlockTable([start], rng.permutation(100)[:8].tolist()) for start in (0, 40, 90, 120)]
     for _ in range(200):
         table = tables[rng.integers(4)]
@@ -71,4 +76,25 @@ def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
         steps = [RowStep(request, table, (1,), (), True) for table in shown]
         rows.fill([RowPlace(row, 0, row.table.block_ids[:n]) for row, n in zip(steps, used_by, strict=True)])
         for place, (table, used) in enumerate(zip(shown, used_by, strict=True)):
-            assert room.split(host)[1][place, :used].tolist() == table.block_ids[:used]
+            assert shape.split(host)[1][place, :used].tolist() == table.block_ids[:used]
+
+
+def test_a_threshold_never_lets_a_lower_score_pass_though_it_is_rounded() -> None:
+    threshold = 0.1 + 1e-9
+    policy = ExitPolicy("verified", (threshold,), (np.inf,))
+    request = Request("r", (1,), SamplingParams(threshold=threshold), seed=0, policy=policy)
+    row = RowStep(request, BlockTable([3], [5]), (1,), (), True, policy, 1)
+    meta, _ = filled(CycleShape(1, 1, 1), [row])
+    assert float(meta[4].view(np.float32)[0]) >= threshold
+
+
+def test_sampled_rows_have_their_settings_and_a_key_for_each_random_stream() -> None:
+    shape = CycleShape(2, 1, 3, samples=True)
+    request = Request("r", (1,), SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1), seed=3)
+    row = RowStep(request, BlockTable([3], [5, 6, 7]), (1,), (), True, num_drafts=1)
+    host = np.zeros(shape.size, dtype=np.int32)
+    CycleInputs(shape, host).fill([RowPlace(row, 1, row.table.block_ids)])
+    settings, keys = shape.sampling(host, np.float64, np.int64)
+    assert settings[:, 0].tolist() == [0.7, 5.0, 0.9, 0.1, -np.inf]
+    assert keys[:, 0].astype(np.uint64).tolist() == [stream_key(3, stream) for stream in (0, 1, 2, 3)]
+    assert not settings[:, 1].any()

@@ -188,6 +188,13 @@ class GraphCycles:
             if number is not None:
                 previous, gained = number * step.branches, step.num_cycles * (step.rows[number].drafts + 1)
             is_needed |= left > gained
+            if number is not None and row.request.params.temperature > 0.0:
+                # The last token of an answer is not drafted. How a token is sampled depends on whether it was drafted,
+                # so near the end the row waits until its length is known: the same seed gives the same tokens.
+                fits = (left - gained) // (row.num_drafts + 1)
+                if fits < 1:
+                    continue
+                num_cycles = min(num_cycles, fits)
             if number is not None:
                 left -= step.num_cycles  # at least
                 if left < 1:
@@ -199,7 +206,7 @@ class GraphCycles:
             if fits < num_cycles:
                 num_cycles = fits
             going.append((drafts, previous, start, row))
-        if not is_needed or num_cycles < 1:
+        if not is_needed or num_cycles < 1 or not going:
             return None
         going.sort(key=_drafts_of, reverse=True)
         has_branches = self._branches is not None and branches_for(len(going), going[0][0], size) > 1
