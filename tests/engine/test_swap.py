@@ -16,7 +16,7 @@ from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.factories import make_engine
 from tide_core.engine.assemble import with_artefact
 from tide_core.engine.engine import Engine
-from tide_core.engine.loop import Turns
+from tide_core.engine.loop import FairLock
 from tide_core.errors import ArtefactError, ConfigError
 from tide_core.request import RequestOutput, SamplingParams
 
@@ -134,9 +134,9 @@ async def test_outputs_that_wait_are_read_as_one_piece(engine: Engine) -> None:
 
 def test_a_lock_that_is_asked_for_again_at_once_still_goes_round() -> None:
     for _ in range(20):
-        turns, order = Turns(), list[str]()
+        turns, order = FairLock(), list[str]()
 
-        def other(turns: Turns = turns, order: list[str] = order) -> None:
+        def other(turns: FairLock = turns, order: list[str] = order) -> None:
             with turns:
                 order.append("other")
 

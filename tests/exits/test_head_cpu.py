@@ -17,7 +17,7 @@ from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Completion, Engine
 from tide_core.exits.audit import AuditBook
-from tide_core.exits.head_cpu import obstacle
+from tide_core.exits.head_cpu import unsupported_reason
 from tide_core.exits.propose import Exits, Proposal
 from tide_core.exits.row_cycle import RowCycle
 from tide_core.kernels import select_kernels
@@ -157,9 +157,9 @@ def test_tokens_are_fed_with_the_last_deep_state_before_them(start: int, skipped
             position = start + deep[-1] if deep else 0
             expected[0].append(row.step.table.block_ids[position // 16] * 16 + position % 16)
             expected[1].append(token - deep[-1] if deep else 0)
-    origins = exits.origins(parts, drafting=False)
-    assert origins is not None
-    assert origins.tolist() == list(expected)
+    sources = exits.deep_sources(parts, drafting=False)
+    assert sources is not None
+    assert sources.tolist() == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,9 @@ def test_what_cannot_be_a_program_runs_op_by_op_and_says_why(
     parts = exit_parts(family, easy=easy, artefact={"kind": "affine"}, dtype=dtype, kernels=kernels)
     exits = parts.runner.exits
     assert exits is not None
-    why = obstacle(parts.runner.adapter, parts.runner.cache, select_kernels(kernels, "cpu"), exits._narrow_head)
+    why = unsupported_reason(
+        parts.runner.adapter, parts.runner.cache, select_kernels(kernels, "cpu"), exits._narrow_head
+    )
     if kernels == "reference":
         assert why == "the reference kernels run op by op"
     elif reason is None:
@@ -254,7 +256,9 @@ def test_logits_that_are_capped_or_scaled_are_none_of_a_program() -> None:
     assert runner.exits is not None
     narrow_head = runner.exits._narrow_head
     narrow_head._softcap = 30.0
-    assert "scales its states or logits" in str(obstacle(runner.adapter, runner.cache, parts.kernels, narrow_head))
+    assert "scales its states or logits" in str(
+        unsupported_reason(runner.adapter, runner.cache, parts.kernels, narrow_head)
+    )
 
 
 def test_programs_share_the_weights_of_their_modules() -> None:

@@ -30,7 +30,7 @@ def test_a_fused_deep_state_is_the_heads_own(taps: tuple[int, ...], num_tokens: 
     fused = FusedHead(head, twin_kernels())
     for _ in range(2):  # the second time with what the first has made
         last, *tapped = torch.randn(1 + len(taps), num_tokens, WIDTH)
-        room, given = fused.room(last), last
+        room, given = fused.gather_buffer(last), last
         if room is not None:
             fused.gather(tapped, room)
             given = room[:, :WIDTH].copy_(last) if in_place else last

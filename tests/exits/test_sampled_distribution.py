@@ -14,7 +14,7 @@ from tide_core.batch import ExitPolicy
 from tide_core.engine.core import EngineCore
 from tide_core.exits.policy import resolve_policy
 from tide_core.exits.row_cycle import Draft
-from tide_core.exits.verify import Target, _reject
+from tide_core.exits.verify import Target, rejects
 from tide_core.request import Request, SamplingParams
 from tide_core.sampling.draw import DRAFT_STREAM, draw, uniform
 from tide_core.sampling.rows import SamplingRow
@@ -100,8 +100,8 @@ def test_the_test_would_see_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Non
     """Accepting every draft gives the exit's distribution, and the same test finds it."""
     from tide_core.exits import verify
 
-    always = verify.Judged(True, verify.SampledToken(0))
-    monkeypatch.setattr(verify, "_reject", lambda *arguments: always)
+    always = verify.Verdict(True, verify.SampledToken(0))
+    monkeypatch.setattr(verify, "rejects", lambda *arguments: always)
     params = SamplingParams(max_tokens=3, temperature=0.8, ignore_eos=True, mode="verified", top_k=4)
     parts = exit_parts(drafts=2, max_rows=256, max_batch_tokens=1024, artefact={"draft_threshold": 0.0})
     observed = run_all(parts.core, params, resolve_policy(params, parts.checkpoints, 4), NUM_DRAWS // 4)
@@ -109,7 +109,7 @@ def test_the_test_would_see_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("overlap", ["near", "far", "apart"])
-def test_the_rejection_rule_turns_any_draft_distribution_into_that_of_full_depth(overlap: str) -> None:
+def test_therejectsion_rule_turns_any_draft_distribution_into_that_of_full_depth(overlap: str) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(8, generator=generator)
     params = SamplingParams(temperature=0.8)
@@ -124,6 +124,6 @@ def test_the_rejection_rule_turns_any_draft_distribution_into_that_of_full_depth
     for seed in range(NUM_DRAWS):
         row = SamplingRow(params, seed, (), (), ())
         drafted = int(draw(weights, [uniform(seed, 0, DRAFT_STREAM)])[0])
-        judged = _reject(Draft(drafted, 0, 1.0, False, proposal), logits, Target(target, row))
-        observed[drafted if judged.agrees else judged.instead.token_id] += 1
+        verdict = rejects(Draft(drafted, 0, 1.0, False, proposal), logits, Target(target, row))
+        observed[drafted if verdict.agrees else verdict.instead.token_id] += 1
     assert chi_square_p(observed, dict(enumerate(target.tolist()))) > LEAST_P

@@ -45,7 +45,7 @@ def test_every_branch_is_told_the_row_and_its_blocks_and_how_the_row_may_leave()
     assert meta[:4].tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
     min_scores, exit_scores = meta[4:6].view(np.float32)
     assert min_scores.tolist() == [-np.inf] * 6
-    assert exit_scores.tolist() == [np.float32(0.9)] * 2 + [np.inf] * 4
+    assert exit_scores.tolist() == [pytest.approx(0.9)] * 2 + [np.inf] * 4
     assert meta[6:].tolist() == [[1] * 6, [-1] * 6], "the length of the prompt, and no logit adjustments"
     assert tables.tolist() == [[1, 2, 3], [1, 2, 3], [3, 4, 5], [3, 4, 5], [7, 8, 9], [7, 8, 9]]
 

@@ -117,7 +117,6 @@ class CycleGraph(Graph):
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._shortlist = none if exits is None else exits.shortlist
         self._slots = slots
-        self._scratch: Any = None
         self._choice: Choice = Greedy(kernels, shape.rows, shape.branches, device)
         if shape.samples:
             settings, self._keys = shape.sampling(self._buffer, torch.float64, torch.int64)
@@ -238,16 +237,11 @@ class CycleGraph(Graph):
 
     def _write_logprobs(self, logits: torch.Tensor) -> None:
         """Log-probabilities under the model itself: of the likeliest tokens, and of the tokens that follow."""
-        output = self._output
-        ids, top, chosen = output.top
-        if self._scratch is None:  # the first run is not captured
-            self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
-        peaks = self._kernels.peak(logits, self._scratch)
-        log_total = peaks.best + peaks.sum.log()
-        values, places = logits.topk(ids.shape[1], dim=-1)
-        ids.copy_(places)
-        torch.sub(values.float(), log_total[:, None], out=top)
-        torch.sub(logits.gather(-1, output.following[:, None])[:, 0].float(), log_total, out=chosen)
+        ids, top, chosen = self._output.top
+        logprobs = logits.float().log_softmax(-1)  # as the sampler does it: the same bits
+        ids.copy_(logits.topk(ids.shape[1], dim=-1).indices)
+        torch.gather(logprobs, -1, ids, out=top)
+        torch.gather(logprobs, -1, self._output.following[:, None], out=chosen.unsqueeze(-1))
 
 
 def _timed_event() -> Any:
