@@ -145,10 +145,10 @@ def adjust_case(seed: int, case: RowCase, vocab_size: int) -> AdjustCase:
 
 
 def sources_of(case: RowCase) -> Tensor:
-    """Of the tokens of the deep pass, those of no row at the end, [T]."""
+    """Of the tokens of the deep pass, those of no row after them, and of a pass that has all places, [T + R]."""
     drafts = case.row_meta[cycle.DRAFTS].tolist()
     sources = [d * len(drafts) + r for r, count in enumerate(drafts) for d in range(count + 1)]
-    return torch.tensor(sources + [0] * (len(case.positions) - len(sources)))
+    return torch.tensor([*sources, *[0] * (len(case.positions) - len(sources)), *range(len(drafts))])
 
 
 def adjust_logits_of(seed: int, count: int, width: int) -> Tensor:

@@ -127,7 +127,8 @@ def _signed(word: int) -> int:
 
 def _shifted(word: Tensor, by: int) -> Tensor:
     """To the right, with zeros from the left."""
-    return (word >> by) & (2 ** (64 - by) - 1)
+    shifted: Tensor = (word >> by) & (2 ** (64 - by) - 1)
+    return shifted
 
 
 def places_of(shortlist: Tensor, vocab_size: int) -> Tensor:
