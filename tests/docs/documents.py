@@ -15,8 +15,8 @@ LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+?) *$", re.MULTILINE)
 NAMED = re.compile(r'<a id="([^"]+)">')
 SHELLS = ("", "bash", "sh")
-HISTORY = ("CHANGELOG.md", "docs/decisions.md")
-"""They tell of what was, too."""
+HISTORY = ("CHANGELOG.md", "docs/lab/")
+"""Documents, or folders of them, that also describe the past: files that they name may be gone."""
 
 
 @dataclass(frozen=True)
