@@ -82,6 +82,13 @@ def test_a_reader_loads_nothing_from_elsewhere(pages: dict[str, Page]) -> None:
     assert away == set()
 
 
+def test_the_map_shows_its_figures(site: Path, pages: dict[str, Page]) -> None:
+    """As files of the site: the theme would fetch what draws other kinds of diagrams from elsewhere."""
+    figures = {load for load in pages["architecture.html"].loads if load.endswith(".svg")}
+    assert len(figures) == 5
+    assert all((site / figure).is_file() for figure in figures)
+
+
 def test_files_of_the_repository_that_are_linked_are_in_the_site(site: Path) -> None:
     copy = site / "repository" / "protos" / "tide" / "v1" / "tide.proto"
     assert copy.read_bytes() == (ROOT / "protos" / "tide" / "v1" / "tide.proto").read_bytes()
