@@ -18,7 +18,7 @@ from tools import site_hooks
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, and what can be linked to in it."""
+    """The links, loaded files and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "WARNING" not in said, said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "WARNING" not in output, output
     return folder
 
 
@@ -61,7 +61,7 @@ def test_every_document_is_a_page(pages: dict[str, Page]) -> None:
 def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[str, Page]) -> None:
     dead = []
     for name, page in pages.items():
-        if name == "404.html":  # its links are of the root of wherever the site is put
+        if name == "404.html":  # its links start at the root of the site
             continue
         for link in page.links | page.loads:
             parts = urlsplit(link)
@@ -95,7 +95,7 @@ def test_files_of_the_repository_that_are_linked_are_in_the_site(site: Path) -> 
 
 
 def test_no_list_and_no_table_was_left_as_text(site: Path) -> None:
-    """The site's Markdown wants an empty line before a list, which viewers of repositories do not."""
+    """The site's Markdown needs an empty line before a list; viewers of repositories do not."""
     left = []
     for path in site.rglob("*.html"):
         for paragraph in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL):
