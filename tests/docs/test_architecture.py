@@ -11,8 +11,6 @@ import pytest
 from tests.docs.documents import ROOT, Document
 
 MAP = Document("docs/architecture.md")
-UNCHECKED = "<!-- check names -->"
-"""Ends a line whose names are not in the code yet."""
 PLACE = re.compile(r"`([\w/]+\.py)` `([A-Za-z_][\w.]*)`")
 FIGURES = ("overview", "request", "cycle-plain", "cycle-gpu", "calibration", "deployment")
 
@@ -30,8 +28,7 @@ def defined(path: str) -> set[str]:
 
 
 def places() -> list[tuple[str, str]]:
-    lines = [line for line in MAP.text.splitlines() if UNCHECKED not in line]
-    return [found for line in lines for found in PLACE.findall(line)]
+    return PLACE.findall(MAP.checked.text)
 
 
 def test_functions_that_the_map_names_are_in_the_files_it_names() -> None:
@@ -40,7 +37,7 @@ def test_functions_that_the_map_names_are_in_the_files_it_names() -> None:
 
 
 def test_the_tree_names_what_exists() -> None:
-    [tree] = MAP.blocks("")
+    [tree] = MAP.checked.blocks("")
     folders: list[str] = []
     for line in tree.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
