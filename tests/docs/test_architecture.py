@@ -63,3 +63,7 @@ def test_a_figure_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
 def test_the_map_and_the_overview_show_all_figures() -> None:
     shown = set(re.findall(r"figures/([\w-]+)\.svg", MAP.text + Document("README.md").text))
     assert shown == set(FIGURES)
+
+
+def test_the_overview_stays_short() -> None:
+    assert len(Document("README.md").text.splitlines()) <= 160
