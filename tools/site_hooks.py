@@ -1,8 +1,8 @@
-"""What mkdocs is told beside mkdocs.yml: how documents in docs/ meet the rest of the repository.
+"""Hooks of mkdocs: how the site includes files of the repository outside docs/.
 
-Documents link to each other and to files of the repository by relative paths, as they lie in a checkout. In the site
-a few others are pages too, a link to any other file leads to a copy of it under repository/, and a link
-to a folder becomes plain text. A link to something that is not there stays as it is, and the strict build refuses it.
+Documents link to each other and to files of the repository by relative paths, as in a checkout. In the site the files
+of `PAGES` are pages too, a link to any other file leads to a copy of it under repository/, and a link to a folder
+becomes plain text. A link to a missing file stays as it is, and the strict build refuses it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 
 
 def repository_path(uri: str) -> str:
-    """Of a page, by its place in the site."""
+    """The path in the repository of a page of the site."""
     return uri.removeprefix(f"{COPIES}/") if uri.startswith(f"{COPIES}/") else f"docs/{uri}"
 
 
 def site_uri(path: str) -> str:
-    """The place in the site of a file of the repository. A copy that looks like Markdown would become a page."""
+    """The path in the site of a file of the repository. A copy of Markdown gets a suffix, or it would be a page."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"{COPIES}/{path}" + (".txt" if path.endswith(".md") and path not in PAGES else "")
 
 
 def outside_code(markdown: str, change: Callable[[str], str]) -> str:
-    """`markdown` with a change made to all that is not code."""
+    """`markdown` with a change made to all text that is not code."""
     parts, end = [], 0
     fences = [found.span() for found in FENCE.finditer(markdown)]
     spans = sorted(fences + [s for s in code_spans(markdown) if not any(a <= s[0] < b for a, b in fences)])
@@ -48,7 +48,7 @@ def outside_code(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def code_spans(markdown: str) -> list[tuple[int, int]]:
-    """Of code inside of a text, but not of code that is the text of a link."""
+    """Spans of inline code, except code that is the text of a link."""
     return [
         found.span()
         for found in CODE.finditer(markdown)
@@ -57,7 +57,7 @@ def code_spans(markdown: str) -> list[tuple[int, int]]:
 
 
 def linked_files(markdown: str, path: str, root: Path = ROOT) -> set[str]:
-    """Files of the repository, outside of docs/, that a document links to."""
+    """Files of the repository outside docs/ that a document links to."""
     found = set()
 
     def look(text: str) -> str:
@@ -72,7 +72,7 @@ def linked_files(markdown: str, path: str, root: Path = ROOT) -> set[str]:
 
 
 def target_of(link: str, path: str) -> tuple[str, str] | None:
-    """The file of the repository that a link in the document at `path` means, and its anchor; None for other links."""
+    """The file of the repository that a link in the document at `path` leads to, with anchor; None for other links."""
     if "://" in link or link.startswith(("#", "/", "mailto:")):
         return None
     place, mark, anchor = link.partition("#")

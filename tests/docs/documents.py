@@ -1,4 +1,4 @@
-"""The documents of the repository, taken apart: code blocks, commands, links, headings."""
+"""The documents of the repository and their parts: code blocks, commands, links, headings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+?) *$", re.MULTILINE)
 NAMED = re.compile(r'<a id="([^"]+)">')
 SHELLS = ("", "bash", "sh")
-HISTORY = ("CHANGELOG.md", "docs/decisions.md")
-"""They tell of what was, too."""
+HISTORY = ("CHANGELOG.md", "docs/lab/")
+"""Documents, or folders of them, that also describe the past: files that they name may be gone."""
+UNCHECKED = "<!-- check names -->"
+"""In a line that names files or functions which are still to come."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Document:
         return (ROOT / self.path).read_text(encoding="utf-8")
 
     def blocks(self, *languages: str) -> list[str]:
-        """The code in its fences of these languages, without their indentation."""
+        """Code blocks of these languages, without indentation."""
         return [
             re.sub(rf"^{found[1]}", "", found[3], flags=re.MULTILINE)
             for found in FENCE.finditer(self.text)
@@ -39,12 +41,12 @@ class Document:
 
     @property
     def prose(self) -> str:
-        """Without its fences."""
+        """The text without code blocks."""
         return FENCE.sub("", self.text)
 
     @property
     def spans(self) -> list[str]:
-        """Code inside of the prose."""
+        """Inline code of the prose."""
         return SPAN.findall(self.prose)
 
     @property
@@ -53,14 +55,28 @@ class Document:
 
     @property
     def anchors(self) -> set[str]:
-        """Of its headings, as viewers of repositories make them, and those that are named in it."""
+        """Anchors of headings, as viewers of repositories make them, and explicit ones."""
         return {slug(heading) for heading in HEADING.findall(self.prose)} | set(NAMED.findall(self.text))
 
     @property
+    def checked(self) -> Document:
+        """Without the lines whose names are still to come."""
+        return _Part(self.path, "".join(line for line in self.text.splitlines(True) if UNCHECKED not in line))
+
+    @property
     def lines(self) -> list[str]:
-        """Of its shell blocks, those that end in a backslash joined with the next, and code inside of the prose."""
+        """Lines of shell blocks, continued lines joined, and inline code."""
         blocks = "\n".join(self.blocks(*SHELLS)).replace("\\\n", " ")
         return [line.strip() for line in blocks.splitlines()] + self.spans
+
+
+@dataclass(frozen=True)
+class _Part(Document):
+    content: str
+
+    @property
+    def text(self) -> str:
+        return self.content
 
 
 def documents() -> list[Document]:
@@ -76,7 +92,7 @@ def slug(heading: str) -> str:
 
 
 def commands(document: Document, *programs: str) -> Iterator[list[str]]:
-    """Words of every command line that calls one of these programs, from the program on."""
+    """The words of every command line that calls one of these programs, from the program on."""
     for line in document.lines:
         words = line.split()
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):

@@ -1,4 +1,4 @@
-"""The generated references say what the code says, and are current."""
+"""The generated references match the code."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_texts_of_a_class_are_those_under_its_fields_and_the_groups_those_of
     }
 
 
-def test_what_is_allowed_is_what_the_code_says_when_it_refuses() -> None:
+def test_allowed_values_are_those_of_the_refusal() -> None:
     settings = {one.name: one for one in of_dataclass(EngineConfig)}
     with pytest.raises(ConfigError) as refused:
         EngineConfig(block_size=0)
@@ -71,7 +71,7 @@ def test_what_is_allowed_is_what_the_code_says_when_it_refuses() -> None:
     assert settings["dtype"].allowed == "one of float32, float16, bfloat16"
 
 
-def test_limits_of_pydantic_fields_are_told_in_words() -> None:
+def test_limits_of_pydantic_fields_are_written_in_words() -> None:
     class Some(BaseModel):
         count: int = Field(default=2, ge=1, lt=9)
         name: str = Field(pattern="^a+$", max_length=3)

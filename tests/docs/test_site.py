@@ -18,7 +18,7 @@ from tools import site_hooks
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, and what can be linked to in it."""
+    """The links, loaded files and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "WARNING" not in said, said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "WARNING" not in output, output
     return folder
 
 
@@ -61,7 +61,7 @@ def test_every_document_is_a_page(pages: dict[str, Page]) -> None:
 def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[str, Page]) -> None:
     dead = []
     for name, page in pages.items():
-        if name == "404.html":  # its links are of the root of wherever the site is put
+        if name == "404.html":  # its links start at the root of the site
             continue
         for link in page.links | page.loads:
             parts = urlsplit(link)
@@ -82,13 +82,20 @@ def test_a_reader_loads_nothing_from_elsewhere(pages: dict[str, Page]) -> None:
     assert away == set()
 
 
+def test_the_map_shows_its_figures(site: Path, pages: dict[str, Page]) -> None:
+    """As files of the site: the theme would fetch what draws other kinds of diagrams from elsewhere."""
+    figures = {load for load in pages["architecture.html"].loads if load.endswith(".svg")}
+    assert len(figures) == 5
+    assert all((site / figure).is_file() for figure in figures)
+
+
 def test_files_of_the_repository_that_are_linked_are_in_the_site(site: Path) -> None:
     copy = site / "repository" / "protos" / "tide" / "v1" / "tide.proto"
     assert copy.read_bytes() == (ROOT / "protos" / "tide" / "v1" / "tide.proto").read_bytes()
 
 
 def test_no_list_and_no_table_was_left_as_text(site: Path) -> None:
-    """The site's Markdown wants an empty line before a list, which viewers of repositories do not."""
+    """The site's Markdown needs an empty line before a list; viewers of repositories do not."""
     left = []
     for path in site.rglob("*.html"):
         for paragraph in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL):
