@@ -108,7 +108,7 @@ class SamplingParams:
 
 
 class Audit(StrEnum):
-    """What full depth says about a token."""
+    """How a token compares with full depth."""
 
     VERIFIED = "verified"
     """It is the full-depth token: it ran all layers, or a catch-up agreed before it was emitted."""
@@ -138,7 +138,7 @@ class ExitPolicy:
     draft_thresholds: tuple[float, ...] = ()
     """Least score at which a token is drafted from the checkpoint; infinite where the request may not leave."""
     exit_thresholds: tuple[float, ...] = ()
-    """Least score at which a draft is emitted whatever full depth says; infinite in mode verified."""
+    """Least score at which a draft is emitted whatever full depth chooses; infinite in mode verified."""
     epsilon: float | None = None
     may_exit: bool = field(init=False, repr=False, compare=False)
     """Whether it may be drafted from any checkpoint."""
@@ -177,7 +177,7 @@ class Request:
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
     """Whether it has a bias, penalties or fewest tokens."""
     informs_planner: bool = field(init=False, repr=False, compare=False)
-    """Whether the acceptance of its drafts says something about other requests."""
+    """Whether the acceptance of its drafts predicts that of other requests."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -277,7 +277,7 @@ def _check_exits(mode: object, epsilon: object, threshold: object, min_layers: o
     if epsilon is not None:
         _number("epsilon", epsilon, 0.0, 1.0, above=True)
         if mode != "bounded":
-            raise RequestError("epsilon", epsilon, f"mode bounded beside it; the mode is {mode or 'not given'}")
+            raise RequestError("epsilon", epsilon, f"mode bounded with it; the mode is {mode or 'not given'}")
     if threshold is not None:
         _number("threshold", threshold, 0.0, MAX_THRESHOLD)
         if mode in ("full", "bounded"):

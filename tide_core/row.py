@@ -31,7 +31,7 @@ class Row:
 
     @property
     def num_missing(self) -> int:
-        """Tokens still to run: 1 for a row that is talking."""
+        """Tokens still to run: 1 for a row that decodes."""
         return len(self.request.prompt_ids) + len(self.output_ids) - self.table.num_valid
 
     def tokens(self, start: int, stop: int) -> list[int]:

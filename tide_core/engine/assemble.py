@@ -46,7 +46,7 @@ from tide_core.outputs.tokenizer import Tokenizer
 logger = logging.getLogger("tide")
 
 DEMO_ARTEFACT = Path(__file__).resolve().parents[2] / "deploy" / "artefacts" / "demo"
-"""Shipped with the serving app, which is installed beside this package."""
+"""Shipped with the serving app, which is installed next to this package."""
 
 
 Lock = Callable[[], AbstractContextManager[object]]
@@ -130,7 +130,7 @@ def assemble_loaded(
     artefact: Artefact | None = None,
     lock: Lock = contextlib.nullcontext,
 ) -> Parts:
-    """Build the engine around a loaded model. `identity` tells its weights apart from any other's. The model may be in
+    """Build the engine around a loaded model. `identity` names its weights. The model may be in
     use: `lock` is held whenever it is touched here."""
     with lock():
         if config.num_threads is not None:
@@ -262,7 +262,7 @@ def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | Non
 
 
 def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:
-    """Like the model; but where the kernels take bfloat16 weights beside float32 states, matrices are that narrow.
+    """Like the model; but where the kernels support bfloat16 weights with float32 states, matrices are bfloat16.
 
     Drafting then reads half the bytes. Heads are trained with products in bfloat16, so it costs them nothing."""
     module.to(adapter.device, adapter.dtype)
@@ -353,7 +353,7 @@ def build_pool(
     most_useful = config.max_rows * -(-max_model_len // config.block_size)
     num_blocks = min(config.kv_memory_bytes // one_block, most_useful)
     if num_blocks < 1:
-        expected = f"room for one block of {config.block_size} tokens, which takes {one_block} bytes"
+        expected = f"memory for one block of {config.block_size} tokens, which takes {one_block} bytes"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
     try:
         cache = PagedKV(

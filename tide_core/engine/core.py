@@ -48,7 +48,7 @@ class Counters:
 
 
 class Planner(Protocol):
-    """What the core reports to whoever plans drafts."""
+    """What the core reports to the draft planner."""
 
     def observe(self, drafts: DraftStats) -> None: ...
 

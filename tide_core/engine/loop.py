@@ -188,7 +188,7 @@ class EngineLoop:
         for event_loop, items in by_loop.items():
             try:
                 event_loop.call_soon_threadsafe(_put_all, items)
-            except RuntimeError:  # the event loop is closed: nobody is left to read
+            except RuntimeError:  # the event loop is closed: no reader is left
                 for _, mine in items:
                     for output in mine:
                         self.abort(output.request_id)

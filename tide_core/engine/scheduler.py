@@ -12,9 +12,9 @@ Prefill-ahead: where prompts run concurrently with decoding rows, a few rows bey
 prompts run, and each starts to decode as soon as a row before it ends. They are the youngest, so they yield whatever is
 scarce.
 
-A row that may exit drafts some tokens before its step ends. The planner says how many, once per step; the number is cut
-to what the row can use, what the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt no
-row.
+A row that may exit drafts some tokens before its step ends. The planner decides how many, once per step; the number is
+cut to what the row can use, what the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt
+no row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where the outputs of requests go, each to whoever waits for it in the way it can wait.
+"""Sinks: where the outputs of requests go, by how their reader waits.
 
-Whoever is woken wants the interpreter's lock, which the engine's thread needs for its next step: so nobody is woken for
-what he does not want yet.
+A reader that wakes up takes the interpreter's lock, which the engine's thread needs for its next step. So a reader is
+woken only for what it waits for.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AsyncSink:
             self._reader.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """The next output; if several wait, all of them as one: whoever reads slowly gets larger pieces."""
+        """The next output; if several wait, all of them as one, so that a slow reader gets larger pieces."""
         while not self._outputs:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader

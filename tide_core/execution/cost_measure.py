@@ -179,7 +179,7 @@ def decode_batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int)
 def blank_tables(
     runner: ModelRunner, blocks: BlockManager, rows: int, context: int, max_drafts: int
 ) -> list[BlockTable] | None:
-    """Rows of a given context whose pages hold zeros; None if the pool has no room for them."""
+    """Rows of a given context whose pages hold zeros; None if the pool has too few blocks."""
     tables: list[BlockTable] = []
     for _ in range(rows):
         table = blocks.new_table()
@@ -200,7 +200,7 @@ def _wait(device: torch.device) -> None:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """What a timing depends on beside the model."""
+    """What a timing depends on besides the model."""
     facts: dict[str, Any] = {
         "host": platform.node(),
         "machine": platform.machine(),

@@ -8,14 +8,14 @@ that at least j of them become output, both counted while the engine runs,
     seconds of it                            cycle(r, 0) + slope_1 p_1 + ... + slope_k p_k
 
 where slope_j = cycle(r, j) - cycle(r, j - 1) and p_j is the chance that any of the rows gets to its j-th draft pass.
-On a GPU the host works while the device does, and a step takes as long as the slower of both. What the host needs for a
-row and for a token, with so many rows, is counted while the engine runs; the table is about the device.
+On a GPU host and device work at the same time, and a step takes as long as the slower of both. The host's time per row
+and per token is measured while the engine runs; the table holds the device's.
 
 The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0; now and then one draft is
-tried all the same where calibration says it should pay, or a text that was hard once would end drafting for good.
+tried nevertheless, where it pays by calibration: else one hard text would end drafting forever.
 
 Chances are counted step by step: that a j-th draft is made where one more was allowed and the (j-1)-th was made, and
-that it is kept where the (j-1)-th was. What has not been tried lately keeps the value it had.
+that it is kept where the (j-1)-th was. A chance that is not tried keeps its value.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from itertools import pairwise
 from tide_core.batch import DraftCounts
 
 LEAST_GAIN = 1.02
-"""A plan must promise at least this much over full depth: the table is only a measurement."""
+"""Least predicted speed-up of a plan over full depth: the table is only a measurement."""
 PRIOR_WEIGHT = 30.0
-"""Of what calibration found, in cycles."""
+"""Of the calibrated acceptance, in cycles."""
 MEMORY = 500.0
 """Cycles after which older ones fade: what counts is the text served now."""
 _FADE = 1.0 - 1.0 / MEMORY
 PRIOR_REACH = 0.85
-"""Chance that a draft follows a draft, before anything was seen."""
+"""Chance that a draft follows a draft, before any observation."""
 PROBE_EVERY = 64
 """Plans of no drafts between two that try one."""
 HOST_MEMORY, HOST_MEMORY_DOWN = 64.0, 8.0
-"""Steps by which what the host needs is smoothed, where it rises and where it falls."""
+"""Steps over which the host's time is smoothed, where it rises and where it falls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class CostTable:
 
 @dataclass(slots=True)
 class Prices:
-    """What a table says, kept by number of rows: a table does not change, and it is asked in every step."""
+    """Values of a table, cached by number of rows: they are read in every step."""
 
     table: CostTable
     max_drafts: int
@@ -134,7 +134,7 @@ class Chance:
 
 @dataclass(slots=True)
 class Acceptance:
-    """How far rows draft and how much of it they keep; entry j - 1 is about the j-th draft, given the one before."""
+    """How far rows draft and how much of it is kept; entry j - 1 holds the j-th draft, given the one before."""
 
     reached: list[Chance]
     kept: list[Chance]
@@ -163,23 +163,23 @@ class Acceptance:
 
 @dataclass(slots=True)
 class DraftPlanner:
-    """Answers, once per step, how many drafts each row shall make."""
+    """Decides, once per step, how many drafts each row makes."""
 
     max_drafts: int
     acceptance: Acceptance
     table: CostTable | None = None
     """None: always `max_drafts`."""
     calibrated: Acceptance | None = None
-    """What calibration found, for good; None: that of the start."""
+    """The acceptance that calibration measured; None: that of the start."""
     num_plans: int = 0
     num_full: int = 0
     """Plans that sent rows that may exit to full depth."""
     last: Plan = field(default=Plan(0, 1.0))
     host_s: dict[int, float] = field(default_factory=dict)
-    """By rows of a step: what the host needs for each row and for each token, while the device works."""
+    """By rows of a step: the host's seconds per row and per token, while the device works."""
     steps_per_launch: int = 1
-    """That a step such as the last one may have: what the host does for a row, it does once for all of them. There are
-    as many of them as it takes to keep the device busy (`pace`), so none of that is a reason for more drafts."""
+    """Most cycles of a launch such as the last one. The host's work per row is done once for all of them, and launch
+    depth grows until the device is busy, so host time is no reason for more drafts."""
     _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class DraftPlanner:
         each, known = seconds / (num_rows + num_tokens), self.host_s.get(num_rows)
         if known is None:
             self.host_s[num_rows] = each
-        elif each < known:  # quickly: a step may have had to do what is done once
+        elif each < known:  # quickly: a step may include work that is done once
             self.host_s[num_rows] += (each - known) / HOST_MEMORY_DOWN
         else:
             self.host_s[num_rows] += (min(each, 2.0 * known) - known) / HOST_MEMORY
@@ -242,13 +242,13 @@ class DraftPlanner:
         return found or 0.0
 
     def observe(self, drafts: Sequence[tuple[DraftCounts, int]]) -> None:
-        """Learn from the cycles of a step, of rows whose drafting is like that of any other."""
+        """Learn from the cycles of a step, of rows that inform the planner."""
         self.acceptance.observe(drafts)
 
 
 def _observe(chances: Sequence[Chance], seen: Sequence[tuple[int, int, int]]) -> None:
-    """`seen`: drafts that were allowed, hits, and of how many rows. Counted are hits in a row and the miss that ends
-    them, if it was not the end; about what would have followed nothing is known."""
+    """`seen`: drafts that were allowed, hits, and of how many rows. Counts consecutive hits and the miss that ends
+    them, unless the limit ended them; nothing is known of later drafts."""
     for index, chance in enumerate(chances):
         tries = sum([times for allowed, hits, times in seen if index < allowed and index <= hits])
         if not tries:

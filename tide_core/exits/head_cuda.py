@@ -35,8 +35,8 @@ class FusedHead:
             self._block_gate_up = _joined(block.mlp)
 
     def gather_buffer(self, states: torch.Tensor) -> torch.Tensor | None:
-        """For what `deep_state` reads of tokens with such states [T, D]: final-norm states and those at the taps beside
-        each other, [T, (1 + taps) * D]. None where there are no taps."""
+        """For what `deep_state` reads of tokens with such states [T, D]: final-norm states and those at the taps next
+        to each other, [T, (1 + taps) * D]. None where there are no taps."""
         num, width = states.shape
         num_taps = len(self._head.spec.taps)
         return states.new_empty(num, (1 + num_taps) * width) if num_taps else None

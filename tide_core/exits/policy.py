@@ -53,7 +53,7 @@ def resolve_policy(params: SamplingParams, checkpoints: Sequence[CheckpointPolic
 
 
 def changes_the_choice(params: SamplingParams) -> bool:
-    """Whether full depth would choose by anything but its largest logit: a bound says nothing about such requests."""
+    """Whether full depth chooses by anything but its largest logit: no bound is certified for such requests."""
     return not params.is_greedy or params.changes_logits
 
 
@@ -69,7 +69,7 @@ def _thresholds(
     if mode == "fast":
         leave = checkpoint.fast_threshold if asked is None else asked
         if leave is None:
-            expected = f"a threshold beside it: the artefact has none for fast at layer {checkpoint.layer}"
+            expected = f"a threshold as well: the artefact has none for fast at layer {checkpoint.layer}"
             raise RequestError("mode", mode, expected)
         return leave, leave
     draft = checkpoint.draft_threshold if asked is None else asked

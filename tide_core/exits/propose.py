@@ -40,7 +40,7 @@ class BoundCheckpoint:
     head: ExitHead
     router: Router
     kv_layer: int
-    """Where the pool keeps K and V of the head; -1 for a head without attention."""
+    """The pool layer of the head's K and V; -1 for a head without attention."""
 
 
 @dataclass(frozen=True, slots=True)

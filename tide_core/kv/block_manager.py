@@ -1,7 +1,8 @@
 """Which KV block belongs to whom. Plain Python values only: no tensor is touched here.
 
 A row owns a list of blocks (its *block table*) and, for every segment, a *valid length*: how many of its tokens have
-written their K and V in that segment's layers. The shallow segment may run ahead of the deep ones, never behind.
+written their K and V in that segment's layers. The shallow segment may be further than the deep ones, never the
+reverse.
 
     block table   [ 7 ][ 2 ][ 9 ][ 4 ]          blocks of 4 slots
     segment 0      ████ ████ ███·                valid length 11
@@ -55,7 +56,7 @@ class BlockTable:
 
 
 class BlockManager:
-    """One pool of blocks, counted. `on_release` hears of blocks whose content has become meaningless."""
+    """One pool of blocks, counted. `on_release` is called with blocks whose content is no longer valid."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class BlockManager:
             table.block_ids.append(block)
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Take back the blocks behind those that `num_tokens` tokens need; nothing in them is valid."""
+        """Free the blocks after those that `num_tokens` tokens need; nothing in them is valid."""
         spare = table.block_ids[self.blocks_for(num_tokens) :]
         assert max(table.lengths) <= num_tokens, "a valid token would lose its block"
         del table.block_ids[self.blocks_for(num_tokens) :]

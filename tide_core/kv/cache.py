@@ -172,7 +172,7 @@ class PagedView:
 class GatheredView(PagedView):
     """For layers that must see K and V themselves (compressed latents, attention written inline in the layer).
 
-    `update` returns the contexts of all rows, one after another; `mask` says which query may see which of them.
+    `update` returns the contexts of all rows, one after another; `mask` holds which query may attend to which of them.
     """
 
     def __init__(self, cache: PagedKV, kernels: Kernels, spans: Sequence[RowSpan]) -> None:

@@ -50,7 +50,7 @@ def attention(
 
 
 def register_attention() -> None:
-    """Make it known to the library, whose models take seconds to import: whoever holds no model need not wait."""
+    """Register it with the library, when a model is first loaded: importing its models takes seconds."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attention)
@@ -58,7 +58,7 @@ def register_attention() -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What every layer of a step is given beside the states; by layer type where types differ."""
+    """The inputs of every layer of a step other than the states; by layer type where types differ."""
 
     common: dict[str, Any]
     rotary: dict[str | None, Any]

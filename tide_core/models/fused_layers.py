@@ -116,7 +116,7 @@ def _weight(module: Any, name: str) -> torch.Tensor | None:
 
 
 def _window(attention: Any) -> int:
-    """How far back it sees, 0 for all: some layers say so themselves, in other families the config does for all."""
+    """The attention window, 0 for all: an attribute of the layer, or of the config for all layers."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window or 0
     return getattr(attention.config, "sliding_window", None) or 0

@@ -1,7 +1,7 @@
 """Hands the library's own linear, norm, embedding, gated MLP and rotary code to our kernels, in place.
 
 A module keeps its weights (none is copied), its name and its place in the layer; only its `forward` becomes kernel
-calls. It is called directly, past the hooks of `nn.Module`, which nobody sets here and which cost as much as a small
+calls. It is called directly, past the hooks of `nn.Module`, which are not used here and cost as much as a small
 kernel. Modules whose arithmetic is not exactly that of the kernel (Gemma's norms, GPT-2's transposed Conv1D, Falcon's
 linear) stay.
 

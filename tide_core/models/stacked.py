@@ -7,7 +7,7 @@ from torch import nn
 
 
 def stacked(*linears: nn.Linear) -> torch.Tensor:
-    """The weights behind one another, for one pass; those of the linears become views of it."""
+    """The weights one after another, for one pass; those of the linears become views of it."""
     return _join(linears, "weight")
 
 
@@ -29,7 +29,7 @@ def _join(linears: tuple[nn.Linear, ...], name: str) -> torch.Tensor:
 
 
 def _joined_before(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """What these are already views of, one behind another: it must stay where it is, for graphs may have been captured
+    """What these are already views of, one after another: it must stay where it is, for graphs may have been captured
     with it. None if they are not."""
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:

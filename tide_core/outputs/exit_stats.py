@@ -1,6 +1,6 @@
-"""The exit histogram and what stands behind it, counted from what ran. No torch here.
+"""The exit histogram and the counts it is made of. No torch here.
 
-The exit layer of a token says where its value was decided; it does not say what was saved. A draft that is verified has
+The exit layer of a token is where its value was decided, not what was saved. A draft that is verified has
 an early exit layer, and its deep layers ran all the same, in one pass with others. So layers run and deep passes are
 counted apart, and `layers_per_token` is of layers that truly ran, drafts that were dropped included.
 """
@@ -29,7 +29,7 @@ class ExitStats:
         self.tokens_per_layer: Counter[int] = Counter()
         """Output tokens by exit layer; those that ran all layers are at `num_layers`."""
         self.audits: Counter[Audit] = Counter()
-        """Output tokens by what full depth says about them."""
+        """Output tokens by audit."""
         self.layers_run = 0
         self.deep_passes = 0
         """Passes through the last layer that gave a row its tokens, counted for each row."""

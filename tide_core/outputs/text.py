@@ -1,7 +1,7 @@
 """The text of one request, token by token.
 
 The rule: output text is what the output adds to the text before it. Decoders may treat the very first token of a text
-apart (Llama-style ones drop its leading space), so output is decoded behind one token of the prompt, the anchor, and
+apart (Llama-style ones drop its leading space), so output is decoded after one token of the prompt, the anchor, and
 the anchor's own text is taken off again. If prompt and output meet inside a character, its halves stay apart: each
 side shows U+FFFD for its own.
 
@@ -12,7 +12,7 @@ Text is released once no later token can change it. Until then its ids are held:
 so a push decodes the anchor and a few held ids, however long the output is. Held are:
 - ids whose text ends in U+FFFD: it may be a character with bytes still to come;
 - a run of byte ids (`<0xE2>`): such a run is text only if all of it is, which its end decides.
-Where one id reads the same behind every anchor, its text is looked up the next time instead of decoded.
+Where one id has the same text after every anchor, its text is looked up the next time instead of decoded.
 The `DecodeStream` of the tokenizers library keeps a window too, but has no end to release what it holds, and fails on
 byte runs.
 """

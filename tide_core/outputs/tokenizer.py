@@ -80,7 +80,7 @@ class Tokenizer:
                     **options,
                 )
         except (jinja2.TemplateError, ValueError) as error:
-            expected = f"messages that the model's chat template takes; it says: {error}"
+            expected = f"messages that the model's chat template accepts; its error: {error}"
             raise RequestError("messages", f"{len(messages)} messages", expected) from error
         return ids
 
@@ -116,7 +116,7 @@ def _has_plain_decode(hf_tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _reads_apart(decoder: Any) -> bool:
-    """Whether an id that is text by itself adds the same text behind any text of whole characters.
+    """Whether an id that is text by itself adds the same text after any text of whole characters.
 
     True of decoders that put bytes together, and of chains that change single characters and treat the first one of
     the text apart. Others may look at neighbours."""
@@ -140,7 +140,7 @@ def _is_local(step: Mapping[str, Any]) -> bool:
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
-    # What a message says is the user's own: errors name its place and its type, never its text.
+    # The text of a message is the user's own: errors name its place and its type, never its text.
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"{len(messages)} messages", f"1..{MAX_MESSAGES} messages")
     for index, message in enumerate(messages):

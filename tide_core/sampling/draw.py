@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, AUDIT_STREAM = 1, 2, 3, 4
-"""Numbers beside those of plain sampling, stream 0: to draw a draft, to accept it, to replace it, to audit it."""
+"""Further streams of random numbers; stream 0 is plain sampling: to draw a draft, accept it, replace it, audit it."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15

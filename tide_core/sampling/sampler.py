@@ -49,7 +49,7 @@ AFTER_ADJUSTING = " after bias, masks and penalties"
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], known: torch.Tensor | None = None) -> list[SampledToken]:
     """Choose a token for each row of `logits` [R, V]; any float dtype, any device. `logits` is not changed. `known` are
-    the largest of each row and where it stands, [2, R], where somebody has looked already."""
+    the largest of each row and its index, [2, R], where these are known."""
     assert logits.shape[:-1] == (len(rows),), "one row of logits for each row"
     if not rows:
         return []
@@ -70,8 +70,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], known: torch.Tenso
 def sample_with_chances(
     logits: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> list[tuple[SampledToken, torch.Tensor | None]]:
-    """The tokens of `sample`, without log-probabilities, and beside each that was drawn what it was drawn from, as
-    `token_probabilities` has it: [V] float64. Both come from one pass over the vocabulary."""
+    """The tokens of `sample`, without log-probabilities, and for each that was drawn the distribution it was drawn
+    from, as `token_probabilities` has it: [V] float64. Both come from one pass over the vocabulary."""
     if not rows:
         return []
     _, errors = _best(logits)
@@ -105,7 +105,7 @@ def probabilities_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple
     errors = {**after, **errors}
     if errors:
         logits = logits.clone()
-        logits[list(errors)] = 0.0  # so that the others can be worked on; nobody looks at these
+        logits[list(errors)] = 0.0  # so that the others can be processed; these are not used
     weights = token_weights(logits, [row.params for row in rows])
     probabilities = _probabilities(weights)
     for r, row in enumerate(rows):

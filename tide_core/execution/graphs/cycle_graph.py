@@ -255,7 +255,7 @@ def _side_stream(device: torch.device, priority: int) -> Any:
 @contextlib.contextmanager
 def _stream(other: Any) -> Iterator[None]:
     """On another stream than the current one, if there is one, for work that nothing waits for before `_join`. What it
-    reads must live until then: whoever gets its memory next would not wait for it."""
+    reads must live until then: the next owner of its memory would not wait for it."""
     if other is None:
         yield
         return
