@@ -1,4 +1,5 @@
-"""Whole cycles in which rows draw at random, as graphs: they are taken, and say what their passes say op by op."""
+"""Cycles as graphs with sampled rows and rows that adjust logits or want log-probabilities, against the same passes op
+by op and against the plain path."""
 
 from __future__ import annotations
 
@@ -20,6 +21,13 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
     {"temperature": 0.8, "mode": "full"},
     {"temperature": 0.8, "threshold": 0.5},
+    {"threshold": 0.5},
+    {"logprobs": 3},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.25},
+    {"logit_bias": {7: 3.0, 11: -100.0}},
+    {"min_tokens": 20, "stop_ids": tuple(range(2, 150))},
+    {"temperature": 0.8, "frequency_penalty": 0.5, "logprobs": 2, "top_k": 30},
 ]
 
 
@@ -46,6 +54,27 @@ def test_a_replayed_cycle_draws_what_its_passes_draw_op_by_op(
     assert all_ids(replayed) == all_ids(plain)
     assert [exit_layers(answer) for answer in replayed] == [exit_layers(answer) for answer in plain]
     assert sum(taken) > 4 * num_rows, "rows with a temperature are taken"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_cycle_gives_what_the_plain_path_gives(kind: dict[str, Any]) -> None:
+    """At full depth in float32, where both run the same arithmetic: tokens and log-probabilities."""
+    params = SamplingParams(
+        **{"max_tokens": 24, "ignore_eos": True, "seed": 5, **kind, "mode": "full", "threshold": None}
+    )
+    found = []
+    for plain in (True, False):
+        parts = cycle_parts(BLOCK, capture=True, dtype="float32")
+        if plain:
+            parts.runner.cycles = None
+        with poisoned(parts) as engine:
+            found.append(engine.generate(random_prompts(3, 11), params))
+    expected, answers = found
+    assert all_ids(answers) == all_ids(expected)
+    for one, other in zip(answers, expected, strict=True):
+        for token, twin in zip(one.tokens, other.tokens, strict=True):
+            assert token.logprob == (None if twin.logprob is None else pytest.approx(twin.logprob, abs=1e-4))
+            assert [i for i, _ in token.top_logprobs] == [i for i, _ in twin.top_logprobs]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
