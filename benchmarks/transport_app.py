@@ -15,8 +15,8 @@ from ray import serve
 from ray.serve import Application
 
 from deploy.app import settle_process
-from deploy.grpc_api import GrpcApi
-from deploy.http_api import build_api
+from deploy.grpc_api.api import GrpcApi
+from deploy.http_api.api import build_api
 from deploy.metrics import Meter, RayExporter
 from deploy.service import Service
 from tide_core.config import EngineConfig

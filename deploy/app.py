@@ -11,15 +11,15 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from deploy.args import AppArgs
 from deploy.autoscaling import KV_USAGE, TARGET_TOKENS, TOKENS_IN_FLIGHT
-from deploy.grpc_api import GrpcApi
-from deploy.http_api import build_api
+from deploy.config.args import AppArgs
+from deploy.config.policy import LivePolicy
+from deploy.grpc_api.api import GrpcApi
+from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
-from deploy.logs import join_serve_logs
 from deploy.metrics import Meter, RayExporter
-from deploy.policy import LivePolicy
 from deploy.service import Service
+from deploy.telemetry import join_serve_logs
 from tide_core.errors import TideError
 
 logger = logging.getLogger("ray.serve")

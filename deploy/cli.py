@@ -17,7 +17,7 @@ def check_config(
     strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
 ) -> None:
     """Check a Serve config strictly: unknown keys and bad values are refused, with what was probably meant."""
-    from deploy.serve_config import check_file
+    from deploy.config.serve_config import check_file
 
     warnings = check_file(path)
     for warning in warnings:

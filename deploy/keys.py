@@ -17,8 +17,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deploy import json_body
 from deploy.failures import UnauthenticatedError
+from deploy.strict import json_body
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError, RequestError
 from tide_core.request import MODES

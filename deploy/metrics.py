@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from deploy.service import Answer
-from deploy.tracing import record_spans
+from deploy.telemetry import record_spans
 from tide_core.request import RequestOutput
 from tide_core.stats import EngineStats
 

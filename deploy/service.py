@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deploy.config.args import Limits
+from deploy.config.policy import LivePolicy
 from deploy.failures import DeadlineError, NotServedError
 from deploy.keys import Caller, KeyRing
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
 from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
-from deploy.grpc_api import GrpcApi
-from deploy.http_api import build_api
+from deploy.config.args import Limits
+from deploy.config.policy import LivePolicy
+from deploy.grpc_api.api import GrpcApi
+from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
 from deploy.service import Service
 from tests.engine.exit_engines import exit_engine
 from tide_core.batch import ScheduledBatch, StepResult

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from deploy.http_api import build_api
+from deploy.http_api.api import build_api
 from deploy.service import Service
 from tide_core.request import FinishReason, RequestOutput, SamplingParams, TokenOutput, Usage
 

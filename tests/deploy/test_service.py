@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from deploy.config.args import Limits
+from deploy.config.policy import LivePolicy
 from deploy.failures import DeadlineError, ForbiddenError, NotServedError
 from deploy.keys import Caller, KeyRing
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
 from deploy.service import Answer, Call, Service
 from tests.deploy.faces import make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, Field
 
-from deploy.args import AppArgs
 from deploy.calibration.settings import JobSettings, Workers
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
+from deploy.config.args import AppArgs, Limits
+from deploy.config.policy import LivePolicy
 from tests.docs.documents import ROOT
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import EngineConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy import strict_yaml
+from deploy.strict import yaml_file
 from tests.k8s.kustomize import REPOSITORY, one, overlay
 from tests.k8s.pods import PODS, pod, ray_container
 
@@ -50,7 +50,7 @@ def test_routes_end_at_the_service_that_kuberay_makes(kind: str, port_name: str)
 
 def test_the_edge_waits_longer_than_the_service_which_can_say_why_it_ends_a_request() -> None:
     (rule,) = spec_of("HTTPRoute")["rules"]
-    config = strict_yaml.read(REPOSITORY / "deploy" / "config.gpu.yaml")
+    config = yaml_file.read(REPOSITORY / "deploy" / "config.gpu.yaml")
     assert int(rule["timeouts"]["request"].removesuffix("s")) > config["http_options"]["request_timeout_s"]
 
 

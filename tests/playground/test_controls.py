@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from deploy.config.policy import LivePolicy
 from deploy.keys import Caller, KeyRing
-from deploy.policy import LivePolicy
 from deploy.service import Service
 from tests.deploy.faces import make_service
 from tests.playground.site import Playground, serve, stream, token

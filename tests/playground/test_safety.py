@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from deploy.page import load_page
+from deploy.http_api.playground import load_page
 from deploy.service import Service
 from tests.playground.site import Playground, serve, stream, token
 

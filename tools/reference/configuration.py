@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from deploy.args import AppArgs
 from deploy.calibration.settings import JobSettings, Workers
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
+from deploy.config.args import AppArgs, Limits
+from deploy.config.policy import LivePolicy
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import EngineConfig
 from tools.reference.markdown import NOTE, code, lines, table

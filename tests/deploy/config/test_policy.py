@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from deploy.config.policy import LivePolicy
 from deploy.failures import ForbiddenError, failure_of
 from deploy.keys import Caller
-from deploy.policy import LivePolicy
 from tide_core.errors import ConfigError, RequestError
 from tide_core.request import SamplingParams
 

@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 from tide.v1 import tide_pb2, tide_pb2_grpc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROTO = ROOT / "protos" / "tide" / "v1" / "tide.proto"
 OLDER_PROTOBUF = "6.33.6"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from deploy.guard import Guard
+from deploy.config.args import Limits
+from deploy.http_api.guard import Guard
 from deploy.keys import Caller, KeyRing
-from deploy.limits import Limits
 from deploy.service import Service
 from tests.deploy.faces import Http
 from tests.deploy.scripted import ScriptedEngine

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from deploy.json_body import MAX_CONTAINERS, parse
-from deploy.openai_requests import CompletionRequest
+from deploy.http_api.openai_requests import CompletionRequest
+from deploy.strict.json_body import MAX_CONTAINERS, parse
 from tide_core.errors import RequestError
 
 DEPTH = 64

@@ -1,7 +1,7 @@
 """The gRPC face: `tide.v1.TideService` and `grpc.health.v1.Health`, as methods that Serve finds by their names.
 
 A call that fails sets its status on the context and raises `StatusSetError`, which says nothing: Serve keeps the
-status, and `deploy.logs` keeps the trace, of no use to anyone, out of the log.
+status, and `deploy.telemetry` keeps the trace, of no use to anyone, out of the log.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2
 
-from deploy import grpc_messages as messages
 from deploy.failures import NotServedError, StatusSetError, TooLargeError, tell
+from deploy.grpc_api import messages
 from deploy.keys import Caller
 from deploy.service import Service
 from tide.v1 import tide_pb2 as pb

@@ -14,9 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from deploy.failures import NotServedError, tell
-from deploy.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
-from deploy.keys import Caller
-from deploy.openai_replies import (
+from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
+from deploy.http_api.openai_replies import (
     DONE_EVENT,
     ChatShape,
     Shape,
@@ -24,9 +23,10 @@ from deploy.openai_replies import (
     invalid_body,
     sse_event,
 )
-from deploy.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
-from deploy.openapi import describe
-from deploy.page import load_page
+from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from deploy.http_api.openapi import describe
+from deploy.http_api.playground import load_page
+from deploy.keys import Caller
 from deploy.service import Call, Service
 from tide_core import __version__
 from tide_core.request import RequestOutput

@@ -12,11 +12,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from deploy import strict_yaml
-from deploy.args import AppArgs
+from deploy.config.args import AppArgs
+from deploy.config.policy import LivePolicy
 from deploy.keys import KeyRing
-from deploy.policy import LivePolicy
-from deploy.strict_schema import imported, validated
+from deploy.strict import yaml_file
+from deploy.strict.schema import imported, validated
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError, refuse_unknown
 
@@ -31,7 +31,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 def check_file(path: Path) -> list[str]:
     """Warnings; a ConfigError for what would not work or not do what it says."""
-    return check(strict_yaml.read(path))
+    return check(yaml_file.read(path))
 
 
 def check(config: Mapping[str, Any]) -> list[str]:

@@ -11,11 +11,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy import json_body
 from deploy.failures import DeadlineError, Failure, TooLargeError, tell
+from deploy.http_api.openai_replies import error_object
 from deploy.keys import Caller
-from deploy.openai_replies import error_object
 from deploy.service import Service
+from deploy.strict import json_body
 from tide_core.errors import RequestError
 
 CLIENT_GONE = 499

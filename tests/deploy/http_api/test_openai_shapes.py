@@ -19,8 +19,8 @@ from deploy.failures import (
     UnauthenticatedError,
     failure_of,
 )
-from deploy.openai_replies import ChatShape, Shape, error_object, invalid_body, sse_event
-from deploy.openai_requests import ChatRequest, CompletionRequest, TideOptions, TokenizeRequest
+from deploy.http_api.openai_replies import ChatShape, Shape, error_object, invalid_body, sse_event
+from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, TideOptions, TokenizeRequest
 from tests.deploy.answers import make_answer
 from tests.deploy.scripted import FOREVER, HEL, LO, USAGE, ScriptedEngine, call
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, EngineError, RequestError

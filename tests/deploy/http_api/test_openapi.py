@@ -9,9 +9,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck
 
-from deploy.http_api import build_api
-from deploy.limits import Limits
-from deploy.openapi import BODIES
+from deploy.config.args import Limits
+from deploy.http_api.api import build_api
+from deploy.http_api.openapi import BODIES
 from deploy.service import Service
 from tests.deploy.faces import Http, make_service
 from tests.engine.exit_engines import exit_engine

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from deploy import strict_yaml
-from deploy.serve_config import OUR_DEPLOYMENT, SERVICER, check, check_file
+from deploy.config.serve_config import OUR_DEPLOYMENT, SERVICER, check, check_file
+from deploy.strict import yaml_file
 from tide_core.errors import ConfigError
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
-CONFIG = strict_yaml.read(DEPLOY / "config.yaml")
+DEPLOY = Path(__file__).parents[3] / "deploy"
+CONFIG = yaml_file.read(DEPLOY / "config.yaml")
 APP = "applications[0]"
 ONE = f"{APP}.deployments[0]"
 GONE = object()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.strict_yaml import MAX_BYTES, parse, read
+from deploy.strict.yaml_file import MAX_BYTES, parse, read
 from tide_core.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLAIN = "a: 1\nb: [x, 2.5, true, null]\nc: {d: '1:30', e: -3}\n"
 VALUE = {"a": 1, "b": ["x", 2.5, True, None], "c": {"d": "1:30", "e": -3}}
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from deploy.config.policy import LivePolicy
 from deploy.keys import Caller, KeyRing
-from deploy.policy import LivePolicy
 from deploy.service import Service
 from tests.deploy.faces import Http, make_service
 

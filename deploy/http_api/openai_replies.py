@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.failures import Failure
-from deploy.openai_requests import TideOptions
+from deploy.http_api.openai_requests import TideOptions
 from deploy.service import Answer
 from tide_core.request import RequestOutput, TokenOutput, Usage
 

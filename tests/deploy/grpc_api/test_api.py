@@ -13,10 +13,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from deploy.config.args import Limits
+from deploy.config.policy import LivePolicy
 from deploy.failures import StatusSetError
 from deploy.keys import Caller, KeyRing
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
 from deploy.service import Service
 from tests.deploy.faces import Context, Grpc, all_of, make_service
 from tide.v1 import tide_pb2 as pb

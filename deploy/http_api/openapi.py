@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from deploy.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 BODIES = {
     "/v1/completions": CompletionRequest,
