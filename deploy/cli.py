@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.errors import ConfigError
 
 

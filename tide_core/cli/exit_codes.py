@@ -1,6 +1,6 @@
-"""What the end of a command means to the shell, and how an error reads there.
+"""Exit codes of the commands, and how errors are printed.
 
-    0 done · 1 the engine failed · 2 bad usage or values · 130 Ctrl-C · 141 nobody reads the output any more
+    0 done · 1 the engine failed · 2 bad usage or values · 130 Ctrl-C · 141 the reader closed the output
 
 The last two are 128 plus the number of the signal, as for a program that the signal ended.
 """
@@ -34,7 +34,8 @@ P = ParamSpec("P")
 
 
 def with_exit_code(command: Callable[P, None]) -> Callable[P, None]:
-    """Give a command our exit codes. Inside typer, because typer has its own idea of Ctrl-C and of a closed pipe."""
+    """Give a command these exit codes. It wraps the command inside typer, which handles Ctrl-C and closed pipes
+    differently."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -44,7 +45,7 @@ def with_exit_code(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def exit_code_of(body: Callable[[], object]) -> int:
-    """Run `body`; whatever it raises becomes one line on stderr, or none, and a code."""
+    """Run `body`; an exception becomes an exit code and at most one line on stderr."""
     try:
         body()
     except SystemExit as end:
@@ -71,14 +72,14 @@ def exit_code_of(body: Callable[[], object]) -> int:
 
 
 def print_error(message: str) -> None:
-    """One line, whatever is in the message. A closed stderr is nobody's loss."""
+    """Print the message as one line. A closed stderr is ignored."""
     with contextlib.suppress(OSError):
         print("tide: error:", " ".join(message.split()), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """The first Ctrl-C raises KeyboardInterrupt, so that things are closed; a second one ends the process at once."""
+    """The first Ctrl-C raises KeyboardInterrupt, so that resources are closed; a second one exits at once."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
         return
@@ -99,7 +100,7 @@ def interrupts() -> Iterator[None]:
 
 
 def _drop_stdout() -> None:
-    """Send what is still buffered nowhere, or the interpreter would complain about it while it ends."""
+    """Discard what is still buffered, so that the interpreter prints no error when it exits."""
     null = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError, ValueError):
         os.dup2(null, sys.stdout.fileno())
