@@ -21,9 +21,9 @@ from tests.models.gguf_factory import (
 )
 from tide_core.errors import ModelError
 from tide_core.models import gguf
-from tide_core.models.gguf_file import GGUFFile
-from tide_core.models.gguf_llama import describe
-from tide_core.models.gguf_tokenizer import build_tokenizer, token_ids
+from tide_core.models.gguf.file import GGUFFile
+from tide_core.models.gguf.llama import describe
+from tide_core.models.gguf.tokenizer import build_tokenizer, token_ids
 
 
 def convert(tiny: TinyGGUF, tmp_path: Path) -> Path:

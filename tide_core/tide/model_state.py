@@ -1,7 +1,7 @@
-"""A loaded model on loan: the engine rebinds its modules to kernels and its attention to the KV pool, in place.
+"""The state of a loaded model before the engine rebinds its modules to kernels and its attention to the KV pool.
 
-No weight is copied or changed. While the loan lasts the model's own `forward` and `generate` are not usable; giving it
-back restores every class and setting, so that both do again what they did.
+No weight is copied or changed. Until `restore`, the model's own `forward` and `generate` are not usable; `restore` puts
+every class and setting back.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import nn
 
 from tide_core.errors import ConfigError, ModelError
 
-_LENT: weakref.WeakSet[Any] = weakref.WeakSet()
+_IN_USE: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Loan:
-    """Holds how the model was when it was taken; `give_back` may be called again."""
+class SavedModelState:
+    """Saves module classes, training flags and the attention setting, and puts the model in eval mode. `restore` may be
+    called more than once."""
 
     def __init__(self, model: Any) -> None:
         check_usable(model)
@@ -25,10 +26,10 @@ class Loan:
         self._classes = [(module, type(module)) for module in model.modules()]
         self._training = [module for module in model.modules() if module.training]
         self._attention = model.config._attn_implementation
-        _LENT.add(model)
+        _IN_USE.add(model)
         model.eval()
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         if self._model is None:
             return
         for module, kind in self._classes:
@@ -36,16 +37,16 @@ class Loan:
         for module in self._training:
             module.training = True
         self._model.config._attn_implementation = self._attention
-        _LENT.discard(self._model)
+        _IN_USE.discard(self._model)
         self._model = None
 
 
 def check_usable(model: Any) -> None:
-    """Refuse what is no loaded model, is in use, or lies on several devices."""
+    """Refuse what is not a loaded model, is in use, or spans several devices."""
     name = type(model).__name__
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ConfigError("model", name, "a name, or a causal language model loaded by transformers")
-    if model in _LENT:
+    if model in _IN_USE:
         expected = "a model that no other TIDE holds; close that one first (one TIDE takes other settings per call)"
         raise ConfigError("model", name, expected)
     devices = sorted({str(weight.device) for weight in model.parameters()})

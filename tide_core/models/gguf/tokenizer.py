@@ -1,8 +1,8 @@
-"""The tokenizer a GGUF describes, as a Hugging Face one.
+"""Build a Hugging Face tokenizer from the tokenizer in a GGUF.
 
-It is built here and not by transformers, whose builder knows only some pre-tokenizers and falls back to GPT-2's
-without a word (for the demo model that changes the ids of digits after two spaces), and differs between versions.
-A pre-tokenizer that is not listed is an error.
+transformers' own builder is not used: it knows only some pre-tokenizers, falls back to GPT-2's without a warning (for
+the demo model that changes the ids of digits after two spaces), and differs between versions. Here an unlisted
+pre-tokenizer is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from tide_core.errors import ModelError
-from tide_core.models.gguf_file import GGUFFile
+from tide_core.models.gguf.file import GGUFFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "\u2581"
@@ -32,15 +32,15 @@ TEKKEN_SPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class BytePairStyle:
-    """How one family of byte-level vocabularies cuts text before merging."""
+    """How one family of byte-level vocabularies splits text before merging."""
 
     split: str | None = None
-    """Pattern of the pieces; None takes GPT-2's."""
+    """Pattern of the pieces; None: GPT-2's."""
     single_digits: bool = False
     ignore_merges: bool = False
-    """A piece that is a token as a whole is never cut."""
+    """A piece that is itself a token is never split."""
     add_bos: bool = False
-    """What holds when the file does not say."""
+    """Default if the file does not set it."""
 
 
 GPT2 = BytePairStyle()
@@ -66,7 +66,7 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The ids the engine needs. `ends` starts with `eos` and holds the end of a turn where that is another token."""
+    """Special token ids. `ends` starts with `eos` and includes the end-of-turn token if that is another one."""
 
     bos: int | None
     eos: int
@@ -159,7 +159,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int], ids: TokenIds) -> Tokenizer:
-    """SentencePiece BPE joins the pair with the best score; ranked merges in the order of scores do the same."""
+    """SentencePiece BPE merges the pair with the best score; merges ranked by score do the same."""
     scores = file.numbers("tokenizer.ggml.scores", len(tokens))
     vocab = {token: index for index, token in enumerate(tokens)}
     ranked: list[tuple[float, str, str]] = []

@@ -1,4 +1,4 @@
-"""A llama-architecture GGUF becomes an ordinary Hugging Face folder, in float32, one tensor at a time."""
+"""Convert a llama-architecture GGUF to a Hugging Face folder in float32, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import numpy.typing as npt
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig
 
-from tide_core.errors import ModelError
-from tide_core.models.gguf_file import GGUFFile
-from tide_core.models.gguf_llama import LlamaModel, Weight, describe, read_weight
-from tide_core.models.gguf_tokenizer import TokenIds, build_tokenizer, token_ids
-from tide_core.models.one_line import one_line
+from tide_core.errors import ModelError, one_line
+from tide_core.models.gguf.file import GGUFFile
+from tide_core.models.gguf.llama import LlamaModel, Weight, describe, read_weight
+from tide_core.models.gguf.tokenizer import TokenIds, build_tokenizer, token_ids
 
 log = logging.getLogger("tide")
 HEADER_ALIGNMENT = 8
@@ -32,7 +31,7 @@ HEADER_ALIGNMENT = 8
 def convert(source: Path, target: Path) -> None:
     """Fill the empty folder `target` with config, generation config, tokenizer and weights of `source`.
 
-    Everything that can be refused is checked before the first weight is written.
+    All checks run before the first weight is written.
     """
     started = time.monotonic()
     file = GGUFFile.open(source)
@@ -55,7 +54,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def write_safetensors(path: Path, weights: list[Weight], values: Iterable[npt.NDArray[np.float32]]) -> None:
-    """The header needs only names and shapes, so no more than one tensor is ever in memory."""
+    """Write weights one at a time: the header needs only names and shapes, so at most one tensor is in memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in weights:
@@ -79,12 +78,12 @@ def _configs(source: Path, model: LlamaModel, ids: TokenIds) -> tuple[Any, Any]:
         config = LlamaConfig(**model.config, **tokens, dtype="float32", architectures=["LlamaForCausalLM"])
         return config, GenerationConfig(**{**tokens, "eos_token_id": ends})
     except Exception as error:
-        # The configuration classes check themselves and raise errors of several kinds.
+        # The configuration classes raise errors of several types.
         raise ModelError(f"{source}: metadata", one_line(error), "a configuration LlamaConfig accepts") from error
 
 
 def _check_space(target: Path, needed: int) -> None:
-    """Better now than after minutes of writing."""
+    """Fail before writing if the disk is too full."""
     free = shutil.disk_usage(target).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")

@@ -1,7 +1,7 @@
-"""Reading a GGUF file, every read checked against the size of the file.
+"""Read a GGUF file; every read is checked against the size of the file.
 
-The reader of the gguf package trusts the counts it reads: a damaged array length makes it spin, and a short file
-ends in a bare IndexError. The header is therefore read here; the block formats stay the package's business.
+The reader of the gguf package trusts the counts it reads: a damaged array length makes it loop, and a short file raises
+a bare IndexError. The header is therefore read here; the package decodes the block formats.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is row-major, the reverse of the order in the file."""
+    """Position of a tensor in the file. `shape` is row-major, the reverse of the order in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """Metadata and tensor table of one file. Tensor data is read when asked for."""
+    """Metadata and tensor table of one file. `read` reads tensor data."""
 
     path: Path
     metadata: dict[str, Value]
@@ -73,7 +73,7 @@ class GGUFFile:
         if len(data) != info.num_bytes:
             raise ModelError(f"{self.path}: {name}", f"{len(data)} bytes", f"{info.num_bytes} bytes")
         rows = np.frombuffer(data, dtype=np.uint8).reshape(math.prod(info.shape[:-1]), -1)
-        with np.errstate(all="ignore"):  # what damaged scales overflow to is found below
+        with np.errstate(all="ignore"):  # damaged scales overflow; the check below finds them
             values: npt.NDArray[np.float32] = dequantize(rows, info.kind).astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise ModelError(f"{self.path}: {name}", "NaN or infinity", "finite weights")
@@ -99,7 +99,7 @@ class GGUFFile:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number. Float32 values come back as the decimal that was meant: 1e-05, not 9.99e-06."""
+        """A positive finite number. Float32 values return as their shortest decimal: 1e-05, not 9.99e-06."""
         value = self.metadata.get(key, default)
         if value is None:
             self.missing(key)
@@ -133,7 +133,7 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads forward; a read past the end is an error that says where and for what."""
+    """Reads forward; a read past the end raises an error with the position and the field."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
@@ -169,7 +169,7 @@ class _Cursor:
 
     def values(self, kind: int, count: int, key: str) -> list[Scalar]:
         if kind == STRING_TYPE:
-            return [self.text(key) for _ in range(count)]  # each takes 8 bytes or more, so a bad count soon ends
+            return [self.text(key) for _ in range(count)]  # each takes 8 bytes or more, so a bad count fails soon
         if kind not in SCALAR_CODES:
             raise ModelError(f"{self.path}: {key}", kind, "a value type of the GGUF format (no arrays of arrays)")
         code = SCALAR_CODES[kind]
@@ -183,7 +183,7 @@ def _read_header(path: Path, stream: BinaryIO) -> GGUFFile:
         raise ModelError(str(path), f"a file of {cursor.size} bytes", "a GGUF file (its header alone takes 24 bytes)")
     magic = cursor.take(4, "magic")
     if magic != MAGIC:
-        raise ModelError(f"{path}: first bytes", magic, f"{MAGIC!r}: this is no GGUF file")
+        raise ModelError(f"{path}: first bytes", magic, f"{MAGIC!r}: this is not a GGUF file")
     version = cursor.number("I", "version")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")

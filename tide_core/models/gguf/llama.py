@@ -1,7 +1,7 @@
-"""What a llama-architecture GGUF means: its configuration, and which tensor becomes which Hugging Face weight.
+"""Map a llama-architecture GGUF to Hugging Face: its configuration, and the weight for each tensor.
 
 llama.cpp rotates neighbouring pairs of a head's values, Hugging Face the two halves of the head, so the rows of the
-q and k projections lie in another order in a GGUF:
+q and k projections have another order in a GGUF:
 
     in the file   r0 i0 r1 i1 r2 i2 ...        in the folder   r0 r1 r2 ... i0 i1 i2 ...
 """
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tide_core.errors import ModelError
-from tide_core.models.gguf_file import GGUFFile
+from tide_core.models.gguf.file import GGUFFile
 
 ARCHITECTURE = "llama"
 
-# Every other llama.* key changes the forward in a way the Hugging Face Llama may not follow.
+# Any other llama.* key may change the forward in a way that the Hugging Face Llama does not support.
 KNOWN_KEYS = {
     "block_count",
     "context_length",
@@ -45,13 +45,13 @@ KNOWN_KEYS = {
     "rope.scaling.finetuned",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-# The one scaling rule of Llama 3.1 to 3.3; the file keeps only its result, one factor per frequency.
+# The scaling rule of Llama 3.1 to 3.3; the file holds only its result, one factor per frequency.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight of the folder. `num_heads` is set where rows have to be put back in order."""
+    """One weight of the folder. `num_heads` is set if its rows must be reordered."""
 
     name: str
     source: str
@@ -68,7 +68,7 @@ class LlamaModel:
 
 
 def describe(file: GGUFFile) -> LlamaModel:
-    """Read the configuration and check that every weight is there with its shape, and nothing else."""
+    """Read the configuration and check that exactly the expected tensors exist, with their shapes."""
     config = _config(file)
     weights = list(_weights(config))
     expected = {weight.source for weight in weights} | {ROPE_FACTORS}
@@ -98,9 +98,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         raise ModelError(f"{file.path}: general.architecture", architecture, f"{ARCHITECTURE!r}")
     for key, value in file.metadata.items():
         if key.startswith("llama.") and key.removeprefix("llama.") not in KNOWN_KEYS:
-            raise ModelError(
-                f"{file.path}: {key}", value, "only settings that the Hugging Face Llama is known to follow"
-            )
+            raise ModelError(f"{file.path}: {key}", value, "only settings that the Hugging Face Llama supports")
     if file.integer("llama.expert_count", 0) > 0:
         raise ModelError(f"{file.path}: llama.expert_count", file.integer("llama.expert_count"), "0: a dense llama")
     hidden = file.integer("llama.embedding_length", low=1)
@@ -141,7 +139,9 @@ def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     kind = file.text("llama.rope.scaling.type", "linear" if "llama.rope.scale_linear" in file.metadata else "none")
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
-            raise ModelError(f"{file.path}: {ROPE_FACTORS}", f"beside rope scaling {kind}", "one kind of scaling")
+            raise ModelError(
+                f"{file.path}: {ROPE_FACTORS}", f"together with rope scaling {kind}", "one kind of scaling"
+            )
         return {"rope_theta": theta, **_llama3_rope(file, theta, head_dim)}
     if kind == "none":
         return {"rope_theta": theta, "rope_type": "default"}
@@ -157,7 +157,7 @@ def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """The llama3 rule whose factors the file holds; factors of any other rule are refused."""
+    """The llama3 rule that gives the factors in the file; factors of another rule are refused."""
     shape = file.tensors[ROPE_FACTORS].shape
     if shape != (head_dim // 2,):
         raise ModelError(f"{file.path}: tensor {ROPE_FACTORS}", shape, f"shape {(head_dim // 2,)}")
