@@ -1,6 +1,7 @@
-"""Spans of a request, where OpenTelemetry is switched on: queue, prefill, decode, each where its time was spent.
+"""Spans and log lines of a replica.
 
-They are written when the request has ended, from the times the engine took; nothing is recorded while it runs.
+With OpenTelemetry enabled, each request has spans for queue, prefill and decode. They are written when the request has
+ended, from the times that the engine measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NANO = 1_000_000_000
 
 
 def record_spans(answer: Answer, usage: Usage) -> None:
-    """Children of whatever span is current: Serve's, of the call."""
+    """Write the spans of an ended request as children of the current span, which is Serve's span of the call."""
     tracer = trace.get_tracer("tide")
     end = time.time_ns()
     arrived = end - int(usage.total_s * NANO)
@@ -34,26 +35,26 @@ def record_spans(answer: Answer, usage: Usage) -> None:
     }
     for name, begin, stop in (("queue", arrived, started), ("prefill", started, first), ("decode", first, end)):
         span = tracer.start_span(f"tide.{name}", start_time=begin, attributes=facts)
-        if not span.is_recording():  # nobody listens, or this call was not drawn
+        if not span.is_recording():  # tracing is off, or this call was not sampled
             return
         span.end(end_time=max(begin, stop))
 
 
 def join_serve_logs() -> None:
-    """The engine's own lines go where Serve's go, so that `serve run` shows what a replica is busy with. Traces of
-    calls that were refused go nowhere: the request's own line says how it ended."""
-    ours, serves = logging.getLogger("tide"), logging.getLogger("ray.serve")
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
-    for handler in serves.handlers:
-        if handler not in ours.handlers:
-            ours.addHandler(handler)
-    if not any(isinstance(each, WithoutRefusals) for each in serves.filters):
-        serves.addFilter(WithoutRefusals())
+    """Send the engine's log lines to Serve's handlers, so that `serve run` shows them. Drop the traces of refused
+    calls: the line of the request states how it ended."""
+    tide, serve = logging.getLogger("tide"), logging.getLogger("ray.serve")
+    tide.setLevel(logging.INFO)
+    tide.propagate = False
+    for handler in serve.handlers:
+        if handler not in tide.handlers:
+            tide.addHandler(handler)
+    if not any(isinstance(each, RefusalFilter) for each in serve.filters):
+        serve.addFilter(RefusalFilter())
 
 
-class WithoutRefusals(logging.Filter):
-    """Drops the traces that Serve logs of a gRPC call which ended with a status of our own, or whose client went."""
+class RefusalFilter(logging.Filter):
+    """Drops the traces that Serve logs for a gRPC call that ended with a status of its own, or whose client left."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -1,5 +1,5 @@
-"""The live exit policy: what `user_config` may hold. A change takes effect without a restart, for requests that come
-after it; those that run keep what they began with."""
+"""The live exit policy (`user_config`). A change takes effect without a restart, for new requests; running requests
+keep the policy they started with."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from tide_core.request import MODES, SamplingParams
 
 
 class LivePolicy(BaseModel):
-    """Defaults for requests that leave something open, and limits for all."""
+    """Defaults for values that a request does not give, and limits for all requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     mode: str | None = None
-    """Mode of a request that names none. None: verified with an artefact, full without."""
+    """Mode of a request that gives none. None: verified with an artefact, full without."""
     epsilon: float | None = None
-    """Bound of such a request, if `mode` is bounded."""
+    """Bound of such a request if `mode` is bounded."""
     threshold: float | None = None
-    """Least score at which its tokens leave; None: as calibrated."""
+    """Least score at which its tokens exit; None: as calibrated."""
     min_layers: int = Field(default=0, ge=0, le=2**16)
-    """No token of any request leaves before this many layers."""
+    """No token of any request exits before this many layers."""
     modes: list[str] = Field(default=list(MODES), min_length=1)
-    """Modes that requests may name."""
+    """Modes that requests may use."""
     min_threshold: float = Field(default=0.0, ge=0.0, le=2.0)
-    """Least threshold that requests may name."""
+    """Least threshold that requests may give."""
     artefact: str | None = Field(default=None, min_length=1)
-    """Folder of the exits in use from now on; None: the one of the engine's settings. Taken without a restart."""
+    """Folder of the calibrated exits; None: the one in the engine's settings. Changes without a restart."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> LivePolicy:
-        """A checked policy; what is wrong is named as everywhere else. What only an engine can tell, such as whether
-        its artefact has this bound, is not known here."""
+        """A checked policy; a ConfigError names a bad field. Checks that need an engine, such as whether its artefact
+        has this bound, are left to `Service.apply`."""
         refuse_unknown("user_config", values, list(cls.model_fields))
         try:
             policy = cls.model_validate(dict(values))
@@ -58,9 +58,9 @@ class LivePolicy(BaseModel):
         return policy
 
     def params(self, given: Mapping[str, Any], caller: Caller, natural_mode: str = "full") -> SamplingParams:
-        """Parameters of a request: what it gives, and this policy where it is silent. `natural_mode` is the mode where
-        the policy is silent too. What a request names and may not have is forbidden; what it leaves open is chosen
-        among what it may have."""
+        """Parameters of a request: its own values, and this policy's for the others. `natural_mode` is the mode if the
+        policy gives none either. A given value that is not allowed is refused; defaults are chosen among allowed
+        values."""
         values = {name: value for name, value in given.items() if value is not None}
         allowed = [mode for mode in self.modes if mode in caller.modes]
         if "mode" not in values:
@@ -74,11 +74,11 @@ class LivePolicy(BaseModel):
         return replace(params, min_layers=self.min_layers) if params.min_layers < self.min_layers else params
 
     def _contract(self, allowed: Sequence[str], natural: str, caller: Caller, *, named_bound: bool) -> dict[str, Any]:
-        """Mode, bound and threshold of a request that names no mode."""
+        """Mode, bound and threshold of a request that gives no mode."""
         if self.mode is None and named_bound:
-            return {}  # refused as it stands: a bound needs its mode beside it
+            return {}  # `SamplingParams` refuses a bound without its mode
         mode = self.mode or _first(self.modes, natural)
-        if mode not in allowed:  # to this caller; bound and threshold are of the other mode
+        if mode not in allowed:  # not for this caller; bound and threshold belong to the other mode
             return {"mode": _first(allowed, natural)}
         threshold = None if self.threshold is None else max(self.threshold, caller.min_threshold)
         return {"mode": mode, "epsilon": self.epsilon, "threshold": threshold}

@@ -1,7 +1,6 @@
-"""A strict check of a Serve config: Serve itself ignores keys it does not know, so that a typo does nothing.
+"""A strict check of a Serve config. Serve itself ignores unknown keys, so a typo would have no effect.
 
-Every key must be one that Serve or TIDE knows; every value must be one that both would take. What is allowed but
-probably not meant is a warning.
+Serve or TIDE must know every key and accept every value. Settings that are valid but probably a mistake are warnings.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def check_file(path: Path) -> list[str]:
-    """Warnings; a ConfigError for what would not work or not do what it says."""
+    """Warnings; raises ConfigError for a setting that would fail or be ignored."""
     return check(yaml_file.read(path))
 
 
 def check(config: Mapping[str, Any]) -> list[str]:
-    """The same for a config that was read already."""
+    """The same for a parsed config."""
     from ray.serve.schema import ServeDeploySchema
 
     from deploy.app import build_app
@@ -64,7 +63,7 @@ def _check_ports(schema: Any) -> None:
 
 
 def _check_for_serve(app: Mapping[str, Any], where: str) -> None:
-    """What Serve's schema lets pass, and Serve trips over or ignores later."""
+    """Check what Serve's schema accepts but Serve rejects or ignores later."""
     from ray.runtime_env import RuntimeEnv
     from ray.serve.config import AutoscalingPolicy
 
@@ -85,7 +84,7 @@ def _check_for_serve(app: Mapping[str, Any], where: str) -> None:
 
 
 def _check_app(app: Mapping[str, Any], where: str) -> AppArgs:
-    """Arguments, policy and key file of an application of ours."""
+    """Check arguments, policy and key file of a TIDE application."""
     given, place = app.get("args") or {}, f"{where}.args"
     if isinstance(engine := given.get("engine"), Mapping):
         refuse_unknown(f"{place}.engine", engine, [field.name for field in fields(EngineConfig)])
@@ -95,7 +94,7 @@ def _check_app(app: Mapping[str, Any], where: str) -> AppArgs:
             raise ConfigError(f"{place}.engine.{error.field}", error.value, error.expected) from error
     args = validated(AppArgs, given, place)
     if args.api_keys_file is not None and Path(args.api_keys_file).expanduser().exists():
-        KeyRing.read(args.api_keys_file)  # where it is not, this may be another machine
+        KeyRing.read(args.api_keys_file)  # a missing file may exist on the machine that serves
     for index, deployment in enumerate(app.get("deployments") or ()):
         place = f"{where}.deployments[{index}]"
         if deployment["name"] != OUR_DEPLOYMENT:
@@ -115,12 +114,12 @@ def _warnings(schema: Any) -> list[str]:
         warnings.append(f"controller_options: without {HA_PROXY}: '1' tokens go through Serve's slower Python proxy")
     for name in ("http_options", "grpc_options"):
         if getattr(schema, name).request_timeout_s is None:
-            warnings.append(f"{name}.request_timeout_s: not set, so that Serve never ends a request")
+            warnings.append(f"{name}.request_timeout_s: not set, so Serve never ends a request")
     return warnings
 
 
 def _app_warnings(schema: Any, app: Any, args: AppArgs) -> list[str]:
-    """Each begins with the name of the application."""
+    """Warnings for one application; each begins with its name."""
     warnings, longest = [], args.limits.max_timeout_s
     ours, controllers = _env(app), _env(schema.controller_options)
     for name in sorted({HA_PROXY, *controllers}):
@@ -133,10 +132,10 @@ def _app_warnings(schema: Any, app: Any, args: AppArgs) -> list[str]:
             "a long answer may be cut when the replicas change"
         )
     if MESSAGE_SIZE not in ours:
-        warnings.append(f"without {MESSAGE_SIZE} in its runtime_env a gRPC message may have 2 GiB")
+        warnings.append(f"without {MESSAGE_SIZE} in its runtime_env a gRPC message may be as large as 2 GiB")
     host = schema.http_options.host
     if args.api_keys_file is None and host not in LOCAL_HOSTS:
-        warnings.append(f"no api_keys_file, and http_options.host is {host}: whoever reaches it may use it")
+        warnings.append(f"no api_keys_file, and http_options.host is {host}: anyone who reaches it may use it")
     if args.api_keys_file is not None and schema.grpc_options.enable_reflection:
         warnings.append("grpc_options.enable_reflection: reflection answers without a key")
     for name in ("http_options", "grpc_options"):
@@ -144,7 +143,7 @@ def _app_warnings(schema: Any, app: Any, args: AppArgs) -> list[str]:
         if timeout is not None and timeout <= longest:
             warnings.append(
                 f"{name}.request_timeout_s ({timeout:g}) should be above limits.max_timeout_s ({longest:g}), "
-                "or Serve cuts requests before they can say why"
+                "or Serve ends requests before they can return their own error"
             )
     for deployment in app.deployments or (None,):
         warnings += _deployment_warnings(deployment, args)
@@ -160,15 +159,15 @@ def _deployment_warnings(deployment: Any, args: AppArgs) -> list[str]:
             "a long answer may be cut when a replica stops"
         )
     if _number(deployment, "max_queued_requests", -1) == -1:
-        warnings.append("max_queued_requests is not set, so that Serve's queue has no end")
-    at_once, rows = _number(deployment, "max_ongoing_requests", 5), EngineConfig.from_mapping(args.engine).max_rows
-    if at_once < rows:
-        warnings.append(f"max_ongoing_requests ({at_once:g}) is below engine.max_rows ({rows}): rows stay empty")
+        warnings.append("max_queued_requests is not set, so Serve's queue is unbounded")
+    ongoing, rows = _number(deployment, "max_ongoing_requests", 5), EngineConfig.from_mapping(args.engine).max_rows
+    if ongoing < rows:
+        warnings.append(f"max_ongoing_requests ({ongoing:g}) is below engine.max_rows ({rows}): rows stay empty")
     return warnings
 
 
 def _number(deployment: Any, name: str, default: float) -> float:
-    """What is set, or what Serve takes if nothing is."""
+    """The setting, or Serve's default."""
     value = getattr(deployment, name, None)
     return value if isinstance(value, (int, float)) else default
 

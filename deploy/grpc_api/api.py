@@ -1,7 +1,7 @@
-"""The gRPC face: `tide.v1.TideService` and `grpc.health.v1.Health`, as methods that Serve finds by their names.
+"""The gRPC API: `tide.v1.TideService` and `grpc.health.v1.Health`, as methods that Serve finds by name.
 
-A call that fails sets its status on the context and raises `StatusSetError`, which says nothing: Serve keeps the
-status, and `deploy.telemetry` keeps the trace, of no use to anyone, out of the log.
+A call that fails sets its status on the context and raises `StatusSetError`: Serve returns the status, and
+`deploy.telemetry` drops the trace from the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2
 
-from deploy.failures import NotServedError, StatusSetError, TooLargeError, tell
+from deploy.failures import NotServedError, StatusSetError, TooLargeError, report
 from deploy.grpc_api import messages
 from deploy.keys import Caller
 from deploy.service import Service
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Reply = TypeVar("Reply")
 
 SERVICE_NAMES = ("", "tide.v1.TideService")
-"""What health may be asked of; the empty one is the server."""
+"""Services that the health check knows; the empty name is the server."""
 
 
 class GrpcApi:
@@ -97,7 +97,7 @@ class GrpcApi:
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """grpc.health.v1. Open to everyone, as /health is."""
+        """grpc.health.v1. Needs no key, like /health."""
         if request.service not in SERVICE_NAMES:
             raise _with_status(grpc_context, NotServedError("service", request.service, SERVICE_NAMES[-1]))
         return health_pb2.HealthCheckResponse(status=self._health())
@@ -122,7 +122,7 @@ class GrpcApi:
         return health_pb2.HealthCheckResponse.SERVING
 
     async def _reply(self, context: Context, work: Callable[[Caller], Awaitable[Reply]]) -> Reply:
-        """What `work` answers the caller; or a status."""
+        """The result of `work` for the caller; an error becomes a status."""
         try:
             return await work(self._caller(context))
         except Exception as error:
@@ -165,8 +165,8 @@ class GrpcApi:
 
 
 def _with_status(context: Context, error: Exception) -> StatusSetError:
-    """Put what is said of an error on the context."""
-    failure = tell(error)
+    """Set the status of an error on the context."""
+    failure = report(error)
     context.set_code(grpc.StatusCode[failure.grpc_code])
     context.set_details(failure.message)
     if failure.retry_after_s is not None:

@@ -1,4 +1,4 @@
-"""Between the messages of `tide.v1` and what the engine knows. Pure functions; nothing is sent here."""
+"""Convert messages of `tide.v1` to calls, and outputs of the engine to messages. Pure functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OPTIONAL = (
 
 
 def call_of(request: pb.GenerateRequest) -> Call:
-    """What a request asks for; values are checked by whoever runs it."""
+    """The call in a request; the service checks its values."""
     return Call(
         prompt=_prompt(request),
         params={**_sampling(request.sampling_params), **_exits(request.exits)},
@@ -134,7 +134,7 @@ def response_of(
 
 
 def final_of(answer: Answer, output: RequestOutput, model: str) -> pb.Final | None:
-    """The last word, if this output is the last."""
+    """The final message, if this output is the last."""
     if output.finish_reason is None:
         return None
     usage = output.usage or Usage(0, 0)

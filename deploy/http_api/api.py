@@ -1,4 +1,4 @@
-"""The HTTP face of one service: OpenAI's routes, and the page to look at."""
+"""The HTTP API of one service: OpenAI's routes and the playground page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from deploy.failures import NotServedError, tell
+from deploy.failures import NotServedError, report
 from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
 from deploy.http_api.openai_replies import (
     DONE_EVENT,
-    ChatShape,
-    Shape,
+    ChatReply,
+    CompletionReply,
     error_object,
     invalid_body,
     sse_event,
@@ -48,12 +48,12 @@ def build_api(service: Service, *, playground: bool) -> FastAPI:
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = _read(CompletionRequest, request)
-        return await _answer(service, request, body, body.engine_prompt, Shape)
+        return await _answer(service, request, body, body.engine_prompt, CompletionReply)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = _read(ChatRequest, request)
-        return await _answer(service, request, body, [message.plain() for message in body.messages], ChatShape)
+        return await _answer(service, request, body, [message.plain() for message in body.messages], ChatReply)
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -102,42 +102,46 @@ def build_api(service: Service, *, playground: bool) -> FastAPI:
 
 
 async def _answer(
-    service: Service, request: Request, body: CompletionRequest | ChatRequest, prompt: Any, shape_class: type[Shape]
+    service: Service,
+    request: Request,
+    body: CompletionRequest | ChatRequest,
+    prompt: Any,
+    reply_class: type[CompletionReply],
 ) -> Response:
     """Run one completion of either kind, streamed or whole."""
     params = body.params()
-    fills = params["max_tokens"] is None
-    call = Call(prompt, params, model=body.model, timeout_s=body.options.timeout_s, fills=fills)
+    fill_context = params["max_tokens"] is None
+    call = Call(prompt, params, model=body.model, timeout_s=body.options.timeout_s, fill_context=fill_context)
     answer = service.begin(call, caller_of(request))
-    shape = shape_class(answer, service.model, body.options, service.engine.tokenizer.decode, body.wants_usage)
+    reply = reply_class(answer, service.model, body.options, service.engine.tokenizer.decode, body.wants_usage)
     if not body.stream:
-        return JSONResponse(shape.whole(await unless_gone(request, service.whole(answer))))
+        return JSONResponse(reply.whole(await unless_gone(request, service.whole(answer))))
     outputs = service.outputs(answer)
-    # Errors that come before the first token still have a status of their own.
+    # An error before the first token still sets the HTTP status.
     first = await unless_gone(request, anext(outputs))
-    return EventStream(_events(shape, first, outputs), outputs)
+    return EventStream(_events(reply, first, outputs), outputs)
 
 
-async def _events(shape: Shape, first: RequestOutput, outputs: Outputs) -> AsyncIterator[bytes]:
-    """The answer as events. It is whole only if `[DONE]` came; a failure is an event with an error, and the end."""
+async def _events(reply: CompletionReply, first: RequestOutput, outputs: Outputs) -> AsyncIterator[bytes]:
+    """The answer as events. `[DONE]` ends a complete answer; an error event ends a failed one."""
     last = first
     try:
-        opening = [*shape.first_chunks(), shape.chunk(first)]
+        opening = [*reply.first_chunks(), reply.chunk(first)]
         yield b"".join(map(sse_event, opening))
         async for output in outputs:
-            yield sse_event(shape.chunk(output))
+            yield sse_event(reply.chunk(output))
             last = output
     except Exception as error:
-        yield sse_event(error_object(tell(error)))
+        yield sse_event(error_object(report(error)))
         return
-    if shape.wants_usage and last.usage is not None:
-        yield sse_event(shape.usage_chunk(last.usage))
+    if reply.wants_usage and last.usage is not None:
+        yield sse_event(reply.usage_chunk(last.usage))
     yield DONE_EVENT
 
 
 class EventStream(StreamingResponse):
     """Events over the outputs of an engine. However the response ends, the outputs are closed: that aborts a request
-    whose client has gone, even one that went before the first event."""
+    whose client disconnected, even before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], outputs: Outputs) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -152,7 +156,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves first."""
+    """The result of `work`, which is cancelled if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_client_gone(request))
     try:
@@ -230,7 +234,7 @@ def _stats_object(stats: EngineStats) -> dict[str, Any]:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """What the web framework refuses by itself: unknown paths, wrong methods."""
+    """Responses to errors of the web framework: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException)
     response = response_to(HttpError(error.status_code, str(error.detail)))
     response.headers.update(error.headers or {})

@@ -1,5 +1,5 @@
-"""What stands before every HTTP route: sizes, the caller's key, a whole and proper body; and after it, one handler
-through which every error leaves. Nothing of a request is kept or computed before this lets it pass."""
+"""ASGI middleware before every HTTP route: it checks sizes, the caller's key and the JSON body, and turns every error
+into a response. Nothing else is stored or computed for a request before it passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.failures import DeadlineError, Failure, TooLargeError, tell
+from deploy.failures import DeadlineError, Failure, TooLargeError, report
 from deploy.http_api.openai_replies import error_object
 from deploy.keys import Caller
 from deploy.service import Service
@@ -19,15 +19,15 @@ from deploy.strict import json_body
 from tide_core.errors import RequestError
 
 CLIENT_GONE = 499
-"""Nobody reads this status; logs show it."""
+"""No client receives this status; it appears in logs."""
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer was ready."""
+    """The client disconnected before its answer was ready."""
 
 
 class HttpError(Exception):
-    """A failure that only HTTP has."""
+    """A failure that exists only over HTTP."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -36,7 +36,7 @@ class HttpError(Exception):
 
 
 class Guard:
-    """ASGI middleware round the routes of one service."""
+    """ASGI middleware for the routes of one service."""
 
     def __init__(self, app: ASGIApp, *, service: Service, open_paths: frozenset[str]) -> None:
         self._app, self._service, self._open_paths = app, service, open_paths
@@ -59,11 +59,11 @@ class Guard:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except Exception as error:
             if started:
-                raise  # too late for a status: the server cuts the connection, and the client sees a broken answer
+                raise  # too late for a status: the server closes the connection, and the client sees a broken answer
             await response_to(error)(scope, receive, send)
 
     async def _admit(self, scope: Scope, receive: Receive) -> None:
-        """Leave the caller and the parsed body in the scope: routes read them there, and the body nowhere else."""
+        """Check a request, and store its caller and parsed body in the scope for the routes."""
         limits, headers = self._service.limits, scope["headers"]
         if len(headers) > limits.num_headers or sum(len(k) + len(v) for k, v in headers) > limits.header_bytes:
             raise HttpError(431, f"at most {limits.num_headers} headers of {limits.header_bytes} bytes together")
@@ -101,11 +101,11 @@ class Guard:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise DeadlineError(f"the body did not come within {limits.body_timeout_s:g} s") from None
+            raise DeadlineError(f"the body did not arrive within {limits.body_timeout_s:g} s") from None
 
 
 def _route_path(scope: Scope) -> str:
-    """The path as routes see it: without the prefix that the application is served under."""
+    """The path without the prefix that the application is served under, as in the routes."""
     path, prefix = str(scope["path"]), str(scope.get("root_path", ""))
     return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
@@ -117,7 +117,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def body_of(request: Request) -> Any:
-    """The parsed body of a request that the guard let pass."""
+    """The parsed body of a request that passed the guard."""
     body = request.scope["tide"]["body"]
     if not isinstance(body, dict):
         raise RequestError("body", type(body).__name__, "a JSON object")
@@ -125,7 +125,7 @@ def body_of(request: Request) -> Any:
 
 
 def response_to(error: Exception) -> Response:
-    failure = error.failure if isinstance(error, HttpError) else tell(error)
+    failure = error.failure if isinstance(error, HttpError) else report(error)
     headers = {} if failure.retry_after_s is None else {"Retry-After": str(failure.retry_after_s)}
     if failure.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -1,4 +1,4 @@
-"""What goes out over HTTP: OpenAI's objects and events, with what TIDE adds. No server here."""
+"""Replies over HTTP: OpenAI's objects and events with TIDE's extra fields. No server here."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Decode = Callable[[list[int]], str]
 
 
 @dataclass(slots=True)
-class Shape:
-    """How one answer is written: what its objects have in common."""
+class CompletionReply:
+    """Writes one answer as OpenAI objects."""
 
     answer: Answer
     model: str
     options: TideOptions
     decode: Decode
     wants_usage: bool = False
-    """Whether the stream ends in a chunk with the usage; then every other one says that it has none."""
+    """Whether the stream ends in a chunk with the usage; then every other chunk has `usage: null`."""
     created: int = field(default_factory=lambda: int(time.time()))
     num_chars: int = 0
-    """Of text written so far, for the offsets of completions."""
+    """Characters of text written so far, for the offsets of completions."""
 
     id_prefix = "cmpl"
     object_name = chunk_name = "text_completion"
@@ -46,11 +46,11 @@ class Shape:
         return self._with_tide(reply, tokens, last)
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """What a stream says before its first token."""
+        """Chunks before the first token of a stream."""
         return []
 
     def chunk(self, output: RequestOutput) -> dict[str, Any]:
-        """One piece of a streamed answer; the last one has the finish reason."""
+        """One chunk of a streamed answer; the last one has the finish reason."""
         reply = self._object(self.chunk_name, [self._chunk_choice(output.tokens, _reason(output))])
         if self.wants_usage:
             reply["usage"] = None
@@ -91,7 +91,7 @@ class Shape:
         }
 
     def _with_tide(self, reply: dict[str, Any], tokens: Sequence[TokenOutput], output: RequestOutput) -> dict[str, Any]:
-        """What was asked for of each token, and on the last piece what ran for all of them."""
+        """Add the requested fields of each token, and to the last chunk the totals of the answer."""
         tide: dict[str, Any] = {}
         if self.options.exit_layers:
             tide["exit_layers"] = [token.exit_layer for token in tokens]
@@ -104,8 +104,8 @@ class Shape:
         return reply
 
 
-class ChatShape(Shape):
-    """The same for chats."""
+class ChatReply(CompletionReply):
+    """Writes one answer as OpenAI chat objects."""
 
     id_prefix = "chatcmpl"
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
@@ -177,12 +177,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def sse_event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event. JSON as written here has no line ends, so it is one line."""
+    """One server-sent event. `json.dumps` writes no line ends, so it is one line."""
     return b"data: " + json.dumps(value, allow_nan=False).encode() + b"\n\n"
 
 
 def error_object(failure: Failure) -> dict[str, Any]:
-    """OpenAI's envelope."""
+    """A failure as OpenAI's error object."""
     return {
         "error": {
             "message": failure.message,
@@ -194,14 +194,14 @@ def error_object(failure: Failure) -> dict[str, Any]:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]], unsupported: Sequence[str]) -> Failure:
-    """A body that does not fit its schema: fields and what was expected of them; no input is repeated."""
-    named = [(_field_name(error["loc"]), _said(error, unsupported)) for error in errors]
+    """The failure for a body that does not match its schema: fields and what was expected, without the input."""
+    named = [(_field_name(error["loc"]), _message(error, unsupported)) for error in errors]
     shown = "; ".join(f"{name or 'body'}: {message}" for name, message in named[:MAX_SHOWN_ERRORS])
     code = "unsupported" if "not supported" in named[0][1] else "invalid_body"
     return Failure(400, "INVALID_ARGUMENT", "invalid_request_error", code, shown, named[0][0])
 
 
-def _said(error: Mapping[str, Any], unsupported: Sequence[str]) -> str:
+def _message(error: Mapping[str, Any], unsupported: Sequence[str]) -> str:
     if error["type"] == "extra_forbidden":
         return "this is not supported here" if error["loc"][-1] in unsupported else "no such field"
     if error["loc"][-1:] == ("n",):
@@ -210,7 +210,7 @@ def _said(error: Mapping[str, Any], unsupported: Sequence[str]) -> str:
 
 
 def _field_name(loc: Sequence[str | int]) -> str | None:
-    """`messages.0.content`, without the names pydantic gives to the arms of a union."""
+    """A path such as `messages.0.content`, without pydantic's names for the members of a union."""
     parts = [str(part) for part in loc if isinstance(part, int) or part.replace("_", "").isalnum()]
     return ".".join(parts) or None
 

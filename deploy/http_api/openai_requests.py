@@ -1,6 +1,7 @@
-"""What may come in over HTTP: OpenAI's bodies, with vLLM's extra fields and our own. No server here.
+"""Request bodies over HTTP: OpenAI's fields, vLLM's extra fields and TIDE's own. No server here.
 
-Nothing is coerced and no key is ignored but `user`. What OpenAI has and we have not is refused by its name.
+Values are not coerced, and no key is ignored except `user` and a message's `name`. An OpenAI field that is not
+supported is refused by name.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tide_core.errors import RequestError
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for completions. A chat goes on to the server's limit."""
+"""OpenAI's default for completions. A chat's default is the server's limit."""
 DEFAULT_TEMPERATURE = 1.0
 MAX_COMPLETION_LOGPROBS = 5
 
 
 class Strict(BaseModel):
-    """No coercion, no unknown keys, no NaN: what came is what is run."""
+    """Base of all bodies: no coercion, no unknown keys, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class TideOptions(Strict):
-    """What only TIDE knows."""
+    """TIDE's own options."""
 
     mode: Literal["full", "verified", "bounded", "fast"] | None = None
-    """The contract. By default the server's policy."""
+    """The contract; default: the server's policy."""
     epsilon: float | None = None
     """For bounded: most disagreement with full depth, per token."""
     threshold: float | None = None
-    """For verified and fast: least score at which a token leaves. Above 1 none does."""
+    """For verified and fast: least score at which a token exits. Above 1 none does."""
     min_layers: int | None = None
     """No exit before this many layers."""
     exit_layers: bool = False
-    """Answer with the layer after which each token left."""
+    """Return the exit layer of each token."""
     tokens: bool = False
-    """Answer with each token's id, text, layer, score and audit."""
+    """Return id, text, exit layer, score and audit of each token."""
     timeout_s: float | None = None
     """Seconds until the request ends with status 408."""
 
@@ -52,7 +53,7 @@ def _one_or_many(value: object) -> object:
 
 
 class Sampling(Strict):
-    """Fields that both kinds of completion share. Ranges are checked by `SamplingParams`."""
+    """Fields of both kinds of completion. `SamplingParams` checks their ranges."""
 
     unsupported: ClassVar[tuple[str, ...]] = ()
 
@@ -69,8 +70,8 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Taken and not used, as OpenAI clients send it."""
-    # Beyond OpenAI, by the names that vLLM gave them.
+    """Ignored; OpenAI clients send it."""
+    # Extensions with vLLM's names.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -88,9 +89,9 @@ class Sampling(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`; None where the server decides."""
+        """Fields of `SamplingParams`; None for the server's default."""
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", "a value", "stream: true beside it")
+            raise RequestError("stream_options", "a value", "stream: true as well")
         options = self.options
         return {
             "max_tokens": self.max_tokens,
@@ -120,7 +121,7 @@ class CompletionRequest(Sampling):
     unsupported: ClassVar[tuple[str, ...]] = ("best_of", "echo", "suffix", "prompt_embeds", "response_format")
 
     prompt: str | list[int] | list[str]
-    """Text or token ids; a list of one text is that text."""
+    """Text or token ids; a list of one text counts as that text."""
     logprobs: int | None = None
 
     @property
@@ -149,7 +150,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
-    """Taken and not used: no template here knows it."""
+    """Ignored: chat templates do not use it."""
 
     def plain(self) -> dict[str, str]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -191,9 +192,9 @@ class ChatRequest(Sampling):
 
     def params(self) -> dict[str, Any]:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise RequestError("max_completion_tokens", "a value", "none beside max_tokens")
+            raise RequestError("max_completion_tokens", "a value", "none if max_tokens is given")
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs", self.top_logprobs, "logprobs: true beside it")
+            raise RequestError("top_logprobs", self.top_logprobs, "logprobs: true as well")
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return {**super().params(), "max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 

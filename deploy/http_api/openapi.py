@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies are read by our own strict reader, so their schemas are written in here."""
+"""The OpenAPI document. The strict JSON reader parses the bodies, so their schemas are added here."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ BODIES = {
     "/detokenize": DetokenizeRequest,
 }
 ERROR_STATUSES = {
-    "400": "a value or body that was refused",
+    "400": "a refused value or body",
     "401": "no key, or an unknown one",
     "403": "not allowed",
-    "404": "not here",
-    "405": "another method",
-    "408": "out of time",
+    "404": "not found",
+    "405": "wrong method",
+    "408": "deadline exceeded",
     "413": "too large",
-    "415": "no JSON",
-    "429": "too many requests wait",
+    "415": "not JSON",
+    "429": "too many waiting requests",
     "431": "headers too large",
-    "500": "our fault",
+    "500": "internal error",
     "503": "the engine is not running",
 }
 
 
 def describe(api: FastAPI) -> None:
-    """Complete the document of `api`."""
+    """Add bodies and errors to the document of `api`."""
     plain = api.openapi
 
     def openapi() -> dict[str, Any]:

@@ -4,13 +4,13 @@ const copyOf = (id) => byId(id).content.firstElementChild.cloneNode(true);
 const model = { name: null, layers: 0, checkpoints: [], modes: [] };
 const HINTS = {
   full: "Every token runs all layers.",
-  verified: "Tokens that leave early are drafts, and full depth checks each: at temperature 0 the text is that of full.",
+  verified: "Early exits are drafts, and full depth verifies each: at temperature 0 the text equals that of full.",
   bounded: "Disagrees with full depth on at most this share of tokens, as certified; every early exit is audited.",
-  fast: "Fewest layers. Disagreement with full depth is measured, not promised.",
+  fast: "Fewest layers. Disagreement with full depth is measured, not bounded.",
 };
 let running = null;
 
-/* What a server says when it refuses is the error; it may also want a key. */
+/* A refusal becomes an Error with the server's message; status 401 shows the key field. */
 async function ask(path, options = {}) {
   const headers = { "Content-Type": "application/json" }, key = byId("key").value.trim();
   if (key) headers.Authorization = "Bearer " + key;
@@ -20,8 +20,8 @@ async function ask(path, options = {}) {
   }
   if (answer.ok) return answer;
   if (answer.status === 401 && byId("keyLabel").hidden) { byId("keyLabel").hidden = false; byId("key").focus(); }
-  const said = await answer.json().catch(() => ({}));
-  throw new Error(said.error?.message ?? "the server answered with status " + answer.status);
+  const refusal = await answer.json().catch(() => ({}));
+  throw new Error(refusal.error?.message ?? "the server answered with status " + answer.status);
 }
 
 async function connect() {
@@ -49,7 +49,7 @@ function showControls() {
   const mode = byId("mode").value, score = Number(byId("threshold").value);
   byId("epsilonLabel").hidden = mode !== "bounded";
   byId("thresholdLabel").hidden = !["verified", "fast"].includes(mode);
-  const text = score < 0 ? "calibrated" : score > 1 ? "none leaves" : score.toFixed(2);
+  const text = score < 0 ? "calibrated" : score > 1 ? "no exit" : score.toFixed(2);
   byId("thresholdText").textContent = text;
   byId("threshold").setAttribute("aria-valuetext", text);
   byId("hint").textContent = HINTS[mode] ?? "";
@@ -59,8 +59,8 @@ function requestBody(mode, seed) {
   const tide = { mode, tokens: true }, score = Number(byId("threshold").value), prompt = byId("prompt").value;
   if (mode === "bounded") tide.epsilon = Number(byId("epsilon").value);
   if (["verified", "fast"].includes(mode) && score >= 0) tide.threshold = score;
-  const said = byId("chat").checked ? { messages: [{ role: "user", content: prompt }] } : { prompt };
-  return { model: model.name, ...said, max_tokens: Number(byId("tokens").value), seed,
+  const input = byId("chat").checked ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+  return { model: model.name, ...input, max_tokens: Number(byId("tokens").value), seed,
     temperature: Number(byId("temperature").value), stream: true, stream_options: { include_usage: true }, tide };
 }
 
@@ -125,7 +125,7 @@ class Run {
     this.paint();
   }
 
-  /* At most ten times a second: where the engine shares the machine, every frame is time that it does not get. */
+  /* At most ten times a second: an engine on the same machine loses the time of every frame. */
   paint() {
     if (this.resting) return;
     this.draw();
@@ -197,7 +197,7 @@ class Run {
     if (token) this.part(".detail").textContent = JSON.stringify(token.text) + ": " + this.describe(token);
   }
 
-  /* The token that has the focus is the one that Tab comes back to. */
+  /* Tab returns to the token that last had the focus. */
   hold(span) {
     const before = this.part(".token[tabindex='0']");
     if (before) before.tabIndex = -1;
@@ -215,7 +215,7 @@ class Run {
   }
 }
 
-function say(text, strong = "") {
+function showVerdict(text, strong = "") {
   const loud = document.createElement("strong");
   loud.textContent = strong;
   byId("verdict").replaceChildren(...(strong ? [loud, " "] : []), text);
@@ -224,50 +224,50 @@ function say(text, strong = "") {
 function compare(full, other) {
   const same = full.text === other.text;
   const times = other.mode + " " + other.seconds.toFixed(2) + " s, full " + full.seconds.toFixed(2) + " s";
-  const parted = full.tokens.findIndex((token, index) => token.id !== other.tokens[index]?.id);
-  const place = parted < 0 ? full.tokens.length : parted;
+  const differing = full.tokens.findIndex((token, index) => token.id !== other.tokens[index]?.id);
+  const place = differing < 0 ? full.tokens.length : differing;
   if (!same) [full, other].forEach((run) => run.textBox.children[place]?.classList.add("parted"));
   const why = full.body.temperature ? " (both drawn at random)" : "";
   const words = same ? "the same text" : "another text from token " + (place + 1) + why;
   const unit = full.tokens.length === other.tokens.length ? "as fast" : "the tokens/s";
-  say(unit + ": " + times + ", " + words, full.rate() ? (other.rate() / full.rate()).toFixed(2) + "×" : "");
+  showVerdict(unit + ": " + times + ", " + words, full.rate() ? (other.rate() / full.rate()).toFixed(2) + "×" : "");
 }
 
 async function start() {
   if (running) return;
   const { signal } = running = new AbortController();
   busy(true);
-  byId("runs").replaceChildren(); say("");
-  if (model.name !== null || await connect()) await runAll(signal); else say("not run");
+  byId("runs").replaceChildren(); showVerdict("");
+  if (model.name !== null || await connect()) await runAll(signal); else showVerdict("not run");
   running = null;
   busy(false);
 }
 
 async function runAll(signal) {
   const chosen = byId("mode").value, seed = Math.floor(Math.random() * 2 ** 31);
-  const beside = byId("compare").checked && chosen !== "full" && model.modes.includes("full");
-  const runs = (beside ? ["full", chosen] : [chosen]).map((mode) => new Run(mode, seed));
+  const compares = byId("compare").checked && chosen !== "full" && model.modes.includes("full");
+  const runs = (compares ? ["full", chosen] : [chosen]).map((mode) => new Run(mode, seed));
   for (const run of runs) {
     try {
-      /* Both find the prompt in the cache, or neither does: the time of the second owes nothing to the first. */
-      if (beside && run === runs[0]) {
-        say("reading the prompt…");
+      /* Put the prompt in the prefix cache first, so that the second run has no advantage. */
+      if (compares && run === runs[0]) {
+        showVerdict("reading the prompt…");
         await (await send({ ...run.body, max_tokens: 1 }, signal)).text();
       }
-      say("running " + run.mode + "…");
+      showVerdict("running " + run.mode + "…");
       await run.go(signal);
     } catch (error) {
       if (!signal.aborted) run.fail(error.message);
-      say((signal.aborted ? "stopped" : "failed") + " after " + run.tokens.length + " tokens of " + run.mode);
+      showVerdict((signal.aborted ? "stopped" : "failed") + " after " + run.tokens.length + " tokens of " + run.mode);
       return;
     } finally {
       run.finish();
     }
   }
-  if (beside) compare(...runs); else say(runs[0].tokens.length + " tokens in " + runs[0].seconds.toFixed(2) + " s");
+  if (compares) compare(...runs); else showVerdict(runs[0].tokens.length + " tokens in " + runs[0].seconds.toFixed(2) + " s");
 }
 
-/* The button in use keeps the focus, whichever of the two it is. */
+/* The active one of the two buttons keeps the focus. */
 function busy(on) {
   const [from, to] = on ? [byId("go"), byId("stop")] : [byId("stop"), byId("go")];
   const held = document.activeElement === from;

@@ -1,5 +1,5 @@
-"""The playground as one page, and the headers that shut it in: its own script and style, by their digests, and nothing
-else. Not even its own script can make markup out of text: the policy forbids it (trusted types)."""
+"""The playground as one page, and its security headers. The content security policy allows only its own script and
+style, by digest, and forbids even its own script to turn text into markup (trusted types)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent
 
 
 def load_page() -> tuple[str, dict[str, str]]:
-    """The page and its headers. The style and the script are files of their own only to be read and written."""
+    """The page, with style and script inlined, and its headers."""
     html = (FOLDER / "playground.html").read_text(encoding="utf-8")
     style = (FOLDER / "playground.css").read_text(encoding="utf-8")
     script = (FOLDER / "playground.js").read_text(encoding="utf-8")

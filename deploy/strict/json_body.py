@@ -1,6 +1,7 @@
-"""JSON as clients should write it: no key twice, no NaN, no bottomless nesting, no half of a character.
+"""Strict JSON: no duplicate keys, no NaN, limited nesting, no lone surrogates.
 
-What its brackets alone tell is checked before anything is built of it, so that a body costs no more than reading it.
+Nesting and number of containers are checked by the brackets before parsing, so that a hostile body costs no more than
+reading it.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ MAX_CONTAINERS = 50_000
 MAX_FLOAT_CHARS = 512
 
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A string, or what is left of the data if it does not end: so that no quote is looked at twice."""
+"""A string, or the rest of the data if it does not end, so that matching is linear."""
 _BRACKETS = b"[{]}"
 _STEPS = bytes.maketrans(_BRACKETS, b"\x01\x01\xff\xff")
 _OTHERS = bytes(set(range(256)) - set(_BRACKETS))
 
 
 def parse(data: bytes, max_depth: int) -> Any:
-    """The value in `data`; a RequestError says what is wrong with it and repeats nothing."""
+    """The value in `data`; a RequestError names the problem without the content."""
     _check_structure(data, max_depth)
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
         )
     except UnicodeDecodeError as error:
-        raise RequestError("body", f"no UTF-8 at byte {error.start}", "JSON in UTF-8") from None
+        raise RequestError("body", f"invalid UTF-8 at byte {error.start}", "JSON in UTF-8") from None
     except json.JSONDecodeError as error:
         raise RequestError("body", f"{error.msg} (character {error.pos})", "JSON") from None
     except _NotJsonError as error:
         raise RequestError("body", str(error), "JSON without it") from None
     except RecursionError:
         raise RequestError("body", "nested JSON", "fewer levels") from None
-    except ValueError:  # Python turns no integer of thousands of digits into a number
+    except ValueError:  # Python refuses an integer of thousands of digits
         raise RequestError("body", "an integer of thousands of digits", "JSON without it") from None
     if b"\\ud" in data or b"\\uD" in data:
         _refuse_surrogates(value)
@@ -48,7 +49,7 @@ def parse(data: bytes, max_depth: int) -> Any:
 
 
 def _check_structure(data: bytes, max_depth: int) -> None:
-    """Refuse what is nested too deep or has too many parts, by its brackets outside of strings."""
+    """Refuse data with too deep nesting or too many containers, by its brackets outside of strings."""
     if data.count(b"[") + data.count(b"{") <= max_depth:
         return
     steps = array("b", _TEXT.sub(b"", data).translate(_STEPS, _OTHERS))
@@ -59,7 +60,7 @@ def _check_structure(data: bytes, max_depth: int) -> None:
 
 
 class _NotJsonError(Exception):
-    """JSON that Python reads and nobody should write."""
+    """Input that Python's reader accepts and JSON forbids."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _finite(digits: str) -> float:
 
 
 def _refuse_surrogates(value: Any) -> None:
-    """Python's JSON takes half of a pair, which no encoder takes afterwards."""
+    """Python's reader accepts a lone surrogate, which cannot be encoded later."""
     left = [value]
     while left:
         one = left.pop()

@@ -1,7 +1,7 @@
-"""Pydantic models of others, read strictly: no key that they do not have, no value that they would bend into another.
+"""Validate pydantic models of other packages strictly: no unknown keys, no coercion.
 
-Serve's models ignore unknown keys and take `true` for 1, so that newer configs work with older versions; and a setting
-that may be a plain mapping as well as a model is not checked at all.
+Serve's models ignore unknown keys and coerce `true` to 1, so that newer configs work with older versions; a setting
+that may be a plain mapping or a model is not checked at all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(model: type[Model], value: object, where: str) -> Model:
-    """`value` as the model, with every model inside it known to be right; a ConfigError names the place."""
+    """`value` as the model, with every nested model checked; a ConfigError names the path."""
     for one, child, place in list(_inner(model, value, where)):
         _strict(one, child, place)
     return _strict(model, value, where)
 
 
 def imported(path: str, where: str) -> Any:
-    """What an import path names, as Serve would import it: the working folder counts."""
+    """The object at an import path, imported as Serve does: with the working directory on the path."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
@@ -44,7 +44,7 @@ def imported(path: str, where: str) -> Any:
 
 
 def _inner(model: type[BaseModel], value: object, where: str) -> Iterator[tuple[type[BaseModel], object, str]]:
-    """Every model inside of `value` with its place, the innermost first. Refuses a key that its model does not have."""
+    """Every nested model of `value` with its path, the innermost first. Refuses unknown keys."""
     if not isinstance(value, Mapping):
         raise ConfigError(where or "config", value, "keys and values")
     refuse_unknown(where or "config", value, list(model.model_fields))
@@ -62,8 +62,8 @@ def _inner(model: type[BaseModel], value: object, where: str) -> Iterator[tuple[
 
 
 def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model that an annotation speaks of, itself or in an Optional, and whether it is in a list. One that is in a
-    mapping has keys of the user's own."""
+    """The model in an annotation, direct or in an Optional, and whether it is in a list. Models in a mapping are left
+    out: their keys are the user's."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     origin = typing.get_origin(annotation)
@@ -77,16 +77,18 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 def _strict(model: type[Model], value: object, where: str) -> Model:
     try:
-        return model.model_validate_json(json.dumps(value), strict=True)  # as JSON, a text may be an enum's
+        return model.model_validate_json(
+            json.dumps(value), strict=True
+        )  # from JSON, strict mode accepts text for an enum
     except ValidationError as error:
         raise _named(error, value, where) from error
-    except Exception as error:  # validators of others raise what they like
-        expected = f"what {model.__name__} takes; {type(error).__name__}: {error}"
+    except Exception as error:  # validators of other packages raise any type
+        expected = f"what {model.__name__} accepts; {type(error).__name__}: {error}"
         raise ConfigError(where or "config", value, expected) from error
 
 
 def _named(error: ValidationError, value: Any, where: str) -> ConfigError:
-    """The first error with its place in the value: pydantic also names the arms of a union, which are none."""
+    """The first error with its path in the value, without pydantic's names for the members of a union."""
     first = error.errors(include_url=False)[0]
     place = where
     for part in first["loc"]:

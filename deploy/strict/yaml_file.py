@@ -1,6 +1,6 @@
-"""YAML without its traps: no key twice, no anchors, no tags, nothing that quietly becomes a number, a date or a no.
+"""Strict YAML: no duplicate keys, no anchors, no tags, no silent conversion to a number, a date or a boolean.
 
-What Serve would read in another way than it looks is refused here, with how to write it.
+A value that Serve would read differently from how it looks is refused, with the way to write it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses what it would take in silence."""
+    """A SafeLoader that refuses what SafeLoader converts silently."""
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if event.anchor is not None or getattr(event, "tag", None) is not None:
-            problem = "anchors, aliases and tags are not taken here"
+            problem = "anchors, aliases and tags are not allowed"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
@@ -37,9 +37,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise _refusal(key_node, f"the key {key} is no text; quote it")
+                raise _refusal(key_node, f"the key {key} is not text; quote it")
             if key in seen:
-                raise _refusal(key_node, f"the key {key} comes twice")
+                raise _refusal(key_node, f"the key {key} appears twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -105,7 +105,7 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(where, f"no UTF-8 at byte {error.start}", "YAML in UTF-8") from None
+        raise ConfigError(where, f"invalid UTF-8 at byte {error.start}", "YAML in UTF-8") from None
     try:
         value = yaml.load(text, _Loader)  # noqa: S506  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -116,7 +116,7 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(where, " ".join(str(error).split()), "plain YAML") from None
     except RecursionError:
-        raise ConfigError(where, "nesting without end", "plain YAML") from None
+        raise ConfigError(where, "unlimited nesting", "plain YAML") from None
     except ValueError as error:  # an integer of thousands of digits
         raise ConfigError(where, str(error), "plain YAML") from None
     if not isinstance(value, dict):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deploy.keys import Caller
-from tests.deploy.faces import Context, Grpc, Http, all_of, make_service
+from tests.deploy.in_process import Context, Grpc, Http, all_of, make_service
 from tide_client import openai_events
 from tide_client.requests import Options, request_of
 from tide_client.results import Answer, AnswerBuilder, exit_stats_of, model_info_of, response_of

@@ -46,7 +46,7 @@ def test_a_right_config_is_ok_and_the_shipped_one_is_looked_at_by_default(
         ("port: 8000", "port: 0", "http_options.port: got 0, expected a port in 1..65535"),
         ("port: 9000", "port: 8000", "grpc_options.port: got 8000"),
         ("port: 8000", "port: no", "no would become false; write that, or quote it"),
-        ("host: 127.0.0.1", "host: !!python/name:os.system", ": anchors, aliases and tags are not taken here"),
+        ("host: 127.0.0.1", "host: !!python/name:os.system", ": anchors, aliases and tags are not allowed"),
         ("deploy.app:build_app", "deploy.app:build_ap", "has no attribute 'build_ap'"),
     ],
 )

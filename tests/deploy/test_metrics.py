@@ -232,14 +232,14 @@ def test_a_request_is_timed_by_mode_from_its_arrival_to_its_end(
     clock = [102.0]
     monkeypatch.setattr("deploy.metrics.time", SimpleNamespace(monotonic=lambda: clock[0]))
     answer = make_answer(mode="bounded", started_at=100.0)
-    meter.moved(answer, piece())
+    meter.on_output(answer, piece())
     answer.first_at = answer.last_at = 102.0
     clock[0] = 102.5
-    meter.moved(answer, piece(4))
+    meter.on_output(answer, piece(4))
     answer.last_at = 102.5
     clock[0] = 103.0
-    meter.moved(answer, piece(1, Usage(3, 6, queue_s=0.5)))
-    meter.ended(answer, "length")
+    meter.on_output(answer, piece(1, Usage(3, 6, queue_s=0.5)))
+    meter.on_end(answer, "length")
     meter.flush(stats_of(), 0)
     assert sink.samples == {
         ("tide_time_to_first_token_seconds", "bounded"): [2.0],
@@ -255,7 +255,7 @@ def test_a_request_is_timed_by_mode_from_its_arrival_to_its_end(
 
 def test_requests_are_counted_by_how_they_ended(meter: Meter, sink: Sink) -> None:
     for reason in ("stop", "length", "stop", "cancelled", "DeadlineError"):
-        meter.ended(make_answer(), reason)
+        meter.on_end(make_answer(), reason)
     meter.flush(stats_of(), 0)
     ends = {tag: count for (name, tag), count in sink.counts.items() if name == "tide_requests"}
     assert ends == {"stop": 2, "length": 1, "cancelled": 1, "DeadlineError": 1}
@@ -263,13 +263,13 @@ def test_requests_are_counted_by_how_they_ended(meter: Meter, sink: Sink) -> Non
 
 def test_prompt_tokens_from_the_prefix_cache_are_counted_when_their_request_ends(meter: Meter, sink: Sink) -> None:
     for cached in (0, 16, 32):
-        meter.moved(make_answer(), piece(0, Usage(40, 1, cached_tokens=cached)))
+        meter.on_output(make_answer(), piece(0, Usage(40, 1, cached_tokens=cached)))
     meter.flush(stats_of(), 0)
     assert sink.counts == {("tide_cached_prompt_tokens", ""): 48}
 
 
 def test_a_piece_without_tokens_is_no_latency(meter: Meter, sink: Sink) -> None:
-    meter.moved(make_answer(), piece(0, Usage(3, 0)))
+    meter.on_output(make_answer(), piece(0, Usage(3, 0)))
     meter.flush(stats_of(), 0)
     assert set(sink.samples) == {("tide_queue_seconds", "verified")}
 
@@ -302,13 +302,13 @@ def test_a_thinned_sample_keeps_quantiles_and_mean(number: int) -> None:
 def test_what_nobody_takes_is_bounded(meter: Meter) -> None:
     answer = make_answer()
     for _ in range(MAX_HELD // 2 + 10):
-        meter.ended(answer, "stop")
-    assert len(meter._heard) == MAX_HELD
+        meter.on_end(answer, "stop")
+    assert len(meter._recorded) == MAX_HELD
 
 
 def test_requests_that_end_while_others_are_handed_on_are_not_lost(meter: Meter, sink: Sink) -> None:
     answer = make_answer()
-    ender = threading.Thread(target=lambda: [meter.ended(answer, f"reason {number % 50}") for number in range(20_000)])
+    ender = threading.Thread(target=lambda: [meter.on_end(answer, f"reason {number % 50}") for number in range(20_000)])
     ender.start()
     while ender.is_alive():
         meter.flush(stats_of(), 0)
@@ -391,6 +391,6 @@ def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.M
 
 def test_rays_own_classes_take_the_table_and_what_a_meter_says() -> None:
     meter = Meter(RayExporter(), model="tiny", max_queued=9)
-    meter.ended(make_answer(), "stop")
-    meter.moved(make_answer(), piece(1, Usage(3, 1)))
+    meter.on_end(make_answer(), "stop")
+    meter.on_output(make_answer(), piece(1, Usage(3, 1)))
     meter.flush(stats_of(exits(left={2: 3, 8: 1}, drafts=3, accepted=3), audits={"fast": audit(broken=True)}), 1)

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from deploy.failures import StatusSetError
-from deploy.telemetry import WithoutRefusals, join_serve_logs, record_spans
+from deploy.telemetry import RefusalFilter, join_serve_logs, record_spans
 from tests.deploy.answers import make_answer
 from tide_core.request import Usage
 
@@ -172,4 +172,4 @@ def test_any_other_failure_is_logged(lines: Lines) -> None:
 
 def test_the_filter_is_there_once(lines: Lines) -> None:
     filters = logging.getLogger("ray.serve").filters
-    assert sum(isinstance(each, WithoutRefusals) for each in filters) == 1
+    assert sum(isinstance(each, RefusalFilter) for each in filters) == 1

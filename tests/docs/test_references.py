@@ -77,7 +77,7 @@ def test_limits_of_pydantic_fields_are_told_in_words() -> None:
 
     [count, name] = of_model(Some)
     assert (count.default, count.allowed) == ("`2`", "at least 1; below 9")
-    assert name.default == "**needed**"
+    assert name.default == "**required**"
     assert set(name.allowed.split("; ")) == {"matches `^a+$`", "at most 3 long"}
 
 

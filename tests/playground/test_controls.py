@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from deploy.config.policy import LivePolicy
 from deploy.keys import Caller, KeyRing
 from deploy.service import Service
-from tests.deploy.faces import make_service
+from tests.deploy.in_process import make_service
 from tests.playground.site import Playground, serve, stream, token
 
 KEY = "the-key-of-this-test"

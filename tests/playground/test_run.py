@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.faces import make_service
+from tests.deploy.in_process import make_service
 from tests.playground.site import Playground, serve, stream, token
 
 NUM_LAYERS = 4

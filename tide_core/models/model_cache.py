@@ -50,7 +50,7 @@ def converted(source: Path, convert: Callable[[Path, Path], None], cache_dir: Pa
                 fault = find_fault(folder, digest) if folder.exists() else "not there"
                 if fault is not None:
                     if folder.exists():
-                        log.warning("cached model %s is broken (%s) and is converted again", folder, fault)
+                        log.warning("cached model %s is broken (%s) and is built again", folder, fault)
                     _build(source, digest, convert, folder)
     except OSError as error:
         reason = error.strerror or str(error)

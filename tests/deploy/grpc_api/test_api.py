@@ -18,7 +18,7 @@ from deploy.config.policy import LivePolicy
 from deploy.failures import StatusSetError
 from deploy.keys import Caller, KeyRing
 from deploy.service import Service
-from tests.deploy.faces import Context, Grpc, all_of, make_service
+from tests.deploy.in_process import Context, Grpc, all_of, make_service
 from tide.v1 import tide_pb2 as pb
 from tide_core.errors import EngineBusyError
 

@@ -10,7 +10,7 @@ import pytest
 from deploy.config.policy import LivePolicy
 from deploy.keys import Caller, KeyRing
 from deploy.service import Service
-from tests.deploy.faces import Http, make_service
+from tests.deploy.in_process import Http, make_service
 
 BODY = {"model": "tiny", "prompt": "hello there", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CHAT = {

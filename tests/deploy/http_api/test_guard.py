@@ -13,7 +13,7 @@ from deploy.config.args import Limits
 from deploy.http_api.guard import Guard
 from deploy.keys import Caller, KeyRing
 from deploy.service import Service
-from tests.deploy.faces import Http
+from tests.deploy.in_process import Http
 from tests.deploy.scripted import ScriptedEngine
 from tide_core.errors import EngineBusyError
 

@@ -13,7 +13,7 @@ from deploy.config.args import Limits
 from deploy.http_api.api import build_api
 from deploy.http_api.openapi import BODIES
 from deploy.service import Service
-from tests.deploy.faces import Http, make_service
+from tests.deploy.in_process import Http, make_service
 from tests.engine.exit_engines import exit_engine
 
 engine = exit_engine()

@@ -19,7 +19,7 @@ from deploy.failures import (
     UnauthenticatedError,
     failure_of,
 )
-from deploy.http_api.openai_replies import ChatShape, Shape, error_object, invalid_body, sse_event
+from deploy.http_api.openai_replies import ChatReply, CompletionReply, error_object, invalid_body, sse_event
 from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, TideOptions, TokenizeRequest
 from tests.deploy.answers import make_answer
 from tests.deploy.scripted import FOREVER, HEL, LO, USAGE, ScriptedEngine, call
@@ -34,14 +34,14 @@ def decode(ids: list[int]) -> str:
     return "".join(f"<{one}>" for one in ids)
 
 
-def completion(*, logprobs: int | None = None, wants_usage: bool = False, **options: Any) -> Shape:
+def completion(*, logprobs: int | None = None, wants_usage: bool = False, **options: Any) -> CompletionReply:
     answer = make_answer(params=SamplingParams(logprobs=logprobs))
-    return Shape(answer, "tiny", TideOptions(**options), decode, wants_usage)
+    return CompletionReply(answer, "tiny", TideOptions(**options), decode, wants_usage)
 
 
-def chat(*, logprobs: int | None = None, wants_usage: bool = False, **options: Any) -> ChatShape:
+def chat(*, logprobs: int | None = None, wants_usage: bool = False, **options: Any) -> ChatReply:
     answer = make_answer(params=SamplingParams(logprobs=logprobs))
-    return ChatShape(answer, "tiny", TideOptions(**options), decode, wants_usage)
+    return ChatReply(answer, "tiny", TideOptions(**options), decode, wants_usage)
 
 
 # What goes out.
