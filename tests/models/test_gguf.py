@@ -142,7 +142,7 @@ def test_a_file_too_small_for_a_header_is_refused(size: int, tmp_path: Path) -> 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "zip.gguf"
     path.write_bytes(b"PK\3\4" + bytes(100))
-    assert "no GGUF" in refuse(path, tmp_path).expected
+    assert "not a GGUF" in refuse(path, tmp_path).expected
 
 
 @pytest.mark.parametrize(("version", "came"), [(1, "1"), (99, "99"), (3 << 24, "big-endian")])

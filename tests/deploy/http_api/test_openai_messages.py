@@ -285,7 +285,7 @@ def test_every_failure_has_its_status_in_both_worlds_and_gives_no_internals_away
     assert (failure.status, failure.grpc_code) == (status, grpc_code)
     assert set(error_object(failure)["error"]) == ENVELOPE
     assert "secret" not in failure.message
-    assert failure.is_ours == (status >= 500) == ("0123" in failure.message)
+    assert failure.is_server_error == (status >= 500) == ("0123" in failure.message)
     assert (failure.retry_after_s is not None) == (status in (429, 503))
 
 

@@ -45,7 +45,7 @@ def test_json_that_is_no_object_is_read_and_fits_no_request(data: bytes) -> None
         (b"\xef\xbb\xbf{}", "BOM"),
         (b'{"a": "\xff"}', "invalid UTF-8 at byte 7"),
         ('{"a": 1}'.encode("utf-16"), "invalid UTF-8 at byte 0"),
-        (b'{"a": "\xed\xa0\x80"}', "no UTF-8"),
+        (b'{"a": "\xed\xa0\x80"}', "invalid UTF-8"),
         (b'{"a": "b\nc"}', "control character"),
         (b"{'a': 1}", "double quotes"),
         (b'{"a": NaN}', "NaN"),
