@@ -1,4 +1,4 @@
-"""A service over a tiny engine, and both of its faces without a socket: ASGI messages and a gRPC context."""
+"""A service over a tiny engine, and both of its APIs called in process: ASGI messages and a gRPC context."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Reply:
 
 
 class Http:
-    """Asks the HTTP face of a service."""
+    """Calls the HTTP API of a service."""
 
     def __init__(self, service: Service, *, playground: bool = True) -> None:
         self.api = build_api(service, playground=playground)
@@ -153,7 +153,7 @@ class Context:
 
 
 class Grpc(GrpcApi):
-    """The gRPC face of a service."""
+    """The gRPC API of a service."""
 
     def __init__(self, service: Service) -> None:
         self.service = service

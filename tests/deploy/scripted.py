@@ -1,4 +1,4 @@
-"""A service over an engine that says what it is told to, and one HTTP request into it without a socket."""
+"""A service over an engine with scripted outputs, and one HTTP request to it without a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts and how they leave: every name in the table, each gain once, nothing that ever goes down."""
+"""Metrics and their export: every name in the table, each increase once, counters that never go down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_LAYERS = 8
 
 
 class Sink:
-    """An exporter that keeps what it is told, by the kinds of the table."""
+    """An exporter that records its calls, by the kinds of the table."""
 
     def __init__(self) -> None:
         self.counts: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -316,7 +316,7 @@ def test_requests_that_end_while_others_are_handed_on_are_not_lost(meter: Meter,
     assert sum(count for (name, _), count in sink.counts.items() if name == "tide_requests") == 20_000
 
 
-async def test_a_service_is_heard_through_and_through(sink: Sink, meter: Meter) -> None:
+async def test_a_service_is_measured_from_start_to_end(sink: Sink, meter: Meter) -> None:
     engine = exit_engine()
     service = Service(engine, model="tiny", observer=meter)
     try:
@@ -338,8 +338,8 @@ def test_a_thread_hands_on_until_it_is_stopped_and_tells_of_a_failure_once(
     sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.metrics.FLUSH_S", 0.001)
-    told: list[str] = []
-    monkeypatch.setattr("deploy.metrics.logger.exception", told.append)
+    logged: list[str] = []
+    monkeypatch.setattr("deploy.metrics.logger.exception", logged.append)
     states = iter([stats_of(num_running=1)] + [None] * 5 + [stats_of(num_running=2)])
     enough, meter = threading.Event(), Meter(sink, model="tiny", max_queued=9)
 
@@ -359,18 +359,18 @@ def test_a_thread_hands_on_until_it_is_stopped_and_tells_of_a_failure_once(
     assert meter._thread is not None
     meter._thread.join(10)
     assert not meter._thread.is_alive()
-    assert told == ["metrics could not be exported"]
+    assert logged == ["metrics could not be exported"]
     assert sink.gauges["tide_num_requests_running", ""] == 2
 
 
 def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
-    told: list[tuple[Any, ...]] = []
+    logged: list[tuple[Any, ...]] = []
 
     def stub(kind: str, verb: str) -> Any:
         def make(*args: Any) -> Any:
             made.append((kind, *args))
-            return SimpleNamespace(**{verb: lambda value, tags: told.append((args[0], value, tags))})
+            return SimpleNamespace(**{verb: lambda value, tags: logged.append((args[0], value, tags))})
 
         return make
 
@@ -382,7 +382,7 @@ def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.M
     assert ("Histogram", "tide_queue_seconds", BY_NAME["tide_queue_seconds"].text, list(LATENCIES_S), ("mode",)) in made
     for name, tags in (("tide_requests", {"finish": "stop"}), ("tide_exit_layer", {}), ("tide_predicted_gain", {})):
         exporter.add(name, 3, tags)
-    assert told == [
+    assert logged == [
         ("tide_requests", 3, {"finish": "stop"}),
         ("tide_exit_layer", 3, {}),
         ("tide_predicted_gain", 3, {}),

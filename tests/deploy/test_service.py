@@ -1,4 +1,4 @@
-"""One request through the service: names, deadlines, aborts, and its one end."""
+"""One request through the service: ids, deadlines, aborts, and its end."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ USAGE = Usage(
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -47,18 +47,18 @@ def seconds(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) / 1e9
 
 
-def test_queue_prefill_and_decode_follow_each_other_with_the_engines_times(heard: InMemorySpanExporter) -> None:
+def test_queue_prefill_and_decode_follow_each_other_with_the_engines_times(exported: InMemorySpanExporter) -> None:
     record_spans(make_answer(), USAGE)
-    spans = heard.get_finished_spans()
+    spans = exported.get_finished_spans()
     assert [span.name for span in spans] == ["tide.queue", "tide.prefill", "tide.decode"]
     assert [seconds(span) for span in spans] == pytest.approx([0.25, 0.5, 2.25], abs=1e-6)
     assert [one.end_time for one in spans[:-1]] == [two.start_time for two in spans[1:]]
     assert abs(time.time_ns() - (spans[-1].end_time or 0)) < 60e9
 
 
-def test_a_span_tells_counts_and_never_the_prompt(heard: InMemorySpanExporter) -> None:
+def test_a_span_has_counts_and_never_the_prompt(exported: InMemorySpanExporter) -> None:
     record_spans(make_answer(mode="bounded"), USAGE)
-    for span in heard.get_finished_spans():
+    for span in exported.get_finished_spans():
         assert span.attributes == {
             "tide.request_id": "ours",
             "tide.mode": "bounded",
@@ -70,10 +70,10 @@ def test_a_span_tells_counts_and_never_the_prompt(heard: InMemorySpanExporter) -
         }
 
 
-def test_spans_hang_under_the_span_of_the_call(heard: InMemorySpanExporter) -> None:
+def test_spans_hang_under_the_span_of_the_call(exported: InMemorySpanExporter) -> None:
     with trace.get_tracer("serve").start_as_current_span("call") as call:
         record_spans(make_answer(), USAGE)
-    *ours, outer = heard.get_finished_spans()
+    *ours, outer = exported.get_finished_spans()
     assert outer.name == "call"
     assert {span.parent.span_id for span in ours if span.parent} == {call.get_span_context().span_id}
     assert {span.context.trace_id for span in ours if span.context} == {call.get_span_context().trace_id}
@@ -81,10 +81,10 @@ def test_spans_hang_under_the_span_of_the_call(heard: InMemorySpanExporter) -> N
 
 @pytest.mark.parametrize("waited", [0.0, 1.5])
 def test_a_request_that_was_ended_before_its_first_token_has_spent_its_time_where_it_was(
-    heard: InMemorySpanExporter, waited: float
+    exported: InMemorySpanExporter, waited: float
 ) -> None:
     record_spans(make_answer(), Usage(9, 0, queue_s=waited, first_token_s=1.5, total_s=1.5))
-    spans = heard.get_finished_spans()
+    spans = exported.get_finished_spans()
     assert [seconds(span) for span in spans] == pytest.approx([waited, 1.5 - waited, 0.0], abs=1e-6)
 
 
@@ -97,7 +97,7 @@ def test_a_call_that_was_not_drawn_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_provider_one_span_is_asked_for_and_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(trace.get_tracer("tide").start_span("x"), trace.NonRecordingSpan), "nobody set one here"
+    assert isinstance(trace.get_tracer("tide").start_span("x"), trace.NonRecordingSpan), "no tracer is configured here"
     asked: list[str] = []
 
     class Listening(trace.NoOpTracer):

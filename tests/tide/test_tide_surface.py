@@ -1,4 +1,4 @@
-"""`TIDE`, for users of transformers: ids in, ids out, and the model as it was afterwards."""
+"""`TIDE` for users of transformers: ids in, ids out, and the model restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live policy: what a silent request gets, what a request may name, and what a policy itself may say."""
+"""The live policy: defaults of a request, values that a request may give, and checks of the policy itself."""
 
 from __future__ import annotations
 

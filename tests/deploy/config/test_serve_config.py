@@ -1,4 +1,4 @@
-"""A config is checked as a whole before anything starts: what Serve would ignore or bend is refused by its path."""
+"""The check of a whole Serve config: what Serve would ignore or coerce is refused by its path."""
 
 from __future__ import annotations
 
@@ -301,9 +301,9 @@ def test_haproxy_that_would_cut_the_longest_answer_when_replicas_change_is_a_war
     name, config = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", CONFIG
     for holder in ("controller_options", APP):
         config = changed(f"{holder}.runtime_env.env_vars.{name}", seconds, config)
-    said = "120" if seconds is GONE else seconds
+    shown = "120" if seconds is GONE else seconds
     assert [
-        each.startswith(f"tide: {name} ({said}) is below limits.max_timeout_s (280)") for each in check(config)
+        each.startswith(f"tide: {name} ({shown}) is below limits.max_timeout_s (280)") for each in check(config)
     ] == [True]
 
 
@@ -314,8 +314,8 @@ def test_serves_slower_proxy_is_a_warning() -> None:
 
 
 def test_an_application_without_deployments_has_serves_defaults() -> None:
-    said = warnings_of(f"{APP}.deployments", [])
-    assert [each.split()[1] for each in said] == [
+    warnings = warnings_of(f"{APP}.deployments", [])
+    assert [each.split()[1] for each in warnings] == [
         "graceful_shutdown_timeout_s",
         "max_queued_requests",
         "max_ongoing_requests",

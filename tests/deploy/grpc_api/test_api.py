@@ -1,4 +1,4 @@
-"""The gRPC face without a server: chunks in order, one last word, a status for every failure."""
+"""The gRPC API without a server: chunks in order, one final message, a status for every failure."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("message", "code", "said"), REFUSED, ids=[case[2] + case[1] for case in REFUSED])
+@pytest.mark.parametrize(("message", "code", "expected"), REFUSED, ids=[case[2] + case[1] for case in REFUSED])
 async def test_a_bad_request_gets_its_status_and_the_name_of_the_field(
-    api: Grpc, message: pb.GenerateRequest, code: str, said: str
+    api: Grpc, message: pb.GenerateRequest, code: str, expected: str
 ) -> None:
     whole, stream = Context(), Context()
     with pytest.raises(StatusSetError):
@@ -139,7 +139,7 @@ async def test_a_bad_request_gets_its_status_and_the_name_of_the_field(
     with pytest.raises(StatusSetError):
         await anext(api.GenerateStream(message, stream))
     assert [whole.status.name, stream.status.name] == [code, code]
-    assert said in whole.text
+    assert expected in whole.text
     assert api.service.num_open == 0
 
 
@@ -212,10 +212,10 @@ async def test_a_caller_is_known_by_its_key_and_aborts_its_own_request_and_no_ot
     callers = {hashlib.sha256(key.encode()).digest(): Caller(key, key) for key in ("one", "two")}
     monkeypatch.setattr(api.service, "keys", KeyRing(callers))
     one, two = ([("authorization", f"Bearer {key}")] for key in ("one", "two"))
-    nobody = Context()
+    anonymous = Context()
     with pytest.raises(StatusSetError):
-        await api.GetModelInfo(pb.GetModelInfoRequest(), nobody)
-    assert nobody.status is grpc.StatusCode.UNAUTHENTICATED
+        await api.GetModelInfo(pb.GetModelInfoRequest(), anonymous)
+    assert anonymous.status is grpc.StatusCode.UNAUTHENTICATED
 
     params = pb.SamplingParams(max_tokens=200, ignore_eos=True)
     stream = api.GenerateStream(request(sampling_params=params, request_id="mine"), Context(one))

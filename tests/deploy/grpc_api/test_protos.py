@@ -58,7 +58,7 @@ def test_every_method_has_a_stub() -> None:
 
 
 def test_every_field_and_message_of_the_schema_is_explained() -> None:
-    """A field is explained by a comment above it, or by its message having one line that says it all."""
+    """A field is explained by a comment above it, or by its message having one line that documents it."""
     lines = PROTO.read_text(encoding="utf-8").splitlines()
     bare = []
     for number, line in enumerate(lines):

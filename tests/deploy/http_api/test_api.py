@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's shapes, whole and streamed, and errors in one envelope."""
+"""The HTTP API: OpenAI objects, whole and streamed, and errors in one envelope."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_completion_has_openais_shape_and_the_usage(http: Http) -> None:
     assert answer["usage"]["completion_tokens"] == 6
     assert answer["usage"]["total_tokens"] == 6 + answer["usage"]["prompt_tokens"]
     assert answer["tide"]["mode"] == "verified"
-    assert "exit_layers" not in answer["tide"], "told only to those who ask"
+    assert "exit_layers" not in answer["tide"], "returned only on request"
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])

@@ -1,4 +1,4 @@
-"""What stands before every HTTP route: each limit at its edge, and one answer to whatever is refused."""
+"""The HTTP guard: each limit at its edge, and one response to whatever is refused."""
 
 from __future__ import annotations
 

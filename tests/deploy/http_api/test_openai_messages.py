@@ -1,4 +1,4 @@
-"""OpenAI's shapes: what may come in, what goes out, how an error reads, and how an answer ends that breaks off."""
+"""OpenAI messages: requests, replies, errors, and answers that break off."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def test_a_chat_has_openais_shape() -> None:
 
 
 def test_chunks_of_a_chat_are_its_role_its_text_and_its_end() -> None:
-    shape = chat()
-    [first] = shape.first_chunks()
+    reply = chat()
+    [first] = reply.first_chunks()
     last = RequestOutput("r", (), FinishReason.LENGTH, USAGE)
-    chunks = [first, shape.chunk(HEL), shape.chunk(last)]
+    chunks = [first, reply.chunk(HEL), reply.chunk(last)]
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": ""},
         {"content": "Hel"},
@@ -97,11 +97,11 @@ def test_chunks_of_a_chat_are_its_role_its_text_and_its_end() -> None:
 @pytest.mark.parametrize("make", [completion, chat])
 def test_usage_is_told_in_a_stream_only_if_asked_and_then_every_chunk_speaks_of_it(make: Any) -> None:
     assert "usage" not in make().chunk(LO)
-    shape = make(wants_usage=True)
-    assert all(chunk["usage"] is None for chunk in (*shape.first_chunks(), shape.chunk(HEL), shape.chunk(LO)))
-    told = shape.usage_chunk(USAGE)
-    assert told["choices"] == []
-    assert told["usage"]["total_tokens"] == 7
+    reply = make(wants_usage=True)
+    assert all(chunk["usage"] is None for chunk in (*reply.first_chunks(), reply.chunk(HEL), reply.chunk(LO)))
+    written = reply.usage_chunk(USAGE)
+    assert written["choices"] == []
+    assert written["usage"]["total_tokens"] == 7
 
 
 def test_tokens_tell_of_themselves_only_if_asked() -> None:
@@ -117,8 +117,8 @@ def test_tokens_tell_of_themselves_only_if_asked() -> None:
 def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
     one = TokenOutput(1, "Hel", 30, logprob=-0.5, top_logprobs=((1, -0.5), (9, -1.5)))
     two = TokenOutput(2, "lo", 30, logprob=-0.1, top_logprobs=((2, -0.1),))
-    shape = completion(logprobs=2)
-    parts = [shape.chunk(RequestOutput("r", (token,)))["choices"][0]["logprobs"] for token in (one, two)]
+    reply = completion(logprobs=2)
+    parts = [reply.chunk(RequestOutput("r", (token,)))["choices"][0]["logprobs"] for token in (one, two)]
     assert parts[0] == {
         "tokens": ["<1>"],
         "token_logprobs": [-0.5],
@@ -126,8 +126,8 @@ def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
         "text_offset": [0],
     }
     assert parts[1]["text_offset"] == [3]
-    [told] = chat(logprobs=1).chunk(RequestOutput("r", (two,)))["choices"][0]["logprobs"]["content"]
-    assert told == {
+    [written] = chat(logprobs=1).chunk(RequestOutput("r", (two,)))["choices"][0]["logprobs"]["content"]
+    assert written == {
         "token": "<2>",
         "logprob": -0.1,
         "bytes": [60, 50, 62],
@@ -150,8 +150,8 @@ def test_defaults_are_openais() -> None:
     plain = CompletionRequest.model_validate({"prompt": "Say", "max_tokens": None, "temperature": None, "stop": "end"})
     assert (plain.params()["max_tokens"], plain.params()["temperature"]) == (16, 1.0)
     assert plain.params()["stop"] == ("end",)
-    talk = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Say"}]})
-    assert (talk.params()["max_tokens"], talk.params()["temperature"]) == (None, 1.0)
+    chat_body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Say"}]})
+    assert (chat_body.params()["max_tokens"], chat_body.params()["temperature"]) == (None, 1.0)
 
 
 async def test_parameters_reach_the_engine() -> None:
@@ -325,7 +325,7 @@ async def test_errors_before_the_first_token_become_a_status(
         RequestOutput("r", (), FinishReason.ERROR),
         RequestOutput("r", (), FinishReason.ABORT),
     ],
-    ids=["raised", "told", "without a reason", "closed"],
+    ids=["raised", "reported", "without a reason", "closed"],
 )
 async def test_an_error_in_the_middle_of_a_stream_is_an_event_and_no_done(failure: Any) -> None:
     reply = await call(ScriptedEngine(HEL, failure), {**BODY, "stream": True})

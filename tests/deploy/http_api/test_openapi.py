@@ -1,4 +1,4 @@
-"""The OpenAPI document is true, and nothing that follows or breaks it makes the server fail."""
+"""The OpenAPI document matches the server, and no request, valid or not, makes the server fail."""
 
 from __future__ import annotations
 

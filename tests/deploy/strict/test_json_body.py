@@ -1,4 +1,4 @@
-"""Bodies as they come: what is no proper JSON is refused, quickly, and nothing of it is repeated."""
+"""JSON bodies: what is not strict JSON is refused, quickly and without its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML as a config may be written: what reads in another way than it looks is refused, with its line."""
+"""YAML of a config: a value that reads differently from how it looks is refused, with its line."""
 
 from __future__ import annotations
 
