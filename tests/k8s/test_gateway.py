@@ -63,7 +63,7 @@ def test_the_paths_that_are_let_in_are_those_of_the_api_and_none_of_serve_itself
         whole = any(kind == "Exact" and path == value for kind, value in allowed)
         return whole or any(kind == "PathPrefix" and f"{path}/".startswith(f"{value}/") for kind, value in allowed)
 
-    source = (REPOSITORY / "deploy" / "http_api.py").read_text(encoding="utf-8")
+    source = (REPOSITORY / "deploy" / "http_api" / "api.py").read_text(encoding="utf-8")
     served = set(re.findall(r'\.(?:get|post|route)\(\s*"(/[^"]*)"', source))
     assert {"/v1/completions", "/v1/chat/completions", "/health"} <= served
     refused = {path for path in served if not let_in(path)}

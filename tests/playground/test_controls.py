@@ -36,7 +36,7 @@ CHOICES: list[tuple[dict[str, str], dict[str, Any]]] = [
 
 
 def test_mode_bound_and_threshold_are_in_the_request_only_where_they_apply(playground: Playground) -> None:
-    playground.set(full_depth_beside_it=False, Tokens="4")
+    playground.set(compare_with_full_depth=False, Tokens="4")
     for controls, expected in CHOICES:
         playground.set(**controls)
         playground.run()
@@ -135,7 +135,7 @@ FAILURES = [
 
 
 def test_a_failed_run_says_why_and_the_next_one_works(playground: Playground) -> None:
-    playground.set(full_depth_beside_it=False, Tokens="4")
+    playground.set(compare_with_full_depth=False, Tokens="4")
     for status, reply, said in FAILURES:
         playground.answer(lambda body, reply=reply: reply, status=status)
         assert playground.run().startswith("failed after ")

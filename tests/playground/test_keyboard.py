@@ -64,7 +64,7 @@ def test_arrow_keys_move_among_the_tokens_and_tab_comes_back_to_the_same_one(pla
 
 def test_the_focus_goes_from_run_to_stop_and_back(playground: Playground) -> None:
     page = playground.page
-    playground.set(full_depth_beside_it=False, Mode="full", Tokens="200")
+    playground.set(compare_with_full_depth=False, Mode="full", Tokens="200")
     page.get_by_role("button", name="Run").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Stop")).to_be_focused()
