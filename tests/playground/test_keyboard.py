@@ -83,7 +83,7 @@ def test_every_control_has_a_name_and_the_verdict_is_read_out(playground: Playgr
     assert page.locator("input, select, textarea, button").evaluate_all(unnamed) == 0
     expect(playground.verdict).to_have_attribute("aria-live", "polite")
     expect(playground.control("Threshold")).to_have_attribute("aria-valuetext", "calibrated")
-    expect(playground.control("Mode")).to_have_accessible_description(re.compile("full depth checks each"))
+    expect(playground.control("Mode")).to_have_accessible_description(re.compile("full depth verifies each"))
     playground.run()
     expect(playground.box("full").get_by_role("group", name="Answer")).to_have_attribute("aria-busy", "false")
     expect(playground.box("full").get_by_role("list", name="Tokens by exit layer")).to_be_visible()
