@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from deploy.app import settle_process
-from deploy.grpc_api import GrpcApi
-from deploy.http_api import build_api
+from deploy.app import configure_process
+from deploy.grpc_api.api import GrpcApi
+from deploy.http_api.api import build_api
 from deploy.metrics import Meter, RayExporter
 from deploy.service import Service
 from tide_core.config import EngineConfig
@@ -122,7 +122,7 @@ class ReadyEngine:
 @serve.ingress()
 class TransportServer(GrpcApi):
     def __init__(self) -> None:
-        settle_process()
+        configure_process()
         engine: Any = ReadyEngine()
         meter = Meter(RayExporter(), model="ready", max_queued=0)
         self.service = Service(engine, model="ready", observer=meter)

@@ -1,4 +1,4 @@
-"""The Serve application: wiring only."""
+"""The Serve application: it connects engine, service, APIs and metrics."""
 
 # No `from __future__ import annotations` here: Serve reads the class of `build_app`'s argument from its annotation.
 
@@ -11,32 +11,32 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from deploy.args import AppArgs
 from deploy.autoscaling import KV_USAGE, TARGET_TOKENS, TOKENS_IN_FLIGHT
-from deploy.grpc_api import GrpcApi
-from deploy.http_api import build_api
+from deploy.config.args import AppArgs
+from deploy.config.policy import LivePolicy
+from deploy.grpc_api.api import GrpcApi
+from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
-from deploy.logs import join_serve_logs
 from deploy.metrics import Meter, RayExporter
-from deploy.policy import LivePolicy
 from deploy.service import Service
+from deploy.telemetry import join_serve_logs
 from tide_core.errors import TideError
 
 logger = logging.getLogger("ray.serve")
 
 SWITCH_S = 0.0001
-"""How long a thread may be kept from the interpreter by another. The engine's needs it between any two kernels, and
-the event loop's has it while streams are written: at Python's own 5 ms the engine waits for the streams."""
+"""Python's thread switch interval. The engine thread needs the interpreter between any two kernels, and the event loop
+holds it while it writes streams: at Python's default of 5 ms the engine waits for the streams."""
 
 
 @serve.deployment
 @serve.ingress()
 class TideServer(GrpcApi):
-    """One engine with its HTTP routes and gRPC methods in one replica: no hop between them."""
+    """One replica: an engine with its HTTP routes and gRPC methods in one process."""
 
     def __init__(self, args: dict[str, Any]) -> None:
         started = time.monotonic()
-        settle_process()
+        configure_process()
         logger.info("tide: loading the engine's libraries")
         from tide_core.engine.engine import Engine  # torch comes with it; only replicas need that
 
@@ -58,29 +58,29 @@ class TideServer(GrpcApi):
         logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        asked = self._args.playground
-        return build_api(self.service, playground=self.service.keys.is_open if asked is None else asked)
+        setting = self._args.playground
+        return build_api(self.service, playground=self.service.keys.is_open if setting is None else setting)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take a new exit policy, another artefact and the key file as it is now. Requests that run keep theirs.
+        """Apply a new exit policy, another artefact and the current key file. Running requests keep theirs.
 
-        What cannot be taken is refused as a whole. At the start that fails the deployment; later all stays as it was,
-        and the log and a metric say so: Serve would stop a replica that raises here, good policy and all."""
+        A bad `user_config` is refused as a whole. At the start that fails the deployment; later the previous one stays
+        in force, with a log line and a metric, because Serve would stop a replica that raises here."""
         try:
             policy = LivePolicy.read(user_config or {})
             keys = KeyRing.read(self._args.api_keys_file)
-            await self.service.take(policy, keys)
+            await self.service.apply(policy, keys)
         except TideError as error:
             if not self._configured:
                 raise
             self._meter.config_refused = True
-            logger.error("tide: user_config is refused and the one before it stays: %s", error)
+            logger.error("tide: user_config is refused, the previous one stays in force: %s", error)
             return
         self._configured, self._meter.config_refused = True, False
         logger.info("tide: policy in force: %s", policy.model_dump_json(exclude_defaults=True))
 
     def check_health(self) -> None:
-        """Serve replaces a replica that raises here."""
+        """Called by Serve, which replaces a replica that raises here."""
         self.service.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -96,12 +96,12 @@ class TideServer(GrpcApi):
             self.service.engine.close()
 
 
-def settle_process() -> None:
-    """What holds for the whole process of a replica."""
+def configure_process() -> None:
+    """Process-wide settings of a replica: log handlers and thread switching."""
     join_serve_logs()
     sys.setswitchinterval(SWITCH_S)
 
 
 def build_app(args: AppArgs) -> Application:
-    """What `import_path` names: arguments checked, one deployment bound."""
+    """The entry point that `import_path` names: checks the arguments and binds one deployment."""
     return TideServer.bind(args.model_dump())  # type: ignore[attr-defined]  # added by serve.deployment

@@ -15,16 +15,16 @@ from typing import Annotated, Any
 import ray
 import typer
 
-from deploy import strict_yaml
 from deploy.calibration import storage
 from deploy.calibration.crew import RayCrew
 from deploy.calibration.metrics import MeteredProgress
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.worker import SEEN, beside_the_driver
+from deploy.strict import yaml_file
 from tide_core.calibration.ledger import LEDGER, check_output, locked
 from tide_core.calibration.progress import Progress, default_progress
 from tide_core.cli.calibrate import extra_settings
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.errors import ConfigError
 
 NAMESPACE = "tide"
@@ -45,7 +45,7 @@ def main(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Calibrate a model on a Ray cluster; a run that was interrupted goes on."""
-    values = strict_yaml.read(config)
+    values = yaml_file.read(config)
     given = {"name": name, "storage": storage, "output": output}
     values |= {key: value for key, value in given.items() if value is not None}
     extra = extra_settings(settings or []) | ({} if samples is None else {"num_samples": samples})

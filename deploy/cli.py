@@ -1,4 +1,4 @@
-"""Commands of `tide` that belong to the server: they are found by their entry points."""
+"""Commands of `tide` for the server, registered as entry points."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.errors import ConfigError
 
 
@@ -16,8 +16,8 @@ def check_config(
     path: Annotated[Path, typer.Argument(help="A Serve config file.")] = Path("deploy/config.yaml"),
     strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
 ) -> None:
-    """Check a Serve config strictly: unknown keys and bad values are refused, with what was probably meant."""
-    from deploy.serve_config import check_file
+    """Check a Serve config strictly: an unknown key or a bad value is an error with a suggestion."""
+    from deploy.config.serve_config import check_file
 
     warnings = check_file(path)
     for warning in warnings:
@@ -30,10 +30,10 @@ def check_config(
 
 @with_exit_code
 def new_key(
-    name: Annotated[str, typer.Argument(help="Who the key is for: letters, digits, dot, dash, underscore.")],
-    file: Annotated[Path, typer.Option("--file", help="Key file to add it to; made if it is not there.")],
+    name: Annotated[str, typer.Argument(help="Name of the key's owner: letters, digits, dot, dash, underscore.")],
+    file: Annotated[Path, typer.Option("--file", help="Key file to add it to; created if missing.")],
 ) -> None:
-    """Make an API key. It is printed once; the file keeps only its hash."""
+    """Create an API key. It is printed once; the file holds only its hash."""
     from deploy.keys import add_key
 
     typer.echo(add_key(file, name))

@@ -1,4 +1,4 @@
-"""Every way a request can fail, as HTTP and gRPC tell it: one table, by type, never by text."""
+"""Failures of a request as HTTP and gRPC report them: one table, by exception type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RETRY_AFTER_S = 1
 
 
 class UnauthenticatedError(TideError):
-    """No key came, or one that is not known."""
+    """A missing or unknown key."""
 
 
 class ForbiddenError(FieldError):
@@ -22,11 +22,11 @@ class ForbiddenError(FieldError):
 
 
 class NotServedError(FieldError):
-    """The client asked for something that is not here, such as another model."""
+    """A request for something that is not served, such as another model."""
 
 
 class TooLargeError(FieldError):
-    """More came than the server takes."""
+    """A request above a size limit."""
 
 
 class DeadlineError(TideError):
@@ -34,15 +34,15 @@ class DeadlineError(TideError):
 
 
 class StatusSetError(TideError):
-    """A gRPC call that failed: all there is to say is on its context."""
+    """A failed gRPC call whose context already holds the status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the client learns."""
+    """The failure that the client receives."""
 
     status: int
-    """Of HTTP."""
+    """HTTP status."""
     grpc_code: str
     """Name of the gRPC status."""
     kind: str
@@ -55,23 +55,23 @@ class Failure:
     retry_after_s: int | None = None
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it is our fault, so that its cause must be logged."""
+    def is_server_error(self) -> bool:
+        """Whether the server is at fault, so that the cause must be logged."""
         return self.status >= 500
 
 
-def tell(error: BaseException) -> Failure:
-    """What to say of an error. If it is our fault, its cause goes to the log under the id that the client gets."""
+def report(error: BaseException) -> Failure:
+    """The failure for an error. The cause of a server error is logged under the id that the client receives."""
     error_id = uuid.uuid4().hex[:16]
     failure = failure_of(error, error_id)
-    if failure.is_ours:
+    if failure.is_server_error:
         logger.error("error %s", error_id, exc_info=error)
     return failure
 
 
 def failure_of(error: BaseException, error_id: str) -> Failure:
-    """What is our fault gives away nothing but the id under which it was logged."""
-    invalid, ours = "invalid_request_error", "server_error"
+    """The failure for an error. A server error exposes only the id under which it was logged."""
+    invalid, internal = "invalid_request_error", "server_error"
     match error:
         case RequestError():
             return Failure(400, "INVALID_ARGUMENT", invalid, "invalid_value", str(error), error.field)
@@ -90,6 +90,6 @@ def failure_of(error: BaseException, error_id: str) -> Failure:
             return Failure(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "engine_busy", text, None, RETRY_AFTER_S)
         case EngineDeadError():
             text = f"the engine is not running (error {error_id})"
-            return Failure(503, "UNAVAILABLE", ours, "engine_dead", text, None, RETRY_AFTER_S)
+            return Failure(503, "UNAVAILABLE", internal, "engine_dead", text, None, RETRY_AFTER_S)
         case _:
-            return Failure(500, "INTERNAL", ours, "internal_error", f"internal error {error_id}")
+            return Failure(500, "INTERNAL", internal, "internal_error", f"internal error {error_id}")

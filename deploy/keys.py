@@ -1,9 +1,9 @@
-"""Who may call: a file of hashed keys, and what each key is allowed.
+"""API keys: a file of hashed keys, and what each key allows.
 
     {"keys": [{"name": "team-a", "sha256": "9f86d0…", "modes": ["full", "verified"], "min_threshold": 0.5}]}
 
-`modes` and `min_threshold` may be left out. `tide new-key` makes a key and writes its entry; the key itself is nowhere.
-A key is random and long, so a plain hash keeps it.
+`modes` and `min_threshold` are optional. `tide new-key` creates a key and writes its entry; the key itself is not
+stored. A key is long and random, so a plain hash protects it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deploy import json_body
 from deploy.failures import UnauthenticatedError
+from deploy.strict import json_body
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError, RequestError
 from tide_core.request import MODES
@@ -33,11 +33,11 @@ SCHEME = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever holds a key, or anyone where there are none."""
+    """The holder of a key, or anyone if there are no keys."""
 
     name: str = "anyone"
     salt: str = ""
-    """Callers of different salts never meet in the prefix cache."""
+    """Callers with different salts share nothing in the prefix cache."""
     modes: tuple[str, ...] = MODES
     min_threshold: float = 0.0
 
@@ -58,14 +58,14 @@ class _KeyFile(BaseModel):
 
 
 class KeyRing:
-    """The keys of a file. An empty ring is an open door."""
+    """The keys of a file. With no keys, every caller is accepted."""
 
     def __init__(self, callers: dict[bytes, Caller] | None = None) -> None:
         self._callers = callers or {}
 
     @classmethod
     def read(cls, path: str | None) -> KeyRing:
-        """No path, no keys. A file that cannot be used is refused: it never becomes an open door."""
+        """The keys in a file; no keys for None. A bad file raises ConfigError: it never opens access."""
         if path is None:
             return cls()
         callers = {}
@@ -80,7 +80,7 @@ class KeyRing:
         return not self._callers
 
     def caller(self, authorization: str | None) -> Caller:
-        """Whose key an authorization header holds. All keys are compared, each in constant time."""
+        """The caller whose key an authorization header holds. All keys are compared, each in constant time."""
         if self.is_open:
             return Caller()
         if authorization is None:
@@ -99,14 +99,14 @@ class KeyRing:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Make a key and add its entry to a file, which is made if it is not there. The key itself is kept nowhere."""
+    """Create a key and add its entry to a file, which is created if missing. The key itself is not stored."""
     key = f"tide-{secrets.token_urlsafe(KEY_BYTES)}"
     try:
         entry = _Key(name=name, sha256=hashlib.sha256(key.encode()).hexdigest())
     except ValidationError:
         expected = "1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"
         raise ConfigError("name", name, expected) from None
-    path = path.expanduser().resolve()  # of what a link points to, so that the link stays
+    path = path.expanduser().resolve()  # the target of a link, so that the link stays
     entries = _read(str(path)) if path.exists() else []
     if name in {other.name for other in entries}:
         raise ConfigError("name", name, f"one that {path.name} does not have yet")
@@ -116,10 +116,10 @@ def add_key(path: Path, name: str) -> str:
 
 
 def _read(path: str) -> list[_Key]:
-    """The entries of a file, every name and every key once."""
+    """The entries of a file; names and keys must be unique."""
     file = Path(path).expanduser()
     try:
-        if file.exists() and not file.is_file():  # a pipe would be waited for
+        if file.exists() and not file.is_file():  # reading a pipe would block
             raise ConfigError("api_keys_file", path, "a regular file")
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
@@ -142,7 +142,7 @@ def _read(path: str) -> list[_Key]:
 
 
 def _brief(error: ValidationError | RequestError) -> str:
-    """What is wrong and where; nothing of what is there, which could be a key put in by mistake."""
+    """What is wrong and where, without the content, which could be a key put in by mistake."""
     if isinstance(error, RequestError):
         return str(error.value)
     first = error.errors(include_input=False, include_url=False)[0]

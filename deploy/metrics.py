@@ -1,11 +1,11 @@
-"""What the server counts, every name in one table, and how the counts leave.
+"""Metrics of the server: one table of all names, and their export to Ray.
 
-Requests add plain numbers here; once a second a thread hands what has come together to Ray, which exports it as
-`ray_<name>` (a counter as `ray_<name>_total`) with the tags application, deployment and replica.
+Requests record plain numbers; once a second a thread exports them to Ray, which publishes them as `ray_<name>` (a
+counter as `ray_<name>_total`) with the tags application, deployment and replica.
 
-One call of Ray's histogram takes 7 µs of a core that the engine wants too. So of each histogram no more than
-`MAX_SAMPLES` values a second are handed on, evenly spaced by size: quantiles and means stay, and the count is of what
-was handed on. Counters count everything.
+One call of Ray's histogram takes 7 µs of a core that the engine also uses. So of each histogram at most `MAX_SAMPLES`
+values a second are exported, evenly spaced by size: quantiles and means stay, and the histogram's count is that of
+exported values. Counters count everything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from deploy.service import Answer
-from deploy.tracing import record_spans
+from deploy.telemetry import record_spans
 from tide_core.request import RequestOutput
 from tide_core.stats import EngineStats
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("ray.serve")
 FLUSH_S = 1.0
 MAX_SAMPLES = 256
 MAX_HELD = 100_000
-"""Values that wait to be handed on; beyond it the oldest are dropped."""
+"""Most recorded values between two exports; beyond it the oldest are dropped."""
 LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0)
 DURATIONS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 LAYERS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128)
@@ -44,56 +44,75 @@ class Metric:
 
 
 METRICS = (
-    Metric("tide_requests", "counter", "Requests that ended, by how.", ("finish",)),
-    Metric("tide_prompt_tokens", "counter", "Prompt tokens that were run; cached ones are not."),
-    Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that the prefix cache had."),
+    Metric("tide_requests", "counter", "Ended requests by finish reason.", ("finish",)),
+    Metric("tide_prompt_tokens", "counter", "Prompt tokens run; tokens from the prefix cache are not run."),
+    Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that came from the prefix cache."),
     Metric("tide_generation_tokens", "counter", "Tokens generated."),
-    Metric("tide_preemptions", "counter", "Requests set back for want of KV memory."),
-    Metric("tide_drafts", "counter", "Tokens that left early to be checked by full depth."),
-    Metric("tide_drafts_accepted", "counter", "Of those, the ones that became output."),
+    Metric("tide_preemptions", "counter", "Preemptions of requests for lack of KV memory."),
+    Metric("tide_drafts", "counter", "Draft tokens: proposed by an early exit, verified at full depth."),
+    Metric("tide_drafts_accepted", "counter", "Drafts accepted as output."),
     Metric(
         "tide_exits",
         "counter",
-        "Output tokens by the layer after which they left; the last layer: not early.",
+        "Output tokens by exit layer; the last layer means no early exit.",
         ("layer",),
     ),
-    Metric("tide_exited_tokens", "counter", "Output tokens that left before the last layer."),
+    Metric("tide_exited_tokens", "counter", "Output tokens that exited before the last layer."),
     Metric("tide_layers_run", "counter", "Layers run for output tokens and drafts, summed over tokens."),
-    Metric("tide_layers_saved", "counter", "Layers that full depth would have run in a row, less those that ran so."),
-    Metric("tide_non_finite_scores", "counter", "Router scores that were no numbers; their tokens did not leave."),
-    Metric("tide_mode_fallbacks", "counter", "Bounds found broken; their requests went on as verified.", ("contract",)),
-    Metric("tide_num_requests_running", "gauge", "Requests that run."),
-    Metric("tide_num_requests_waiting", "gauge", "Requests that wait."),
-    Metric("tide_queue_limit", "gauge", "Requests that may wait (`max_queued`); more are refused."),
-    Metric("tide_tokens_in_flight", "gauge", "Most tokens that open requests may still make."),
+    Metric("tide_layers_saved", "counter", "Sequential layers that full depth would have run, minus those that ran."),
+    Metric("tide_non_finite_scores", "counter", "Router scores that were NaN or infinite; their tokens did not exit."),
+    Metric(
+        "tide_mode_fallbacks",
+        "counter",
+        "Bounds found broken; their requests continue in mode verified.",
+        ("contract",),
+    ),
+    Metric("tide_num_requests_running", "gauge", "Running requests."),
+    Metric("tide_num_requests_waiting", "gauge", "Waiting requests."),
+    Metric("tide_queue_limit", "gauge", "Most requests that may wait (`max_queued`); more are refused."),
+    Metric("tide_tokens_in_flight", "gauge", "Most tokens that open requests may still generate."),
     Metric("tide_kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1."),
-    Metric("tide_engine_step_age_seconds", "gauge", "Since the engine last ended a step or found nothing to do."),
-    Metric("tide_engine_dead", "gauge", "1 once the engine's loop has stopped; Serve then replaces the replica."),
-    Metric("tide_model_layers", "gauge", "Layers of the model that is served, by its name.", ("model",)),
-    Metric("tide_draft_acceptance", "gauge", "Share of drafts that became output, since the start."),
-    Metric("tide_predicted_gain", "gauge", "Of the last plan over full depth, by the cost table."),
-    Metric("tide_config_refused", "gauge", "1 while the last user_config was refused and the one before it stays."),
-    Metric("tide_audit_disagreement", "gauge", "Audited disagreement with full depth, per token.", ("contract",)),
-    Metric("tide_audit_disagreement_lower", "gauge", "Lower end of its interval.", ("contract",)),
-    Metric("tide_audit_disagreement_upper", "gauge", "Upper end of its interval.", ("contract",)),
-    Metric("tide_audit_bound", "gauge", "The bound that was promised.", ("contract",)),
-    Metric("tide_time_to_first_token_seconds", "histogram", "From arrival to the first token.", ("mode",), LATENCIES_S),
+    Metric("tide_engine_step_age_seconds", "gauge", "Time since the engine last ended a step or was idle."),
+    Metric("tide_engine_dead", "gauge", "1 after the engine loop has stopped; Serve then replaces the replica."),
+    Metric("tide_model_layers", "gauge", "Layers of the served model, by its name.", ("model",)),
+    Metric("tide_draft_acceptance", "gauge", "Share of drafts accepted since the start."),
+    Metric("tide_predicted_gain", "gauge", "Predicted speed-up of the last plan over full depth, by the cost table."),
+    Metric("tide_config_refused", "gauge", "1 while the last user_config is refused and the previous one is in force."),
+    Metric(
+        "tide_audit_disagreement", "gauge", "Audited rate of disagreement with full depth, per token.", ("contract",)
+    ),
+    Metric(
+        "tide_audit_disagreement_lower",
+        "gauge",
+        "Lower end of the confidence interval of the disagreement rate.",
+        ("contract",),
+    ),
+    Metric(
+        "tide_audit_disagreement_upper",
+        "gauge",
+        "Upper end of the confidence interval of the disagreement rate.",
+        ("contract",),
+    ),
+    Metric("tide_audit_bound", "gauge", "The certified bound on disagreement.", ("contract",)),
+    Metric(
+        "tide_time_to_first_token_seconds", "histogram", "Time from arrival to the first token.", ("mode",), LATENCIES_S
+    ),
     Metric(
         "tide_inter_token_latency_seconds",
         "histogram",
-        "Between two pieces of an answer, divided by the tokens of the second.",
+        "Time between two outputs of a request, divided by the tokens of the second.",
         ("mode",),
         LATENCIES_S,
     ),
-    Metric("tide_request_seconds", "histogram", "From arrival to the end.", ("mode",), DURATIONS_S),
-    Metric("tide_queue_seconds", "histogram", "From arrival to the first step.", ("mode",), LATENCIES_S),
-    Metric("tide_exit_layer", "histogram", "Layer after which an output token left.", (), LAYERS),
+    Metric("tide_request_seconds", "histogram", "Time from arrival to the end.", ("mode",), DURATIONS_S),
+    Metric("tide_queue_seconds", "histogram", "Time from arrival to the first step.", ("mode",), LATENCIES_S),
+    Metric("tide_exit_layer", "histogram", "Exit layer of output tokens.", (), LAYERS),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 class Exporter(Protocol):
-    """Where counts go."""
+    """Destination of the metrics."""
 
     def add(self, name: str, value: float, tags: Mapping[str, str]) -> None:
         """Increase a counter, set a gauge, or add a sample to a histogram."""
@@ -120,13 +139,13 @@ class RayExporter:
 
 
 class Meter:
-    """Hears of every request; `flush` hands on what it heard and what the engine counts."""
+    """Observes every request; `flush` exports the recorded values and the engine's counters."""
 
     def __init__(self, exporter: Exporter, *, model: str, max_queued: int) -> None:
         self.config_refused = False
-        """Whether the last `user_config` could not be taken."""
+        """Whether the last `user_config` was refused."""
         self._exporter, self._model, self._max_queued = exporter, model, max_queued
-        self._heard: deque[tuple[str, str, float]] = deque(maxlen=MAX_HELD)
+        self._recorded: deque[tuple[str, str, float]] = deque(maxlen=MAX_HELD)
         self._before: Counter[str] = Counter()
         self._exits_before: Counter[int] = Counter()
         self._saved = 0
@@ -134,28 +153,28 @@ class Meter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # Of requests, on the event loop: what is heard goes into a deque, which another thread may empty meanwhile.
+    # Called on the event loop for each request. Values go into a deque, which the exporting thread empties.
 
-    def moved(self, answer: Answer, output: RequestOutput) -> None:
+    def on_output(self, answer: Answer, output: RequestOutput) -> None:
         mode, now = answer.params.mode or "full", time.monotonic()
         if output.tokens:
             if answer.first_at is None:
-                self._heard.append(("tide_time_to_first_token_seconds", mode, now - answer.started_at))
+                self._recorded.append(("tide_time_to_first_token_seconds", mode, now - answer.started_at))
             elif answer.last_at is not None:
                 gap = (now - answer.last_at) / len(output.tokens)
-                self._heard.append(("tide_inter_token_latency_seconds", mode, gap))
+                self._recorded.append(("tide_inter_token_latency_seconds", mode, gap))
         if output.usage is not None:
-            self._heard.append(("tide_queue_seconds", mode, output.usage.queue_s))
+            self._recorded.append(("tide_queue_seconds", mode, output.usage.queue_s))
             if output.usage.cached_tokens:
-                self._heard.append(("tide_cached_prompt_tokens", "", output.usage.cached_tokens))
+                self._recorded.append(("tide_cached_prompt_tokens", "", output.usage.cached_tokens))
             record_spans(answer, output.usage)
 
-    def ended(self, answer: Answer, reason: str) -> None:
-        self._heard.append(("tide_requests", reason, 1))
+    def on_end(self, answer: Answer, reason: str) -> None:
+        self._recorded.append(("tide_requests", reason, 1))
         duration = time.monotonic() - answer.started_at
-        self._heard.append(("tide_request_seconds", answer.params.mode or "full", duration))
+        self._recorded.append(("tide_request_seconds", answer.params.mode or "full", duration))
 
-    # Of the engine, on a thread of its own.
+    # Called on the exporting thread.
 
     def start(self, stats: Callable[[], EngineStats], tokens_in_flight: Callable[[], int]) -> None:
         def run() -> None:
@@ -182,11 +201,11 @@ class Meter:
         self._flush_audits(stats)
 
     def _flush_requests(self) -> None:
-        heard: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for _ in range(len(self._heard)):
-            name, tag, value = self._heard.popleft()
-            heard[name, tag].append(value)
-        for (name, tag), values in heard.items():
+        recorded: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for _ in range(len(self._recorded)):
+            name, tag, value = self._recorded.popleft()
+            recorded[name, tag].append(value)
+        for (name, tag), values in recorded.items():
             metric = BY_NAME[name]
             tags = dict.fromkeys(metric.tags, tag)
             for value in [sum(values)] if metric.kind == "counter" else thinned(values):
@@ -209,7 +228,7 @@ class Meter:
         }
         tokens, passes = self._gained("tokens", exits["total_tokens"]), self._gained("passes", exits["deep_passes"])
         shallow = min((int(layer) for layer in exits["exits_per_layer"]), default=0)
-        # Drafts that come to nothing cost layers; they are paid back before more is said to be saved.
+        # Rejected drafts cost layers; the counter grows again only after they are compensated.
         self._saved += (tokens - passes) * exits["num_layers"] - gained["tide_drafts"] * shallow
         if self._saved > 0:
             gained["tide_layers_saved"], self._saved = self._saved, 0
@@ -226,7 +245,7 @@ class Meter:
             self._exporter.add("tide_exit_layer", value, {})
 
     def _gained(self, name: str, count: int) -> int:
-        """Since the last time; nothing if a count went down, as if it had begun anew."""
+        """The increase since the last call; 0 if the count went down, as after a restart."""
         before, self._before[name] = self._before[name], count
         return max(0, count - before)
 
@@ -260,7 +279,7 @@ class Meter:
 
 
 def thinned(values: Iterable[float], most: int = MAX_SAMPLES) -> list[float]:
-    """All of the values, or as many as there may be of them: evenly spaced among them by size."""
+    """The sorted values, or `most` of them, evenly spaced by rank."""
     ordered = sorted(values)
     if len(ordered) <= most:
         return ordered

@@ -1,6 +1,6 @@
-"""The verbs of the server over one engine. HTTP and gRPC are two ways to say them; what they mean stands here.
+"""The operations of the server over one engine. The HTTP and gRPC APIs translate to and from them.
 
-A request: the caller's key → policy and limits → the engine → outputs until its one end → counts and a log line.
+A request: the caller's key → policy and limits → the engine → outputs until its end → metrics and a log line.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deploy.config.args import Limits
+from deploy.config.policy import LivePolicy
 from deploy.failures import DeadlineError, NotServedError
 from deploy.keys import Caller, KeyRing
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
 from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams
 
@@ -31,41 +31,41 @@ DEADLINE, CALLER = "deadline", "caller"
 
 
 class Observer(Protocol):
-    """Whoever counts requests."""
+    """Observes requests, such as the metrics."""
 
-    def moved(self, answer: Answer, output: RequestOutput) -> None: ...
+    def on_output(self, answer: Answer, output: RequestOutput) -> None: ...
 
-    def ended(self, answer: Answer, reason: str) -> None: ...
+    def on_end(self, answer: Answer, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One generation, as either face understood it."""
+    """One generation request, as parsed by either API."""
 
     prompt: Prompt
     params: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that were given."""
     request_id: str | None = None
-    """The caller's own name for it."""
+    """The caller's id for it."""
     model: str | None = None
     timeout_s: float | None = None
-    fills: bool = False
-    """Whether it goes on for as long as there is room: `max_tokens` was not given and has no default."""
+    fill_context: bool = False
+    """Generate until the context is full: `max_tokens` was not given and has no default."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """A request on its way: its names, what has come so far, and why it was ended if somebody ended it."""
+    """A running request: its ids, its progress, and why it ended early, if it did."""
 
     request_id: str
-    """The caller's name for it, or ours."""
+    """The caller's id, or the engine's."""
     engine_id: str
-    """Ours, and never anyone else's: it is the one in the logs."""
+    """Unique id in the engine and in the logs."""
     caller: Caller
     params: SamplingParams
     prompt: Prompt
     timeout_s: float
-    fills: bool = False
+    fill_context: bool = False
     artefact: str | None = None
     started_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None
@@ -75,7 +75,7 @@ class Answer:
 
 
 class Service:
-    """One engine, the policy in force, and the requests that are open."""
+    """One engine, the policy in force, and the open requests."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class Service:
         self._open: dict[tuple[str, str], Answer] = {}
 
     def begin(self, call: Call, caller: Caller) -> Answer:
-        """Check what can be checked at once. Nothing runs before `outputs` is read."""
+        """Check a call. Nothing runs before `outputs` is read."""
         if call.model is not None and call.model != self.model:
             raise NotServedError("model", call.model, self.model)
-        given = {**call.params, "max_tokens": self.limits.max_tokens} if call.fills else call.params
+        given = {**call.params, "max_tokens": self.limits.max_tokens} if call.fill_context else call.params
         params = self.policy.params(given, caller, self.natural_mode)
         self.limits.check(params)
         engine_id = uuid.uuid4().hex
@@ -110,32 +110,32 @@ class Service:
             params=params,
             prompt=call.prompt,
             timeout_s=self.limits.timeout_s(call.timeout_s),
-            fills=call.fills,
+            fill_context=call.fill_context,
         )
 
     async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
-        """Pieces of the answer, the last one with a finish reason; or an error, after which nothing comes.
+        """The outputs of the request, the last one with a finish reason; or an error.
 
-        Closing the generator ends the request."""
+        Closing the generator aborts the request."""
         name = (answer.caller.name, answer.request_id)
         if name in self._open:
-            raise RequestError("request_id", answer.request_id, "one that no open request of yours has")
+            raise RequestError("request_id", answer.request_id, "one that none of your open requests has")
         self._open[name] = answer
         loop = asyncio.get_running_loop()
         timer = loop.call_later(answer.timeout_s, self._expire, answer)
         reason = "cancelled"
         try:
-            if answer.fills:
+            if answer.fill_context:
                 await self._fill(answer)
             if answer.params.mode != "full":
-                answer.artefact = self.engine.artefact_digest  # of the exits that this very stream begins with
+                answer.artefact = self.engine.artefact_digest  # of the exits that this stream starts with
             stream = self.engine.stream(
                 answer.prompt, answer.params, request_id=answer.engine_id, cache_salt=answer.caller.salt
             )
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     _raise_if_failed(answer, output)
-                    self._note(answer, output)
+                    self._record(answer, output)
                     if output.finish_reason is not None:
                         reason = output.finish_reason.value
                     yield output
@@ -144,10 +144,10 @@ class Service:
             raise
         finally:
             timer.cancel()
-            answer.ended_by = answer.ended_by or "end"  # an expiry that waits for its turn finds it ended
+            answer.ended_by = answer.ended_by or "end"  # a timer callback that is already queued does nothing
             del self._open[name]
             if self._observer is not None:
-                self._observer.ended(answer, reason)
+                self._observer.on_end(answer, reason)
             _log_end(answer, reason)
 
     async def whole(self, answer: Answer) -> list[RequestOutput]:
@@ -155,12 +155,12 @@ class Service:
             return [output async for output in outputs]
 
     def abort(self, request_id: str, caller: Caller) -> bool:
-        """End a request of this caller; False if there is none of that name."""
+        """Abort a request of this caller; False if there is none with this id."""
         answer = self._open.get((caller.name, _checked_id(request_id)))
         if answer is None:
             return False
         answer.ended_by = answer.ended_by or CALLER
-        self._break_off(answer)
+        self._abort(answer)
         return True
 
     @property
@@ -168,7 +168,7 @@ class Service:
         return "full" if self.engine.artefact_digest is None else "verified"
 
     def modes_for(self, caller: Caller) -> list[str]:
-        """What this caller may ask for."""
+        """The modes that this caller may use."""
         return [mode for mode in self.engine.describe().modes if mode in self.policy.modes and mode in caller.modes]
 
     @property
@@ -177,7 +177,7 @@ class Service:
 
     @property
     def tokens_in_flight(self) -> int:
-        """Most tokens that open requests may still make: the load that is promised."""
+        """Most tokens that open requests may still generate."""
         return sum(answer.params.max_tokens - answer.num_tokens for answer in self._open.values())
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -186,8 +186,8 @@ class Service:
     async def detokenize(self, ids: list[int]) -> str:
         return await asyncio.to_thread(self.engine.tokenizer.decode, ids)
 
-    async def take(self, policy: LivePolicy, keys: KeyRing) -> None:
-        """Put another policy and other keys in force for requests to come; refused as a whole if one is wrong."""
+    async def apply(self, policy: LivePolicy, keys: KeyRing) -> None:
+        """Apply a policy and keys to new requests; if either is bad, neither changes."""
         await self._use(policy.artefact)
         try:
             self.engine.check_params(policy.params({}, Caller(), self.natural_mode))
@@ -197,13 +197,13 @@ class Service:
         self.policy, self.keys = policy, keys
 
     async def _use(self, artefact: str | None) -> None:
-        """The exits that a policy names; None for those of the engine's settings."""
+        """Load the exits that a policy names; None: those of the engine's settings."""
         wanted = self._own_artefact if artefact is None else artefact
         if wanted != self.engine.config.artefact:
             await asyncio.to_thread(self.engine.use_artefact, wanted)
 
     def check(self) -> None:
-        """Raise if the engine is dead, or has stood still for too long with work to do."""
+        """Raise if the engine is dead, or has work and has ended no step for too long."""
         stats = self.engine.stats()
         if stats.dead:
             raise EngineDeadError("the engine loop has stopped")
@@ -211,35 +211,35 @@ class Service:
             raise EngineDeadError(f"no engine step has ended for {stats.last_step_age_s:.0f} s")
 
     async def _fill(self, answer: Answer) -> None:
-        """As many tokens as there is room for behind the prompt, up to the limit."""
+        """Set `max_tokens` to what fits in the context after the prompt, up to the limit."""
         ids = await self.tokenize(answer.prompt)
-        room = max(1, min(self.limits.max_tokens, self.engine.room_for(len(ids))))
-        answer.prompt, answer.params = ids, replace(answer.params, max_tokens=room)
+        most = max(1, min(self.limits.max_tokens, self.engine.room_for(len(ids))))
+        answer.prompt, answer.params = ids, replace(answer.params, max_tokens=most)
 
-    def _note(self, answer: Answer, output: RequestOutput) -> None:
+    def _record(self, answer: Answer, output: RequestOutput) -> None:
         now = time.monotonic()
         if self._observer is not None:
-            self._observer.moved(answer, output)
+            self._observer.on_output(answer, output)
         if output.tokens and answer.first_at is None:
             answer.first_at = now
         answer.last_at = now
         answer.num_tokens += len(output.tokens)
 
     def _expire(self, answer: Answer) -> None:
-        """The time is over."""
+        """Abort a request that reached its deadline."""
         if answer.ended_by is None:
             answer.ended_by = DEADLINE
-            self._break_off(answer)
+            self._abort(answer)
 
-    def _break_off(self, answer: Answer) -> None:
-        """End an open request. One that the engine does not have yet is looked for again a little later."""
+    def _abort(self, answer: Answer) -> None:
+        """Abort an open request; retry a little later if the engine does not have it yet."""
         is_open = self._open.get((answer.caller.name, answer.request_id)) is answer
         if is_open and not self.engine.abort(answer.engine_id):
-            asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._break_off, answer)
+            asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._abort, answer)
 
 
 def _raise_if_failed(answer: Answer, output: RequestOutput) -> None:
-    """An answer that was broken off is an error, unless its caller asked for that."""
+    """Raise for an aborted answer, unless its caller aborted it."""
     if answer.ended_by == DEADLINE:
         raise DeadlineError(f"the request took longer than {answer.timeout_s:g} s")
     if output.error is not None:
@@ -251,7 +251,7 @@ def _raise_if_failed(answer: Answer, output: RequestOutput) -> None:
 
 
 def _log_end(answer: Answer, reason: str) -> None:
-    """One line a request: ids, counts and times, never text. A log in JSON has them as fields too."""
+    """Log one line per request: ids, counts and times, never text. A JSON log also has them as fields."""
     first = None if answer.first_at is None else round(answer.first_at - answer.started_at, 4)
     facts = {
         "tide_request_id": answer.engine_id,

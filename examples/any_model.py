@@ -1,11 +1,11 @@
-"""Exits for a model of your own: load it with transformers, calibrate once, generate.
+"""Exits for your own model: load it with transformers, calibrate once, generate.
 
     python examples/any_model.py                                          # the demo model; minutes on two cores
     python examples/any_model.py --model org/name --samples 12288 --steps 1800 --batch-tokens 8192     # on a GPU
 
-The numbers here are small so that a laptop gets through. Exits calibrated with so little are seldom right, and the
-engine makes no use of exits that do not pay. Leave the numbers out of your own call: the defaults of `calibrate` are
-meant for one data-centre GPU.
+The numbers here are small enough for a laptop. Exits calibrated with so little data are seldom accepted, and the engine
+does not use exits that do not pay. Omit the numbers in your own call: the defaults of `calibrate` are for one
+data-centre GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = "A tide is"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, a folder, a .gguf file or a Hugging Face id")
-    parser.add_argument("--artefact", type=Path, default=Path("my-exits"), help="made if it is not there")
+    parser.add_argument("--artefact", type=Path, default=Path("my-exits"), help="created if missing")
     parser.add_argument("--data", default="self", help="self: the model's own text; or a file, or a datasets name")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--steps", type=int, default=16)
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     args = parser.parse_args()
 
-    folder = resolve(args.model).path  # any folder that from_pretrained takes will do
+    folder = resolve(args.model).path  # any folder that from_pretrained accepts
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 

@@ -2,8 +2,8 @@
 
     python examples/hf_pipeline.py
 
-The pipeline keeps its work: tokenizer, chat template, post-processing. One thing is replaced, `model.generate`, by a
-function of the same shape. Deleting it again, and closing TIDE, brings the library's own back.
+The pipeline still runs tokenizer, chat template and post-processing. Only `model.generate` is replaced, by a function
+with the same arguments. Deleting it and closing TIDE restores the original.
 """
 
 from __future__ import annotations

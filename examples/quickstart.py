@@ -1,9 +1,9 @@
-"""Text with exits, and after how many layers its tokens were decided.
+"""Generate text with exits, and print the exit layers of its tokens.
 
     python examples/quickstart.py
     python examples/quickstart.py --model org/name --artefact exits      # calibrated before, see any_model.py
 
-The mode is `verified`: the text is the one full depth would have written.
+The mode is `verified`: the text equals that of full depth.
 """
 
 from __future__ import annotations

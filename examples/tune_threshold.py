@@ -1,10 +1,10 @@
-"""What the exit threshold does: sweep it in mode fast, beside full depth and verified.
+"""Effect of the exit threshold: sweep it in mode fast, and compare with full depth and verified.
 
     python examples/tune_threshold.py
     python examples/tune_threshold.py --model org/name --artefact exits --thresholds 0.5,0.9
 
-In mode `verified` the threshold changes only the speed. In mode `fast` a token that leaves is final, so a lower one is
-quicker and further from full depth. `tide eval` measures the same over a file of prompts, token by token.
+In mode `verified` the threshold changes only the speed. In mode `fast` an exit is final, so a lower threshold is faster
+and further from full depth. `tide eval` measures the same over a file of prompts, token by token.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
         answer = client.generate("The capital of France is", max_tokens=16)
         print(answer.text, [token.exit_layer for token in answer.tokens])
 
-`AsyncTideClient` has the same methods as coroutines. Neither needs Ray, torch, or the server's code. The names load on
-first use, so that the other commands of `tide` do not pay for gRPC.
+`AsyncTideClient` has the same methods as coroutines. Neither needs Ray, torch, or the server's code. The names are
+imported on first use, so that the other commands of `tide` do not import gRPC.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "Usage",
 ]
 
-_HOMES = {
+_MODULES = {
     "tide_client.aio": ("AsyncStream", "AsyncTideClient"),
     "tide_client.errors": ("BadValueError", "BrokenStreamError", "StatusError", "TideClientError"),
     "tide_client.sync": ("Stream", "TideClient"),
@@ -49,5 +49,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "tide_client.results")
-    return getattr(importlib.import_module(home), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "tide_client.results")
+    return getattr(importlib.import_module(module), name)

@@ -13,11 +13,25 @@ import grpc.aio
 from tide.v1 import tide_pb2 as pb
 from tide.v1 import tide_pb2_grpc
 from tide_client.errors import TideClientError, status_error
-from tide_client.pieces import Pieces
 from tide_client.requests import Chat, Options, Prompt, request_of, tokenize_request_of
-from tide_client.results import Answer, ExitStats, ModelInfo, Token, exit_stats_of, model_info_of, response_of
-from tide_client.retries import Attempts
-from tide_client.settings import DEFAULT_ADDRESS, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Settings, channel_options
+from tide_client.results import (
+    Answer,
+    AnswerBuilder,
+    ExitStats,
+    ModelInfo,
+    Token,
+    exit_stats_of,
+    model_info_of,
+    response_of,
+)
+from tide_client.settings import (
+    DEFAULT_ADDRESS,
+    DEFAULT_RETRIES,
+    DEFAULT_TIMEOUT_S,
+    Attempts,
+    Settings,
+    channel_options,
+)
 
 
 class AsyncTideClient:
@@ -33,7 +47,7 @@ class AsyncTideClient:
         retries: int = DEFAULT_RETRIES,
         channel: grpc.aio.Channel | None = None,
     ) -> None:
-        """`channel`: one of your own, such as one with TLS; then `address` is not used."""
+        """`channel`: a channel to use instead of one to `address`, such as one with TLS."""
         self._settings = Settings(api_key, application, timeout_s, retries)
         self._channel = channel or grpc.aio.insecure_channel(address, options=channel_options())
         self._stub: Any = tide_pb2_grpc.TideServiceStub(self._channel)
@@ -46,7 +60,7 @@ class AsyncTideClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends whatever still runs."""
+        """Close the connection; calls that run are cancelled."""
         self._closed = True
         await self._channel.close()
 
@@ -56,7 +70,7 @@ class AsyncTideClient:
         return response_of(await self._call(self._stub.Generate, request_of(prompt, options, timeout_s), timeout_s))
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        """The tokens as they come. Closing the stream, or leaving its `async with`, ends the request on the server."""
+        """The tokens as they arrive. Closing the stream, or leaving its `async with`, aborts the request."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
         request = request_of(prompt, options, timeout_s)
 
@@ -72,7 +86,7 @@ class AsyncTideClient:
         return exit_stats_of(await self._call(self._stub.GetExitStats, pb.GetExitStatsRequest()))
 
     async def abort(self, request_id: str) -> bool:
-        """End a running request; False if there is none of that name."""
+        """Abort a running request; False if there is none with this id."""
         reply: pb.AbortResponse = await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
         return reply.aborted
 
@@ -103,12 +117,12 @@ class AsyncTideClient:
 
 
 class AsyncStream:
-    """The tokens of one answer, each once: an iterator, so a loop that was left early goes on where it stopped.
-    `answer` holds all of it once the last one has come."""
+    """The tokens of one answer, each once: an iterator, so a second loop continues where the first one stopped.
+    `answer` is complete after the last token."""
 
     def __init__(self, start: Callable[[float], Any], settings: Settings, timeout_s: float) -> None:
         self._start, self._attempts = start, Attempts(settings, timeout_s)
-        self._pieces = Pieces()
+        self._builder = AnswerBuilder()
         self._closed = asyncio.Event()
         self._call = start(timeout_s)
 
@@ -120,12 +134,12 @@ class AsyncStream:
 
     @property
     def answer(self) -> Answer:
-        return self._pieces.answer
+        return self._builder.answer
 
     @property
     def request_id(self) -> str:
-        """The name of the request, from the first token on."""
-        return self._pieces.request_id
+        """The id of the request, known from the first token on."""
+        return self._builder.request_id
 
     def close(self) -> None:
         self._closed.set()
@@ -136,47 +150,47 @@ class AsyncStream:
 
     async def __anext__(self) -> Token:
         while not self._closed.is_set():
-            token = self._pieces.next_token()
+            token = self._builder.next_token()
             if token is not None:
                 return token
-            if self._pieces.is_over:
+            if self._builder.is_over:
                 break
             await self._read()
         raise StopAsyncIteration
 
     async def _read(self) -> None:
-        """One message, or the end."""
+        """Read one message, or the end."""
         try:
             chunk = await self._call.read()
             if chunk is grpc.aio.EOF:
-                self._pieces.end()
+                self._builder.end()
             else:
-                self._pieces.take(chunk)
+                self._builder.take(chunk)
         except grpc.aio.AioRpcError as error:
             await self._on_status(error)
-        except asyncio.CancelledError:  # the library says so of the call and of the task alike
-            self._pieces.fail(TideClientError("the call was cancelled while it was read"))
+        except asyncio.CancelledError:  # raised for a cancelled call and for a cancelled task
+            self._builder.fail(TideClientError("the call was cancelled while it was read"))
             raise_if_cancelled()
-        if self._pieces.is_over:
-            self._call.cancel()  # of a broken stream, so that the server does not go on with it
+        if self._builder.is_over:
+            self._call.cancel()  # for a broken stream: the server must not continue it
 
     async def _on_status(self, error: grpc.aio.AioRpcError) -> None:
-        if self._pieces.is_whole:  # the last word had come: there was nothing left to lose
-            self._pieces.end()
+        if self._builder.is_whole:  # the answer is complete: a late status changes nothing
+            self._builder.end()
             return
         try:
-            pause_s = self._attempts.pause_s(status_error(error, len(self._pieces.tokens)))
+            pause_s = self._attempts.pause_s(status_error(error, len(self._builder.tokens)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause_s)
             if not self._closed.is_set():
-                self._pieces.begin_again()
+                self._builder.restart()
                 self._call = self._start(self._attempts.left_s)
         except TideClientError as failure:
-            self._pieces.fail(failure)
+            self._builder.fail(failure)
 
 
 def raise_if_cancelled() -> None:
-    """Pass on a CancelledError that was meant for the task that runs."""
+    """Raise CancelledError if the current task is being cancelled."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""Streams at once, by the clock."""
+"""Time concurrent streams: throughput, first token, inter-token latency."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 WAKE_S = 0.1
-"""A thread that waits for another without end may miss Ctrl-C."""
+"""The main thread joins with a timeout, so that Ctrl-C is handled."""
 
 
 class Bench:
-    """As many streams as are asked for, each read by a thread of its own."""
+    """`num_streams` concurrent streams, each read by its own thread."""
 
     def __init__(self, start: Callable[[], Any], num_streams: int) -> None:
         self._start = start
@@ -26,7 +26,7 @@ class Bench:
         self._num_tokens: list[int] = []
 
     def run(self) -> dict[str, float]:
-        """Tokens a second of all, and what each stream saw, in milliseconds. The first stream that fails ends the
+        """Total tokens per second, and latencies of the streams in milliseconds. The first stream that fails closes the
         others, and its error is raised."""
         for thread in self._threads:
             thread.start()
@@ -73,6 +73,6 @@ class Bench:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The least value that is no less than this share of them; 0 of none."""
+    """The value at this share of the sorted values; 0 for none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

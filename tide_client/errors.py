@@ -1,12 +1,12 @@
-"""What can go wrong with a call, as callers see it."""
+"""Errors of the client."""
 
 from __future__ import annotations
 
 from typing import Any
 
 RETRY_BEFORE_FIRST_TOKEN = ("UNAVAILABLE", "CANCELLED")
-"""Nothing had come, so asking again loses nothing. A proxy tells the death of a replica as CANCELLED; a call that the
-client cancels itself never comes here."""
+"""No token was received, so a retry loses nothing. A proxy reports a dead replica as CANCELLED; a call that the client
+cancels itself is never retried."""
 
 
 class TideClientError(Exception):
@@ -14,7 +14,7 @@ class TideClientError(Exception):
 
 
 class BadValueError(TideClientError, ValueError):
-    """A value that was refused here, before anything was sent."""
+    """A value that the client refuses before it sends anything."""
 
 
 class StatusError(TideClientError):
@@ -24,7 +24,7 @@ class StatusError(TideClientError):
         super().__init__(code, details, num_tokens, retry_after_s)
         self.code, self.details, self.num_tokens = code, details, num_tokens
         self.retry_after_s = retry_after_s
-        """When the server says it is worth asking again; it may not say."""
+        """Seconds from the server's Retry-After, if it sent one."""
 
     def __str__(self) -> str:
         after = f" after {count(self.num_tokens)}" if self.num_tokens else ""
@@ -36,7 +36,7 @@ class StatusError(TideClientError):
 
 
 class BrokenStreamError(TideClientError):
-    """An answer that ended without its last word, or lost a piece."""
+    """An answer that ended without its final message, or lost a chunk."""
 
 
 def count(num_tokens: int) -> str:
@@ -44,12 +44,12 @@ def count(num_tokens: int) -> str:
 
 
 def status_error(error: Any, num_tokens: int = 0) -> StatusError:
-    """A `grpc.RpcError` as we tell it."""
+    """The StatusError for a `grpc.RpcError`."""
     given = dict(error.trailing_metadata() or ()).get("retry-after")
     return StatusError(error.code().name, error.details() or "", num_tokens, seconds(given))
 
 
 def seconds(header: str | bytes | None) -> float | None:
-    """Of a Retry-After; the form with a date is not read."""
+    """Seconds of a Retry-After header; None for its form with a date."""
     text = header.decode(errors="replace") if isinstance(header, bytes) else header or ""
     return float(text) if text.isascii() and text.isdecimal() else None

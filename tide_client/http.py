@@ -1,6 +1,6 @@
 """The same stream over the OpenAI API, for `tide client --http`: standard library only.
 
-Programs that speak HTTP will want OpenAI's own client; this one exists to look at exits. It asks once.
+Programs that use HTTP should use OpenAI's own client; this one exists to show exits. It never retries.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 
 from tide_client import openai_events
 from tide_client.errors import BadValueError, BrokenStreamError, StatusError, TideClientError, count, seconds
-from tide_client.pieces import Pieces
 from tide_client.requests import Options, Prompt
-from tide_client.results import Answer, Token
+from tide_client.results import Answer, AnswerBuilder, Token
 from tide_client.settings import DEFAULT_TIMEOUT_S, Settings, fits_a_header
 
 MAX_LINE_BYTES = 2**20
@@ -26,10 +25,10 @@ MAX_BODY_BYTES = 2**20
 
 
 class HttpClient:
-    """Where the OpenAI API is and with which key; every call has a connection of its own."""
+    """The address and key of an OpenAI API; every call opens its own connection."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """`url`: with or without the `/v1` that other clients want."""
+        """`url`: with or without the `/v1` that other clients need."""
         self._settings = Settings(api_key, timeout_s=timeout_s)
         try:
             parts = urlsplit(url)
@@ -45,7 +44,7 @@ class HttpClient:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Nothing stays open between calls."""
+        """Nothing to close: no connection stays open between calls."""
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> HttpStream:
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
@@ -53,7 +52,7 @@ class HttpClient:
         return HttpStream(self._exchange("POST", path, timeout_s), body)
 
     def num_layers(self) -> int:
-        """Of the model that is served."""
+        """Layers of the served model."""
         exchange = self._exchange("GET", "/v1/models", self._settings.timeout_s)
         try:
             return openai_events.num_layers_of(exchange.open(None).read(MAX_BODY_BYTES))
@@ -89,20 +88,20 @@ class Exchange:
     def open(self, body: bytes | None) -> http.client.HTTPResponse:
         self._connection.timeout = self._left_s()
         self._connection.connect()
-        self._socket = self._connection.sock  # the connection forgets it once the reply has begun
+        self._socket = self._connection.sock  # the connection drops its reference once the reply begins
         if self._is_closed:
             raise TideClientError("closed before anything was sent")
         headers = {**self._headers, **({"Content-Type": "application/json"} if body is not None else {})}
         self._connection.request(self._method, self._path, body, headers)
         self._reply = self._connection.getresponse()
         if self._reply.status != http.client.OK:
-            said = openai_events.error_of(self._reply.read(MAX_BODY_BYTES))
+            message = openai_events.error_of(self._reply.read(MAX_BODY_BYTES))
             retry_after_s = seconds(self._reply.headers["Retry-After"])
-            raise StatusError(f"HTTP {self._reply.status}", said or self._reply.reason, retry_after_s=retry_after_s)
+            raise StatusError(f"HTTP {self._reply.status}", message or self._reply.reason, retry_after_s=retry_after_s)
         return self._reply
 
     def line(self, body: bytes) -> bytes:
-        """The next line of the reply; none is the end."""
+        """The next line of the reply; empty at the end."""
         with self._busy:
             reply = self._reply or self.open(body)
             assert self._socket is not None
@@ -117,7 +116,7 @@ class Exchange:
         return BrokenStreamError(f"the reply broke off after {count(num_tokens)}: {type(error).__name__}")
 
     def close(self) -> None:
-        """Tells the server, and wakes a thread that reads; that one then closes what it was reading from."""
+        """Shut the socket down. This wakes a reading thread, which then closes the connection."""
         self._is_closed = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -136,12 +135,12 @@ class Exchange:
 
 
 class HttpStream:
-    """The tokens of one answer, each once; `answer` holds all of it once the last one has come."""
+    """The tokens of one answer, each once; `answer` is complete after the last token."""
 
     def __init__(self, exchange: Exchange, body: bytes) -> None:
         self._exchange, self._body = exchange, body
-        self._pieces = Pieces()
-        self._events = openai_events.Events(self._pieces)
+        self._builder = AnswerBuilder()
+        self._events = openai_events.Events(self._builder)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -152,7 +151,7 @@ class HttpStream:
 
     @property
     def answer(self) -> Answer:
-        return self._pieces.answer
+        return self._builder.answer
 
     def close(self) -> None:
         self._closed = True
@@ -163,10 +162,10 @@ class HttpStream:
 
     def __next__(self) -> Token:
         while not self._closed:
-            token = self._pieces.next_token()
+            token = self._builder.next_token()
             if token is not None:
                 return token
-            if self._pieces.is_over:
+            if self._builder.is_over:
                 break
             self._read()
         raise StopIteration
@@ -177,10 +176,10 @@ class HttpStream:
             if line:
                 self._events.take(line)
             else:
-                self._pieces.end()
+                self._builder.end()
         except TideClientError as failure:
-            self._pieces.fail(failure)
+            self._builder.fail(failure)
         except (OSError, http.client.HTTPException) as error:
-            self._pieces.fail(self._exchange.failure(error, len(self._pieces.tokens)))
-        if self._closed or self._pieces.is_over:
+            self._builder.fail(self._exchange.failure(error, len(self._builder.tokens)))
+        if self._closed or self._builder.is_over:
             self._exchange.close()

@@ -1,4 +1,4 @@
-"""OpenAI's bodies and events with what TIDE adds to them, to and from plain records. Nothing is sent here."""
+"""Convert OpenAI's bodies and events, with TIDE's extra fields, to and from plain records. Nothing is sent here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tide_client.errors import BadValueError, BrokenStreamError, StatusError, count
-from tide_client.pieces import Pieces
 from tide_client.requests import Options, Prompt, given_options, is_chat
-from tide_client.results import Answer, ExitSummary, Token, Usage
+from tide_client.results import Answer, AnswerBuilder, ExitSummary, Token, Usage
 
 EXITS = ("mode", "epsilon", "threshold", "min_layers")
 NOT_OVER_HTTP = ("request_id", "logprobs")
@@ -17,7 +16,7 @@ MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 def request_of(prompt: Prompt, options: Options, timeout_s: float) -> tuple[str, bytes]:
-    """Path and body. What is not said is as over gRPC: greedy."""
+    """Path and body. Defaults are those of gRPC: greedy."""
     given = given_options(options)
     for name in NOT_OVER_HTTP:
         if name in given:
@@ -31,10 +30,10 @@ def request_of(prompt: Prompt, options: Options, timeout_s: float) -> tuple[str,
 
 
 class Events:
-    """Lines of a stream of events into pieces. The answer is whole when `[DONE]` came."""
+    """Feeds the lines of an event stream into an answer builder. `[DONE]` completes the answer."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, builder: AnswerBuilder) -> None:
+        self._builder = builder
         self._last: Mapping[str, Any] = {}
         self._usage: Mapping[str, Any] = {}
 
@@ -45,32 +44,34 @@ class Events:
         try:
             self._take(data.strip())
         except MALFORMED:
-            raise BrokenStreamError(f"an event after {count(len(self._pieces.tokens))} is none of TIDE Serve") from None
+            raise BrokenStreamError(
+                f"an event after {count(len(self._builder.tokens))} is not from TIDE Serve"
+            ) from None
 
     def _take(self, data: bytes) -> None:
         if data == b"[DONE]":
-            self._pieces.complete(_answer(self._pieces.tokens, self._last, self._usage))
-            self._pieces.end()
+            self._builder.complete(_answer(self._builder.tokens, self._last, self._usage))
+            self._builder.end()
             return
         event = json.loads(data)
         if "error" in event:
-            raise StatusError("ERROR", str(event["error"]["message"]), len(self._pieces.tokens))
-        self._pieces.add([_token(token) for token in event.get("tide", {}).get("tokens", ())])
+            raise StatusError("ERROR", str(event["error"]["message"]), len(self._builder.tokens))
+        self._builder.add([_token(token) for token in event.get("tide", {}).get("tokens", ())])
         if any(choice["finish_reason"] for choice in event["choices"]):
             self._last = event
         self._usage = event.get("usage") or self._usage
 
 
 def num_layers_of(body: bytes) -> int:
-    """From the list of models."""
+    """Layers of the served model, from the list of models."""
     try:
         return int(json.loads(body)["data"][0]["tide"]["num_layers"])
     except MALFORMED:
-        raise BrokenStreamError("the list of models is none of TIDE Serve") from None
+        raise BrokenStreamError("the list of models is not from TIDE Serve") from None
 
 
 def error_of(body: bytes) -> str:
-    """The message of an error, or how its body begins."""
+    """The message of an error, or the first bytes of its body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except MALFORMED:

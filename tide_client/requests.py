@@ -1,4 +1,4 @@
-"""Requests from plain Python values."""
+"""Build requests from plain Python values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODES = {"full": pb.MODE_FULL, "verified": pb.MODE_VERIFIED, "bounded": pb.MODE_
 
 
 class Options(TypedDict, total=False):
-    """What a generation may be told beside its prompt. The schema in protos/ says what each means."""
+    """Options of a generation. protos/tide/v1/tide.proto documents each."""
 
     max_tokens: int
     min_tokens: int
@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     request_id: str
     model: str
     timeout_s: float
-    """Seconds for the whole call, here and on the server; by default the client's."""
+    """Seconds for the whole call, on both sides; default: the client's."""
 
 
 EXITS = ("epsilon", "threshold", "min_layers")
@@ -50,10 +50,10 @@ OWN = ("request_id", "model")
 
 
 def given_options(options: Options) -> dict[str, Any]:
-    """Those that have a value, without the timeout. A name that is not known is refused."""
+    """The options with a value, without the timeout. An unknown name is refused."""
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
-        raise TypeError(f"{min(unknown)} is no option of a generation; known: {', '.join(Options.__annotations__)}")
+        raise TypeError(f"{min(unknown)} is not an option of a generation; known: {', '.join(Options.__annotations__)}")
     if isinstance(options.get("stop"), str):
         raise TypeError("stop is one string, expected a sequence of them")
     given = {name: value for name, value in options.items() if value is not None and name != "timeout_s"}
@@ -88,7 +88,7 @@ def is_chat(prompt: Prompt) -> bool:
 def _set_prompt(request: pb.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
         request.prompt = prompt
-    elif isinstance(prompt, bytes):  # a sequence of integers, and yet no token ids
+    elif isinstance(prompt, bytes):  # a sequence of integers, but not of token ids
         raise TypeError("prompt is bytes, expected text, token ids or a chat")
     elif is_chat(prompt):
         request.chat.CopyFrom(chat_of(prompt))

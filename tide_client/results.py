@@ -1,31 +1,32 @@
-"""What comes back, as plain records."""
+"""Replies as plain records, and the builder that assembles an answer from its stream."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tide.v1 import tide_pb2 as pb
-from tide_client.errors import BrokenStreamError, count
+from tide_client.errors import BrokenStreamError, TideClientError, count
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token and how it came about."""
+    """One token and how it was decided."""
 
     id: int
     text: str
     exit_layer: int
     """Layers that had run when it was decided."""
     score: float | None
-    """The router's, where one was asked."""
+    """Score of the router; None where no router ran."""
     audit: str
-    """What full depth says: verified, agreed, disagreed or unaudited."""
+    """Comparison with full depth: verified, agreed, disagreed or unaudited."""
     mode: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, str, float], ...] = ()
-    """Id, text and log-probability of the likeliest tokens at its place."""
+    """Id, text and log-probability of the likeliest tokens at this position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ExitSummary:
-    """What ran for the tokens of one answer."""
+    """Layers and passes that ran for the tokens of one answer."""
 
     layers_per_token: float
     tokens_per_deep_pass: float
@@ -160,7 +161,7 @@ def answer_of(request_id: str, tokens: Sequence[Token], final: pb.Final) -> Answ
 
 def response_of(message: pb.GenerateResponse) -> Answer:
     if not message.HasField("final"):
-        raise BrokenStreamError(f"the answer came with {count(len(message.tokens))} and without its last word")
+        raise BrokenStreamError(f"the answer has {count(len(message.tokens))} and no final message")
     return answer_of(message.request_id, [token_of(token) for token in message.tokens], message.final)
 
 
@@ -217,7 +218,7 @@ def exit_stats_of(message: pb.GetExitStatsResponse) -> ExitStats:
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
-    """`MODE_FULL` is full."""
+    """Enum names without their prefix: `MODE_FULL` becomes full."""
     return {number: name.removeprefix(prefix).lower() for name, number in enum.items()}
 
 
@@ -227,5 +228,76 @@ FINISH_NAMES = _names(pb.FinishReason, "FINISH_REASON_")
 
 
 def _name(names: Mapping[int, str], number: int) -> str:
-    """A newer server may have more names than we know."""
+    """The name of an enum value; a newer server may send values that this client does not know."""
     return names.get(number) or f"unknown ({number})"
+
+
+class AnswerBuilder:
+    """Assembles one answer from a stream: tokens in order, then the complete answer or a failure. Tokens received
+    before a failure are returned before it is raised; every later call raises it again."""
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.tokens: list[Token] = []
+        self.is_over = False
+        """No more tokens will arrive."""
+        self._received: deque[Token] = deque()
+        self._answer: Answer | None = None
+        self._failure: TideClientError | None = None
+        self._next_chunk = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self._answer is not None
+
+    @property
+    def answer(self) -> Answer:
+        if self._failure is not None:
+            raise self._failure
+        if self._answer is None:
+            raise TideClientError(
+                f"there is no answer yet: {count(len(self.tokens))} received, the final message is missing"
+            )
+        return self._answer
+
+    def next_token(self) -> Token | None:
+        """The next received token; None if there is none yet. Raises the failure after all tokens."""
+        if self._received:
+            return self._received.popleft()
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+    def take(self, chunk: pb.GenerateChunk) -> None:
+        """Add a message of a gRPC stream; a missing or repeated chunk fails the stream."""
+        if self.is_whole or chunk.sequence != self._next_chunk:
+            expected = "nothing" if self.is_whole else str(self._next_chunk)
+            self.fail(BrokenStreamError(f"chunk {chunk.sequence} came where {expected} was next"))
+            return
+        self._next_chunk += 1
+        self.request_id = chunk.request_id
+        self.add([token_of(token) for token in chunk.tokens])
+        if chunk.HasField("final"):
+            self.complete(answer_of(chunk.request_id, self.tokens, chunk.final))
+
+    def add(self, tokens: Sequence[Token]) -> None:
+        self.tokens += tokens
+        self._received += tokens
+
+    def complete(self, answer: Answer) -> None:
+        """The final message arrived."""
+        self._answer = answer
+
+    def end(self) -> None:
+        """The stream ended. Without a final message this is a failure."""
+        if not self.is_whole:
+            self.fail(BrokenStreamError(f"the stream ended after {count(len(self.tokens))} without a final message"))
+        self.is_over = True
+
+    def fail(self, failure: TideClientError) -> None:
+        self._failure, self.is_over = failure, True
+
+    def restart(self) -> None:
+        """Expect chunk 0 again, for a retried call. Only before the first token."""
+        assert not self.tokens
+        self._next_chunk = 0

@@ -1,11 +1,13 @@
-"""What all calls of one client have in common."""
+"""Settings that all calls of one client share: address, key, deadlines, retries."""
 
 from __future__ import annotations
 
 import math
+import random
+import time
 from dataclasses import dataclass, field
 
-from tide_client.errors import BadValueError
+from tide_client.errors import BadValueError, StatusError
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
 DEFAULT_TIMEOUT_S = 120.0
@@ -14,9 +16,9 @@ DEFAULT_RETRIES = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 FIRST_RECONNECT_MS, LAST_RECONNECT_MS = 100, 5000
 PING_EVERY_MS, PING_TIMEOUT_MS = 60_000, 10_000
-"""While a call is open. A machine that is lost says nothing, and all calls of its connection would wait in vain for a
-quarter of an hour. HAProxy takes any number of pings; gRPC's own servers end a connection at the fifth without an
-answer between them, which is above the longest answer at once a minute."""
+"""Pings while a call is open, so that a lost machine is noticed; without them calls would wait a quarter of an hour.
+HAProxy accepts any number of pings; gRPC's own servers close a connection at the fifth ping without data in between,
+which at one ping a minute is longer than the longest answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,9 @@ class Settings:
     api_key: str | None = field(default=None, repr=False)
     application: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Of every call that is not given another: none goes without a deadline."""
+    """Default deadline of a call; every call has one."""
     retries: int = DEFAULT_RETRIES
-    """How often a call is made again that failed before its first token because nobody was there."""
+    """Retries of a call that failed before its first token because no server answered."""
 
     def __post_init__(self) -> None:
         check_key(self.api_key)
@@ -56,14 +58,13 @@ def check_timeout(timeout_s: float) -> float:
 
 
 def check_key(api_key: str | None) -> None:
-    """Refuse what no header can hold, here and without repeating it: a library's own error would show the key."""
+    """Refuse a key that no header can hold, without showing it; a library's own error would show the key."""
     if api_key is not None and not fits_a_header(api_key):
         raise BadValueError("api_key is not shown here, expected printable ASCII characters without spaces")
 
 
 def channel_options() -> list[tuple[str, int]]:
-    """Room for long answers; a server that comes back is found about as soon as a call is made again; and one that is
-    lost without a word is noticed."""
+    """Allow long messages, reconnect about as soon as a retry happens, and notice a lost server."""
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_MS),
@@ -76,3 +77,31 @@ def channel_options() -> list[tuple[str, int]]:
 
 def fits_a_header(text: str) -> bool:
     return text.isascii() and text.isprintable() and text != "" and " " not in text
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+MAX_DOUBLINGS = 10
+
+
+class Attempts:
+    """Retry budget and deadline of one call."""
+
+    def __init__(self, settings: Settings, timeout_s: float) -> None:
+        self._ends_at = time.monotonic() + timeout_s
+        self._max_retries = settings.retries
+        self._num_retries = 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline that all attempts share."""
+        return max(0.0, self._ends_at - time.monotonic())
+
+    def pause_s(self, failure: StatusError) -> float:
+        """Seconds to wait before the next attempt: exponential backoff with jitter. Raises `failure` if the call must
+        not be retried."""
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_retries, MAX_DOUBLINGS))
+        pause_s = random.uniform(longest / 2, longest) + (failure.retry_after_s or 0.0)  # noqa: S311  # not a secret
+        if not failure.may_be_retried or self._num_retries == self._max_retries or pause_s >= self.left_s:
+            raise failure from None
+        self._num_retries += 1
+        return pause_s

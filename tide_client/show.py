@@ -1,4 +1,4 @@
-"""How `tide client` writes an answer: as text that shows where each token left, or as JSON lines."""
+"""Output of `tide client`: text marked by exit layer, or JSON lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from tide_client.results import Answer, Token
-from tide_core.cli.output import tokens_per_s, write, write_json
-from tide_core.cli.paint import ExitPaint, exit_paint
+from tide_core.cli.output import ExitPaint, exit_paint, tokens_per_s, write, write_json
 
-OF_LOGPROBS = ("logprob", "top_logprobs")
+LOGPROB_FIELDS = ("logprob", "top_logprobs")
 
 
 def write_text(stream: Any, *, num_layers: int, shows_exits: bool) -> None:
-    """The text to standard output as it comes; then one line about it to standard error."""
+    """Stream the text to standard output; then one summary line to standard error."""
     paint = exit_paint(num_layers)
     _each(stream, lambda index, token: write(paint(0, token) if shows_exits else token.text))
     if sys.stdout.isatty():
@@ -26,7 +25,7 @@ def write_text(stream: Any, *, num_layers: int, shows_exits: bool) -> None:
 
 
 def write_lines(stream: Any) -> None:
-    """One object a token as it comes, and one for the end."""
+    """One object per token, and one at the end."""
     _each(stream, lambda index, token: write_json({"type": "token", "index": index, **_fields(token)}))
     answer = asdict(stream.answer)
     del answer["tokens"]
@@ -34,7 +33,7 @@ def write_lines(stream: Any) -> None:
 
 
 def write_times(times: Mapping[str, float], *, json_lines: bool) -> None:
-    """What a bench measured."""
+    """Results of a bench."""
     if json_lines:
         write_json({"type": "bench", **times})
     else:
@@ -42,7 +41,7 @@ def write_times(times: Mapping[str, float], *, json_lines: bool) -> None:
 
 
 def summary(answer: Answer, num_layers: int, paint: ExitPaint) -> str:
-    """Where tokens left, which is the legend of the colours too, what ran for them, and how long it took."""
+    """Tokens per exit layer, which is also the legend of the colours, then cost and times."""
     usage, exits = answer.usage, answer.exits
     if not usage.completion_tokens:
         return f"no tokens ({answer.finish_reason})"
@@ -64,7 +63,7 @@ def _each(stream: Iterable[Token], show: Callable[[int, Token], object]) -> None
 
 
 def _fields(token: Token) -> dict[str, Any]:
-    fields = {name: value for name, value in asdict(token).items() if name not in OF_LOGPROBS}
-    if token.score is not None and not math.isfinite(token.score):  # JSON has no such number
+    fields = {name: value for name, value in asdict(token).items() if name not in LOGPROB_FIELDS}
+    if token.score is not None and not math.isfinite(token.score):  # JSON cannot hold it
         fields["score"] = None
     return fields

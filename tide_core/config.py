@@ -1,4 +1,4 @@
-"""Settings of an engine: frozen, checked at birth, unknown keys refused. No torch here."""
+"""Settings of an engine: frozen, checked when constructed, unknown keys refused. No torch here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that needs a restart to change."""
+    """Settings that need a restart to change."""
 
     model: str = "demo"
     """`demo`, a folder, a .gguf file, or a Hugging Face id."""
@@ -27,33 +27,33 @@ class EngineConfig:
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None takes the model's own limit."""
     kv_memory_gib: float = 1.0
-    """Memory budget of the KV block pool. Blocks are touched only when tokens fill them."""
+    """Memory budget of the KV block pool. A block is first touched when tokens fill it."""
     block_size: int = 16
     """Tokens per KV block."""
     max_rows: int = 64
-    """Most requests that run at once; the others wait."""
+    """Most requests that run concurrently; the others wait."""
     max_batch_tokens: int = 512
-    """Token budget of one step; longer prompts are run in chunks."""
+    """Token budget of one step; longer prompts run in chunks."""
     checkpoint_layers: tuple[int, ...] = ()
-    """Layers after which a segment ends, counted from 1; none: those of the artefact, or one segment without one."""
+    """Layers after which a segment ends, counted from 1; empty: those of the artefact, or one segment without one."""
     artefact: str = "auto"
     """Folder of the calibrated exits; auto: the one shipped for the demo model, none for others; none: full depth."""
     drafts: int | None = None
-    """Drafts per cycle of a row that may exit; None: as many as pay, by the measured cost table."""
+    """Drafts per cycle of a row that may exit; None: the number that pays most by the measured cost table."""
     max_pending: int = 8
-    """Most drafts per cycle: no row waits longer for its catch-up."""
+    """Most drafts per cycle; it bounds how long a token waits for its deep pass."""
     prompt_exits: bool = False
-    """Whether prompt tokens may leave early in mode fast."""
+    """Whether prompt tokens may exit early in mode fast."""
     audit_share: float = 0.05
-    """Share of exits that mode fast runs to full depth to compare."""
+    """Share of exits that mode fast also runs to full depth, to audit them."""
     prefix_caching: bool = True
-    """Share the KV of whole blocks between requests with one beginning and one salt."""
+    """Share the KV of whole blocks between requests with equal prefix and salt."""
     kernels: str = "auto"
-    """native, reference, or auto: native where its module was built."""
+    """native, reference, or auto: native if its module is built."""
     num_threads: int | None = None
-    """CPU threads of one step; None takes what torch would."""
+    """CPU threads of one step; None: torch's default."""
     max_queued: int = 4096
-    """Most requests that may wait; beyond it a submission is refused."""
+    """Most requests that may wait; further submissions are refused."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -70,7 +70,7 @@ class EngineConfig:
         _integer("max_rows", self.max_rows, 1, 65536)
         _integer("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
         if self.max_batch_tokens < self.max_rows:
-            expected = f"at least max_rows ({self.max_rows}), so that every row can move in every step"
+            expected = f"at least max_rows ({self.max_rows}), so that every row can advance in every step"
             raise ConfigError("max_batch_tokens", self.max_batch_tokens, expected)
         _integer("max_queued", self.max_queued, 1, 2**24)
         if self.num_threads is not None:

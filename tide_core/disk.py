@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def write_whole(path: Path, raw: bytes, *, mode: int = 0o666) -> None:
     """Replace `path` by `raw` in one rename that survives a loss of power.
 
-    `mode` holds from the first byte on, less what the process's umask forbids."""
+    The file has `mode`, less the process's umask, from its first byte on."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -20,13 +20,18 @@ def write_whole(path: Path, raw: bytes, *, mode: int = 0o666) -> None:
             os.fsync(stream.fileno())
         os.rename(temporary, path)
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # a full disk does not say which file it was
+        if error.errno is not None and error.filename is None:  # the error of a full disk names no file
             error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

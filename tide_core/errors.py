@@ -1,4 +1,4 @@
-"""Every error a caller can meet. Client errors say which field, what came and what was expected.
+"""Errors that callers can catch. A client error names the field, the value and what was expected.
 
 All arguments go to the base constructor, so that an error survives pickling between processes.
 """
@@ -16,7 +16,7 @@ class TideError(Exception):
 
 
 class FieldError(TideError):
-    """A named value that was refused: `field`, the `value` that came, and what was `expected`."""
+    """A refused value: `field`, the given `value`, and what was `expected`."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
         super().__init__(field, _brief(value), expected)
@@ -39,11 +39,11 @@ class FieldError(TideError):
 
 
 class ConfigError(FieldError):
-    """A setting that was refused before anything started."""
+    """A refused setting; nothing has started."""
 
 
 class RequestError(FieldError):
-    """A request that was refused; the engine goes on (4xx)."""
+    """A refused request; the engine keeps running (4xx)."""
 
 
 class ModelError(FieldError):
@@ -51,29 +51,29 @@ class ModelError(FieldError):
 
 
 class ArtefactError(FieldError):
-    """An artefact that cannot be read or written, is not whole, or was made for another model."""
+    """An artefact that cannot be read or written, is incomplete, or was made for another model."""
 
 
 class EngineError(TideError):
-    """The engine failed a request that was valid (5xx)."""
+    """The engine failed a valid request (5xx)."""
 
 
 class EngineBusyError(EngineError):
-    """The queue is full; the same request may be taken later (429)."""
+    """The queue is full; the same request may succeed later (429)."""
 
 
 class EngineDeadError(EngineError):
-    """The engine loop has stopped; nothing submitted to it will run."""
+    """The engine loop has stopped; no submitted request will run."""
 
 
 class _Summary(str):
-    """Stands for a value too large to repeat in an error."""
+    """Describes a value that is too large to show in an error."""
 
     __slots__ = ()
 
 
 def refuse_unknown(what: str, given: Iterable[object], known: Sequence[str]) -> None:
-    """A key that is not known names itself and the nearest known one."""
+    """Raise ConfigError for an unknown key, with the nearest known one."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -81,8 +81,14 @@ def refuse_unknown(what: str, given: Iterable[object], known: Sequence[str]) -> 
             raise ConfigError(what, key, f"a known key; {hint}")
 
 
+def one_line(error: BaseException) -> str:
+    """Type and first line of an error of another library, for use in an error of this one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 def _brief(value: object) -> object:
-    """A small picklable stand-in for `value`; a brief value is its own brief value."""
+    """A small picklable stand-in for `value`; idempotent."""
     if value is None or isinstance(value, (bool, float, _Summary)):
         return value
     if isinstance(value, int):
@@ -95,5 +101,7 @@ def _brief(value: object) -> object:
     text = value if isinstance(value, str) else str(value)
     if len(text) <= MAX_SHOWN_CHARS:
         return text
-    end = MAX_SHOWN_CHARS // 2 if "/" in text and " " not in text else 0  # of a path or a URL it says the most
+    end = (
+        MAX_SHOWN_CHARS // 2 if "/" in text and " " not in text else 0
+    )  # the end of a path or a URL is its most telling part
     return f"{text[: MAX_SHOWN_CHARS - 1 - end]}…{text[len(text) - end :]}"

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class AuditSnapshot:
-    """What full depth said about the tokens of one mode, with the interval of the rate."""
+    """Audit results of one contract: disagreements with full depth, and the confidence interval of their rate."""
 
     num_tokens: int
     num_disagreements: int
@@ -24,7 +24,7 @@ class AuditSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What an engine serves."""
+    """The model that an engine serves."""
 
     name: str
     architecture: str
@@ -35,9 +35,9 @@ class ModelFacts:
     device: str
     version: str
     checkpoint_layers: tuple[int, ...]
-    """Layers after which a token may leave."""
+    """Layers after which a token may exit."""
     epsilons: tuple[float, ...]
-    """Bounds that mode bounded was certified for."""
+    """Certified bounds of mode bounded."""
     modes: tuple[str, ...]
     artefact: str | None
 
@@ -51,14 +51,14 @@ class EngineStats:
     num_finished: int
     num_steps: int
     num_prompt_tokens: int
-    """Prompt tokens run, chunks and recomputation included; cached ones are not run."""
+    """Prompt tokens run, including recomputation after a preemption; cached tokens are not run."""
     num_output_tokens: int
     num_preemptions: int
     blocks_total: int
     blocks_owned: int
     blocks_cached: int
     max_blocks_owned: int
-    """Most blocks owned at once."""
+    """Most blocks owned at one time."""
     kernels: str
     dead: bool
     last_step_age_s: float
@@ -66,16 +66,16 @@ class EngineStats:
     artefact: str | None = None
     """Digest of the artefact; None without exits."""
     exits: Mapping[str, Any] = field(default_factory=dict)
-    """Where output tokens left and what ran for them: `ExitStats.summary()` over all requests."""
+    """Exit layers of output tokens and layers run for them: `ExitStats.summary()` over all requests."""
     audits: Mapping[str, AuditSnapshot] = field(default_factory=dict)
-    """By mode and bound: what full depth said about exits."""
+    """Audit results by mode and bound."""
     drafts_planned: int = 0
-    """Drafts per cycle of the last plan."""
+    """Drafts per cycle in the last plan."""
     predicted_gain: float = 1.0
-    """Of that plan, over full depth."""
+    """Predicted speed-up of that plan over full depth."""
     num_plans: int = 0
     num_full_plans: int = 0
-    """Plans that sent rows that may exit to full depth, because nothing else would pay."""
+    """Plans that ran rows that may exit at full depth, because exits would not pay."""
 
     @property
     def kv_usage(self) -> float:

@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules as data: their panels, rules and queries, for the picture and for the tests."""
+"""Read the dashboard and the alert rules: panels, rules and queries, for the rendered picture and for the tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Where each query stands, and its text with Grafana's variables filled in."""
+    """The location of each query, and its text with Grafana's variables filled in."""
     for panel in panels():
         for target in panel["targets"]:
             yield f"{panel['title']}/{target['refId']}", filled(target["expr"])
@@ -47,7 +47,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def filled(expr: str, rate_interval_s: float = 20.0) -> str:
-    """As Grafana sends it with all applications chosen; its rate interval is four scrapes."""
+    """The query as Grafana sends it with all applications selected; its rate interval is four scrapes."""
     text = expr.replace("$__rate_interval", f"{rate_interval_s:g}s")
     for variable in variables():
         text = text.replace(f"${variable['name']}", ".*")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Stubs from protos/ into tide/v1/. The generator is pinned: what 1.72.2 writes loads on protobuf 6.33 and on 7.
-# It needs an older protobuf than the project, so it lives in an environment of its own under build/.
+# Generate stubs from protos/ into tide/v1/. The generator is pinned: stubs of 1.72.2 load on protobuf 6.33 and 7.
+# It needs an older protobuf than the project, so it has its own environment under build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

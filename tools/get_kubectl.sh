@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A kubectl for the tests of the manifests, without installing it: tools/get_kubectl.sh TARGET
+# Download a kubectl for the tests of the manifests, without installing it: tools/get_kubectl.sh TARGET
 #
-# Debian 12's own is too old for the kustomizations, so the package of the release after it is taken from the machine's
-# own mirror and unpacked. Where that cannot be done the tests render the manifests by themselves, and say so.
+# Debian 12's own is too old for the kustomizations, so the package of the next release is downloaded from the machine's
+# mirror and unpacked. If that fails, the tests render the manifests themselves and report it.
 set -euo pipefail
 [[ $# -eq 1 ]] || { sed -n '2p' "$0" | cut -c3- >&2; exit 2; }
 release=trixie target=$(realpath -m "$1")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Writes the lock files of the image: every package of the runtime and of the build with its version and its hashes, for
-# all platforms at once, within the pins of constraints.txt.
+# Write the lock files of the image: every runtime and build package with its version and hashes, for all platforms,
+# within the pins of constraints.txt.
 #
-#   tools/lock.sh [--check]      --check: write nothing, fail if they are not what they would be
+#   tools/lock.sh [--check]      --check: write nothing, fail if they are outdated
 #
-# Needs `uv` (pip install uv) and the package index. The one index: no second place a package could come from.
+# Needs `uv` (pip install uv) and the package index. One index only, so that no package can come from elsewhere.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 UV=${UV:-uv}

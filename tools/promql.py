@@ -1,6 +1,6 @@
-"""Evaluate queries on recorded samples, as Prometheus would: for the picture of the dashboard and for its tests.
+"""Evaluate PromQL queries on recorded samples, for the picture of the dashboard and for its tests.
 
-Rates are extrapolated to the window as Prometheus does it, so that what is drawn here is what Grafana draws.
+Rates are extrapolated to the window as in Prometheus, so that the picture equals Grafana's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True)
 class Recording:
-    """Series with a value at every scrape; None where a series was not there."""
+    """Series with a value per scrape; None where a series was absent."""
 
     times: tuple[float, ...]
     series: tuple[tuple[dict[str, str], tuple[float | None, ...]], ...]
@@ -128,11 +128,11 @@ def _over_time(function: str, samples: Samples, start: float, end: float) -> flo
 
 
 def _increase(samples: Samples, start: float, end: float) -> float:
-    """Extrapolated to the window, not below zero and not beyond half a step where the series begins or ends."""
+    """The increase extrapolated to the window: not below zero, and at most half a step beyond the series' ends."""
     first, last = samples[0], samples[-1]
     gained = last[1] - first[1]
     for (_, before), (_, after) in itertools.pairwise(samples):
-        gained += before if after < before else 0.0  # a counter that began anew
+        gained += before if after < before else 0.0  # the counter was reset
     sampled = last[0] - first[0]
     step = sampled / (len(samples) - 1)
     to_start, to_end = first[0] - start, end - last[0]
@@ -213,7 +213,7 @@ def _join(node: Binary, left: Vector, right: Vector) -> Vector:
 
 
 def _apply(node: Binary, left: float, right: float) -> float | None:
-    """None where a comparison leaves the sample out."""
+    """None if a comparison drops the sample."""
     if node.op in ARITHMETIC:
         return ARITHMETIC[node.op](left, right)
     holds = COMPARISONS[node.op](left, right)

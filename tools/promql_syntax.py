@@ -1,6 +1,6 @@
-"""The part of PromQL that the dashboard and the alerts use, as a tree: enough to check them without Prometheus.
+"""Parse the subset of PromQL that the dashboard and the alerts use, to check them without Prometheus.
 
-What is not known here is refused, so that a query the checks do not understand cannot pass them.
+Unknown syntax is refused, so that no query passes the checks unread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FUNCTIONS = {
     "max_over_time": ("range",),
     "rate": ("range",),
 }
-"""What each takes."""
+"""Argument types of each function."""
 AGGREGATIONS = ("avg", "count", "max", "min", "sum")
 PRECEDENCE = {"or": 1, "and": 2, "unless": 2, "==": 3, "!=": 3, "<=": 3, "<": 3, ">=": 3, ">": 3}
 PRECEDENCE.update({"+": 4, "-": 4, "*": 5, "/": 5})
@@ -34,7 +34,7 @@ TOKEN = re.compile(
 
 
 class SyntaxProblemError(ValueError):
-    """A query that is no PromQL, or none that is known here."""
+    """A query that is not PromQL, or outside the supported subset."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Record what a real service exports under a small, uneven load: `python tools/record_metrics.py OUT.json.gz`.
+"""Record the metrics of a real service under a small, uneven load: `python tools/record_metrics.py OUT.json.gz`.
 
-Starts `serve run` of deploy/config.yaml on free ports with little KV memory, so that a few streams fill it, asks in all
-modes for about two minutes, and scrapes Ray's metrics port every 5 s as Prometheus would. The file holds one value a
-scrape for every series; None where the series was not there.
+Starts `serve run` of deploy/config.yaml on free ports with little KV memory, so that a few streams fill it, sends
+requests in all modes for about two minutes, and scrapes Ray's metrics port every 5 s like Prometheus. The file holds
+one value per scrape for every series; None where the series was absent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tide_client import StatusError, TideClient
 
 SCRAPE_S = 5.0
 PHASES = ((0.2, 1), (0.25, 4), (0.3, 14), (0.25, 1))
-"""Share of the time, and streams at once."""
+"""Share of the time, and concurrent streams."""
 KV_MEMORY_GIB = 0.05
 MODES = ("verified", "bounded", "fast", "full", "verified", "bounded")
 KEPT = (
@@ -38,7 +38,7 @@ KEPT = (
     "ray_serve_deployment_queued_queries",
 )
 DROPPED_LABELS = ("NodeAddress", "SessionName", "otel_scope_name", "otel_scope_schema_url", "otel_scope_version")
-"""They differ from run to run and no query names them."""
+"""They differ from run to run, and no query uses them."""
 SYSTEM = "You are a careful assistant. Answer in short sentences, say what you do not know, and never invent a source."
 QUESTIONS = ("Why is the sky blue?", "What is a prime number?", "Name three rivers.", "How does rain form?")
 
@@ -77,7 +77,7 @@ def _ask(server: Server, client: TideClient, index: int, end: float, stop: threa
     while time.monotonic() < end and not stop.is_set():
         chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}]
         max_tokens = 60 + 40 * (number % 4)
-        if number % 7 == 6:  # over HTTP, and some callers have no patience
+        if number % 7 == 6:  # over HTTP, some with a short deadline
             tide = {"timeout_s": 0.5} if number % 2 else {}
             body = {"model": "demo", "messages": chat, "max_tokens": max_tokens, "tide": tide}
             server.post(body, "/v1/chat/completions")
@@ -104,7 +104,7 @@ def _record(server: Server, seconds: float) -> dict[str, Any]:
 
 
 def samples_of(text: str) -> Iterator[tuple[dict[str, str], float]]:
-    """Labels, the name among them, and value of every sample that is kept."""
+    """Labels (including the name) and value of every recorded sample."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(KEPT):

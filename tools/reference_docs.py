@@ -1,7 +1,7 @@
-"""Write the parts of docs/ that the code itself says: settings, the gRPC schema, metrics, model families.
+"""Generate the references in docs/ from the code: settings, the gRPC schema, metrics, model families.
 
 python tools/reference_docs.py            write them
-python tools/reference_docs.py --check    say which are not current, and fail if one is not
+python tools/reference_docs.py --check    list outdated ones, and fail if there are any
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stale(wanted: Mapping[Path, str]) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the references in docs/.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if one is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if one is outdated")
     check = parser.parse_args(arguments).check
     sys.path.insert(0, str(ROOT))
     wanted = pages()

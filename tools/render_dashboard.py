@@ -1,6 +1,6 @@
 """Draw the dashboard from recorded samples: `python tools/render_dashboard.py docs/dashboard.png`.
 
-The layout, titles, units, thresholds and queries are the dashboard's own; only the painter is not Grafana.
+Layout, titles, units, thresholds and queries come from the dashboard; matplotlib draws instead of Grafana.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _timeseries(axes: Axes, panel: dict[str, Any], recording: Recording) -> None
 
 
 def _heatmap(axes: Axes, panel: dict[str, Any], recording: Recording) -> None:
-    """Buckets are cumulative: a row is what its bucket has beyond the one below, as Grafana draws them."""
+    """Buckets are cumulative: a row shows the difference to the bucket below, as in Grafana."""
     lines = evaluated(panel, recording)
     bounds = sorted(lines, key=lambda bound: float(bound.replace("+Inf", "inf")))
     counts = np.nan_to_num(np.array([lines[bound] for bound in bounds]))

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from deploy.strict_schema import validated
+from deploy.strict.schema import validated
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError

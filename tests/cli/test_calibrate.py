@@ -134,7 +134,7 @@ def test_a_run_ended_by_ctrl_c_and_then_by_a_kill_is_finished_by_the_same_comman
         _, err = process.communicate(timeout=60)
         assert process.returncode == code, err
         if end == signal.SIGINT:
-            assert f"the same command goes on with the run in {tmp_path / 'artefact.run'}" in err
+            assert f"the same command resumes the run in {tmp_path / 'artefact.run'}" in err
     assert not (tmp_path / "artefact").exists()
 
     code, _, err = tide(*arguments)

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.fake_engine import USAGE, FakeEngine
 from tests.engine.exit_engines import exit_engine
 from tests.factories import make_engine
-from tide_core.cli import tally
+from tide_core.cli import exit_report
 from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput
 
 Tide = Callable[..., tuple[int, str, str]]
@@ -123,7 +123,7 @@ def test_a_run_that_takes_twice_as_long_at_full_depth_is_a_speed_up_of_two(
         yield from stream(prompt, params)
 
     monkeypatch.setattr(engine, "stream_blocking", timed)
-    monkeypatch.setattr(tally.time, "monotonic", lambda: now)
+    monkeypatch.setattr(exit_report.time, "monotonic", lambda: now)
     _, _, err = tide("generate", "Say", "--show-exits")
     assert "tide: verified 12.0 tok/s, full depth 6.0 tok/s: 2.00x, output identical\n" in err
 

@@ -52,7 +52,7 @@ def test_a_call_waits_as_long_as_the_server_asks_before_it_is_made_again(
 
 def test_an_answer_without_its_last_word_is_broken(server: GrpcServer, script: Script, call: Call) -> None:
     script.acts.append(scripted.ends_without_the_last_word)
-    with pytest.raises(BrokenStreamError, match="2 tokens and without its last word"):
+    with pytest.raises(BrokenStreamError, match="2 tokens and no final message"):
         call(server.address, "generate", "Say")
 
 
@@ -147,7 +147,7 @@ def test_a_value_that_cannot_be_sent_is_refused_by_name(
 @pytest.mark.parametrize(
     ("prompt", "options", "said"),
     [
-        ("Say", {"max_token": 1}, "max_token is no option of a generation"),
+        ("Say", {"max_token": 1}, "max_token is not an option of a generation"),
         ("Say", {"max_tokens": "7"}, "max_tokens is '7'"),
         ("Say", {"stop": "ab"}, "stop is one string"),
         (b"Say", {}, "prompt is bytes"),

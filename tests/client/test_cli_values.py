@@ -24,10 +24,10 @@ Tide = Callable[..., tuple[int, str, str]]
         (("Say", "--http", "127.0.0.1:8000"), "the address is '127.0.0.1:8000', expected one such as http://"),
         (("Say", "--http", "http://here:port"), "the address is 'http://here:port'"),
         (("Say", "--http", "http://127.0.0.1:1", "--temperature", "nan"), "not JSON compliant"),
-        (("Say", "--http", "http://127.0.0.1:1", "--application", "a"), "--application: got 'a', expected none beside"),
+        (("Say", "--http", "http://127.0.0.1:1", "--application", "a"), "--application: got 'a', expected none with"),
         (("Say", "--application", "a b"), "application is 'a b', expected printable ASCII"),
         ((" ",), "prompt: got ' ', expected text"),
-        (("\udcff",), "prompt: got 'bytes that are no UTF-8', expected text"),
+        (("\udcff",), "prompt: got 'bytes that are not UTF-8', expected text"),
         (("Say", "--api-key-file", "/nowhere/key"), "--api-key-file: got '/nowhere/key', expected a file that can be"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.client import scripted
 from tests.client.scripted import TEXT, GrpcServer, Script, fails, hangs
-from tide_client import AsyncTideClient, BrokenStreamError, StatusError, TideClient, TideClientError, retries
+from tide_client import AsyncTideClient, BrokenStreamError, StatusError, TideClient, TideClientError, settings
 
 
 def test_leaving_the_with_of_a_stream_ends_it_on_the_server(server: GrpcServer, script: Script) -> None:
@@ -98,8 +98,8 @@ def test_another_thread_may_close_a_stream_that_waits(server: GrpcServer, script
 
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 60.0)
-    monkeypatch.setattr(retries, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(settings, "FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(settings, "LONGEST_PAUSE_S", 60.0)
 
 
 @pytest.mark.usefixtures("long_pauses")

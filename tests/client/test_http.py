@@ -60,18 +60,18 @@ def test_the_number_of_layers_is_asked_of_the_server(http_server: HttpServer) ->
     assert HttpClient(http_server.url, api_key="k").num_layers() == NUM_LAYERS
     assert http_server.keys == ["Bearer k"]
     http_server.models = b'{"data": [{"id": "another server"}]}'
-    with pytest.raises(TideClientError, match="none of TIDE Serve"):
+    with pytest.raises(TideClientError, match="not from TIDE Serve"):
         HttpClient(http_server.url).num_layers()
 
 
 @pytest.mark.parametrize(
     ("pieces", "text", "kind", "said"),
     [
-        (WHOLE[:3], "The cat sat", BrokenStreamError, "ended after 3 tokens without its last word"),
+        (WHOLE[:3], "The cat sat", BrokenStreamError, "ended after 3 tokens without a final message"),
         ((*WHOLE[:1], ERROR), "The", StatusError, "ERROR after 1 token: scripted failure"),
-        ((WHOLE[0], DONE), "The", BrokenStreamError, "none of TIDE Serve"),
-        ((WHOLE[0], b"data: {broken\n\n"), "The", BrokenStreamError, "none of TIDE Serve"),
-        ((b'data: {"choices": 3}\n\n',), "", BrokenStreamError, "none of TIDE Serve"),
+        ((WHOLE[0], DONE), "The", BrokenStreamError, "not from TIDE Serve"),
+        ((WHOLE[0], b"data: {broken\n\n"), "The", BrokenStreamError, "not from TIDE Serve"),
+        ((b'data: {"choices": 3}\n\n',), "", BrokenStreamError, "not from TIDE Serve"),
         ((b"<html>hello</html>",), "", BrokenStreamError, "ended after 0 tokens"),
     ],
 )

@@ -8,34 +8,33 @@ from typing import Any
 import pytest
 
 from deploy.keys import Caller
-from tests.deploy.faces import Context, Grpc, Http, all_of, make_service
+from tests.deploy.in_process import Context, Grpc, Http, all_of, make_service
 from tide_client import openai_events
-from tide_client.pieces import Pieces
 from tide_client.requests import Options, request_of
-from tide_client.results import Answer, exit_stats_of, model_info_of, response_of
+from tide_client.results import Answer, AnswerBuilder, exit_stats_of, model_info_of, response_of
 
 CHAT = [{"role": "user", "content": "the cat"}]
 OPTIONS: Options = {"max_tokens": 12, "ignore_eos": True, "mode": "verified", "threshold": 0.25}
 
 
 async def over_grpc(service: Any, prompt: Any) -> Answer:
-    pieces, context = Pieces(), Context()
+    builder, context = AnswerBuilder(), Context()
     for chunk in await all_of(Grpc(service).GenerateStream(request_of(prompt, OPTIONS, 30.0), context)):  # type: ignore[arg-type]
-        pieces.take(chunk)
+        builder.take(chunk)
     assert context.text == ""
-    pieces.end()
-    return pieces.answer
+    builder.end()
+    return builder.answer
 
 
 async def over_http(service: Any, prompt: Any) -> Answer:
     path, body = openai_events.request_of(prompt, OPTIONS, 30.0)
     reply = await Http(service).ask("POST", path, raw=body)
     assert reply.status == 200, reply.body
-    pieces = Pieces()
-    events = openai_events.Events(pieces)
+    builder = AnswerBuilder()
+    events = openai_events.Events(builder)
     for line in reply.body.splitlines(keepends=True):
         events.take(line)
-    return pieces.answer
+    return builder.answer
 
 
 @pytest.mark.parametrize("prompt", ["the cat", CHAT], ids=["text", "chat"])

@@ -81,7 +81,7 @@ def test_a_status_that_asking_again_cannot_mend_is_told_at_once(
     [
         (scripted.skips, "The", "chunk 2 came where 1 was next"),
         (scripted.repeats, "The", "chunk 0 came where 1 was next"),
-        (scripted.ends_without_the_last_word, "The cat", "ended after 2 tokens without its last word"),
+        (scripted.ends_without_the_last_word, "The cat", "ended after 2 tokens without a final message"),
         (scripted.goes_on_after_the_last_word, TEXT, "chunk 3 came where nothing was next"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Requests on their way, without an engine behind them."""
+"""Running requests without an engine."""
 
 from __future__ import annotations
 

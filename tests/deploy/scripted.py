@@ -1,4 +1,4 @@
-"""A service over an engine that says what it is told to, and one HTTP request into it without a socket."""
+"""A service over an engine with scripted outputs, and one HTTP request to it without a socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from deploy.http_api import build_api
+from deploy.http_api.api import build_api
 from deploy.service import Service
 from tide_core.request import FinishReason, RequestOutput, SamplingParams, TokenOutput, Usage
 

@@ -1,4 +1,4 @@
-"""How many replicas: enough for the tokens promised and the memory in use, as Serve asks for it."""
+"""The number of replicas: enough for the tokens in flight and the KV memory in use."""
 
 from __future__ import annotations
 

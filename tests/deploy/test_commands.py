@@ -1,4 +1,4 @@
-"""`tide check-config` and `tide new-key`, as the shell meets them: exit codes, one line an error, no traceback."""
+"""`tide check-config` and `tide new-key` from the shell: exit codes, one line per error, no traceback."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def test_a_right_config_is_ok_and_the_shipped_one_is_looked_at_by_default(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         ("max_ongoing_requests", "max_ongoing_request", "did you mean max_ongoing_requests?"),
         ("modes:", "exit_treshold:", "did you mean min_threshold?"),
         ("port: 8000", "port: 0", "http_options.port: got 0, expected a port in 1..65535"),
         ("port: 9000", "port: 8000", "grpc_options.port: got 8000"),
         ("port: 8000", "port: no", "no would become false; write that, or quote it"),
-        ("host: 127.0.0.1", "host: !!python/name:os.system", ": anchors, aliases and tags are not taken here"),
+        ("host: 127.0.0.1", "host: !!python/name:os.system", ": anchors, aliases and tags are not allowed"),
         ("deploy.app:build_app", "deploy.app:build_ap", "has no attribute 'build_ap'"),
     ],
 )
 def test_a_wrong_config_is_refused_with_code_2_and_one_line(
-    tide: Tide, tmp_path: Path, before: str, after: str, told: str
+    tide: Tide, tmp_path: Path, before: str, after: str, message: str
 ) -> None:
     path, text = tmp_path / "config.yaml", CONFIG.read_text()
     assert before in text
     path.write_text(text.replace(before, after, 1))
     code, out, err = tide("check-config", path)
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
 
 

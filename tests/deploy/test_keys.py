@@ -1,4 +1,4 @@
-"""API keys: whose key it is, and that no mistake in a file or a header opens the door."""
+"""API keys: the caller of a key, and that no mistake in a file or a header gives access."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ NO_KEY_FILES = {
     "no name": json.dumps({"keys": [{"sha256": "0" * 64}]}).encode(),
     "upper case": json.dumps({"keys": [{"name": "a", "sha256": "A" * 64}]}).encode(),
     "an unknown field": json.dumps({"keys": [entry(mode="full")]}).encode(),
-    "a field beside": json.dumps({"keys": [entry()], "open": True}).encode(),
+    "an extra field": json.dumps({"keys": [entry()], "open": True}).encode(),
     "one name twice": json.dumps({"keys": [entry(), entry(key=OTHER)]}).encode(),
     "one key twice": json.dumps({"keys": [entry(), entry("team-b")]}).encode(),
     "one field twice": b'{"keys": [], "keys": [' + json.dumps(entry()).encode() + b"]}",

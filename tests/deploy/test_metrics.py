@@ -1,4 +1,4 @@
-"""Counts and how they leave: every name in the table, each gain once, nothing that ever goes down."""
+"""Metrics and their export: every name in the table, each increase once, counters that never go down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_LAYERS = 8
 
 
 class Sink:
-    """An exporter that keeps what it is told, by the kinds of the table."""
+    """An exporter that records its calls, by the kinds of the table."""
 
     def __init__(self) -> None:
         self.counts: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -232,14 +232,14 @@ def test_a_request_is_timed_by_mode_from_its_arrival_to_its_end(
     clock = [102.0]
     monkeypatch.setattr("deploy.metrics.time", SimpleNamespace(monotonic=lambda: clock[0]))
     answer = make_answer(mode="bounded", started_at=100.0)
-    meter.moved(answer, piece())
+    meter.on_output(answer, piece())
     answer.first_at = answer.last_at = 102.0
     clock[0] = 102.5
-    meter.moved(answer, piece(4))
+    meter.on_output(answer, piece(4))
     answer.last_at = 102.5
     clock[0] = 103.0
-    meter.moved(answer, piece(1, Usage(3, 6, queue_s=0.5)))
-    meter.ended(answer, "length")
+    meter.on_output(answer, piece(1, Usage(3, 6, queue_s=0.5)))
+    meter.on_end(answer, "length")
     meter.flush(stats_of(), 0)
     assert sink.samples == {
         ("tide_time_to_first_token_seconds", "bounded"): [2.0],
@@ -255,7 +255,7 @@ def test_a_request_is_timed_by_mode_from_its_arrival_to_its_end(
 
 def test_requests_are_counted_by_how_they_ended(meter: Meter, sink: Sink) -> None:
     for reason in ("stop", "length", "stop", "cancelled", "DeadlineError"):
-        meter.ended(make_answer(), reason)
+        meter.on_end(make_answer(), reason)
     meter.flush(stats_of(), 0)
     ends = {tag: count for (name, tag), count in sink.counts.items() if name == "tide_requests"}
     assert ends == {"stop": 2, "length": 1, "cancelled": 1, "DeadlineError": 1}
@@ -263,13 +263,13 @@ def test_requests_are_counted_by_how_they_ended(meter: Meter, sink: Sink) -> Non
 
 def test_prompt_tokens_from_the_prefix_cache_are_counted_when_their_request_ends(meter: Meter, sink: Sink) -> None:
     for cached in (0, 16, 32):
-        meter.moved(make_answer(), piece(0, Usage(40, 1, cached_tokens=cached)))
+        meter.on_output(make_answer(), piece(0, Usage(40, 1, cached_tokens=cached)))
     meter.flush(stats_of(), 0)
     assert sink.counts == {("tide_cached_prompt_tokens", ""): 48}
 
 
 def test_a_piece_without_tokens_is_no_latency(meter: Meter, sink: Sink) -> None:
-    meter.moved(make_answer(), piece(0, Usage(3, 0)))
+    meter.on_output(make_answer(), piece(0, Usage(3, 0)))
     meter.flush(stats_of(), 0)
     assert set(sink.samples) == {("tide_queue_seconds", "verified")}
 
@@ -302,13 +302,13 @@ def test_a_thinned_sample_keeps_quantiles_and_mean(number: int) -> None:
 def test_what_nobody_takes_is_bounded(meter: Meter) -> None:
     answer = make_answer()
     for _ in range(MAX_HELD // 2 + 10):
-        meter.ended(answer, "stop")
-    assert len(meter._heard) == MAX_HELD
+        meter.on_end(answer, "stop")
+    assert len(meter._recorded) == MAX_HELD
 
 
 def test_requests_that_end_while_others_are_handed_on_are_not_lost(meter: Meter, sink: Sink) -> None:
     answer = make_answer()
-    ender = threading.Thread(target=lambda: [meter.ended(answer, f"reason {number % 50}") for number in range(20_000)])
+    ender = threading.Thread(target=lambda: [meter.on_end(answer, f"reason {number % 50}") for number in range(20_000)])
     ender.start()
     while ender.is_alive():
         meter.flush(stats_of(), 0)
@@ -316,7 +316,7 @@ def test_requests_that_end_while_others_are_handed_on_are_not_lost(meter: Meter,
     assert sum(count for (name, _), count in sink.counts.items() if name == "tide_requests") == 20_000
 
 
-async def test_a_service_is_heard_through_and_through(sink: Sink, meter: Meter) -> None:
+async def test_a_service_is_measured_from_start_to_end(sink: Sink, meter: Meter) -> None:
     engine = exit_engine()
     service = Service(engine, model="tiny", observer=meter)
     try:
@@ -338,8 +338,8 @@ def test_a_thread_hands_on_until_it_is_stopped_and_tells_of_a_failure_once(
     sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.metrics.FLUSH_S", 0.001)
-    told: list[str] = []
-    monkeypatch.setattr("deploy.metrics.logger.exception", told.append)
+    logged: list[str] = []
+    monkeypatch.setattr("deploy.metrics.logger.exception", logged.append)
     states = iter([stats_of(num_running=1)] + [None] * 5 + [stats_of(num_running=2)])
     enough, meter = threading.Event(), Meter(sink, model="tiny", max_queued=9)
 
@@ -359,18 +359,18 @@ def test_a_thread_hands_on_until_it_is_stopped_and_tells_of_a_failure_once(
     assert meter._thread is not None
     meter._thread.join(10)
     assert not meter._thread.is_alive()
-    assert told == ["metrics could not be exported"]
+    assert logged == ["metrics could not be exported"]
     assert sink.gauges["tide_num_requests_running", ""] == 2
 
 
 def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
-    told: list[tuple[Any, ...]] = []
+    logged: list[tuple[Any, ...]] = []
 
     def stub(kind: str, verb: str) -> Any:
         def make(*args: Any) -> Any:
             made.append((kind, *args))
-            return SimpleNamespace(**{verb: lambda value, tags: told.append((args[0], value, tags))})
+            return SimpleNamespace(**{verb: lambda value, tags: logged.append((args[0], value, tags))})
 
         return make
 
@@ -378,11 +378,11 @@ def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.M
         monkeypatch.setattr(f"ray.serve.metrics.{kind}", stub(kind, verb))
     exporter = RayExporter()
     assert [each[1] for each in made] == [metric.name for metric in METRICS]
-    assert ("Gauge", "tide_audit_bound", "The bound that was promised.", ("contract",)) in made
+    assert ("Gauge", "tide_audit_bound", "The certified bound on disagreement.", ("contract",)) in made
     assert ("Histogram", "tide_queue_seconds", BY_NAME["tide_queue_seconds"].text, list(LATENCIES_S), ("mode",)) in made
     for name, tags in (("tide_requests", {"finish": "stop"}), ("tide_exit_layer", {}), ("tide_predicted_gain", {})):
         exporter.add(name, 3, tags)
-    assert told == [
+    assert logged == [
         ("tide_requests", 3, {"finish": "stop"}),
         ("tide_exit_layer", 3, {}),
         ("tide_predicted_gain", 3, {}),
@@ -391,6 +391,6 @@ def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.M
 
 def test_rays_own_classes_take_the_table_and_what_a_meter_says() -> None:
     meter = Meter(RayExporter(), model="tiny", max_queued=9)
-    meter.ended(make_answer(), "stop")
-    meter.moved(make_answer(), piece(1, Usage(3, 1)))
+    meter.on_end(make_answer(), "stop")
+    meter.on_output(make_answer(), piece(1, Usage(3, 1)))
     meter.flush(stats_of(exits(left={2: 3, 8: 1}, drafts=3, accepted=3), audits={"fast": audit(broken=True)}), 1)

@@ -1,4 +1,4 @@
-"""One request through the service: names, deadlines, aborts, and its one end."""
+"""One request through the service: ids, deadlines, aborts, and its end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from deploy.config.args import Limits
+from deploy.config.policy import LivePolicy
 from deploy.failures import DeadlineError, ForbiddenError, NotServedError
 from deploy.keys import Caller, KeyRing
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
 from deploy.service import Answer, Call, Service
-from tests.deploy.faces import make_service
+from tests.deploy.in_process import make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams
@@ -131,7 +131,7 @@ async def test_a_closed_engine_is_an_error_and_not_an_answer(service: Service) -
 
 
 async def test_a_request_without_a_length_goes_on_to_the_room_there_is(service: Service) -> None:
-    outputs = await run(service, Call(PROMPT, {"ignore_eos": True}, fills=True))
+    outputs = await run(service, Call(PROMPT, {"ignore_eos": True}, fill_context=True))
     total = outputs[-1].usage
     assert total is not None
     assert total.prompt_tokens + total.output_tokens == service.engine.max_model_len
@@ -142,7 +142,7 @@ async def test_the_policy_fills_in_what_a_request_leaves_open_and_requests_that_
 ) -> None:
     outputs = service.outputs(service.begin(Call(PROMPT, LONG), ANYONE))
     first = await anext(outputs)
-    await service.take(LivePolicy.read({"mode": "full"}), service.keys)
+    await service.apply(LivePolicy.read({"mode": "full"}), service.keys)
     rest = [output async for output in outputs]
     assert {token.mode for output in (first, *rest) for token in output.tokens} == {"verified"}
     later = await run(service, Call(PROMPT, LONG))
@@ -150,7 +150,7 @@ async def test_the_policy_fills_in_what_a_request_leaves_open_and_requests_that_
 
 
 async def test_a_mode_that_is_not_allowed_is_forbidden_to_those_who_name_it(service: Service) -> None:
-    await service.take(LivePolicy.read({"modes": ["full"]}), service.keys)
+    await service.apply(LivePolicy.read({"modes": ["full"]}), service.keys)
     with pytest.raises(ForbiddenError, match="mode"):
         service.begin(Call(PROMPT, {"mode": "fast"}), ANYONE)
     assert service.begin(Call(PROMPT), ANYONE).params.mode == "full"
@@ -159,7 +159,7 @@ async def test_a_mode_that_is_not_allowed_is_forbidden_to_those_who_name_it(serv
 async def test_a_policy_that_the_artefact_cannot_keep_is_refused_and_the_old_one_stays(service: Service) -> None:
     before = service.policy
     with pytest.raises(ConfigError, match=r"user_config\.epsilon"):
-        await service.take(LivePolicy.read({"mode": "bounded", "epsilon": 0.0001}), service.keys)
+        await service.apply(LivePolicy.read({"mode": "bounded", "epsilon": 0.0001}), service.keys)
     assert service.policy is before
 
 
@@ -214,7 +214,7 @@ async def test_a_request_for_more_than_a_limit_is_refused_before_it_begins_and_t
 async def test_a_request_without_a_length_goes_on_to_the_limit_if_there_is_more_room() -> None:
     service = make_service(limits=Limits(max_tokens=7))
     with contextlib.closing(service.engine):
-        outputs = await run(service, Call(PROMPT, {"ignore_eos": True}, fills=True))
+        outputs = await run(service, Call(PROMPT, {"ignore_eos": True}, fill_context=True))
     assert sum(len(output.tokens) for output in outputs) == 7
 
 
@@ -252,10 +252,10 @@ class Ends:
         self.reasons: list[str] = []
         self.num_moves = 0
 
-    def moved(self, answer: Answer, output: RequestOutput) -> None:
+    def on_output(self, answer: Answer, output: RequestOutput) -> None:
         self.num_moves += 1
 
-    def ended(self, answer: Answer, reason: str) -> None:
+    def on_end(self, answer: Answer, reason: str) -> None:
         self.reasons.append(reason)
 
 
@@ -353,20 +353,20 @@ class SwappingEngine(ScriptedEngine):
 
 async def test_keys_and_exits_come_with_their_policy_and_go_with_it() -> None:
     service, keys = scripted_service(SwappingEngine()), KeyRing({b"x" * 32: Caller("someone")})
-    await service.take(LivePolicy.read({"artefact": "other"}), keys)
+    await service.apply(LivePolicy.read({"artefact": "other"}), keys)
     assert service.keys is keys
     assert service.engine.config.artefact == "other"
-    await service.take(LivePolicy.read({}), KeyRing())
+    await service.apply(LivePolicy.read({}), KeyRing())
     assert service.keys.is_open
     assert service.engine.config.artefact == "own"
 
 
 async def test_of_a_policy_that_is_refused_nothing_is_taken() -> None:
     service, keys = scripted_service(SwappingEngine()), KeyRing({b"x" * 32: Caller("someone")})
-    await service.take(LivePolicy.read({"artefact": "first"}), keys)
+    await service.apply(LivePolicy.read({"artefact": "first"}), keys)
     refused = LivePolicy.read({"artefact": "second", "mode": "bounded", "epsilon": 0.01})
     with pytest.raises(ConfigError, match=r"user_config\.epsilon"):
-        await service.take(refused, KeyRing())
+        await service.apply(refused, KeyRing())
     assert service.keys is keys
     assert service.policy.artefact == "first"
     assert service.engine.config.artefact == "first"

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, Field
 
-from deploy.args import AppArgs
 from deploy.calibration.settings import JobSettings, Workers
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
+from deploy.config.args import AppArgs, Limits
+from deploy.config.policy import LivePolicy
 from tests.docs.documents import ROOT
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import EngineConfig
@@ -78,7 +77,7 @@ def test_limits_of_pydantic_fields_are_written_in_words() -> None:
 
     [count, name] = of_model(Some)
     assert (count.default, count.allowed) == ("`2`", "at least 1; below 9")
-    assert name.default == "**needed**"
+    assert name.default == "**required**"
     assert set(name.allowed.split("; ")) == {"matches `^a+$`", "at most 3 long"}
 
 

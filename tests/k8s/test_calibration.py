@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy import strict_yaml
 from deploy.calibration.settings import JobSettings, read_settings
+from deploy.strict import yaml_file
 from tests.k8s.kustomize import JOBS, one, overlay, render, with_component
 from tests.k8s.pods import env_of, pod, ray_container, templates_of
 
@@ -22,7 +22,7 @@ def spec_of(name: str) -> dict[str, Any]:
 
 def settings_of(name: str) -> JobSettings:
     data = one(overlay(name), "ConfigMap", "tide-calibration")["data"]
-    return read_settings(strict_yaml.parse(data["calibrate.yaml"].encode(), name))
+    return read_settings(yaml_file.parse(data["calibrate.yaml"].encode(), name))
 
 
 @jobs
@@ -73,7 +73,7 @@ def test_pods_of_several_gpu_nodes_can_mount_the_volume_at_once() -> None:
 @jobs
 def test_what_is_calibrated_is_what_is_served(name: str) -> None:
     service = one(overlay(name.removesuffix("-calibration")), "RayService")["spec"]["serveConfigV2"]
-    engine = strict_yaml.parse(service.encode(), name)["applications"][0]["args"]["engine"]
+    engine = yaml_file.parse(service.encode(), name)["applications"][0]["args"]["engine"]
     assert settings_of(name).model == engine["model"]
 
 

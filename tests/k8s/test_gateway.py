@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy import strict_yaml
+from deploy.strict import yaml_file
 from tests.k8s.kustomize import REPOSITORY, one, overlay
 from tests.k8s.pods import PODS, pod, ray_container
 
@@ -50,7 +50,7 @@ def test_routes_end_at_the_service_that_kuberay_makes(kind: str, port_name: str)
 
 def test_the_edge_waits_longer_than_the_service_which_can_say_why_it_ends_a_request() -> None:
     (rule,) = spec_of("HTTPRoute")["rules"]
-    config = strict_yaml.read(REPOSITORY / "deploy" / "config.gpu.yaml")
+    config = yaml_file.read(REPOSITORY / "deploy" / "config.gpu.yaml")
     assert int(rule["timeouts"]["request"].removesuffix("s")) > config["http_options"]["request_timeout_s"]
 
 
@@ -63,7 +63,7 @@ def test_the_paths_that_are_let_in_are_those_of_the_api_and_none_of_serve_itself
         whole = any(kind == "Exact" and path == value for kind, value in allowed)
         return whole or any(kind == "PathPrefix" and f"{path}/".startswith(f"{value}/") for kind, value in allowed)
 
-    source = (REPOSITORY / "deploy" / "http_api.py").read_text(encoding="utf-8")
+    source = (REPOSITORY / "deploy" / "http_api" / "api.py").read_text(encoding="utf-8")
     served = set(re.findall(r'\.(?:get|post|route)\(\s*"(/[^"]*)"', source))
     assert {"/v1/completions", "/v1/chat/completions", "/health"} <= served
     refused = {path for path in served if not let_in(path)}

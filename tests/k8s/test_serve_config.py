@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from deploy import strict_yaml
-from deploy.serve_config import check
+from deploy.config.serve_config import check
+from deploy.strict import yaml_file
 from tests.k8s.kustomize import REPOSITORY, SERVICES, one, overlay
 from tests.k8s.pods import templates_of
 
 DEPLOY = REPOSITORY / "deploy"
-LAPTOP, CLUSTER = (strict_yaml.read(DEPLOY / name) for name in ("config.yaml", "config.cpu.yaml"))
+LAPTOP, CLUSTER = (yaml_file.read(DEPLOY / name) for name in ("config.yaml", "config.cpu.yaml"))
 DIFFERENT_ON_PURPOSE = {
     "http_options.host",
     "grpc_options.enable_reflection",
@@ -43,7 +43,7 @@ def test_the_serve_config_of_the_manifest_is_the_file_itself(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_there_is_nothing_to_say_about_it(name: str) -> None:
     text = one(overlay(name), "RayService")["spec"]["serveConfigV2"]
-    assert check(strict_yaml.parse(text.encode(), name)) == []
+    assert check(yaml_file.parse(text.encode(), name)) == []
 
 
 def test_on_a_clusters_cpus_only_the_door_and_the_replicas_are_other_than_on_this_machine() -> None:
@@ -53,7 +53,7 @@ def test_on_a_clusters_cpus_only_the_door_and_the_replicas_are_other_than_on_thi
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_door_that_is_open_to_a_network_asks_for_keys(name: str) -> None:
-    config = strict_yaml.parse(one(overlay(name), "RayService")["spec"]["serveConfigV2"].encode(), name)
+    config = yaml_file.parse(one(overlay(name), "RayService")["spec"]["serveConfigV2"].encode(), name)
     keys_file = config["applications"][0]["args"]["api_keys_file"]
     assert config["grpc_options"]["enable_reflection"] is False, "it answers without a key"
     for role, template in templates_of(overlay(name)).items():

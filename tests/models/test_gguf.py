@@ -20,16 +20,16 @@ from tests.models.gguf_factory import (
     reference_model,
 )
 from tide_core.errors import ModelError
-from tide_core.models import gguf
-from tide_core.models.gguf_file import GGUFFile
-from tide_core.models.gguf_llama import describe
-from tide_core.models.gguf_tokenizer import build_tokenizer, token_ids
+from tide_core.models.gguf.convert import convert as convert_gguf
+from tide_core.models.gguf.file import GGUFFile
+from tide_core.models.gguf.llama import describe
+from tide_core.models.gguf.tokenizer import build_tokenizer, token_ids
 
 
 def convert(tiny: TinyGGUF, tmp_path: Path) -> Path:
     folder = tmp_path / "converted"
     folder.mkdir()
-    gguf.convert(tiny.path, folder)
+    convert_gguf(tiny.path, folder)
     return folder
 
 
@@ -37,7 +37,7 @@ def refuse(path: Path, tmp_path: Path) -> ModelError:
     folder = tmp_path / "refused"
     folder.mkdir()
     with pytest.raises(ModelError) as caught:
-        gguf.convert(path, folder)
+        convert_gguf(path, folder)
     assert not list(folder.iterdir()), "a refused file must leave nothing behind"
     return caught.value
 
@@ -142,7 +142,7 @@ def test_a_file_too_small_for_a_header_is_refused(size: int, tmp_path: Path) -> 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "zip.gguf"
     path.write_bytes(b"PK\3\4" + bytes(100))
-    assert "no GGUF" in refuse(path, tmp_path).expected
+    assert "not a GGUF" in refuse(path, tmp_path).expected
 
 
 @pytest.mark.parametrize(("version", "came"), [(1, "1"), (99, "99"), (3 << 24, "big-endian")])
@@ -240,7 +240,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     path = make_gguf(tmp_path / "tiny.gguf", tensors=tensors).path
     (tmp_path / "out").mkdir()
     with pytest.raises(ModelError, match="output_norm"):
-        gguf.convert(path, tmp_path / "out")
+        convert_gguf(path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

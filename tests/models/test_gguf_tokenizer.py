@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.models.gguf_factory import make_gguf
-from tide_core.models.gguf import convert
+from tide_core.models.gguf.convert import convert
 
 TEXTS = [
     "",

@@ -12,8 +12,8 @@ import yaml
 
 from benchmarks.live import ROOT
 from deploy.autoscaling import TARGET_KV_USAGE
-from deploy.limits import Limits
-from deploy.serve_config import OUR_DEPLOYMENT
+from deploy.config.args import Limits
+from deploy.config.serve_config import OUR_DEPLOYMENT
 from tests.observability.names import labels_asked_for
 from tools.dashboard import ALERTS, FOLDER, RECORDED, rules
 from tools.promql import Recording

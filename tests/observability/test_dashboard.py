@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from deploy.limits import Limits
+from deploy.config.args import Limits
 from tests.observability.dashboard_schema import DASHBOARD as SCHEMA
 from tools.dashboard import DASHBOARD, LABEL_VALUES, dashboard, panels, rules, variables
 from tools.promql_syntax import Selector, parse, walk

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import BrowserContext
 
 from deploy.service import Service
-from tests.deploy.faces import make_service
+from tests.deploy.in_process import make_service
 from tests.playground.site import Playground, find_chromium, open_browser, serve
 
 

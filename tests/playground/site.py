@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request,
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from deploy.http_api import build_api
+from deploy.http_api.api import build_api
 from deploy.service import Service
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

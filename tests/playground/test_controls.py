@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from deploy.config.policy import LivePolicy
 from deploy.keys import Caller, KeyRing
-from deploy.policy import LivePolicy
 from deploy.service import Service
-from tests.deploy.faces import make_service
+from tests.deploy.in_process import make_service
 from tests.playground.site import Playground, serve, stream, token
 
 KEY = "the-key-of-this-test"
@@ -36,7 +36,7 @@ CHOICES: list[tuple[dict[str, str], dict[str, Any]]] = [
 
 
 def test_mode_bound_and_threshold_are_in_the_request_only_where_they_apply(playground: Playground) -> None:
-    playground.set(full_depth_beside_it=False, Tokens="4")
+    playground.set(compare_with_full_depth=False, Tokens="4")
     for controls, expected in CHOICES:
         playground.set(**controls)
         playground.run()
@@ -135,7 +135,7 @@ FAILURES = [
 
 
 def test_a_failed_run_says_why_and_the_next_one_works(playground: Playground) -> None:
-    playground.set(full_depth_beside_it=False, Tokens="4")
+    playground.set(compare_with_full_depth=False, Tokens="4")
     for status, reply, said in FAILURES:
         playground.answer(lambda body, reply=reply: reply, status=status)
         assert playground.run().startswith("failed after ")

@@ -64,7 +64,7 @@ def test_arrow_keys_move_among_the_tokens_and_tab_comes_back_to_the_same_one(pla
 
 def test_the_focus_goes_from_run_to_stop_and_back(playground: Playground) -> None:
     page = playground.page
-    playground.set(full_depth_beside_it=False, Mode="full", Tokens="200")
+    playground.set(compare_with_full_depth=False, Mode="full", Tokens="200")
     page.get_by_role("button", name="Run").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Stop")).to_be_focused()
@@ -83,7 +83,7 @@ def test_every_control_has_a_name_and_the_verdict_is_read_out(playground: Playgr
     assert page.locator("input, select, textarea, button").evaluate_all(unnamed) == 0
     expect(playground.verdict).to_have_attribute("aria-live", "polite")
     expect(playground.control("Threshold")).to_have_attribute("aria-valuetext", "calibrated")
-    expect(playground.control("Mode")).to_have_accessible_description(re.compile("full depth checks each"))
+    expect(playground.control("Mode")).to_have_accessible_description(re.compile("full depth verifies each"))
     playground.run()
     expect(playground.box("full").get_by_role("group", name="Answer")).to_have_attribute("aria-busy", "false")
     expect(playground.box("full").get_by_role("list", name="Tokens by exit layer")).to_be_visible()

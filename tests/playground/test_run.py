@@ -1,4 +1,4 @@
-"""What a run shows: the text in coloured tokens, how each came about, the histogram, and full depth beside it."""
+"""What a run shows: coloured tokens and their details, the histogram, and the comparison with full depth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.faces import make_service
+from tests.deploy.in_process import make_service
 from tests.playground.site import Playground, serve, stream, token
 
 NUM_LAYERS = 4
@@ -29,7 +29,7 @@ def ask(address: str, body: dict[str, Any]) -> dict[str, Any]:
 def test_the_tokens_on_the_page_join_to_the_text_of_the_service(
     playground: Playground, address: str, chat: bool
 ) -> None:
-    playground.set(as_a_chat=chat, full_depth_beside_it=False)
+    playground.set(as_a_chat=chat, compare_with_full_depth=False)
     playground.run()
     [body] = playground.bodies
     answer = ask(address, body)
@@ -74,7 +74,7 @@ def test_the_histogram_counts_every_token_once_at_its_layer(playground: Playgrou
     assert counts == {"layer 1": str(told["1"]), "all 4": str(told["4"])}
 
 
-def test_full_depth_beside_it_gives_two_times_their_ratio_and_the_same_text(playground: Playground) -> None:
+def test_compare_with_full_depth_gives_two_times_their_ratio_and_the_same_text(playground: Playground) -> None:
     verdict = playground.run()
     told = re.fullmatch(r"([\d.]+)× as fast: verified ([\d.]+) s, full ([\d.]+) s, the same text", verdict)
     assert told, verdict
@@ -104,7 +104,7 @@ def test_texts_that_part_are_called_so_and_marked_where_they_part(playground: Pl
 def test_a_token_that_full_depth_would_not_have_chosen_is_marked_and_told(playground: Playground) -> None:
     wrong = token(" wrong", exit_layer=1, score=0.5, audit="disagreed", mode="verified")
     playground.answer(lambda body: stream(token("right"), wrong))
-    playground.set(Mode="fast", full_depth_beside_it=False)
+    playground.set(Mode="fast", compare_with_full_depth=False)
     playground.run()
     marked = playground.box("fast").locator(".token.disagreed")
     assert marked.text_content() == " wrong"
@@ -120,7 +120,7 @@ def test_the_text_and_the_rate_grow_while_the_answer_comes(blank: Playground) ->
     service = make_service(step_s=0.02)
     with serve(service) as address:
         blank.visit(address)
-        blank.set(full_depth_beside_it=False, Mode="full", Tokens="40")
+        blank.set(compare_with_full_depth=False, Mode="full", Tokens="40")
         blank.page.locator("#runs").evaluate(watch)
         blank.run()
     service.engine.close()

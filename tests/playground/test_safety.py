@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from deploy.page import load_page
+from deploy.http_api.playground import load_page
 from deploy.service import Service
 from tests.playground.site import Playground, serve, stream, token
 
@@ -26,7 +26,7 @@ def test_the_page_is_one_file_and_asks_only_its_own_application(blank: Playgroun
 
 def test_text_of_the_server_stays_text(playground: Playground) -> None:
     playground.answer(lambda body: stream(token(MARKUP), error=MARKUP))
-    playground.set(full_depth_beside_it=False)
+    playground.set(compare_with_full_depth=False)
     playground.run()
     assert playground.text("verified") == MARKUP
     expect(playground.page.get_by_role("alert")).to_have_text(MARKUP)

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve import Application
 
 from deploy.app import TideServer
-from deploy.args import AppArgs
+from deploy.config.args import AppArgs
 
 STEP_S = 0.15
 [_Server, *_] = TideServer.func_or_class.__bases__  # type: ignore[attr-defined]  # as it was before Serve wrapped it

@@ -1,4 +1,4 @@
-"""Every setting of `TIDEConfig` does what it says or is refused with what to use instead."""
+"""Every setting of `TIDEConfig` works or is refused with its replacement."""
 
 from __future__ import annotations
 

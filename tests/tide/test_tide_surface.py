@@ -1,4 +1,4 @@
-"""`TIDE`, for users of transformers: ids in, ids out, and the model as it was afterwards."""
+"""`TIDE` for users of transformers: ids in, ids out, and the model restored afterwards."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_tide_that_cannot_start_gives_the_model_back_too(tmp_path: Path) -> No
     ("model", "settings", "expected"),
     [
         ("object", {}, "loaded by transformers"),
-        ("fresh", {"artefact": "auto"}, "auto is for models that are named"),
+        ("fresh", {"artefact": "auto"}, "auto needs a model name"),
         ("fresh", {"dtype": "float16"}, "has its own"),
         ("fresh", {"max_row": 3}, "did you mean max_rows"),
         ("fresh", {"config": {"mode": "fast"}}, "a TIDEConfig"),
@@ -351,7 +351,7 @@ def test_calibrate_writes_what_tide_takes(tmp_path: Path) -> None:
         ({"config": TIDEConfig(calibration_samples=5), "num_samples": 5}, "either this or its setting"),
         ({"config": TIDEConfig(checkpoint_interval=4)}, "below the model's 4 layers"),
         ({"dtype": "float16"}, "has its own"),
-        ({"model": "demo"}, "none beside a name"),
+        ({"model": "demo"}, "none with a model name"),
         ({"model": 3}, "loaded by transformers"),
     ],
     ids=str,

@@ -36,10 +36,9 @@ from tide_core.calibration.report.timing import Timer, as_info, of_info
 from tide_core.calibration.train.shortlist import choose_shortlist, count_emitted, coverage_of
 from tide_core.calibration.worker_time import WorkerTime, together
 from tide_core.disk import write_whole
-from tide_core.errors import ConfigError
+from tide_core.errors import ConfigError, one_line
 from tide_core.exits.artefact.artefact import install_artefact
 from tide_core.identity import ModelIdentity
-from tide_core.models.one_line import one_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `tide` with `argv` (the process arguments by default) and return its exit code."""
     from tide_core.cli.app import app
-    from tide_core.cli.exits import exit_code_of, interrupts
+    from tide_core.cli.exit_codes import exit_code_of, interrupts
 
     with interrupts():
         return exit_code_of(lambda: app(args=argv if argv is None else list(argv), prog_name="tide"))

@@ -28,7 +28,7 @@ app.command("inspect")(inspect)
 app.command("eval")(evaluate)
 app.command("verdict")(verdict)
 for _found in sorted(metadata.entry_points(group="tide.commands"), key=lambda point: point.name):
-    # Of packages beside this one: the server's, the client's. One that cannot be imported takes no other with it.
+    # Commands of the server and the client. One that cannot be imported does not disable the others.
     with contextlib.suppress(ImportError):
         app.command(_found.name)(_found.load())
 
@@ -46,7 +46,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def tide(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """The group itself: holds what every command shares."""
+    """Options of the command group."""

@@ -11,7 +11,7 @@ import typer
 
 from tide_core.calibration.config import HEADS, CalibrationConfig
 from tide_core.cli import console
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.output import write
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError
@@ -24,7 +24,7 @@ def calibrate(
     output: Annotated[Path, typer.Option(help="Folder of the artefact to write.")],
     model: Annotated[str, typer.Option(help="demo, a folder, a .gguf file or a Hugging Face id.")] = "demo",
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where the run keeps its state; beside the output if not given.")
+        Path | None, typer.Option(help="State of the run; default: a folder next to the output.")
     ] = None,
     data: Annotated[
         str,
@@ -36,29 +36,29 @@ def calibrate(
     samples: Annotated[int, typer.Option(help="Most prompts or documents.")] = SETTINGS.num_samples,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = SETTINGS.max_new_tokens,
     checkpoints: Annotated[
-        str | None, typer.Option(metavar="LAYERS", help="Checkpoint layers to try, as in 2,5; chosen if not given.")
+        str | None, typer.Option(metavar="LAYERS", help="Checkpoint layers to try, as in 2,5; default: chosen.")
     ] = None,
     heads: Annotated[str, typer.Option(metavar="KINDS", help=f"Of {', '.join(HEADS)}.")] = ",".join(SETTINGS.heads),
     steps: Annotated[int, typer.Option(help="Training steps.")] = SETTINGS.steps,
     max_drafts: Annotated[int, typer.Option(help="Longest draft.")] = SETTINGS.max_drafts,
     epsilon: Annotated[
-        list[float] | None, typer.Option(help="A bound on disagreement to certify; may be given again.")
+        list[float] | None, typer.Option(help="A bound on disagreement to certify; may be repeated.")
     ] = None,
     delta: Annotated[float, typer.Option(help="Bounds hold with confidence 1 - delta.")] = SETTINGS.delta,
     seed: Annotated[int, typer.Option(help="Same seed, same run.")] = SETTINGS.seed,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as JSON; wins over an option.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as JSON; overrides its option.")
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = "auto",
-    force: Annotated[bool, typer.Option("--force", help="Replace an artefact that is at the output.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing artefact at the output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more on standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
     """Train exit heads for a model, certify their thresholds, write both as an artefact, and time it.
 
-    Prints whether exits will pay, what can be promised, and the speed-up that was measured on this machine. A run that
-    was interrupted goes on with the same command.
+    Prints whether exits pay, which bounds are certified, and the speed-up measured on this machine. The same command
+    resumes an interrupted run.
     """
     console.prepare(verbose=verbose)
     values: dict[str, Any] = {
@@ -93,7 +93,7 @@ def calibrate(
             timer=time_exits,
         )
     except KeyboardInterrupt:
-        print(f"tide: interrupted; the same command goes on with the run in {run_dir}", file=sys.stderr, flush=True)
+        print(f"tide: interrupted; the same command resumes the run in {run_dir}", file=sys.stderr, flush=True)
         raise
     write("".join(f"{line}\n" for line in result.verdict))
     write(f"artefact: {result.artefact} ({result.digest[:16]})\nreport: {result.report}\n")

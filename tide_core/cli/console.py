@@ -1,4 +1,4 @@
-"""Standard error: logs, a status while something loads, progress, a note at the end. All but logs need a terminal."""
+"""Standard error: logs, a status line, progress, a note at the end. All but logs are shown on a terminal only."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ class Bar(Protocol):
 
 
 def prepare(*, verbose: bool) -> None:
-    """Warnings to standard error, our own information too if asked; and a standard output that takes any text."""
+    """Log warnings (with `verbose` also TIDE's own information) to standard error; let standard output accept any
+    text."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(show_traces=verbose))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("tide").setLevel(logging.INFO if verbose else logging.WARNING)
-    if sys.stdout is None:  # started with it closed
+    if sys.stdout is None:  # the process started with it closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a latin-1 terminal shows ? for what it cannot
+        sys.stdout.reconfigure(errors="replace")  # a latin-1 terminal shows ? for other characters
 
 
 @contextlib.contextmanager
 def status(text: str, *, quiet: bool) -> Iterator[None]:
-    """Shown while the body runs, then wiped."""
+    """Show `text` while the body runs."""
     shown = not quiet and _on_terminal()
     if shown:
         print(f"tide: {text} …", end="", file=sys.stderr, flush=True)
@@ -59,7 +60,7 @@ def _on_terminal() -> bool:
 
 
 class _Formatter(logging.Formatter):
-    """One line per record; traces only for those who asked to see more."""
+    """One line per record; traces only with `show_traces`."""
 
     def __init__(self, *, show_traces: bool) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tide_core.cli import console, prompts
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.output import write
 from tide_core.config import DEVICES, DTYPES, EngineConfig
 from tide_core.errors import ConfigError, RequestError
@@ -40,25 +40,25 @@ def evaluate(
     artefact: Annotated[str, typer.Option(help="Folder of the calibrated exits.")] = SETTINGS.artefact,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts that are text into the chat template.")] = False,
     thresholds: Annotated[
-        str, typer.Option(metavar="SCORES", help="Router scores to try in mode fast, beside its calibrated one.")
+        str, typer.Option(metavar="SCORES", help="Router scores to try in mode fast, next to the calibrated one.")
     ] = "0.5,0.7,0.9",
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
-    limit: Annotated[int | None, typer.Option(help="Only so many prompts, from the first on.")] = None,
-    batch: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N prompts.")] = None,
+    batch: Annotated[int, typer.Option(help="Prompts that run concurrently.")] = 1,
     drafts: Annotated[
-        int | None, typer.Option(help="Drafts per cycle; as many as pay on this machine if not given.")
+        int | None, typer.Option(help="Drafts per cycle; default: as many as pay on this machine.")
     ] = SETTINGS.drafts,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = SETTINGS.dtype,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more on standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
-    """Run a file of prompts greedily in every mode the artefact has, and compare each with full depth.
+    """Run a file of prompts greedily in every mode of the artefact, and compare each with full depth.
 
-    Disagreement is counted token by token: the answer as it was emitted is run through all layers, and each token is
-    compared with the one full depth would have chosen there. Speeds are ratios within this run; the modes take turns.
+    Disagreement is counted token by token: the emitted answer is run through all layers, and each token is compared
+    with the token that full depth chooses there. Speeds are ratios within this run; the modes alternate.
     """
     console.prepare(verbose=verbose)
     scores = _scores(thresholds)
@@ -77,7 +77,7 @@ def evaluate(
         num_threads=threads,
         max_rows=max_rows,
         max_batch_tokens=max(SETTINGS.max_batch_tokens, max_rows),
-        prefix_caching=False,  # or one mode would find the prompts of another
+        prefix_caching=False,  # no mode profits from the prompts of another
     )
     _make_folder(output)
 
@@ -121,7 +121,7 @@ def _scores(text: str) -> list[float]:
 
 
 def _ids(engine: Engine, items: Sequence[prompts.PromptItem], max_tokens: int, *, chat: bool) -> list[tuple[int, ...]]:
-    """Token ids of all prompts; a bad one names its line."""
+    """Token ids of all prompts; an error names the line of its prompt."""
     from tide_core.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens)

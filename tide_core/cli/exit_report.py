@@ -1,25 +1,80 @@
-"""What exits did to a run: where tokens left, what ran for them, and how long full depth takes for the same prompts.
+"""Report on a run with exits: where tokens left, what ran for them, and how long full depth takes for the same prompts.
 
-A speed-up is only ever the ratio of two measured rates: the run the user saw, and one at full depth of the same prompts
-on the same engine right behind it. Before both, each kind of run is made for a few tokens, so that neither pays for
-first touches of memory.
+A speed-up is always the ratio of two measured rates: the run that the user saw, and one at full depth of the same
+prompts on the same engine right after it. Before both, each kind of run generates a few tokens, so that neither pays
+for the first touches of memory.
 """
 
 from __future__ import annotations
 
 import sys
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tide_core.cli.paint import ExitPaint
+from tide_core.cli.output import ExitPaint, tokens_per_s
 from tide_core.cli.runs import Put
-from tide_core.cli.tally import Tally
+from tide_core.errors import EngineError
 from tide_core.outputs.exit_stats import ExitStats
-from tide_core.request import Audit, RequestOutput, SamplingParams
+from tide_core.request import Audit, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Engine, Prompt
+
+
+class RunStats:
+    """Statistics over all answers of a command. Counts every output and passes it on to `put`; the time runs from
+    construction to the last output."""
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+        self._started_at = self._last_at = time.monotonic()
+        self._first_token_at: float | None = None
+        self._num_answers = 0
+        self._failures: list[tuple[int, Exception]] = []
+        self.token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        """By request."""
+        self.exits: Counter[tuple[int, Audit]] = Counter()
+        """Tokens by exit layer and audit result."""
+        self.usages: list[Usage] = []
+
+    def put(self, request: int, output: RequestOutput) -> None:
+        self._last_at = time.monotonic()
+        if output.tokens and self._first_token_at is None:
+            self._first_token_at = self._last_at
+        self.token_ids[request] += [token.token_id for token in output.tokens]
+        self.exits.update((token.exit_layer, token.audit) for token in output.tokens)
+        if output.finished:
+            self._num_answers += 1
+        if output.usage is not None:
+            self.usages.append(output.usage)
+        if output.error is not None:
+            self._failures.append((request, output.error))
+        self._put(request, output)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.exits.total()
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second from the first submission to the last token."""
+        return tokens_per_s(self.num_tokens, self._last_at - self._started_at)
+
+    def summary(self) -> str:
+        first = "no token" if self._first_token_at is None else f"{self._first_token_at - self._started_at:.2f} s"
+        answers = f"{self._num_answers} answers, " if self._num_answers != 1 else ""
+        return f"{answers}{self.num_tokens} tokens, {self.rate:.1f} tok/s, first token {first}"
+
+    def raise_failures(self) -> None:
+        """Raise the first failed answer as the error of the command."""
+        if self._failures:
+            request, error = self._failures[0]
+            more = f" ({len(self._failures)} of {self._num_answers} answers failed)" if self._num_answers > 1 else ""
+            raise EngineError(f"answer {request + 1}: {error}{more}")
+
 
 WARM_UP_TOKENS = 4
 
@@ -29,14 +84,14 @@ Run = Callable[[SamplingParams, Put], None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run beside the same prompts at full depth."""
+    """A run compared with the same prompts at full depth."""
 
     mode: str
     rate: float
     full_rate: float
     num_answers: int
     num_equal: int | None
-    """Answers of the same tokens; None where tokens were drawn, which two runs do differently."""
+    """Answers with the same tokens; None if tokens were sampled, since two runs draw differently."""
 
     @property
     def speedup(self) -> float | None:
@@ -70,10 +125,10 @@ def at_full_depth(params: SamplingParams) -> SamplingParams:
 
 
 def warm_up(engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
-    """A few tokens with exits and a few without.
+    """Generate a few tokens with exits and a few without.
 
-    The prompt is taken backwards: as long, but nothing of it is in the prefix cache when the real one comes. Exits are
-    verified, whatever was asked for, so that this text does not count in the audits of the mode."""
+    The prompt is reversed: it has the same length and leaves nothing in the prefix cache for the real one. Exits run in
+    mode verified, so that this text does not count in the audits of the requested mode."""
     ids = engine.make_request(prompt, params).prompt_ids[::-1]
     full = replace(at_full_depth(params), max_tokens=min(params.max_tokens, WARM_UP_TOKENS), min_tokens=0)
     for short in (replace(full, mode="verified"), full):
@@ -81,29 +136,29 @@ def warm_up(engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
             pass
 
 
-def compare(run: Run, params: SamplingParams, mode: str, seen: Tally) -> Comparison:
-    """Time full depth against the run that was `seen`."""
-    full = Tally(_nowhere)
+def compare(run: Run, params: SamplingParams, mode: str, seen: RunStats) -> Comparison:
+    """Run the same prompts at full depth and compare with the run that was `seen`."""
+    full = RunStats(_discard)
     run(at_full_depth(params), full.put)
     full.raise_failures()
     equal = sum(seen.token_ids[request] == ids for request, ids in full.token_ids.items())
     return Comparison(mode, seen.rate, full.rate, len(full.token_ids), equal if params.is_greedy else None)
 
 
-def stats_of(tally: Tally, num_layers: int) -> ExitStats:
+def stats_of(run_stats: RunStats, num_layers: int) -> ExitStats:
     stats = ExitStats(num_layers)
     stats.record(
-        tally.exits.elements(),
-        layers_run=sum(usage.layers_run for usage in tally.usages),
-        deep_passes=sum(usage.deep_passes for usage in tally.usages),
-        drafts=sum(usage.num_drafts for usage in tally.usages),
-        accepted=sum(usage.num_accepted for usage in tally.usages),
+        run_stats.exits.elements(),
+        layers_run=sum(usage.layers_run for usage in run_stats.usages),
+        deep_passes=sum(usage.deep_passes for usage in run_stats.usages),
+        drafts=sum(usage.num_drafts for usage in run_stats.usages),
+        accepted=sum(usage.num_accepted for usage in run_stats.usages),
     )
     return stats
 
 
 def lines(stats: ExitStats, paint: ExitPaint) -> Iterator[str]:
-    """The exit histogram, which is the legend of the colours too, and what stands behind it."""
+    """The exit histogram, which is also the legend of the colours, then cost and audits."""
     if not stats.total_tokens:
         return
     shown = [(layer, f"layer {layer}") for layer in stats.exits_per_layer]
@@ -119,11 +174,11 @@ def lines(stats: ExitStats, paint: ExitPaint) -> Iterator[str]:
     yield "audits: " + ", ".join(f"{audit.value} {stats.audits[audit]}" for audit in Audit if stats.audits[audit])
 
 
-def tell(*texts: str) -> None:
-    """To standard error, terminal or not: it was asked for."""
+def print_report(*texts: str) -> None:
+    """Print to standard error, terminal or not: the user asked for it."""
     if sys.stderr is not None:
         print("".join(f"tide: {text}\n" for text in texts), end="", file=sys.stderr, flush=True)
 
 
-def _nowhere(request: int, output: RequestOutput) -> None:
+def _discard(request: int, output: RequestOutput) -> None:
     pass

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from tide_core.cli import chats, console, exit_report, prompts, runs
-from tide_core.cli.exits import with_exit_code
-from tide_core.cli.output import JsonWriter, OrderedTextWriter, TextWriter, Writer, write_json
-from tide_core.cli.paint import exit_paint, plain
+from tide_core.cli import console, exit_report, prompts, runs
+from tide_core.cli.exit_codes import with_exit_code
+from tide_core.cli.exit_report import RunStats
+from tide_core.cli.output import JsonWriter, OrderedTextWriter, TextWriter, Writer, exit_paint, plain, write_json
 from tide_core.cli.prompts import PromptItem
-from tide_core.cli.tally import Tally
 from tide_core.config import DEVICES, DTYPES, EngineConfig
 from tide_core.errors import RequestError
 from tide_core.request import MODES, SamplingParams
@@ -34,7 +33,7 @@ def generate(
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Use the chat template; without PROMPT, talk until /exit or Ctrl-D.")
+        bool, typer.Option("--chat", help="Use the chat template; without PROMPT, chat until /exit or Ctrl-D.")
     ] = False,
     model: Annotated[str, typer.Option(help="demo, a folder, a .gguf file or a Hugging Face id.")] = SETTINGS.model,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = PARAMS.max_tokens,
@@ -44,62 +43,60 @@ def generate(
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = PARAMS.min_p,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = PARAMS.seed,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given again.")
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(
-            help=f"The contract: {', '.join(MODES)}. If not given: verified with an artefact, full without one."
-        ),
+        typer.Option(help=f"The contract: {', '.join(MODES)}. Default: verified with an artefact, full without one."),
     ] = PARAMS.mode,
     epsilon: Annotated[
         float | None, typer.Option(help="With mode bounded: most disagreement with full depth, per token.")
     ] = PARAMS.epsilon,
     threshold: Annotated[
         float | None,
-        typer.Option(help="Least router score to draft (verified) or to leave (fast); calibrated if not given."),
+        typer.Option(help="Least router score to draft (verified) or to exit (fast); default: as calibrated."),
     ] = PARAMS.threshold,
     min_layers: Annotated[int, typer.Option(help="No exit before this many layers.")] = PARAMS.min_layers,
     artefact: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="The calibrated exits; auto: those shipped for the demo model; none: full depth. If not given: auto, "
+            help="The calibrated exits; auto: those shipped for the demo model; none: full depth. Default: auto, "
             "but none for mode full.",
         ),
     ] = None,
     drafts: Annotated[
-        int | None, typer.Option(help="Drafts per cycle; as many as pay on this machine if not given.")
+        int | None, typer.Option(help="Drafts per cycle; default: as many as pay on this machine.")
     ] = SETTINGS.drafts,
     show_exits: Annotated[
         bool,
         typer.Option(
             "--show-exits",
-            help="Show after how many layers each piece of text was decided: by colour on a terminal, inverse where "
-            "full depth disagreed; elsewhere by [LAYER] before it and [LAYER!] where it disagreed. Then run the same "
-            "prompts at full depth too, and print both speeds on standard error (with --json: as a last object). A "
+            help="Mark the exit layer of each piece of text: by colour on a terminal, inverse where full depth "
+            "disagreed; elsewhere by [LAYER] before the text, [LAYER!] where full depth disagreed. Then run the same "
+            "prompts at full depth and print both speeds on standard error (with --json: as a last object). A "
             "chat on a terminal gets colours only.",
         ),
     ] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of the chosen and of this many likeliest tokens.")
     ] = PARAMS.logprobs,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per token and per answer.")] = False,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = SETTINGS.dtype,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice if not given.")] = None,
-    max_rows: Annotated[int, typer.Option(help="Most prompts that run at once.")] = SETTINGS.max_rows,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    max_rows: Annotated[int, typer.Option(help="Most prompts that run concurrently.")] = SETTINGS.max_rows,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more on standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
     """Answer a prompt, a file of prompts, or a chat.
 
-    Text goes to standard output as it comes. A file of prompts runs as one batch, answers in the order of its lines.
+    Text streams to standard output. A file of prompts runs as one batch; answers are in the order of its lines.
     """
     console.prepare(verbose=verbose)
     if logprobs is not None and not json_lines:
-        raise RequestError("--logprobs", logprobs, "--json beside it; text has no place for numbers")
+        raise RequestError("--logprobs", logprobs, "--json as well: text output has no place for numbers")
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -139,7 +136,7 @@ def generate(
         if json_lines:
             writer = JsonWriter(model=engine.model_name, mode=contract, kernels=about.kernels)
         if not items:
-            chats.talk(engine, params, writer.put)
+            runs.chat(engine, params, writer.put)
             return
 
         def run(params: SamplingParams, put: runs.Put) -> None:
@@ -154,23 +151,25 @@ def generate(
         if compares:
             with console.status("warming up", quiet=quiet):
                 exit_report.warm_up(engine, items[0].prompt, params)
-        tally = Tally(writer.put)
-        run(params, tally.put)
-        console.note(f"{tally.summary()}, {engine.model_name}, {about.kernels} kernels", quiet=quiet)
-        tally.raise_failures()
+        run_stats = RunStats(writer.put)
+        run(params, run_stats.put)
+        console.note(f"{run_stats.summary()}, {engine.model_name}, {about.kernels} kernels", quiet=quiet)
+        run_stats.raise_failures()
         if reports and not json_lines:
-            exit_report.tell(*exit_report.lines(exit_report.stats_of(tally, about.exits["num_layers"]), paint))
+            exit_report.print_report(
+                *exit_report.lines(exit_report.stats_of(run_stats, about.exits["num_layers"]), paint)
+            )
         if compares:
             with console.status("timing full depth", quiet=quiet):
-                comparison = exit_report.compare(run, params, contract, tally)
+                comparison = exit_report.compare(run, params, contract, run_stats)
             if json_lines:
                 write_json({"type": "comparison", **comparison.fields()})
             else:
-                exit_report.tell(str(comparison))
+                exit_report.print_report(str(comparison))
 
 
 def _items(prompt: str | None, file: Path | None, *, chat: bool) -> list[PromptItem]:
-    """The prompts of the one source that was given; none for a chat on the terminal."""
+    """The prompts of the one given source; none for a chat on the terminal."""
     sources = [name for name, given in (("PROMPT", prompt is not None), ("--file", file is not None)) if given]
     if chat and file is not None:
         sources.append("--chat")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tide_core.cli import console
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.output import write
 from tide_core.errors import ArtefactError
 
@@ -28,7 +28,7 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more on standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
     """Check an artefact, byte by byte, and print what it holds.
 
@@ -48,7 +48,7 @@ def inspect(
 
 
 def _refusal(artefact: Artefact, model: str, *, quiet: bool) -> ArtefactError | None:
-    """Why the artefact does not belong to the model."""
+    """The error if the artefact was made for another model."""
     from tide_core.exits.artefact.match import check_identity
     from tide_core.models.identity import identify
     from tide_core.models.loader import TORCH_DTYPES, load_model, load_tokenizer
@@ -141,5 +141,5 @@ def _measured(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _threshold(value: float) -> str:
-    """A score above 1 does not exist."""
+    """No score is above 1, so a higher threshold means no exit."""
     return f"{value:.4f}" if value <= 1 else "no exit"

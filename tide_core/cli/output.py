@@ -1,6 +1,12 @@
-"""How answers reach standard output: as text, as texts in order, or as JSON lines.
+"""Write answers to standard output: as text, as texts in order, or as JSON lines.
 
-A writer gets every output of every request by `put`, in whatever order they come, and writes at once what it may.
+A writer receives every output of every request through `put`, in any order, and writes what it can at once.
+
+The exit layer of each token can be marked. On a terminal every checkpoint layer has a colour, text of full depth has
+none, and a token that full depth would not have chosen is inverse. Elsewhere the layer precedes the text in brackets,
+with `!` for an inverse token; programs read `--json` instead:
+
+    [30]The capital of[2] France is[30] Paris[2!] or
 """
 
 from __future__ import annotations
@@ -8,12 +14,88 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from tide_core.cli.paint import Paint, plain
-from tide_core.request import RequestOutput, TokenOutput, Usage
+from tide_core.request import Audit, RequestOutput, TokenOutput, Usage
+
+
+class Shown(Protocol):
+    """The fields of a token that are marked; tokens of the engine and of the client have them."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def exit_layer(self) -> int: ...
+    @property
+    def audit(self) -> str: ...
+
+
+Paint = Callable[[int, TokenOutput], str]
+"""Maps the number of a request and its next token to the text to write."""
+
+COLOURS = ("32", "36", "33", "35", "34", "31")
+RESET = "\033[0m"
+
+
+class ExitPaint(Protocol):
+    def __call__(self, request: int, token: Shown) -> str: ...
+
+    def label(self, layer: int, text: str) -> str:
+        """`text` as the legend shows it for a layer."""
+
+
+def plain(request: int, token: TokenOutput) -> str:
+    return token.text
+
+
+def exit_paint(num_layers: int) -> ExitPaint:
+    """Colours on a terminal, brackets elsewhere."""
+    dumb = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return Colours(num_layers) if sys.stdout.isatty() and not dumb else Brackets()
+
+
+class Colours:
+    """A colour per checkpoint layer, in order of first use."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._codes: dict[int, str] = {num_layers: ""}
+
+    def __call__(self, request: int, token: Shown) -> str:
+        codes = [self._code(token.exit_layer), "7" if token.audit == Audit.DISAGREED else ""]
+        return _sgr(token.text, codes)
+
+    def label(self, layer: int, text: str) -> str:
+        return _sgr(text, [self._code(layer)])
+
+    def _code(self, layer: int) -> str:
+        return self._codes.setdefault(layer, COLOURS[(len(self._codes) - 1) % len(COLOURS)])
+
+
+class Brackets:
+    """The layer in brackets wherever it changes."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, str] = {}
+
+    def __call__(self, request: int, token: Shown) -> str:
+        if not token.text:  # part of a character, or the end token
+            return ""
+        mark = f"[{token.exit_layer}{'!' if token.audit == Audit.DISAGREED else ''}]"
+        changed = self._last.get(request) != mark
+        self._last[request] = mark
+        return f"{mark}{token.text}" if changed else token.text
+
+    def label(self, layer: int, text: str) -> str:
+        return text
+
+
+def _sgr(text: str, codes: list[str]) -> str:
+    joined = ";".join(code for code in codes if code)
+    return f"\033[{joined}m{text}{RESET}" if joined and text else text
 
 
 class Writer(Protocol):
@@ -21,7 +103,7 @@ class Writer(Protocol):
 
 
 class TextWriter:
-    """The text of one request after another, piece by piece, and nothing else but what `paint` puts round it."""
+    """Streams the text of one request after another, marked by `paint`."""
 
     def __init__(self, paint: Paint = plain) -> None:
         self._paint = paint
@@ -35,7 +117,7 @@ class TextWriter:
 
 
 class OrderedTextWriter:
-    """Answers of many requests in their order; each is printed when it and all before it are done."""
+    """Answers of many requests in their order; each is written when it and all before it are done."""
 
     def __init__(self, paint: Paint = plain) -> None:
         self._paint = paint
@@ -55,7 +137,7 @@ class OrderedTextWriter:
 
 
 class JsonWriter:
-    """One object per token as it comes, and one at the end of each request."""
+    """One object per token, and one at the end of each request."""
 
     def __init__(self, *, model: str, mode: str, kernels: str) -> None:
         self._about = {"model": model, "mode": mode, "kernels": kernels}
@@ -79,7 +161,7 @@ def write_json(*values: dict[str, Any]) -> None:
 
 
 def write(text: str) -> None:
-    """Text to standard output, now. A progress bar on the same terminal steps aside for it."""
+    """Write text to standard output and flush. A progress bar on the same terminal is redrawn after it."""
     tqdm = sys.modules.get("tqdm")
     with tqdm.tqdm.external_write_mode(file=sys.stdout) if tqdm else contextlib.nullcontext():
         sys.stdout.write(text)
@@ -141,7 +223,7 @@ def _exits(usage: Usage) -> dict[str, Any]:
 
 
 def _timings(usage: Usage) -> dict[str, float]:
-    """Seconds since the request was handed over; the rate counts the wait too."""
+    """Seconds since submission; the rate includes the time in the queue."""
     return {
         "queue_s": round(usage.queue_s, 6),
         "first_token_s": round(usage.first_token_s, 6),
@@ -151,5 +233,5 @@ def _timings(usage: Usage) -> dict[str, float]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no infinities: a token that cannot be drawn has no log-probability."""
+    """None for an infinity, which JSON cannot hold: a token with probability 0 has no log-probability."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Where prompts come from: an argument, standard input, or a file. A bad line names its file and number."""
+"""Read prompts from an argument, standard input, or a file. An error names the file and the line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_EXPECTED = 'one object with "prompt" (text) or "messages" (a list of object
 
 @dataclass(frozen=True, slots=True)
 class PromptItem:
-    """A prompt and where it stood."""
+    """A prompt and its source."""
 
     prompt: str | list[dict[str, str]]
     where: str = ""
@@ -37,7 +37,7 @@ def text_of(argument: str) -> str:
 
 
 def read_stdin() -> str:
-    """All of standard input without the line end that `echo` and editors put last."""
+    """All of standard input without the final line end."""
     raw = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: started with it closed
     text = _decode(raw, "standard input")
     return text.removesuffix("\n").removesuffix("\r")
@@ -66,7 +66,7 @@ def _parse_text(line: str, where: str, labels: Sequence[str]) -> str:
 
 
 def _parse_json(line: str, where: str, labels: Sequence[str]) -> str | list[dict[str, str]]:
-    # What a line says is the user's own: errors name its place and what is wrong, not its text.
+    # Errors name the line and what is wrong, never the user's text.
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

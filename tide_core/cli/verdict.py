@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tide_core.cli import console
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.output import write
 from tide_core.config import DEVICES, DTYPES, EngineConfig
 from tide_core.errors import ConfigError
@@ -24,22 +24,22 @@ MAX_ROWS = 4096
 def verdict(
     model: Annotated[str, typer.Option(help="demo, a folder, a .gguf file or a Hugging Face id.")] = SETTINGS.model,
     artefact: Annotated[str, typer.Option(help="Folder of the calibrated exits.")] = SETTINGS.artefact,
-    rows: Annotated[str, typer.Option(metavar="COUNTS", help="Requests that run at once, as in 1,8,32.")] = "1,8,32",
+    rows: Annotated[str, typer.Option(metavar="COUNTS", help="Concurrent requests, as in 1,8,32.")] = "1,8,32",
     context: Annotated[
-        int | None, typer.Option(help="Tokens before each row; what the engine plans with if not given.")
+        int | None, typer.Option(help="Context tokens of each row; default: what the engine plans with.")
     ] = None,
     kv_memory_gib: Annotated[float, typer.Option(help="Memory of the KV block pool.")] = SETTINGS.kv_memory_gib,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = SETTINGS.dtype,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more on standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
-    """Measure steps and cycles on this machine and say for each number of rows whether exits pay.
+    """Measure steps and cycles on this machine and predict for each number of rows whether exits pay.
 
-    The prediction is the plan the engine itself would make, from the measured times and the acceptance that
-    calibration found. At the engine's usual context the measured table is kept for its next start.
+    The prediction is the plan that the engine itself would make, from the measured times and the calibrated
+    acceptance. At the engine's default context the measured table is stored for its next start.
     """
     console.prepare(verbose=verbose)
     counts = _counts(rows)

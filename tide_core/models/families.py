@@ -1,8 +1,8 @@
-"""The model families whose engine forward is proven equal to the library's, and where each keeps its parts.
+"""The supported model families: where each has its modules. Tests show that the engine's forward equals transformers'.
 
-Layers, norms and rotary embeddings stay the library's own modules. A family here says only how to reach them and what
-stands between them: how tokens are embedded, which argument carries the cache, whether the layer calls the attention
-registry. Every entry has a test in tests/models/test_families.py; an architecture without an entry is refused.
+Layers, norms and rotary embeddings are transformers' own modules. A family describes how to reach them and what runs
+between them: how tokens are embedded, which argument passes the cache, whether the layer calls the attention registry.
+Every entry has a test in tests/models/test_families.py; an architecture without an entry is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from tide_core.errors import ModelError
 
-Module = Any  # modules of the library are untyped
+Module = Any  # modules of transformers are untyped
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where a family keeps its parts, relative to the causal LM or to its backbone."""
+    """Attribute paths of a family's modules, relative to the causal LM or to its backbone."""
 
     name: str
     backbone: str = "model"
@@ -29,13 +29,13 @@ class Family:
     norm: str = "norm"
     cache_argument: str = "past_key_values"
     attention: str = "paged"
-    """paged: the layer calls the attention registry with K and V as cached.
-    latent: it expands K and V from what it cached, then calls the registry.
-    inline: its attention is written in the layer and takes a mask tensor."""
+    """paged: the layer calls the attention registry with the cached K and V.
+    latent: the layer expands K and V from its cached latents, then calls the registry.
+    inline: the layer computes its attention itself, with a mask tensor."""
     embed: Callable[[Module, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """Token ids and positions, [1, T], to the state that enters layer 0; None: `embed_tokens` alone."""
     finish: Callable[[Module, torch.Tensor], torch.Tensor] | None = None
-    """Anything between the final norm and the output embedding."""
+    """Applied between the final norm and the output embedding."""
 
 
 def _embed_gpt2(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ UNPROVEN_SETTINGS = (
 
 
 def find_family(model: Module) -> Family:
-    """The family of a loaded model, or a refusal that names it and lists what is known."""
+    """The family of a loaded model; an unknown architecture raises ModelError with the known ones."""
     architecture = type(model).__name__
     family = FAMILIES.get(architecture)
     if family is None:
@@ -115,7 +115,7 @@ def find_family(model: Module) -> Family:
 
 
 def _refuse_unproven_variants(architecture: str, config: Any) -> None:
-    """Settings inside a known family that change the forward in ways no test here proves."""
+    """Refuse settings of a known family that change the forward in a way that no test covers."""
     for setting in UNPROVEN_SETTINGS:
         value = getattr(config, setting, False)
         if value:
@@ -123,7 +123,7 @@ def _refuse_unproven_variants(architecture: str, config: Any) -> None:
 
 
 def falcon_mask(backbone: Module, view: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The mask Falcon's own attention adds to its scores, and its alibi argument (None with rotary positions)."""
+    """The mask that Falcon's attention adds to its scores, and its alibi argument (None with rotary positions)."""
     blocked = torch.finfo(dtype).min
     visible = view.mask[None, None]  # [1, 1, T, contexts]
     if not backbone.use_alibi:

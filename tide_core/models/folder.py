@@ -1,4 +1,4 @@
-"""What counts as a Hugging Face folder: a configuration, weights in safetensors and a tokenizer."""
+"""Check a Hugging Face folder: a configuration, weights in safetensors and a tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files transformers will load, in order of name."""
+    """The safetensors files that transformers loads, in order of name."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     if not (folder / INDEX).is_file():

@@ -1,4 +1,4 @@
-"""Models by Hugging Face id: from the local hub cache, else from the hub, which must answer within seconds."""
+"""Fetch models by Hugging Face id: from the local hub cache, else from the hub, which must answer within seconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import re
 import threading
 from pathlib import Path
 
-from tide_core.errors import ModelError
+from tide_core.errors import ModelError, one_line
 from tide_core.models.folder import check_folder
-from tide_core.models.one_line import one_line
 
 log = logging.getLogger("tide")
 
@@ -29,7 +28,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def fetch(model: str) -> Path:
-    """The folder of a hub snapshot. What is whole in the local cache is used without asking the hub."""
+    """The folder of a hub snapshot. A complete snapshot in the local cache is used without a request to the hub."""
     import huggingface_hub
 
     try:
@@ -62,23 +61,22 @@ def fetch(model: str) -> Path:
 
 
 def _reach(model: str) -> str | None:
-    """Why the hub does not have the model; None when it has.
+    """Why the hub cannot provide the model; None if it can.
 
-    The question is asked in a thread of its own because looking up a name can block for longer than any timeout
-    given to the request.
+    The request runs in its own thread, because name resolution can block for longer than the request's timeout.
     """
     import huggingface_hub
 
     outcome: list[str | None] = []
 
-    def ask() -> None:
+    def probe() -> None:
         try:
             huggingface_hub.HfApi().model_info(model, timeout=REQUEST_LIMIT_S)
             outcome.append(None)
         except Exception as error:
             outcome.append(one_line(error))
 
-    thread = threading.Thread(target=ask, name="tide-hub-probe", daemon=True)
+    thread = threading.Thread(target=probe, name="tide-hub-probe", daemon=True)
     thread.start()
     thread.join(ANSWER_LIMIT_S)
     return outcome[0] if outcome else f"no answer within {ANSWER_LIMIT_S:.0f} s"

@@ -1,7 +1,7 @@
-"""What tells a loaded model from another: its `ModelIdentity`, equal on every machine and library version.
+"""Compute the `ModelIdentity` of a loaded model: equal on every machine and library version.
 
-Configuration and tokenizer are hashed by what they mean, not by their files, whose bytes depend on the version of
-transformers that wrote them.
+Configuration and tokenizer are hashed by content, not by their files, whose bytes depend on the version of transformers
+that wrote them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tide_core.models.resolver import ResolvedModel
 NUM_SAMPLED_WEIGHTS = 32
 NUM_SAMPLED_VALUES = 8
 
-# What the forward of the known families depends on. A list of what to leave out instead would break with every key a
-# library version adds; a key of a future family that is missing here leaves the weights to tell models apart.
+# Settings that the forward of the known families depends on. A list of exclusions would break with every key that a
+# library version adds. If a key of a future family is missing here, the weights still distinguish models.
 CONFIG_KEYS = (
     # sizes
     *("model_type", "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "ffn_dim"),
@@ -51,7 +51,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def identify(model: Any, tokenizer: Any, resolved: ResolvedModel | None) -> ModelIdentity:
-    """The identity of a loaded model. `resolved` says where it came from; None if it was never on disk."""
+    """The identity of a loaded model. `resolved`: its source; None if it was never on disk."""
     adapter = ModelAdapter(model, paged=False)
     return ModelIdentity(
         name=resolved.name if resolved is not None else type(model).__name__,
@@ -69,14 +69,14 @@ def identify(model: Any, tokenizer: Any, resolved: ResolvedModel | None) -> Mode
 
 
 def config_digest(config: Any) -> str:
-    """Over the settings the forward depends on. What is unset or false counts as not there, so that a switch which a
-    library version adds in its off position changes nothing."""
+    """Digest of the settings that the forward depends on. None and false count as absent, so that a flag that a library
+    version adds as false changes nothing."""
     values = {key: value for key, value in config.to_dict().items() if value is not None and value is not False}
     return _digest({key: values[key] for key in CONFIG_KEYS if key in values})
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Over which token has which id, how tokens are merged, and the tokens that begin and end a text."""
+    """Digest of the ids of all tokens, the merges, and the tokens that begin and end a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     inner = json.loads(backend.to_str())["model"] if backend is not None else {}
     vocabulary = inner.get("vocab")
@@ -92,7 +92,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def weights_digest(resolved: ResolvedModel) -> str:
-    """Over the digests of the weight files, by name: those `resolve` has just checked, else from reading the files."""
+    """Digest over the digests of the weight files, by name: from the checked manifest, else by reading."""
     manifest = model_cache.read_manifest(resolved.path) if resolved.source in ("demo", "gguf") else None
     listed = manifest["files"] if manifest is not None else {}
     whole = hashlib.sha256()
@@ -106,7 +106,7 @@ def weights_digest(resolved: ResolvedModel) -> str:
 
 
 def weights_sample(model: Any) -> dict[str, tuple[float, ...]]:
-    """A few values of a few weights, evenly spaced. Weights that are tied count once."""
+    """A few values of a few weights, evenly spaced. Tied weights count once."""
     weights = sorted(model.named_parameters(), key=lambda named: named[0])
     sample = {}
     for which in _spread(len(weights), NUM_SAMPLED_WEIGHTS):
@@ -125,7 +125,7 @@ def _spread(length: int, most: int) -> list[int]:
 
 
 def _revision(resolved: ResolvedModel | None) -> str | None:
-    """A snapshot in the hub cache is a folder named after its commit."""
+    """The commit of a hub model: the name of its snapshot folder in the hub cache."""
     if resolved is None or resolved.source != "hub" or not _COMMIT.fullmatch(resolved.path.name):
         return None
     return resolved.path.name
@@ -141,7 +141,7 @@ def _digest(value: object) -> str:
 
 
 def _canonical(value: object) -> object:
-    """10000 and 10000.0 are one number, and keys are text."""
+    """Make 10000 and 10000.0 equal, and keys text."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

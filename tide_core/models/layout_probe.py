@@ -1,4 +1,4 @@
-"""What each layer caches per token, asked of the layers themselves: one token is run and the writes are noted."""
+"""Find the shape of K and V that each layer caches per token: run one token and record the writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tide_core.models.adapter import ModelAdapter
 
 
 class LayoutProbe:
-    """Stands in for a KV view. Notes the shapes of K and V that come and attends over them as they are."""
+    """A stand-in for a KV view. Records the shapes of K and V, and attends over them without a cache."""
 
     write_only = False
 

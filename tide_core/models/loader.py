@@ -1,4 +1,4 @@
-"""Weights and tokenizer of a resolved model. A checkpoint that does not fill its model exactly is refused."""
+"""Load weights and tokenizer of a resolved model. A checkpoint that does not fill its model exactly is refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tide_core.config import DEVICES, DTYPES
-from tide_core.errors import ConfigError, ModelError
+from tide_core.errors import ConfigError, ModelError, one_line
 from tide_core.models import model_cache
 from tide_core.models.identity import weights_digest
-from tide_core.models.one_line import one_line
 from tide_core.models.resolver import ResolvedModel
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
     except ModelError:
         raise
     except Exception as error:
-        # from_pretrained raises anything from KeyError to SafetensorError; all of them mean the same here.
+        # from_pretrained raises many types, from KeyError to SafetensorError; all mean that the model cannot be loaded.
         raise ModelError(f"model {resolved.name}", one_line(error), "a model transformers can load") from error
     model.requires_grad_(False)
     return model.eval()
@@ -64,9 +63,9 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
 
 
 def fingerprint(resolved: ResolvedModel, weights_sha256: str | None = None) -> str:
-    """SHA-256 over the digests of config.json and of all weights. Equal files give an equal one wherever they lie.
+    """SHA-256 over the digests of config.json and of all weights; it does not depend on the path.
 
-    Reading the weights takes about 0.7 s per GB; where `identify` has done so, its `weights_sha256` saves that."""
+    Reading the weights takes about 0.7 s per GB; pass the `weights_sha256` of `identify` to avoid that."""
     try:
         config = model_cache.sha256(resolved.path / "config.json")
     except OSError as error:
@@ -85,7 +84,7 @@ def torch_device(device: str) -> torch.device:
 
 
 def _check_keys(resolved: ResolvedModel, info: Any) -> None:
-    """transformers has already left out tied weights and the keys a model class says to ignore."""
+    """Refuse missing or unexpected keys. transformers has already left out tied weights and ignored keys."""
     for what, expected in (
         ("missing_keys", "every weight of the model in the checkpoint; missing"),
         ("unexpected_keys", "only weights of the model in the checkpoint; unexpected"),
@@ -101,7 +100,7 @@ def _check_keys(resolved: ResolvedModel, info: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and no reports from transformers: what matters is raised."""
+    """Silence transformers' progress bars and reports; errors are raised."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,11 +1,11 @@
 """Converted models on disk, each in a folder named after its source's SHA-256.
 
-    <cache>/models/<stem>-<16 hex>/            a whole folder or none: it appears by one rename
+    <cache>/models/<stem>-<16 hex>/            always complete: it appears by one rename
     <cache>/models/.<stem>-<16 hex>.<random>.tmp/   being written, or left by a killed process
-    <cache>/models/.<stem>-<16 hex>.lock       held by whoever repairs, converts or clears the above
+    <cache>/models/.<stem>-<16 hex>.lock       held by the process that converts, repairs or clears the above
 
-Every use checks every byte against the manifest (0.4 s for the 540 MB of the demo model on one core); what does not
-match is converted again.
+Every use checks every byte against the manifest (0.4 s for the 540 MB of the demo model on one core); a folder that
+does not match is converted again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tide_core.disk import sync
 from tide_core.errors import ModelError
 
 log = logging.getLogger("tide")
 
-# Raised whenever the converter's output changes, so that old folders are not taken for new ones.
+# Increased whenever the converter's output changes, so that old folders are not used.
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 ENVIRONMENT_VARIABLE = "TIDE_CACHE_DIR"
@@ -37,7 +38,7 @@ MAX_STEM_CHARS = 100
 
 
 def converted(source: Path, convert: Callable[[Path, Path], None], cache_dir: Path | None = None) -> Path:
-    """The checked folder made from `source` by `convert(source, empty_folder)`, made now where there is none."""
+    """The checked folder that `convert(source, empty_folder)` makes from `source`; converts if there is none."""
     digest = _source_digest(source)
     root = cache_dir if cache_dir is not None else default_cache_dir()
     folder = root / "models" / f"{source.stem[:MAX_STEM_CHARS]}-{digest[:16]}"
@@ -66,7 +67,7 @@ def default_cache_dir() -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a converted folder; None where there is none that this version understands."""
+    """The manifest of a converted folder; None if there is none of this format version."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -77,7 +78,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def find_fault(folder: Path, source_digest: str) -> str | None:
-    """What is wrong with a converted folder; None when every byte is as it was written."""
+    """What is wrong with a converted folder; None if every byte matches the manifest."""
     manifest = read_manifest(folder)
     if manifest is None:
         return f"no {MANIFEST} of format version {FORMAT_VERSION}"
@@ -131,13 +132,13 @@ def _build(source: Path, digest: str, convert: Callable[[Path, Path], None], fol
         manifest = {"format_version": FORMAT_VERSION, "source": origin, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         if os.path.lexists(folder):
             os.rename(folder, _temporary(folder))
         os.rename(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
-        # Also after Ctrl-C. A process killed outright leaves its folder to the next one that takes the lock.
+        # Also after Ctrl-C. The folder of a killed process is cleared by the next one that holds the lock.
         _clear_leftovers(folder)
 
 
@@ -146,7 +147,7 @@ def _temporary(folder: Path) -> Path:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Remove what unfinished conversions of this folder left. The caller holds the lock, so none is in use."""
+    """Remove leftovers of unfinished conversions. The caller holds the lock, so none is in use."""
     for path in folder.parent.iterdir():
         if path.name.startswith(f".{folder.name}.") and path.name.endswith(".tmp"):
             if path.is_dir() and not path.is_symlink():
@@ -155,17 +156,9 @@ def _clear_leftovers(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time per folder. The kernel lets go of the lock when its holder dies."""
+    """One process at a time per folder. The kernel releases the lock when its holder dies."""
     path = folder.with_name(f".{folder.name}.lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

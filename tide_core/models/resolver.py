@@ -1,7 +1,7 @@
-"""From the name of a model to an ordinary Hugging Face folder.
+"""Resolve the name of a model to a Hugging Face folder on this machine.
 
-In this order: the word `demo`; an existing folder; a .gguf file; a Hugging Face id. What looks like a path is never
-sent to the hub. Heavy imports wait until they are needed, so that a model in the cache is found without them.
+In this order: the word `demo`; an existing folder; a .gguf file; a Hugging Face id. A name that looks like a path is
+never sent to the hub. Heavy imports are lazy, so that a model in the cache is found without them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ResolvedModel:
 
 
 def resolve(model: str, *, cache_dir: Path | None = None) -> ResolvedModel:
-    """Find `model`, converting or downloading it where needed. `cache_dir` is for converted models."""
+    """Find `model`; convert or download it if needed. `cache_dir` is for converted models."""
     if not model or len(model) > MAX_NAME_CHARS or any(char < " " for char in model):
         raise ModelError("model", model, "a model name, folder, .gguf file or Hugging Face id")
     if model == DEMO:
@@ -63,7 +63,7 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> ResolvedModel:
 
 
 def demo_file() -> Path:
-    """The GGUF inside the demo package. A spec is enough: importing the package would need its own dependencies."""
+    """The GGUF file of the demo package. The package is not imported, since that would need its own dependencies."""
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     places = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
     for place in places:
@@ -79,7 +79,7 @@ def _from_gguf(path: Path, source: Literal["demo", "gguf"], cache_dir: Path | No
 
 
 def _convert(source: Path, target: Path) -> None:
-    from tide_core.models.gguf import convert
+    from tide_core.models.gguf.convert import convert
 
     convert(source, target)
 

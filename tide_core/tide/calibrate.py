@@ -18,7 +18,7 @@ from tide_core.models.adapter import ModelAdapter
 from tide_core.models.identity import identify
 from tide_core.models.resolver import resolve
 from tide_core.tide.config import TIDEConfig, checked
-from tide_core.tide.loan import Loan, check_usable
+from tide_core.tide.model_state import SavedModelState, check_usable
 
 AUTO = "auto"
 
@@ -38,16 +38,16 @@ def calibrate(
 ) -> Path:
     """Train exits for a model, certify their thresholds, and write both to the folder `save_path`, which is returned.
 
-    `model`: one loaded by transformers, with its tokenizer; or a name, then `dtype` and `device` say how to load it.
-    `options` are fields of `CalibrationConfig`. State is kept in `run_dir` (beside `save_path` by default): a run that
-    was interrupted goes on with the same call. `force` replaces an artefact that is there. A loaded model is as it was
-    when this returns. At the end the exits are timed on it; `measure_batches=()` leaves that out."""
+    `model`: a model loaded by transformers, with its tokenizer; or a name, loaded with `dtype` on `device`. `options`
+    are fields of `CalibrationConfig`. The run keeps its state in `run_dir` (default: next to `save_path`): the same
+    call resumes an interrupted run. `force` replaces an existing artefact. A loaded model is restored before this
+    returns. At the end the exits are timed; `measure_batches=()` skips that."""
     config, target = checked(config), Path(save_path)
     run = default_run_dir(target) if run_dir is None else Path(run_dir)
     progress = default_progress(quiet=quiet)
     if isinstance(model, str):
         if tokenizer is not None:
-            raise ConfigError("tokenizer", type(tokenizer).__name__, "none beside a name, which brings its own")
+            raise ConfigError("tokenizer", type(tokenizer).__name__, "none with a model name, which has its own")
         result = calibrate_model(
             model,
             _settings(config, model, options),
@@ -59,15 +59,15 @@ def calibrate(
             force=force,
             timer=time_exits,
         )
-        return _told(result, progress)
+        return _report(result, progress)
     check_usable(model)
     if tokenizer is None:
         raise ConfigError("tokenizer", None, f"the tokenizer of the loaded {type(model).__name__}")
     for name, value in (("dtype", dtype), ("device", device)):
         if value != AUTO:
-            raise ConfigError(name, value, "nothing beside a loaded model, which has its own")
+            raise ConfigError(name, value, "none with a loaded model, which has its own")
     settings = _settings(config, model, options)
-    loan = Loan(model)  # in eval mode until the end, then as it was
+    saved_state = SavedModelState(model)  # eval mode until `restore`
     try:
         identity = identify(model, tokenizer, None)
         result = calibrate_loaded(
@@ -79,22 +79,22 @@ def calibrate(
             publish_to=target,
             progress=progress,
             force=force,
-            timer=time_exits,  # it takes the model over, and the loan gives it back
+            timer=time_exits,  # it rebinds the model's modules; `restore` undoes that
         )
     finally:
-        loan.give_back()
-    return _told(result, progress)
+        saved_state.restore()
+    return _report(result, progress)
 
 
-def _told(result: CalibrationResult, progress: Progress) -> Path:
-    """Say what to expect of the exits."""
+def _report(result: CalibrationResult, progress: Progress) -> Path:
+    """Print the verdict and the paths; return the artefact."""
     for line in (*result.verdict, f"artefact: {result.artefact}, report: {result.report}"):
         progress.note(line)
     return result.artefact
 
 
 def _settings(config: TIDEConfig, model: Any, options: dict[str, Any]) -> CalibrationConfig:
-    """What both say; the same thing said twice is refused."""
+    """Settings of the config and the options together; a setting given in both is refused."""
     num_layers = 0 if config.checkpoint_interval is None else _num_layers(model)
     values = config.calibration_settings(num_layers)
     if config.epsilon is not None:

@@ -1,10 +1,10 @@
-"""`TIDEConfig`: the settings of TIDE, each of which does what it says or is refused with what to use instead.
+"""`TIDEConfig`: the settings of TIDE. A setting that TIDE does not support is refused, with its replacement.
 
     calibrate(model, tokenizer, save_path="exits", config=TIDEConfig(calibration_samples=4000))
     TIDE(model, "exits", config=TIDEConfig(mode="fast", exit_threshold=0.9))
 
-One object may serve both calls: `calibrate` reads the settings of a calibration and `TIDE` those of decoding. What is
-not given is chosen: by calibration where it is about exits, by the defaults of the engine elsewhere. No torch here.
+One object may serve both calls: `calibrate` reads the calibration settings and `TIDE` the decoding settings.
+Calibration chooses exit settings that are not given; the others have the engine's defaults. No torch here.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ EXIT_STRATEGIES = ("identity", "affine", "mlp", "block")
 REFUSED = {
     "convergence_threshold": "none: exits are trained on agreement with the full-depth token, not on the cosine of "
     "states; to bound disagreement, use mode='bounded' with an epsilon",
-    "compaction_threshold": "none: a pass runs only the tokens that still need its layers, however few have left; "
+    "compaction_threshold": "none: a pass runs only the tokens that still need its layers, however few have exited; "
     "max_pending of the engine bounds how long a token waits for its deep pass",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TIDEConfig:
-    """Frozen, checked at birth."""
+    """Frozen; checked when constructed."""
 
     mode: str | None = None
     """The contract: full, verified, bounded or fast. None: verified where there is an artefact, else full."""
     epsilon: float | None = None
-    """For mode bounded: most disagreement with full depth, per token. `calibrate` certifies it beside its own."""
+    """For mode bounded: most disagreement with full depth, per token. `calibrate` certifies it next to its own."""
     exit_threshold: float | None = None
-    """Least router score of a draft (verified) or of an exit (fast); at 1 nothing leaves. None: calibrated."""
+    """Least router score of a draft (verified) or of an exit (fast); at 1 no token exits. None: calibrated."""
     min_layers: int = 0
     """No exit before this many layers have run."""
     kv_cache_strategy: str | None = None
-    """`exact` (all modes but fast) or `propagate` (mode fast): K and V of skipped layers. It goes with the mode."""
+    """K and V of skipped layers: `exact` (all modes but fast) or `propagate` (mode fast). The mode decides."""
 
     checkpoint_interval: int | None = None
-    """Calibration: try a checkpoint after every so many layers, the last one excepted. None: one shallow one."""
+    """Calibration: try a checkpoint after every N layers, except the last. None: one shallow checkpoint."""
     calibration_samples: int | None = None
     """Calibration: most prompts or documents."""
     calibration_dataset: str | None = None
@@ -65,7 +65,7 @@ class TIDEConfig:
             if getattr(self, name) is not None:
                 raise ConfigError(name, getattr(self, name), instead)
         if self.profile is not False:
-            expected = "false: every call leaves its counts in last_stats; tide generate --show-exits measures speed"
+            expected = "false: every call writes its counts to last_stats; tide generate --show-exits measures speed"
             raise ConfigError("profile", self.profile, expected)
         threshold = self.exit_threshold
         plain = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
@@ -92,10 +92,10 @@ class TIDEConfig:
         if strategy is None or (strategy == "propagate" and fast) or (strategy == "exact" and not fast):
             return
         if strategy == "zero_pad":
-            expected = "exact or propagate: with zeros for K and V later tokens would attend to what never was"
+            expected = "exact or propagate: with zeros for K and V later tokens would attend to wrong context"
         elif strategy in ("exact", "propagate"):
             expected = f"{'propagate' if fast else 'exact'} in mode {self.mode or 'verified'}, or none"
-            expected += "" if fast else "; propagate goes with mode fast"
+            expected += "" if fast else "; propagate needs mode fast"
         else:
             expected = "exact or propagate"
         raise ConfigError("kv_cache_strategy", strategy, expected)
@@ -107,7 +107,7 @@ class TIDEConfig:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """As YAML, only what differs from the defaults."""
+        """Write YAML with the settings that differ from the defaults."""
         import yaml
 
         blank = TIDEConfig()
@@ -117,7 +117,7 @@ class TIDEConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> TIDEConfig:
-        """From YAML that `save` or a person wrote."""
+        """Read YAML that `save` or a person wrote."""
         import yaml
 
         try:
@@ -129,10 +129,10 @@ class TIDEConfig:
         return cls.from_mapping(values or {})
 
     def request_settings(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that these settings mean."""
+        """These settings as fields of `SamplingParams`."""
         threshold = self.exit_threshold
         if threshold is not None and threshold >= 1:
-            threshold = MAX_THRESHOLD  # a score can be rounded to 1, and then it must not pass
+            threshold = MAX_THRESHOLD  # a score may round to 1 and must not pass
         return {
             "mode": self.mode,
             "epsilon": self.epsilon,
@@ -141,7 +141,7 @@ class TIDEConfig:
         }
 
     def calibration_settings(self, num_layers: int) -> dict[str, Any]:
-        """The fields of a calibration's settings that these mean, for a model of that many layers."""
+        """These settings as fields of `CalibrationConfig`, for a model with `num_layers` layers."""
         values: dict[str, Any] = {
             "num_samples": self.calibration_samples,
             "data": self.calibration_dataset,
@@ -156,7 +156,7 @@ class TIDEConfig:
 
 
 def checked(config: TIDEConfig | None) -> TIDEConfig:
-    """The config, or that of all defaults."""
+    """The config, or all defaults for None."""
     if config is not None and not isinstance(config, TIDEConfig):
         raise ConfigError("config", type(config).__name__, "a TIDEConfig")
     return config or TIDEConfig()

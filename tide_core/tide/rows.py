@@ -1,4 +1,4 @@
-"""Batches as `transformers` users hold them, to rows of ids and back; and a tokenizer for when there is none."""
+"""Convert batches in `transformers` layout to rows of ids and back; and a tokenizer stand-in for ids only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ EXPECTED = "token ids: a tensor of integers of shape [batch, length], or a list 
 
 
 def rows_of(input_ids: Any, attention_mask: Any = None) -> list[list[int]]:
-    """The ids of each row that its mask lets through: padding on either side goes. Without a mask, all of them."""
+    """The ids of each row where its mask is 1, so without padding on either side. Without a mask, all ids."""
     if not isinstance(input_ids, Tensor):
         if attention_mask is not None:
-            expected = "none beside lists, which are not padded"
+            expected = "none with lists, which have no padding"
             raise RequestError("attention_mask", type(attention_mask).__name__, expected)
         return _checked_lists(input_ids)
     if input_ids.dim() != 2 or not len(input_ids) or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
@@ -39,24 +39,24 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[list[int]]:
 
 
 def joined(input_ids: Any, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]], pad_id: int | None) -> Tensor:
-    """What came in, with what was generated behind it: [batch, length + most new tokens], on the device of the input.
+    """The input followed by the generated ids: [batch, length + most new tokens], on the device of the input.
 
-    A tensor stays as it was, padding and all. Lists are padded on the left, new tokens on the right."""
+    A tensor keeps its padding. Lists are padded on the left, new tokens on the right."""
     longest = max(len(row) for row in rows)
     most = max(len(ids) for ids in new)
     ragged = any(len(ids) < most for ids in new)
     if not isinstance(input_ids, Tensor):
         ragged |= any(len(row) < longest for row in rows)
     if ragged and pad_id is None:
-        expected = "an id to fill short rows with; neither tokenizer nor model have one, nor an end-of-text id"
+        expected = "an id to pad short rows: neither tokenizer nor model has a pad or end-of-text id"
         raise RequestError("pad_token_id", pad_id, expected)
     fill = pad_id or 0
     if isinstance(input_ids, Tensor):
         prompts = input_ids.long()
     else:
         prompts = torch.tensor([[fill] * (longest - len(row)) + list(row) for row in rows])
-    behind = torch.tensor([[*ids, *[fill] * (most - len(ids))] for ids in new], device=prompts.device)
-    return torch.cat((prompts, behind.long()), dim=1)
+    generated = torch.tensor([[*ids, *[fill] * (most - len(ids))] for ids in new], device=prompts.device)
+    return torch.cat((prompts, generated.long()), dim=1)
 
 
 def _checked_lists(rows: Any) -> list[list[int]]:
@@ -65,11 +65,11 @@ def _checked_lists(rows: Any) -> list[list[int]]:
     for index, row in enumerate(rows):
         if not isinstance(row, Sequence) or isinstance(row, (str, bytes)) or not row:
             raise RequestError(f"input_ids[{index}]", row, "a list of at least one token id")
-    return [list(row) for row in rows]  # ids are checked one by one by the engine
+    return [list(row) for row in rows]  # the engine checks the ids
 
 
 class IdsOnly:
-    """Stands where the engine expects a tokenizer, for callers that hold ids and want ids. No id has text."""
+    """A tokenizer stand-in for callers that use ids only. No id has text."""
 
     chat_template = None
     bos_token = eos_token = None

@@ -4,8 +4,8 @@
     with tide_core.TIDE(model, path, tokenizer=tokenizer) as tide:
         output = tide.generate(tokenizer("Hello", return_tensors="pt").input_ids, max_new_tokens=128)
 
-Token ids in, token ids out, as with `model.generate`. Underneath is the engine: the rows of a batch run together, each
-keeps the contract of its mode (in the default one greedy output equals full depth), and none depends on its mates.
+Token ids in, token ids out, as with `model.generate`. The engine runs the rows of a batch together; each row keeps the
+contract of its mode (in the default mode greedy output equals full depth), and no row's output depends on the others.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from tide_core.models.resolver import ResolvedModel, resolve
 from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import FinishReason, SamplingParams
 from tide_core.tide.config import TIDEConfig, checked
-from tide_core.tide.loan import Loan, check_usable
+from tide_core.tide.model_state import SavedModelState, check_usable
 from tide_core.tide.rows import IdsOnly, joined, rows_of
 
 logger = logging.getLogger("tide")
 
 OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "max_tokens")
 INSTEAD = {
-    "do_sample": "temperature: 0 is greedy, above it tokens are drawn",
-    "eos_token_id": "stop_ids, beside the model's own end-of-text ids; ignore_eos goes past those",
+    "do_sample": "temperature: 0 is greedy, above 0 samples",
+    "eos_token_id": "stop_ids, in addition to the model's own end-of-text ids; ignore_eos continues past those",
     "generation_config": "its values as arguments",
     "max_length": "max_new_tokens",
     "max_tokens": "max_new_tokens",
     "min_new_tokens": "min_tokens",
     "exit_threshold": "threshold",
 }
-"""Names that callers may know from elsewhere."""
+"""Names of other libraries, and what to use instead."""
 
 
 class TIDE:
-    """A model with exits. Close it, or use it in a `with`, to get a loaded model back as it was."""
+    """A model with exits. `close`, or the end of its `with`, restores a loaded model."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class TIDE:
         tokenizer: Any = None,
         **settings: Any,
     ) -> None:
-        """`model`: one loaded by transformers, or a name as the engine takes it. `artefact`: a folder that `calibrate`
+        """`model`: a model loaded by transformers, or a name for the engine. `artefact`: a folder that `calibrate`
         wrote; `auto` for the demo model's own; `none` for full depth.
 
-        A loaded model needs its tokenizer only for stop strings; with it, the artefact's is compared too. It is used in
-        place (see `close`). `settings` are fields of `EngineConfig`, such as `kv_memory_gib` or `drafts`."""
+        A loaded model needs its tokenizer only for stop strings; if given, it must match the artefact's. The model is
+        used in place (see `close`). `settings` are fields of `EngineConfig`, such as `kv_memory_gib` or `drafts`."""
         self.config = checked(config)
         self.last_stats: ExitStats | None = None
         """Exits of the last `generate`."""
@@ -83,14 +83,14 @@ class TIDE:
             engine_config = EngineConfig.from_mapping(_settings_of(model, asked))
         self.tokenizer = tokenizer
         self._text = IdsOnly() if tokenizer is None else tokenizer
-        self._loan = Loan(model)
+        self._saved_state = SavedModelState(model)
         try:
             parts = self._assemble(model, resolved, engine_config)
             self._pad_id = _pad_id(model, tokenizer, parts)
             self._check_policy(parts)
             self.engine = Engine.from_parts(engine_config, parts)
         except BaseException:
-            self._loan.give_back()
+            self._saved_state.restore()
             raise
 
     def _assemble(self, model: Any, resolved: ResolvedModel | None, config: EngineConfig) -> Parts:
@@ -101,7 +101,7 @@ class TIDE:
     def _load_exits(
         self, model: Any, resolved: ResolvedModel | None, config: EngineConfig
     ) -> tuple[Artefact | None, str]:
-        """The artefact, found to be this model's, and what tells this model from others."""
+        """The artefact, checked against this model, and the model's fingerprint."""
         identity = identify(model, self._text, resolved)
         if resolved is not None:
             key = fingerprint(resolved, identity.weights_sha256)
@@ -112,20 +112,20 @@ class TIDE:
             return None, key
         artefact = load_artefact(folder, None)
         made_for = artefact.manifest.model
-        if self.tokenizer is None:  # then ids are all there is, and nothing to compare
+        if self.tokenizer is None:  # ids only: no tokenizer to compare
             identity = replace(identity, tokenizer_sha256=made_for.tokenizer_sha256)
         check_identity(made_for, identity)
         _check_made_with(self.config, artefact)
         return artefact, key
 
     def _check_policy(self, parts: Parts) -> None:
-        """Refuse settings that this artefact cannot keep before the first request does."""
+        """Refuse settings that this artefact does not support, before the first request."""
         params = SamplingParams(**self.config.request_settings())
         policy = resolve_policy(params, parts.checkpoints, parts.runner.adapter.num_layers)
         layers = [checkpoint.layer for checkpoint in parts.checkpoints]
         if policy.mode != "full" and params.min_layers > max(layers):
             shown = ", ".join(map(str, layers))
-            logger.warning("min_layers %d: the exits are after layer %s, so none is used", params.min_layers, shown)
+            logger.warning("min_layers %d: the exits are after layer %s, so no exit is used", params.min_layers, shown)
 
     def generate(
         self,
@@ -140,18 +140,18 @@ class TIDE:
         pad_token_id: int | None = None,
         **options: Any,
     ) -> Tensor:
-        """Continue every row: [B, S] ids to [B, S + N] ids, N the most tokens any row got; shorter ones are padded.
+        """Continue every row: [B, S] ids to [B, S + N] ids, N the most new tokens of any row; shorter rows are padded.
 
-        Where `attention_mask` is 0 there is padding; without a mask every id counts. Row i draws with `seed` + i.
-        `options` are the other fields of `SamplingParams`. Mode, threshold and epsilon are those of the config, unless
-        the call names a `mode`, which sets all three, or a `threshold` or `epsilon` of its own."""
+        `attention_mask` is 0 at padding; without a mask every id counts. Row i samples with `seed` + i. `options` are
+        the other fields of `SamplingParams`. Mode, threshold and epsilon come from the config, unless the call gives a
+        `mode`, which replaces all three, or its own `threshold` or `epsilon`."""
         rows = rows_of(input_ids, attention_mask)
         for name in options:
             if name not in OPTIONS:
                 expected = INSTEAD.get(name, f"one of {', '.join(OPTIONS)}")
                 raise RequestError(f"generate({name}=...)", options[name], expected)
         if options.get("stop") and self.tokenizer is None:
-            raise RequestError("stop", options["stop"], "a tokenizer to find text with; or use stop_ids")
+            raise RequestError("stop", options["stop"], "a tokenizer, which stop strings need; or stop_ids")
         policy = self.config.request_settings()
         if "mode" in options:
             policy = {"min_layers": policy["min_layers"]}
@@ -175,10 +175,10 @@ class TIDE:
     def _answers(self, rows: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
         if params.is_greedy or params.seed is None or len(rows) == 1:
             answers = self.engine.generate(rows, params)
-        else:  # equal prompts must not get equal tokens
+        else:  # equal prompts must not draw equal tokens
             requests = [(row, replace(params, seed=params.seed + index)) for index, row in enumerate(rows)]
             for row, own in requests:
-                self.engine.make_request(row, own)  # refused before any is run
+                self.engine.make_request(row, own)  # refuse all before any runs
             with ThreadPoolExecutor(min(len(rows), self.engine.config.max_rows)) as pool:
                 answers = list(pool.map(lambda request: self.engine.generate([request[0]], request[1])[0], requests))
         for index, answer in enumerate(answers):
@@ -189,9 +189,9 @@ class TIDE:
         return answers
 
     def close(self) -> None:
-        """Stop, and give the model back: its own forward and generate work again as before."""
+        """Stop the engine and restore the model: its own forward and generate work again."""
         self.engine.close()
-        self._loan.give_back()
+        self._saved_state.restore()
 
     def __enter__(self) -> TIDE:
         return self
@@ -201,18 +201,18 @@ class TIDE:
 
 
 def _settings_of(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """A loaded model has its name, dtype and place."""
+    """Engine settings for a loaded model, which has its own name, dtype and device."""
     for name in ("model", "dtype", "device"):
         if name in settings:
-            raise ConfigError(name, settings[name], "nothing beside a loaded model, which has its own")
+            raise ConfigError(name, settings[name], "none with a loaded model, which has its own")
     if settings["artefact"] == "auto":
-        raise ConfigError("artefact", "auto", "a folder, or none: auto is for models that are named")
+        raise ConfigError("artefact", "auto", "a folder, or none: auto needs a model name")
     dtype = str(model.dtype).removeprefix("torch.")
     return {"model": type(model).__name__, "dtype": dtype, "device": model.device.type, **settings}
 
 
 def _check_made_with(config: TIDEConfig, artefact: Artefact) -> None:
-    """Settings of a calibration that are given again must be those the artefact was made with."""
+    """Calibration settings in the config must equal those of the artefact."""
     for checkpoint in artefact.manifest.checkpoints:
         width, kind, interval = config.router_bottleneck_dim, config.exit_strategy, config.checkpoint_interval
         if width not in (None, checkpoint.router_bottleneck):
@@ -226,7 +226,7 @@ def _check_made_with(config: TIDEConfig, artefact: Artefact) -> None:
 
 
 def _pad_id(model: Any, tokenizer: Any, parts: Parts) -> int | None:
-    """What `transformers` would pad with."""
+    """The id that `transformers` would pad with."""
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         pad_id = getattr(source, "pad_token_id", None)
         if isinstance(pad_id, int) and pad_id >= 0:
@@ -245,6 +245,6 @@ def _stats(answers: Sequence[Completion], before: Mapping[str, Any], after: Mapp
             drafts=answer.usage.num_drafts,
             accepted=answer.usage.num_accepted,
         )
-    # The one count that no answer carries.
+    # No answer holds this count.
     stats.non_finite_scores = after["non_finite_scores"] - before["non_finite_scores"]
     return stats

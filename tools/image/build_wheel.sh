@@ -3,7 +3,7 @@
 #
 #   tools/image/build_wheel.sh SOURCE WHEELS     TIDE_CUDA and TIDE_CUDA_ARCHS as in docs/building.md
 #
-# Build tools come from deploy/build.lock, by hash, into an environment that is left behind in this stage.
+# Build tools come from deploy/build.lock, by hash, in an environment that exists in this stage only.
 set -euo pipefail
 SOURCE=$(realpath "$1") WHEELS=$(realpath -m "$2") PYTHON=${PYTHON:-python3}
 tools=$(mktemp -d) && trap 'rm -rf "$tools"' EXIT

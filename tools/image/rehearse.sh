@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The stages of the Dockerfile without a container: build the wheel, install it into a clean prefix, then serve from
-# there as a user who may write nowhere but in its own temporary folder, and answer one request.
+# Run the stages of the Dockerfile without a container: build the wheel, install it into a clean prefix, then serve from
+# there as a user who may write only to a temporary folder, and answer one request.
 #
 #   tools/image/rehearse.sh FOLDER CONFIG REQUEST [TORCH]
 #
-# FOLDER is new or empty, has a short path, and stays: wheels/, prefix/, tmp/, serve.log, answer.json. CONFIG is what `serve run` gets; its
-# port is read from it. REQUEST is a file with the body of a completion. TORCH, DEMO: see install.sh. As root the server
-# runs as uid 1000 and the prefix is root's; as anybody else the prefix is made read-only for all.
+# FOLDER is new or empty, has a short path, and stays: wheels/, prefix/, tmp/, serve.log, answer.json. CONFIG is the Serve
+# config; the port is read from it. REQUEST is a file with the body of a completion. TORCH, DEMO: see install.sh. As root the server
+# runs as uid 1000 and root owns the prefix; for other users the prefix is made read-only.
 set -euo pipefail
 FOLDER=$(realpath -m "$1") CONFIG=$(realpath "$2") REQUEST=$(realpath "$3") TORCH=${4:-}
 here=$(realpath "$(dirname "$0")") root=$(realpath "$(dirname "$0")/../..")
@@ -18,7 +18,7 @@ if [[ $(id -u) -eq 0 ]]; then
   chown 1000:1000 "$FOLDER/tmp"
   as=(setpriv --reuid 1000 --regid 1000 --clear-groups --no-new-privs)
 fi
-# An interpreter that this user can start: one in somebody's home is none.
+# An interpreter that this user can start, so not one in another user's home.
 for candidate in "${PYTHON:-}" python3.11 python3.12 /usr/bin/python3.11 /usr/bin/python3.12; do
   path=$(command -v "$candidate") && "${as[@]}" "$path" -c 'import os, sys; os.execv(sys.executable, [sys.executable, "-c", ""])' \
     2>/dev/null && export PYTHON=$path && found=1 && break
@@ -39,7 +39,7 @@ touch "$FOLDER/mark"
 port=$("$FOLDER/prefix/bin/python" -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["http_options"]["port"])' "$CONFIG")
 
 say "serving as $("${as[@]}" id -u) on port $port"
-# A fresh environment: nothing of the caller's but what a pod would have, with all that a pod has in /tmp in this folder.
+# A fresh environment: only the variables that a pod would have, and a pod's /tmp in this folder.
 cd "$FOLDER/tmp"
 haproxy=$FOLDER/tmp/h # short: the paths of its sockets have a limit
 mapfile -t serve < <(env | grep '^RAY_SERVE_' || true)
@@ -50,7 +50,7 @@ setsid env -i "${serve[@]}" RAY_SERVE_HAPROXY_CONFIG_FILE_LOC="$haproxy/haproxy.
   PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}" \
   "${as[@]}" "$FOLDER/prefix/bin/serve" run "$CONFIG" >"$FOLDER/serve.log" 2>&1 &
 server=$!
-# As a pod is ended; whatever of its session is left after that is killed.
+# Stop it as Kubernetes stops a pod; remaining processes of its session are killed.
 stop() {
   kill -TERM "$server" 2>/dev/null || true
   timeout 40 tail --pid="$server" -f /dev/null || true
@@ -58,7 +58,7 @@ stop() {
 }
 trap stop EXIT
 for _ in $(seq "$start_s"); do
-  # The probe that KubeRay makes.
+  # KubeRay's probe.
   wget -q -T 2 -t 1 -O - "http://localhost:$port/-/healthz" 2>/dev/null | grep -q success && ready=1 && break
   kill -0 "$server" 2>/dev/null || break
   sleep 1

@@ -1,13 +1,12 @@
-"""The configuration reference, from the typed settings."""
+"""Generate the configuration reference from the settings classes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from deploy.args import AppArgs
 from deploy.calibration.settings import JobSettings, Workers
-from deploy.limits import Limits
-from deploy.policy import LivePolicy
+from deploy.config.args import AppArgs, Limits
+from deploy.config.policy import LivePolicy
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import EngineConfig
 from tools.reference.markdown import NOTE, code, lines, table
@@ -37,9 +36,9 @@ def configuration() -> str:
         "# Configuration reference",
         NOTE,
         lines(
-            "What each settings class takes, from the classes themselves. Unknown keys are refused everywhere.",
-            "Where to write them, and what a change does, is in [serving](../serving.md#settings) and",
-            "[upgrade and rollback](../upgrade.md); `tide check-config FILE` checks a Serve config.",
+            "The fields of each settings class, generated from the classes. Unknown keys are refused everywhere.",
+            "[Serving](../serving.md#settings) and [upgrade and rollback](../upgrade.md) describe where to write them",
+            "and the effect of a change; `tide check-config FILE` checks a Serve config.",
         ),
         "## The service",
         "### `args`\n\nOf the application in a Serve config. A change restarts the replicas.",
@@ -50,12 +49,12 @@ def configuration() -> str:
             "`max_rows`, and `drafts` at most `max_pending`.",
         ),
         settings_table(of_dataclass(EngineConfig)),
-        "### Limits\n\n`args.limits`: most of everything that one request may ask for.",
+        "### Limits\n\n`args.limits`: limits of one request.",
         settings_table(of_model(Limits)),
         "### `user_config`",
         lines(
-            "Of the deployment `TideServer`. Taken without a restart by requests that come after it. `threshold` goes",
-            "with modes `verified` and `fast`, `epsilon` with `bounded`.",
+            "Of the deployment `TideServer`. Applies to new requests without a restart. `threshold` is for modes",
+            "`verified` and `fast`, `epsilon` for `bounded`.",
         ),
         settings_table(policy),
         "## Calibration",
@@ -64,7 +63,7 @@ def configuration() -> str:
         "### Workers\n\n`workers` of the job file.",
         settings_table(of_model(Workers)),
         "### `calibration`",
-        "Of the job file, and `tide calibrate --set NAME=VALUE`. These and the model decide the artefact.",
+        "Of the job file, and `tide calibrate --set NAME=VALUE`. These and the model determine the artefact.",
         settings_table(of_dataclass(CalibrationConfig)),
     ]
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""The table of model families, with what each was compared with."""
+"""Generate the table of model families, with the variants that tests compare with transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- families: python tools/reference_docs.py -->", "<!-- end of t
 
 
 def families() -> str:
-    """The architectures that run, and the tiny models with which each is compared to the library."""
+    """The supported architectures, and the tiny models of each that tests compare with transformers."""
     attention = {
         "paged": "paged",
         "latent": "gathered, from the cached latent",
@@ -29,7 +29,7 @@ def families() -> str:
         )
         for architecture, family in FAMILIES.items()
     ]
-    return table(("family", "architecture", "attention", "variants compared with the library"), rows)
+    return table(("family", "architecture", "attention", "variants compared with transformers"), rows)
 
 
 def compared_variants(source: str) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Parts of a page."""
+"""Markdown helpers for the generated pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """A text in a table: on one line, and no bar in it ends the cell."""
+    """Text for a table cell: one line, bars escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -28,7 +28,7 @@ def code(value: object) -> str:
 
 
 def between(text: str, begin: str, end: str, inside: str) -> str:
-    """`text` with what stands between two marks replaced."""
+    """`text` with the part between two marks replaced."""
     before, mark, rest = text.partition(begin)
     _, closing, after = rest.partition(end)
     if not mark or not closing:

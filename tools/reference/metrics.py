@@ -17,9 +17,9 @@ def metrics() -> str:
         "# Metrics reference",
         NOTE,
         lines(
-            "All metrics leave through Ray's Prometheus port. The service's have the tags `application`, `deployment`",
-            f"and `replica` beside those in the tables; they are handed to Ray every {FLUSH_S:g} s. What to do when",
-            "one is not as it should be: [runbook](../runbook.md).",
+            "Ray's Prometheus port exports all metrics. Those of the service have the tags `application`, `deployment`",
+            f"and `replica` in addition to those in the tables; they are exported to Ray every {FLUSH_S:g} s. The",
+            "[runbook](../runbook.md) lists what to do about each alert.",
         ),
     ]
     for kind, title in kinds:
@@ -31,8 +31,8 @@ def metrics() -> str:
         parts += [f"## {title}", table(("name", "tags", "meaning"), rows)]
     parts.append(
         lines(
-            f"Of each histogram and tag at most {MAX_SAMPLES} values a flush are handed on, evenly spaced by size:",
-            "quantiles and means stay, and `_count` is of what was handed on. Counters count everything.",
+            f"Of each histogram and tag at most {MAX_SAMPLES} values per flush are exported, evenly spaced by size:",
+            "quantiles and means stay, and `_count` counts exported values. Counters count everything.",
         )
     )
     edges = [
@@ -47,12 +47,12 @@ def metrics() -> str:
 
 
 def exported(name: str, kind: str) -> str:
-    """As Prometheus gets it."""
+    """The name in Prometheus."""
     return f"ray_{name}_total" if kind == "counter" else f"ray_{name}"
 
 
 def job_metrics() -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Name, kind, text and tags of what a calibration job makes, read from the calls that make them."""
+    """Name, kind, text and tags of a calibration job's metrics, read from the calls that create them."""
     for call in ast.walk(ast.parse(inspect.getsource(job))):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("Counter", "Gauge"):
             name, text, tags = call.args

@@ -1,4 +1,4 @@
-"""The gRPC reference, from the schema and its comments."""
+"""Generate the gRPC reference from the schema and its comments."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def grpc() -> str:
         NOTE,
         prose(opening),
         lines(
-            f"Package `{file.package}`, schema [protos/{SCHEMA}](../../protos/{SCHEMA}). `tide_client` is a client,",
-            "and any language that can read the schema can have another.",
+            f"Package `{file.package}`, schema [protos/{SCHEMA}](../../protos/{SCHEMA}). `tide_client` is the Python",
+            "client; other languages can generate one from the schema.",
             "Errors by status: [serving](../serving.md#errors).",
         ),
     ]
@@ -40,7 +40,7 @@ def grpc() -> str:
             )
             for place, method in enumerate(service.method)
         ]
-        parts += [f"## {service.name}", table(("method", "takes", "gives", "meaning"), rows)]
+        parts += [f"## {service.name}", table(("method", "request", "response", "meaning"), rows)]
     parts.append("## Enums")
     for number, enum in enumerate(file.enum_type):
         values = [
@@ -96,7 +96,7 @@ def message_link(name: str) -> str:
 
 
 def field_type(field: Any, message: Any) -> str:
-    """As the schema spells it: optional, repeated, map."""
+    """The type as in the schema: optional, repeated, map."""
     entry = next((one for one in message.nested_type if field.type_name.endswith(f".{message.name}.{one.name}")), None)
     if entry is not None and entry.options.map_entry:
         key, value = entry.field

@@ -1,6 +1,6 @@
-"""Settings of a class: what stands under its fields, and what the code expects of each.
+"""Read the settings of a class: the docstrings of its fields, and the values that the code accepts.
 
-What a setting may be is asked of the code that refuses it, so that the reference cannot say anything else.
+The allowed values come from the error that the code raises for a bad one, so that the reference cannot differ from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Setting:
 
 
 def documented(owner: type) -> dict[str, tuple[str, str, str]]:
-    """Fields of a class in their order: annotation, the text under it, and the comment that heads its group."""
+    """Fields of a class in order: annotation, docstring, and the comment that heads its group."""
     source = textwrap.dedent(inspect.getsource(owner))
     [tree] = ast.parse(source).body
     assert isinstance(tree, ast.ClassDef)
@@ -54,7 +54,7 @@ def documented(owner: type) -> dict[str, tuple[str, str, str]]:
 
 
 def in_words(annotation: str) -> str:
-    """A type as a reader of YAML knows it."""
+    """A type in the words of YAML."""
     words = {
         "str": "text",
         "int": "whole number",
@@ -73,7 +73,7 @@ def in_words(annotation: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A default as YAML would have it."""
+    """A default in YAML."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -86,7 +86,7 @@ def shown(value: object) -> str:
 
 
 def refusal(build: Callable[[dict[str, Any]], object], name: str, context: Mapping[str, Any], bad: object) -> str:
-    """What the code says it expects of a setting when it gets something else; nothing if it takes anything."""
+    """What the error for a bad value says was expected; empty if every value is accepted."""
     try:
         build({**context, name: bad})
     except ConfigError as error:
@@ -98,7 +98,7 @@ def refusal(build: Callable[[dict[str, Any]], object], name: str, context: Mappi
 
 
 def of_dataclass(owner: Any) -> Iterator[Setting]:
-    """Settings of a dataclass that checks itself at birth."""
+    """Settings of a dataclass that checks itself when constructed."""
     texts = documented(owner)
     for field in fields(owner):
         annotation, text, group = texts[field.name]
@@ -110,8 +110,8 @@ def of_dataclass(owner: Any) -> Iterator[Setting]:
 def of_model(
     owner: type[BaseModel], *, build: Callable[[dict[str, Any]], object] | None = None, context: Any = None
 ) -> Iterator[Setting]:
-    """Settings of a pydantic model. `context` is what else must be there for a value to be looked at: for a field's
-    own name a mapping, which may also hold the bad value to try."""
+    """Settings of a pydantic model. `context` maps a field's name to other values that its check needs, and optionally
+    to the bad value to try."""
     for name, (annotation, text, group) in documented(owner).items():
         field = owner.model_fields.get(name)
         if field is None:
@@ -123,12 +123,12 @@ def of_model(
             bad = around.pop(name, "?")
             allowed = refusal(build or owner.model_validate, name, around, bad)
         needed = default is PydanticUndefined
-        default_text = "**needed**" if needed else "below" if isinstance(default, BaseModel) else shown(default)
+        default_text = "**required**" if needed else "below" if isinstance(default, BaseModel) else shown(default)
         yield Setting(name, in_words(annotation), default_text, allowed, text, group)
 
 
 def bounds(metadata: Iterable[object]) -> Iterator[str]:
-    """Limits that a pydantic field carries, in words."""
+    """Limits of a pydantic field, in words."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     lengths = {"min_length": "at least {} long", "max_length": "at most {} long"}
     for item in metadata:

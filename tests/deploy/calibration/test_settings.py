@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy import strict_yaml
 from deploy.calibration.settings import JobSettings, read_settings
+from deploy.strict import yaml_file
 from tide_core.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[3] / "deploy" / "calibrate.yaml"
@@ -37,7 +37,7 @@ def test_credentials_are_refused_and_not_shown(url: str, name: str) -> None:
 
 
 def test_the_shipped_settings_are_sound() -> None:
-    settings = read_settings(strict_yaml.read(SHIPPED))
+    settings = read_settings(yaml_file.read(SHIPPED))
     assert settings.model == "demo"
     assert settings.config.data == "self"
     assert settings.workers.count == settings.train_workers == 1

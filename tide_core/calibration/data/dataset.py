@@ -22,8 +22,7 @@ from tide_core.calibration.collect.shards import PARTS
 from tide_core.calibration.config import SELF_DATA, CalibrationConfig
 from tide_core.calibration.data.records import SUFFIXES, Record, as_record, local_files, read_records
 from tide_core.calibration.ledger import digest_of
-from tide_core.errors import ConfigError
-from tide_core.models.one_line import one_line
+from tide_core.errors import ConfigError, one_line
 
 SHIPPED = Path(__file__).with_name("prompts.jsonl")
 OPENINGS = Path(__file__).with_name("openings.txt")

@@ -1,0 +1,77 @@
+"""Arguments of the application: the YAML under `args` as checked settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tide_core.config import EngineConfig
+from tide_core.errors import ConfigError, RequestError
+from tide_core.request import SamplingParams
+
+
+class Limits(BaseModel):
+    """Limits of one request (`args.limits`), checked before anything is allocated for it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    max_tokens: int = Field(default=4096, ge=1, le=2**24)
+    """Most tokens of one request."""
+    max_timeout_s: float = Field(default=280.0, gt=0.0, le=86400.0)
+    """Longest duration of one request; keep it below Serve's `request_timeout_s`, so that the error names the limit."""
+    body_bytes: int = Field(default=2_000_000, ge=1, le=2**30)
+    """Most bytes of an HTTP body."""
+    body_timeout_s: float = Field(default=30.0, gt=0.0, le=3600.0)
+    """Time within which the whole HTTP body must arrive."""
+    header_bytes: int = Field(default=2**16, ge=1024, le=2**24)
+    """Most bytes of all headers of an HTTP request, names and values together."""
+    num_headers: int = Field(default=100, ge=1, le=10_000)
+    """Most headers of an HTTP request."""
+    metadata_bytes: int = Field(default=2**14, ge=1024, le=2**24)
+    """Most bytes of the metadata of a gRPC call."""
+    json_depth: int = Field(default=64, ge=4, le=900)
+    """Deepest nesting of a JSON body."""
+    stuck_after_s: float = Field(default=60.0, gt=0.0, le=86400.0)
+    """The replica is unhealthy if no engine step has ended for this time."""
+
+    def check(self, params: SamplingParams) -> None:
+        if params.max_tokens > self.max_tokens:
+            raise RequestError("max_tokens", params.max_tokens, f"at most {self.max_tokens}")
+
+    def timeout_s(self, requested: float | None) -> float:
+        if requested is None:
+            return self.max_timeout_s
+        if not math.isfinite(requested) or requested <= 0:
+            raise RequestError("timeout_s", requested, "a finite number above 0")
+        return min(requested, self.max_timeout_s)
+
+
+class AppArgs(BaseModel):
+    """The `args` of the application. Changes need a restart."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the engine, by the names of `tide_core.config.EngineConfig`."""
+    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
+    """The name that clients use for the model; default: the model's own."""
+    limits: Limits = Field(default_factory=Limits)
+    """Limits of one request."""
+    api_keys_file: str | None = Field(default=None, min_length=1)
+    """File of hashed keys that `tide new-key` writes; without one, anyone who reaches the ports may use them."""
+    playground: bool | None = None
+    """Whether /playground is served, without a key. Default: only if there are no keys."""
+    target_tokens_in_flight: int = Field(default=8192, ge=1)
+    """Tokens that open requests of one replica may still generate; above it, autoscaling adds a replica."""
+
+    @field_validator("engine")
+    @classmethod
+    def _known_and_valid(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what the engine would refuse, before anything starts; fill in the defaults."""
+        try:
+            return asdict(EngineConfig.from_mapping(engine))
+        except ConfigError as error:
+            raise ValueError(str(error)) from error

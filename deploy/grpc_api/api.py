@@ -1,0 +1,174 @@
+"""The gRPC API: `tide.v1.TideService` and `grpc.health.v1.Health`, as methods that Serve finds by name.
+
+A call that fails sets its status on the context and raises `StatusSetError`: Serve returns the status, and
+`deploy.telemetry` drops the trace from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from deploy.failures import NotServedError, StatusSetError, TooLargeError, report
+from deploy.grpc_api import messages
+from deploy.keys import Caller
+from deploy.service import Service
+from tide.v1 import tide_pb2 as pb
+from tide_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ray.serve.grpc_util import RayServegRPCContext as Context
+
+Reply = TypeVar("Reply")
+
+SERVICE_NAMES = ("", "tide.v1.TideService")
+"""Services that the health check knows; the empty name is the server."""
+
+
+class GrpcApi:
+    """Methods of both services over `self.service`."""
+
+    service: Service
+
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> pb.GenerateResponse:
+        async def reply(caller: Caller) -> pb.GenerateResponse:
+            answer = self.service.begin(messages.call_of(request), caller)
+            outputs = await self.service.whole(answer)
+            tokenizer = self.service.engine.tokenizer
+            return messages.response_of(answer, outputs, model=self.service.model, tokenizer=tokenizer)
+
+        return await self._reply(grpc_context, reply)
+
+    async def GenerateStream(
+        self, request: pb.GenerateRequest, grpc_context: Context
+    ) -> AsyncIterator[pb.GenerateChunk]:
+        service, sequence = self.service, 0
+        try:
+            answer = service.begin(messages.call_of(request), self._caller(grpc_context))
+            async with contextlib.aclosing(service.outputs(answer)) as outputs:
+                async for output in outputs:
+                    yield messages.chunk_of(
+                        answer, output, sequence, model=service.model, tokenizer=service.engine.tokenizer
+                    )
+                    sequence += 1
+        except Exception as error:
+            raise _with_status(grpc_context, error) from None
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, grpc_context: Context) -> pb.GetModelInfoResponse:
+        async def reply(caller: Caller) -> pb.GetModelInfoResponse:
+            return self._model_info(caller)
+
+        return await self._reply(grpc_context, reply)
+
+    async def GetExitStats(self, request: pb.GetExitStatsRequest, grpc_context: Context) -> pb.GetExitStatsResponse:
+        async def reply(caller: Caller) -> pb.GetExitStatsResponse:
+            return messages.stats_of(self.service.engine.stats())
+
+        return await self._reply(grpc_context, reply)
+
+    async def Abort(self, request: pb.AbortRequest, grpc_context: Context) -> pb.AbortResponse:
+        async def reply(caller: Caller) -> pb.AbortResponse:
+            return pb.AbortResponse(aborted=self.service.abort(request.request_id, caller))
+
+        return await self._reply(grpc_context, reply)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: Context) -> pb.TokenizeResponse:
+        async def reply(caller: Caller) -> pb.TokenizeResponse:
+            if request.HasField("text") == request.HasField("chat"):
+                came = "both" if request.HasField("text") else "nothing"
+                raise RequestError("text", came, "exactly one of text and chat")
+            prompt = request.text if request.HasField("text") else messages.messages_of(request.chat)
+            ids = await self.service.tokenize(prompt)
+            return pb.TokenizeResponse(ids=ids, max_model_len=self.service.engine.max_model_len)
+
+        return await self._reply(grpc_context, reply)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, grpc_context: Context) -> pb.DetokenizeResponse:
+        async def reply(caller: Caller) -> pb.DetokenizeResponse:
+            return pb.DetokenizeResponse(text=await self.service.detokenize(list(request.ids)))
+
+        return await self._reply(grpc_context, reply)
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """grpc.health.v1. Needs no key, like /health."""
+        if request.service not in SERVICE_NAMES:
+            raise _with_status(grpc_context, NotServedError("service", request.service, SERVICE_NAMES[-1]))
+        return health_pb2.HealthCheckResponse(status=self._health())
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """grpc.health.v1: the state, and every change of it."""
+        last = None
+        while True:
+            now = self._health() if request.service in SERVICE_NAMES else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if now != last:
+                yield health_pb2.HealthCheckResponse(status=now)
+                last = now
+            await asyncio.sleep(1.0)
+
+    def _health(self) -> Any:
+        try:
+            self.service.check()
+        except Exception:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse.SERVING
+
+    async def _reply(self, context: Context, work: Callable[[Caller], Awaitable[Reply]]) -> Reply:
+        """The result of `work` for the caller; an error becomes a status."""
+        try:
+            return await work(self._caller(context))
+        except Exception as error:
+            raise _with_status(context, error) from None
+
+    def _caller(self, context: Context) -> Caller:
+        metadata = context.invocation_metadata()
+        size = sum(len(key) + len(value) for key, value in metadata)
+        if size > self.service.limits.metadata_bytes:
+            raise TooLargeError("metadata", f"{size} bytes", f"at most {self.service.limits.metadata_bytes}")
+        return self.service.keys.caller(dict(metadata).get("authorization"))
+
+    def _model_info(self, caller: Caller) -> pb.GetModelInfoResponse:
+        service = self.service
+        engine, policy = service.engine, service.policy
+        default = policy.params({}, caller, service.natural_mode)
+        about = engine.describe()
+        return pb.GetModelInfoResponse(
+            model=service.model,
+            architecture=about.architecture,
+            num_layers=about.num_layers,
+            vocab_size=about.vocab_size,
+            max_model_len=engine.max_model_len,
+            max_tokens=service.limits.max_tokens,
+            max_timeout_s=service.limits.max_timeout_s,
+            dtype=about.dtype,
+            device=about.device,
+            version=about.version,
+            checkpoint_layers=about.checkpoint_layers,
+            epsilons=about.epsilons,
+            artefact_digest=about.artefact or "",
+            modes=[messages.MODES[mode] for mode in service.modes_for(caller)],
+            default_exits=pb.ExitParams(
+                mode=messages.MODES[default.mode or service.natural_mode],
+                epsilon=default.epsilon,
+                threshold=default.threshold,
+                min_layers=default.min_layers,
+            ),
+        )
+
+
+def _with_status(context: Context, error: Exception) -> StatusSetError:
+    """Set the status of an error on the context."""
+    failure = report(error)
+    context.set_code(grpc.StatusCode[failure.grpc_code])
+    context.set_details(failure.message)
+    if failure.retry_after_s is not None:
+        context.set_trailing_metadata([*context.trailing_metadata(), ("retry-after", str(failure.retry_after_s))])
+    return StatusSetError()

@@ -1,0 +1,1 @@
+"""The HTTP API: OpenAI-compatible routes, request checks, the playground page."""

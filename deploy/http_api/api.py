@@ -1,0 +1,241 @@
+"""The HTTP API of one service: OpenAI's routes and the playground page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from deploy.failures import NotServedError, report
+from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
+from deploy.http_api.openai_replies import (
+    DONE_EVENT,
+    ChatReply,
+    CompletionReply,
+    error_object,
+    invalid_body,
+    sse_event,
+)
+from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from deploy.http_api.openapi import describe
+from deploy.http_api.playground import load_page
+from deploy.keys import Caller
+from deploy.service import Call, Service
+from tide_core import __version__
+from tide_core.request import RequestOutput
+from tide_core.stats import EngineStats
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=Strict)
+Outputs = AsyncGenerator[RequestOutput, None]
+
+
+def build_api(service: Service, *, playground: bool) -> FastAPI:
+    """Routes over `service`."""
+    api = FastAPI(title="TIDE Serve", version=__version__, docs_url=None, redoc_url=None)
+    open_paths = frozenset({"/health", "/playground"} if playground else {"/health"})
+    api.add_middleware(Guard, service=service, open_paths=open_paths)
+    api.add_exception_handler(HTTPException, _on_http_error)
+    created = int(time.time())
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = _read(CompletionRequest, request)
+        return await _answer(service, request, body, body.engine_prompt, CompletionReply)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = _read(ChatRequest, request)
+        return await _answer(service, request, body, [message.plain() for message in body.messages], ChatReply)
+
+    @api.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model_object(service, caller_of(request), created)]})
+
+    @api.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        _check_model(service, name)
+        return JSONResponse(_model_object(service, caller_of(request), created))
+
+    @api.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = _read(TokenizeRequest, request)
+        _check_model(service, body.model)
+        ids = await service.tokenize(body.engine_prompt)
+        return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
+
+    @api.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = _read(DetokenizeRequest, request)
+        _check_model(service, body.model)
+        return JSONResponse({"prompt": await service.detokenize(body.tokens)})
+
+    @api.get("/exit_stats")
+    async def exit_stats() -> Response:
+        return JSONResponse(_stats_object(service.engine.stats()))
+
+    @api.get("/health")
+    async def health() -> Response:
+        service.check()
+        return JSONResponse({"status": "ok"})
+
+    @api.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    if playground:
+        html, page_headers = load_page()
+
+        @api.get("/playground", include_in_schema=False)
+        async def page() -> Response:
+            return HTMLResponse(html, headers=page_headers)
+
+    describe(api)
+    return api
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: CompletionRequest | ChatRequest,
+    prompt: Any,
+    reply_class: type[CompletionReply],
+) -> Response:
+    """Run one completion of either kind, streamed or whole."""
+    params = body.params()
+    fill_context = params["max_tokens"] is None
+    call = Call(prompt, params, model=body.model, timeout_s=body.options.timeout_s, fill_context=fill_context)
+    answer = service.begin(call, caller_of(request))
+    reply = reply_class(answer, service.model, body.options, service.engine.tokenizer.decode, body.wants_usage)
+    if not body.stream:
+        return JSONResponse(reply.whole(await unless_gone(request, service.whole(answer))))
+    outputs = service.outputs(answer)
+    # An error before the first token still sets the HTTP status.
+    first = await unless_gone(request, anext(outputs))
+    return EventStream(_events(reply, first, outputs), outputs)
+
+
+async def _events(reply: CompletionReply, first: RequestOutput, outputs: Outputs) -> AsyncIterator[bytes]:
+    """The answer as events. `[DONE]` ends a complete answer; an error event ends a failed one."""
+    last = first
+    try:
+        opening = [*reply.first_chunks(), reply.chunk(first)]
+        yield b"".join(map(sse_event, opening))
+        async for output in outputs:
+            yield sse_event(reply.chunk(output))
+            last = output
+    except Exception as error:
+        yield sse_event(error_object(report(error)))
+        return
+    if reply.wants_usage and last.usage is not None:
+        yield sse_event(reply.usage_chunk(last.usage))
+    yield DONE_EVENT
+
+
+class EventStream(StreamingResponse):
+    """Events over the outputs of an engine. However the response ends, the outputs are closed: that aborts a request
+    whose client disconnected, even before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], outputs: Outputs) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._outputs = outputs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._outputs.aclose()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client disconnects first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_client_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _client_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _read(schema: type[Body], request: Request) -> Body:
+    try:
+        return schema.model_validate(body_of(request))
+    except ValidationError as error:
+        unsupported = getattr(schema, "unsupported", ())
+        failure = invalid_body(error.errors(include_url=False, include_input=False), unsupported)
+        refusal = HttpError(400, failure.message)
+        refusal.failure = failure
+        raise refusal from None
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, service.model):
+        raise NotServedError("model", name, service.model)
+
+
+def _model_object(service: Service, caller: Caller, created: int) -> dict[str, Any]:
+    about = service.engine.describe()
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "tide",
+        "max_model_len": service.engine.max_model_len,
+        "tide": {
+            "num_layers": about.num_layers,
+            "checkpoint_layers": list(about.checkpoint_layers),
+            "epsilons": list(about.epsilons),
+            "modes": service.modes_for(caller),
+            "artefact": about.artefact,
+        },
+    }
+
+
+def _stats_object(stats: EngineStats) -> dict[str, Any]:
+    audits = {
+        name: {
+            "tokens": audit.num_tokens,
+            "disagreements": audit.num_disagreements,
+            "rate": audit.rate,
+            "lower": audit.lower,
+            "upper": audit.upper,
+            "epsilon": audit.epsilon,
+            "delta": audit.delta,
+            "broken": audit.broken,
+        }
+        for name, audit in stats.audits.items()
+    }
+    return {
+        **stats.exits,
+        "contracts": audits,
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "kv_usage": stats.kv_usage,
+        "artefact": stats.artefact,
+    }
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Responses to errors of the web framework: unknown paths, wrong methods."""
+    assert isinstance(error, HTTPException)
+    response = response_to(HttpError(error.status_code, str(error.detail)))
+    response.headers.update(error.headers or {})
+    return response

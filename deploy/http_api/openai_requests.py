@@ -1,0 +1,231 @@
+"""Request bodies over HTTP: OpenAI's fields, vLLM's extra fields and TIDE's own. No server here.
+
+Values are not coerced, and no key is ignored except `user` and a message's `name`. An OpenAI field that is not
+supported is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from tide_core.errors import RequestError
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions. A chat's default is the server's limit."""
+DEFAULT_TEMPERATURE = 1.0
+MAX_COMPLETION_LOGPROBS = 5
+
+
+class Strict(BaseModel):
+    """Base of all bodies: no coercion, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class TideOptions(Strict):
+    """TIDE's own options."""
+
+    mode: Literal["full", "verified", "bounded", "fast"] | None = None
+    """The contract; default: the server's policy."""
+    epsilon: float | None = None
+    """For bounded: most disagreement with full depth, per token."""
+    threshold: float | None = None
+    """For verified and fast: least score at which a token exits. Above 1 none does."""
+    min_layers: int | None = None
+    """No exit before this many layers."""
+    exit_layers: bool = False
+    """Return the exit layer of each token."""
+    tokens: bool = False
+    """Return id, text, exit layer, score and audit of each token."""
+    timeout_s: float | None = None
+    """Seconds until the request ends with status 408."""
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class Sampling(Strict):
+    """Fields of both kinds of completion. `SamplingParams` checks their ranges."""
+
+    unsupported: ClassVar[tuple[str, ...]] = ()
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many)] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Ignored; OpenAI clients send it."""
+    # Extensions with vLLM's names.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    tide: TideOptions | None = None
+
+    @property
+    def options(self) -> TideOptions:
+        return self.tide or TideOptions()
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def params(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`; None for the server's default."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "a value", "stream: true as well")
+        options = self.options
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": None if self.stop is None else tuple(self.stop),
+            "stop_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "mode": options.mode,
+            "epsilon": options.epsilon,
+            "threshold": options.threshold,
+            "min_layers": options.min_layers,
+        }
+
+
+class CompletionRequest(Sampling):
+    """Body of POST /v1/completions."""
+
+    unsupported: ClassVar[tuple[str, ...]] = ("best_of", "echo", "suffix", "prompt_embeds", "response_format")
+
+    prompt: str | list[int] | list[str]
+    """Text or token ids; a list of one text counts as that text."""
+    logprobs: int | None = None
+
+    @property
+    def engine_prompt(self) -> str | list[int]:
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if len(self.prompt) == 1 and isinstance(self.prompt[0], str):
+            return self.prompt[0]
+        if any(isinstance(part, str) for part in self.prompt):
+            raise RequestError("prompt", f"{len(self.prompt)} texts", "one text: send one request for each")
+        return [part for part in self.prompt if isinstance(part, int)]
+
+    def params(self) -> dict[str, Any]:
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_COMPLETION_LOGPROBS:
+            raise RequestError("logprobs", self.logprobs, f"an integer in 0..{MAX_COMPLETION_LOGPROBS}")
+        most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return {**super().params(), "max_tokens": most, "logprobs": self.logprobs}
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    """Ignored: chat templates do not use it."""
+
+    def plain(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ResponseFormat(Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(Sampling):
+    """Body of POST /v1/chat/completions."""
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "functions",
+        "function_call",
+        "modalities",
+        "audio",
+        "prediction",
+        "reasoning_effort",
+        "web_search_options",
+        "chat_template",
+        "chat_template_kwargs",
+        "guided_json",
+        "guided_regex",
+        "guided_grammar",
+        "structured_outputs",
+        "store",
+    )
+
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+    def params(self) -> dict[str, Any]:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise RequestError("max_completion_tokens", "a value", "none if max_tokens is given")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs", self.top_logprobs, "logprobs: true as well")
+        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return {**super().params(), "max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+
+
+class TokenizeRequest(Strict):
+    """Body of POST /tokenize: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1000)
+
+    @property
+    def engine_prompt(self) -> str | list[dict[str, str]]:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt", "neither" if self.prompt is None else "both", "one of prompt and messages")
+        if self.prompt is not None:
+            return self.prompt
+        return [message.plain() for message in self.messages or ()]
+
+
+class DetokenizeRequest(Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    bias = {}
+    for name, value in given.items():
+        if not name.isascii() or not name.isdigit() or len(name) > 9:
+            raise RequestError("logit_bias", name, "token ids as keys")
+        bias[int(name)] = value
+    return bias

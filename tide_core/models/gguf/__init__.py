@@ -1,0 +1,1 @@
+"""Convert a llama-architecture GGUF file to a Hugging Face folder."""
