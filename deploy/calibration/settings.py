@@ -68,7 +68,7 @@ class JobSettings(BaseModel):
     workers: Workers = Field(default_factory=Workers)
     """The processes that do the work, and what each gets."""
     train_workers: int = Field(default=1, ge=1, le=1024)
-    """Processes that train together, each with the resources of a worker."""
+    """Processes that train add_worker_times, each with the resources of a worker."""
 
     @field_validator("dtype")
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.calibration import events
-from deploy.calibration.events import Began, Done, Ended, Moved, Shown, events_of
+from deploy.calibration.events import EventDisplay, StageEnded, StageStarted, StageUpdated, TaskDone, events_of
 from tide_core.calibration.progress import Progress
 
 
@@ -37,7 +37,7 @@ class Heard:
 
 
 def work(progress: Progress) -> str:
-    progress.note("hello")
+    progress.note("ready")
     for name in ("one", "two"):
         with progress.stage(name, 3, "thing") as stage:
             stage.update(1, loss=0.5)
@@ -47,10 +47,10 @@ def work(progress: Progress) -> str:
 
 def shown(told: Any) -> tuple[list[str], list[Any]]:
     heard, results = Heard(), []
-    with Shown(heard) as show:
+    with EventDisplay(heard) as show:
         for event in told:
             show.show(event)
-            if isinstance(event, Done):
+            if isinstance(event, TaskDone):
                 results.append(event.result)
     return heard.lines, results
 
@@ -58,7 +58,7 @@ def shown(told: Any) -> tuple[list[str], list[Any]]:
 def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None:
     lines, results = shown(events_of(work))
     assert results == ["result"]
-    assert lines[0] == "note hello"
+    assert lines[0] == "note ready"
     for name in ("one", "two"):
         begin, end = lines.index(f"begin {name} 3 thing"), lines.index(f"end {name}")
         updates = lines[begin + 1 : end]
@@ -94,7 +94,7 @@ def test_what_the_work_raises_comes_out() -> None:
         raise ValueError("bad")
 
     told = events_of(fails)
-    assert isinstance(next(told), events.Noted)
+    assert isinstance(next(told), events.Note)
     with pytest.raises(ValueError, match="bad"):
         next(told)
 
@@ -111,7 +111,7 @@ def test_work_that_is_ended_from_within_does_not_keep_whoever_listens() -> None:
 
 def test_the_result_comes_with_the_time_that_the_work_took() -> None:
     [done] = events_of(lambda progress: time.sleep(0.05))
-    assert isinstance(done, Done)
+    assert isinstance(done, TaskDone)
     assert 0.05 <= done.seconds < 30
 
 
@@ -127,10 +127,10 @@ def test_what_was_told_once_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stage_that_has_ended_hears_no_more() -> None:
-    lines, _ = shown([Began("train", 5, "step"), Moved(1), Ended(), Moved(2)])
+    lines, _ = shown([StageStarted("train", 5, "step"), StageUpdated(1), StageEnded(), StageUpdated(2)])
     assert lines == ["begin train 5 step", "update 1 {}", "end train"]
 
 
 def test_a_stage_that_was_begun_by_somebody_who_died_is_ended() -> None:
-    lines, _ = shown([Began("train", 5, "step"), Began("train", 5, "step")])
+    lines, _ = shown([StageStarted("train", 5, "step"), StageStarted("train", 5, "step")])
     assert lines == ["begin train 5 step", "end train", "begin train 5 step", "end train"]

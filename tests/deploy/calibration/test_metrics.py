@@ -78,11 +78,11 @@ def test_the_rate_is_of_all_tokens_since_the_stage_began(
 def test_whoever_is_listening_hears_everything_as_well(seen: dict[Any, float]) -> None:
     heard = Heard()
     progress = MeteredProgress(heard, "demo")
-    progress.note("hello")
+    progress.note("ready")
     with progress.stage("collect", 10, "sequence", 6) as stage:
         stage.update(2, shard="train-00000")
     assert heard.lines == [
-        "note hello",
+        "note ready",
         "begin collect 10 sequence, 6 done",
         "update 2 {'shard': 'train-00000'}",
         "end collect",

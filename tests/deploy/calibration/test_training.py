@@ -1,4 +1,4 @@
-"""Those who train together: one result, one voice, and an error of the work itself ends it at once."""
+"""Data-parallel training: one result, one display, and an error of the task itself ends it at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import ray
 
 from deploy.calibration import training
-from deploy.calibration.events import Began, Done, Failed, Moved, Noted, Took
+from deploy.calibration.events import Note, StageStarted, StageUpdated, TaskDone, TaskFailed, TrainerDone
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.training import TrainingError, train_together
 from tests.deploy.calibration.test_events import Heard
-from tide_core.calibration import run
-from tide_core.calibration.train import group
+from tide_core.calibration import named_model
+from tide_core.calibration.train import process_group
 from tide_core.errors import ConfigError
 
 Board = training._Board.__ray_metadata__.modified_class
@@ -61,12 +61,12 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Board()
     places = SimpleNamespace(remote=lambda: Near(made))
     monkeypatch.setattr(training, "_Board", SimpleNamespace(options=lambda **_: places))
-    monkeypatch.setattr(training, "beside_the_driver", lambda: None)
+    monkeypatch.setattr(training, "on_driver_node", lambda: None)
     monkeypatch.setattr(training, "TorchTrainer", Trainer)
     monkeypatch.setattr(training, "POLL_S", 0.01)
-    monkeypatch.setattr(training, "workshop_of", lambda settings, stack, group: (group, "demo"))
-    monkeypatch.setattr(group, "TorchGroup", lambda: SimpleNamespace(rank=Trainer.rank, size=2))
-    monkeypatch.setattr(run, "use_threads", lambda threads: None)
+    monkeypatch.setattr(training, "load_context", lambda settings, stack, group: (group, "demo"))
+    monkeypatch.setattr(process_group, "TorchProcessGroup", lambda: SimpleNamespace(rank=Trainer.rank, size=2))
+    monkeypatch.setattr(named_model, "use_threads", lambda threads: None)
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: f"10.0.0.{Trainer.rank + 1}")
     monkeypatch.setattr(Trainer, "fit_", Trainer.fit_)
@@ -77,10 +77,10 @@ def settings(tmp_path: Path, **workers: Any) -> JobSettings:
     return read_settings({"name": "run", "storage": str(tmp_path), "train_workers": 2, "workers": workers})
 
 
-def work(workshop: Any, item: str, progress: Any) -> str:
+def work(context: Any, item: str, progress: Any) -> str:
     with progress.stage("train", 5, "step") as stage:
         stage.update(5)
-    return f"{item} by {workshop.rank}"
+    return f"{item} by {context.rank}"
 
 
 def test_the_result_is_that_of_the_first_and_only_the_first_is_shown(board: Any, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_error_that_nobody_expected_is_left_to_ray_train(board: Any, tmp_path
     Trainer.fit_ = lambda trainer: trainer.begin(0)
     with pytest.raises(TrainingError, match="2 workers could not train: of the machine"):
         train_together(settings(tmp_path), fails, "heads", Heard())
-    assert not board.is_given_up()
+    assert not board.has_failed()
 
 
 def test_an_end_without_a_result_is_an_error(board: Any, tmp_path: Path) -> None:
@@ -176,12 +176,18 @@ def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(boar
 
 def test_everything_on_the_board_is_read_once_and_a_failure_is_remembered() -> None:
     board = Board()
-    told = [Began("train", 5, "step"), Moved(5), Noted("hello"), Took(1, "10.0.0.1", 1.0), Done("result", 1.0)]
+    told = [
+        StageStarted("train", 5, "step"),
+        StageUpdated(5),
+        Note("ready"),
+        TrainerDone(1, "10.0.0.1", 1.0),
+        TaskDone("result", 1.0),
+    ]
     for event in told:
         board.tell(event)
     assert board.read() == told
     assert board.read() == []
-    assert not board.is_given_up()
-    board.tell(Failed(ConfigError("data", "x", "y")))
-    board.tell(Noted("later"))
-    assert board.is_given_up()
+    assert not board.has_failed()
+    board.tell(TaskFailed(ConfigError("data", "x", "y")))
+    board.tell(Note("later"))
+    assert board.has_failed()
