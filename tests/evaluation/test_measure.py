@@ -15,11 +15,9 @@ from tests.engine.exit_engines import easy_model, exit_parts, ids
 from tests.factories import make_config, random_prompts
 from tide_core.engine.engine import Engine
 from tide_core.errors import ConfigError, EngineError
-from tide_core.evaluation.contracts import Contract, contracts_of
-from tide_core.evaluation.curve import draw_curve
 from tide_core.evaluation.full_depth import FullDepth
-from tide_core.evaluation.measure import evaluate
-from tide_core.evaluation.results import ContractResult, as_csv, as_json, table
+from tide_core.evaluation.measure import Contract, contracts_of, evaluate
+from tide_core.evaluation.results import ContractResult, as_csv, as_json, draw_curve, table
 from tide_core.exits.policy import CheckpointPolicy
 from tide_core.request import SamplingParams
 
@@ -30,11 +28,11 @@ TOKENS = 16
 
 def run(contracts: list[Contract], *, artefact: dict[str, Any] | None = None, **settings: Any) -> list[ContractResult]:
     parts = exit_parts(artefact=artefact, prefix_caching=False)
-    judge = FullDepth(parts.runner.adapter, parts.kernels)
+    full_depth = FullDepth(parts.runner.adapter, parts.kernels)
     with Engine.from_parts(make_config(drafts=4, prefix_caching=False), parts) as engine:
         return evaluate(
             engine,
-            judge,
+            full_depth,
             PROMPTS,
             contracts,
             **{"num_layers": NUM_LAYERS, "max_tokens": TOKENS, "ignore_eos": True, **settings},

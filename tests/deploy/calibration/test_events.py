@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.calibration import events
-from deploy.calibration.events import EventDisplay, StageEnded, StageStarted, StageUpdated, TaskDone, events_of
+from deploy.calibration.events import EventDisplay, StageEnded, StageStarted, StageUpdated, TaskDone, run_with_events
 from tide_core.calibration.progress import Progress
 
 
@@ -56,7 +56,7 @@ def shown(told: Any) -> tuple[list[str], list[Any]]:
 
 
 def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None:
-    lines, results = shown(events_of(work))
+    lines, results = shown(run_with_events(work))
     assert results == ["result"]
     assert lines[0] == "note ready"
     for name in ("one", "two"):
@@ -71,7 +71,7 @@ def test_what_was_done_before_a_stage_is_told_with_it() -> None:
         with progress.stage("train", 9, "step", 5) as stage:
             stage.update(4)
 
-    assert shown(events_of(resumed))[0] == ["begin train 9 step, 5 done", "update 4 {}", "end train"]
+    assert shown(run_with_events(resumed))[0] == ["begin train 9 step, 5 done", "update 4 {}", "end train"]
 
 
 def test_updates_that_come_fast_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +80,12 @@ def test_updates_that_come_fast_are_told_together(monkeypatch: pytest.MonkeyPatc
             for _ in range(1000):
                 stage.update(1)
 
-    lines, _ = shown(events_of(fast))
+    lines, _ = shown(run_with_events(fast))
     updates = [line for line in lines if line.startswith("update")]
     assert sum(int(line.split()[1]) for line in updates) == 1000
     assert len(updates) < 50
     monkeypatch.setattr(events, "EVERY_S", 0.0)
-    assert len([line for line in shown(events_of(fast))[0] if line.startswith("update")]) == 1000
+    assert len([line for line in shown(run_with_events(fast))[0] if line.startswith("update")]) == 1000
 
 
 def test_what_the_work_raises_comes_out() -> None:
@@ -93,7 +93,7 @@ def test_what_the_work_raises_comes_out() -> None:
         progress.note("before")
         raise ValueError("bad")
 
-    told = events_of(fails)
+    told = run_with_events(fails)
     assert isinstance(next(told), events.Note)
     with pytest.raises(ValueError, match="bad"):
         next(told)
@@ -106,11 +106,11 @@ def test_work_that_is_ended_from_within_does_not_keep_whoever_listens() -> None:
         raise SystemExit(3)
 
     with pytest.raises(SystemExit):
-        list(events_of(exits))
+        list(run_with_events(exits))
 
 
 def test_the_result_comes_with_the_time_that_the_work_took() -> None:
-    [done] = events_of(lambda progress: time.sleep(0.05))
+    [done] = run_with_events(lambda progress: time.sleep(0.05))
     assert isinstance(done, TaskDone)
     assert 0.05 <= done.seconds < 30
 
@@ -123,7 +123,7 @@ def test_what_was_told_once_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -
             stage.update(1, loss=0.5)
             stage.update(2)
 
-    assert shown(events_of(tells))[0] == ["begin one 3 thing", "update 1 {'loss': 0.5}", "update 2 {}", "end one"]
+    assert shown(run_with_events(tells))[0] == ["begin one 3 thing", "update 1 {'loss': 0.5}", "update 2 {}", "end one"]
 
 
 def test_a_stage_that_has_ended_hears_no_more() -> None:

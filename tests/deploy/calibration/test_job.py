@@ -80,7 +80,7 @@ def test_runs_of_other_names_and_in_other_storages_are_other_runs(leases: Leases
 
 @pytest.fixture
 def executor(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a job does, in order, with a executor and a pipeline that do nothing."""
+    """What a job does, in order, with an executor and a pipeline that do nothing."""
     done: list[str] = []
 
     class Executor:
@@ -93,23 +93,24 @@ def executor(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return self
 
         def __exit__(self, *exc_info: object) -> None:
-            done.append("let go")
+            done.append("stop")
 
-        def start(self) -> None:
+        def start_workers(self) -> None:
             if self._folder is not None:
                 assert (self._folder / SEEN).exists(), "workers look for it"
                 with pytest.raises(ConfigError), locked(self._folder):
                     pass
             done.append("start")
 
-    def run(config: Any, executor: Any, files: Any, *, publish_to: Path, timer: Any, **_: Any) -> Any:
+    def run(self: Any, *, publish_to: Path, timer: Any, **_: Any) -> Any:
         done.append(f"run to {publish_to.name}{'' if timer is None else ', timed'}")
         workers = (WorkerTime("worker 1", "node 1", 3, 4.5, 1), WorkerTime("worker 2", "node 1", 2, 4.0, 0))
         return pipeline.CalibrationResult(publish_to, publish_to / "report.md", ("it pays",), "ab" * 32, workers)
 
     monkeypatch.setattr(calibrate, "RayExecutor", Executor)
     monkeypatch.setattr(calibrate, "MeteredProgress", lambda progress, name: progress)
-    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setattr(pipeline.Pipeline, "__init__", lambda self, *args: None)
+    monkeypatch.setattr(pipeline.Pipeline, "run", run)
     monkeypatch.setattr(ray, "init", lambda **how: done.append(f"init {how['namespace']}"))
     monkeypatch.setattr(ray, "kill", lambda lease: done.append("lease ended"))
     return done
@@ -119,7 +120,7 @@ def test_a_job_has_the_run_to_itself_and_says_in_the_end_who_did_what(
     tmp_path: Path, executor: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     calibrate.run(settings(tmp_path), Notes())
-    assert executor == ["init tide", "start", "run to artefact, timed", "let go", "lease ended"]
+    assert executor == ["init tide", "start", "run to artefact, timed", "stop", "lease ended"]
     assert capsys.readouterr().out.splitlines() == [
         "it pays",
         "worker 1 on node 1: 3 pieces in 4.5 s, 1 restarts",
@@ -142,7 +143,7 @@ def test_an_output_that_is_taken_is_refused_before_any_work_unless_this_run_has_
     Ledger(RunFiles(tmp_path / "run"), CalibrationConfig(), {}, {}).record_publishing(output)
     leases.held.clear()  # Ray has ended it with its job
     calibrate.run(asked, Notes())
-    assert executor[1:] == ["init tide", "start", "run to mine", "let go", "lease ended"]
+    assert executor[1:] == ["init tide", "start", "run to mine", "stop", "lease ended"]
 
 
 def test_what_a_run_in_a_store_has_published_is_known_to_the_next_job(tmp_path: Path, executor: list[str]) -> None:

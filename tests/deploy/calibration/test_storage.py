@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploy.calibration.storage import RemoteRunFiles, opened, place_of, remove
+from deploy.calibration.storage import RemoteRunFiles, location, open_run, remove
 from tide_core.calibration.ledger import RunFiles
 from tide_core.errors import ConfigError
 
@@ -134,9 +134,9 @@ def test_a_disk_that_fails_while_a_file_is_brought_leaves_the_old_one(
 
 
 def test_options_of_a_url_stay_at_its_end() -> None:
-    assert place_of("s3://bucket/runs/?region=x&a=b", "run", "ray") == "s3://bucket/runs/run/ray?region=x&a=b"
-    assert place_of("s3://bucket/runs", "run") == "s3://bucket/runs/run"
-    assert place_of("/what?/runs/", "run") == "/what?/runs/run", "a folder has none"
+    assert location("s3://bucket/runs/?region=x&a=b", "run", "ray") == "s3://bucket/runs/run/ray?region=x&a=b"
+    assert location("s3://bucket/runs", "run") == "s3://bucket/runs/run"
+    assert location("/what?/runs/", "run") == "/what?/runs/run", "a folder has none"
 
 
 def test_a_file_that_is_gone_is_gone_everywhere(url: str, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_files_that_are_one_thing_are_never_seen_half_replaced(
             one.path(name).write_text(text)
 
     write("old")
-    one.replace(names)
+    one.push_together(names)
     write("new")
     put, seen = one._put, []
 
@@ -181,20 +181,20 @@ def test_files_that_are_one_thing_are_never_seen_half_replaced(
         put(there, raw)
 
     monkeypatch.setattr(one, "_put", watched)
-    one.replace(names)
+    one.push_together(names)
     assert seen == [False, False, False], "what tells of the others is gone while they change"
     two.pull(names)
     assert [(two.folder / name).read_text() for name in names] == ["new"] * 3
 
 
 def test_a_plain_folder_is_used_as_it_is(tmp_path: Path) -> None:
-    with opened(str(tmp_path), "run") as files:
+    with open_run(str(tmp_path), "run") as files:
         assert type(files) is RunFiles
         assert files.folder == tmp_path / "run"
 
 
 def test_the_folder_of_a_stored_run_goes_with_it(url: str) -> None:
-    with opened(url.removesuffix("/run"), "run") as files:
+    with open_run(url.removesuffix("/run"), "run") as files:
         folder = files.folder
         assert folder.is_dir()
     assert not folder.exists()
@@ -204,11 +204,11 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_and_no_o
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with opened(url, "run") as files:
+    with open_run(url, "run") as files:
         dead = tmp_path / "tide-run-dead"
         shutil.copytree(files.folder, dead)
         (dead / "shard").write_bytes(b"1")
-        with opened(url, "run") as other:
+        with open_run(url, "run") as other:
             assert files.folder.is_dir()
             assert other.folder.is_dir()
             assert not dead.exists()

@@ -19,7 +19,7 @@ from tide_core.calibration import named_model
 from tide_core.calibration.train import process_group
 from tide_core.errors import ConfigError
 
-Board = training._Board.__ray_metadata__.modified_class
+Mailbox = training._Mailbox.__ray_metadata__.modified_class
 
 
 class Near:
@@ -57,10 +57,10 @@ class Trainer:
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Board()
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Mailbox()
     places = SimpleNamespace(remote=lambda: Near(made))
-    monkeypatch.setattr(training, "_Board", SimpleNamespace(options=lambda **_: places))
+    monkeypatch.setattr(training, "_Mailbox", SimpleNamespace(options=lambda **_: places))
     monkeypatch.setattr(training, "on_driver_node", lambda: None)
     monkeypatch.setattr(training, "TorchTrainer", Trainer)
     monkeypatch.setattr(training, "POLL_S", 0.01)
@@ -83,7 +83,7 @@ def work(context: Any, item: str, progress: Any) -> str:
     return f"{item} by {context.rank}"
 
 
-def test_the_result_is_that_of_the_first_and_only_the_first_is_shown(board: Any, tmp_path: Path) -> None:
+def test_the_result_is_that_of_the_first_and_only_the_first_is_shown(mailbox: Any, tmp_path: Path) -> None:
     heard = Heard()
     trained = train_together(settings(tmp_path), work, "heads", heard)
     assert trained.result == "heads by 0"
@@ -93,23 +93,23 @@ def test_the_result_is_that_of_the_first_and_only_the_first_is_shown(board: Any,
     assert heard.lines == ["begin train 5 step", "update 5 {}", "end train"]
 
 
-def test_a_restart_is_told_and_counted_once_for_all(board: Any, tmp_path: Path) -> None:
+def test_a_restart_is_told_and_counted_once_for_all(mailbox: Any, tmp_path: Path) -> None:
     def lost_once(trainer: Trainer) -> None:
-        assert board.begin() == 1  # by a first one who was lost
+        assert mailbox.begin() == 1  # by a first one who was lost
         trainer.begin(0, 1)
 
     Trainer.fit_ = lost_once
     heard = Heard()
     trained = train_together(settings(tmp_path), work, "heads", heard)
     assert trained.num_restarts == 1
-    said = "note train: one of the 2 workers is lost; all begin again from the last state, restart 1"
+    said = "note train: one of the 2 workers is lost; all restart from the last state, restart 1"
     assert [line for line in heard.lines if line.startswith("note")] == [said]
 
 
 @pytest.mark.parametrize("told", ["raised", "swallowed"])
 @pytest.mark.parametrize("error", [ConfigError("data", "x", "y"), OSError(28, "No space left")], ids=repr)
 def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
-    board: Any, tmp_path: Path, error: Exception, told: str
+    mailbox: Any, tmp_path: Path, error: Exception, told: str
 ) -> None:
     tried = []
 
@@ -131,7 +131,7 @@ def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
     assert len(tried) == 1
 
 
-def test_an_error_that_nobody_expected_is_left_to_ray_train(board: Any, tmp_path: Path) -> None:
+def test_an_error_that_nobody_expected_is_left_to_ray_train(mailbox: Any, tmp_path: Path) -> None:
     """It may be of the machine, so others try; what is left in the end is told in a line."""
 
     def fails(*args: Any) -> None:
@@ -140,17 +140,17 @@ def test_an_error_that_nobody_expected_is_left_to_ray_train(board: Any, tmp_path
     Trainer.fit_ = lambda trainer: trainer.begin(0)
     with pytest.raises(TrainingError, match="2 workers could not train: of the machine"):
         train_together(settings(tmp_path), fails, "heads", Heard())
-    assert not board.has_failed()
+    assert not mailbox.has_failed()
 
 
-def test_an_end_without_a_result_is_an_error(board: Any, tmp_path: Path) -> None:
+def test_an_end_without_a_result_is_an_error(mailbox: Any, tmp_path: Path) -> None:
     Trainer.fit_ = lambda trainer: trainer.begin(1)
     with pytest.raises(TrainingError, match="without a result"):
         train_together(settings(tmp_path), work, "heads", Heard())
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_nothing_that_ray_train_keeps_stays_in_the_run(board: Any, tmp_path: Path, ends_well: bool) -> None:
+def test_nothing_that_ray_train_keeps_stays_in_the_run(mailbox: Any, tmp_path: Path, ends_well: bool) -> None:
     (tmp_path / "run" / "shards").mkdir(parents=True)
     Trainer.fit_ = lambda trainer: trainer.begin(1, 0) if ends_well else trainer.begin(1)
     try:
@@ -161,7 +161,7 @@ def test_nothing_that_ray_train_keeps_stays_in_the_run(board: Any, tmp_path: Pat
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["shards"]
 
 
-def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(board: Any, tmp_path: Path) -> None:
+def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(mailbox: Any, tmp_path: Path) -> None:
     asked = settings(tmp_path, num_cpus=2.0, num_gpus=1.0, attempts=4, start_s=600.0, stall_s=90.0, threads=3)
     train_together(asked, work, "heads", Heard())
     scaling, run_config = Trainer.last.asked["scaling_config"], Trainer.last.asked["run_config"]
@@ -174,8 +174,8 @@ def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(boar
     assert Trainer.last.asked["torch_config"].timeout_s == 90, "one that hangs is not waited for longer"
 
 
-def test_everything_on_the_board_is_read_once_and_a_failure_is_remembered() -> None:
-    board = Board()
+def test_everything_in_the_mailbox_is_read_once_and_a_failure_is_recorded() -> None:
+    mailbox = Mailbox()
     told = [
         StageStarted("train", 5, "step"),
         StageUpdated(5),
@@ -184,10 +184,10 @@ def test_everything_on_the_board_is_read_once_and_a_failure_is_remembered() -> N
         TaskDone("result", 1.0),
     ]
     for event in told:
-        board.tell(event)
-    assert board.read() == told
-    assert board.read() == []
-    assert not board.has_failed()
-    board.tell(TaskFailed(ConfigError("data", "x", "y")))
-    board.tell(Note("later"))
-    assert board.has_failed()
+        mailbox.send(event)
+    assert mailbox.read() == told
+    assert mailbox.read() == []
+    assert not mailbox.has_failed()
+    mailbox.send(TaskFailed(ConfigError("data", "x", "y")))
+    mailbox.send(Note("later"))
+    assert mailbox.has_failed()

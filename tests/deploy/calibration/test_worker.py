@@ -77,7 +77,7 @@ def test_the_model_is_loaded_as_the_settings_say_and_the_node_is_told(tmp_path: 
 def test_a_worker_of_a_store_has_a_folder_of_its_own_and_leaves_none(tmp_path: Path, asked: list[Any]) -> None:
     made = Worker(settings(f"file://{tmp_path}"))
     made.load()
-    files = made._workshop.files
+    files = made._context.files
     assert isinstance(files, RemoteRunFiles)
     assert files.folder.is_dir()
     made.close()
