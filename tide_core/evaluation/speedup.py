@@ -65,8 +65,8 @@ def time_exits(
     run = _Run(prompts, new_tokens, deadline=started + limit_s)
     step_s = _step_seconds(model)
     if (START_UP_STEPS + REPEATS * len(MODES) * new_tokens) * step_s > limit_s:
-        reason = f"a step takes {step_s:.2g} s, so that nothing could be timed in {limit_s:g} s"
-        return Measured({}, _conditions(model, identity, run), reason)
+        too_slow = f"a step takes {step_s:.2g} s, so that nothing could be timed in {limit_s:g} s"
+        return Measured({}, _conditions(model, identity, run), too_slow)
     exits = load_artefact(artefact, identity)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()
     parts = assemble_loaded(config, model, tokenizer, name=identity.name, identity=key, artefact=exits)
