@@ -145,11 +145,11 @@ class Pool:
             silent_s = time.monotonic() - slot.last_event_at
             if slot.events is not None and silent_s > self._settings.workers.stall_s and slot not in self._lost:
                 self._record_lost(slot, f"is killed: no event from it for {silent_s:.0f} s")
-        self._check_ready()  # after receiving: however long nobody polled, a ready worker is not late
+        self._check_ready()  # after receiving: however long the last poll is ago, a ready worker is not late
         return events
 
     def replace_lost(self) -> list[Any]:
-        """Replace lost workers; returns their items, which nobody works on now."""
+        """Replace lost workers; returns the items of their tasks."""
         items = []
         lost, self._lost = [slot for slot in self._lost if slot in self._slots], []
         for slot in lost:

@@ -1,4 +1,4 @@
-"""Whoever does the work, in whatever order, and however often: the artefact is the same."""
+"""On any worker, in any order, however often a task runs: the artefact is the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _few_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Backwards(LocalExecutor):
-    """Does the last item first, and everything twice, as after a death; keeps count."""
+    """Runs the last item first and everything twice, as after a death; counts items."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
@@ -64,7 +64,7 @@ def test_the_order_of_the_work_and_doing_it_twice_change_nothing(tmp_path: Path)
 
 
 class DiesAt(LocalExecutor):
-    """Ends the run at a certain piece of work."""
+    """Ends the run at a certain task."""
 
     after = 3
 
@@ -75,7 +75,7 @@ class DiesAt(LocalExecutor):
             yield pair
 
 
-def test_prompts_that_were_made_up_before_a_kill_are_not_made_up_again(tmp_path: Path) -> None:
+def test_prompts_written_before_a_kill_are_not_written_again(tmp_path: Path) -> None:
     _, straight = run_with(LocalExecutor, tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
         run_with(DiesAt, tmp_path / "two")
@@ -88,9 +88,7 @@ def test_prompts_that_were_made_up_before_a_kill_are_not_made_up_again(tmp_path:
     assert len(kept) >= DiesAt.after
 
 
-def test_prompts_that_were_made_up_are_not_made_up_again_for_records_that_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_not_written_again_if_records_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, straight = run_with(LocalExecutor, tmp_path)
     (tmp_path / "run" / "dataset" / "test.jsonl").unlink()
     monkeypatch.setattr(stages, "write_prompts", lambda *args: pytest.fail("they are there"))
@@ -98,14 +96,14 @@ def test_prompts_that_were_made_up_are_not_made_up_again_for_records_that_are_go
 
 
 class DiesTrained(LocalExecutor):
-    """Ends the run when it has trained, and before anybody hears of it."""
+    """Ends the run after training, before the ledger records it."""
 
     def train(self, task: Any, item: Any, progress: Any) -> Any:
         super().train(task, item, progress)
         raise KeyboardInterrupt
 
 
-def test_a_training_whose_end_nobody_has_heard_of_is_not_done_again(
+def test_a_training_that_ended_before_the_ledger_knew_is_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, straight = run_with(LocalExecutor, tmp_path / "one", compare_steps=3)
@@ -114,11 +112,11 @@ def test_a_training_whose_end_nobody_has_heard_of_is_not_done_again(
     monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
     _, resumed = run_with(LocalExecutor, tmp_path / "two", compare_steps=3)
     assert resumed == straight
-    assert not list((tmp_path / "two" / "run" / "train").rglob("training*")), "no state is left behind"
+    assert not list((tmp_path / "two" / "run" / "train").rglob("training*")), "no state is left"
 
 
 class Timed(LocalExecutor):
-    """Has been at work for a second a piece."""
+    """Reports one second of work per item."""
 
     num = 0
 
@@ -144,32 +142,30 @@ def test_what_workers_did_for_a_driver_that_died_counts_in_the_end(tmp_path: Pat
     assert f"| worker 1 | node 1 | {executor.num} | {executor.num:.1f} | 2 |" in report
 
 
-def test_how_many_workers_were_lost_is_told_while_shards_are_made(tmp_path: Path) -> None:
+def test_the_number_of_lost_workers_is_shown_while_shards_are_made(tmp_path: Path) -> None:
     class Battered(LocalExecutor):
         num_restarts = 2
 
-    told: list[Any] = []
+    received: list[Any] = []
 
-    class Told(SilentProgress):
+    class Recorder(SilentProgress):
         @contextlib.contextmanager
         def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Any]:
             class Stage:
                 def update(self, n: int = 1, **info: object) -> None:
                     if name == "collect":
-                        told.append(info.get("restarts"))
+                        received.append(info.get("restarts"))
 
             yield Stage()
 
     for executor_class, expected in ((Battered, 2), (LocalExecutor, None)):
-        told.clear()
-        run_with(executor_class, tmp_path / executor_class.__name__, Told())
-        assert set(told) == {expected}
+        received.clear()
+        run_with(executor_class, tmp_path / executor_class.__name__, Recorder())
+        assert set(received) == {expected}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_those_who_train_together_the_first_writes_what_came_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_rank_0_writes_the_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     kept: list[str] = []
 
     class Files(RunFiles):
@@ -196,7 +192,7 @@ def test_of_those_who_train_together_the_first_writes_what_came_of_it(
     assert (tmp_path / stages.CANDIDATES).exists() == (rank == 0)
 
 
-def test_places_of_one_name_on_one_node_are_one_place() -> None:
+def test_workers_of_one_name_on_one_node_count_as_one() -> None:
     before = [WorkerTime("worker 1", "node 1", 2, 3.0, 1), WorkerTime("worker 2", "not placed", 0, 0.0, 0)]
     now = [WorkerTime("worker 1", "node 1", 1, 0.5, 0), WorkerTime("worker 1", "node 2", 4, 1.0, 0)]
     assert add_worker_times(before, now) == [WorkerTime("worker 1", "node 1", 3, 3.5, 1), now[1]]

@@ -36,7 +36,7 @@ def ledger(folder: Path, model: Any = None, **changes: Any) -> Ledger:
     return Ledger(RunFiles(folder), CalibrationConfig(**changes), model or {}, {"prompts.jsonl": "00"})
 
 
-def test_every_change_is_there_for_whoever_goes_on(tmp_path: Path) -> None:
+def test_every_change_is_on_disk_for_the_next_process(tmp_path: Path) -> None:
     entries = [ShardEntry(f"shards/train-0000{number}", f"{number}{number}", 2, 30) for number in range(2)]
     first = ledger(tmp_path)
     for entry in entries:

@@ -108,7 +108,7 @@ def test_shipped_prompts_are_held_out_among_the_models_own(tmp_path: Path, monke
     assert "prompts that people wrote" in result.report.read_text(encoding="utf-8")
 
 
-def test_a_shortage_of_distinct_prompts_is_said_with_the_number_that_was_asked_for(
+def test_a_shortage_of_distinct_prompts_is_noted_with_the_requested_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(pool: Any, *args: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_run_killed_in_collect_loses_one_batch(tmp_path: Path) -> None:
     assert all(after[name] == time for name, time in before.items())
 
 
-def test_what_was_collected_before_a_kill_is_told_as_done(tmp_path: Path) -> None:
+def test_sequences_collected_before_a_kill_are_shown_as_done(tmp_path: Path) -> None:
     class Counts(Spy):
         done, num = 0, 0
 

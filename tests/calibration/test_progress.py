@@ -7,7 +7,7 @@ import pytest
 from tide_core.calibration.progress import LineProgress
 
 
-def test_lines_tell_of_every_stage_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_show_every_stage_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = LineProgress(every_s=0.0)
     with progress.stage("collect", 4, "sequence") as stage:
         stage.update(2, loss=0.12345)
@@ -22,7 +22,7 @@ def test_lines_tell_of_every_stage_without_a_terminal(capsys: pytest.CaptureFixt
     ]
 
 
-def test_a_line_tells_the_rate_and_the_time_that_is_left(
+def test_a_line_shows_the_rate_and_the_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -37,7 +37,7 @@ def test_a_line_tells_the_rate_and_the_time_that_is_left(
     assert last == "tide: collect: 1000/1000 sequence, 500 s"
 
 
-def test_what_was_done_before_is_counted_and_says_nothing_of_the_rate(
+def test_units_done_before_are_counted_and_are_not_in_the_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]

@@ -87,7 +87,7 @@ def test_verified_disagrees_nowhere_and_its_answers_are_those_of_full_depth() ->
     assert verified.exit_rate > 0.1
 
 
-def test_a_bound_that_breaks_is_told_with_the_tokens_it_did_not_cover() -> None:
+def test_a_broken_bound_is_shown_with_the_tokens_it_did_not_cover() -> None:
     from tide_core.exits.artefact.artefact import RiskThreshold
 
     always = (RiskThreshold(0.02, 0.05, 0.0, 200, 0.01, 1.0),)

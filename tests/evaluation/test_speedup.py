@@ -63,12 +63,12 @@ def timed(artefact: Path, prompts: Any = None, **options: Any) -> Measured:
     )
 
 
-def test_every_batch_size_has_a_ratio_and_the_conditions_say_how(artefact: Path) -> None:
+def test_every_batch_size_has_a_ratio_and_the_conditions_are_stated(artefact: Path) -> None:
     measured = timed(artefact)
 
     assert list(measured.speedups) == [1, 2]
     assert all(0.05 < ratio < 20 for ratio in measured.speedups.values())
-    for said in (
+    for expected in (
         "float32",
         "LlamaForCausalLM",
         "mode `verified` over mode `full`",
@@ -79,7 +79,7 @@ def test_every_batch_size_has_a_ratio_and_the_conditions_say_how(artefact: Path)
         f"tide-serve {__version__}",
         f"torch {torch.__version__}",
     ):
-        assert said in measured.conditions
+        assert expected in measured.conditions
     assert measured.left_out == ""
 
 

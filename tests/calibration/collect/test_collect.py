@@ -58,7 +58,7 @@ def test_texts_of_the_train_part_are_partly_taken_as_they_are_and_others_never()
     assert {unit.part for unit in units if unit.sampling is None} == {"train"}
 
 
-def test_a_sequence_is_a_prompt_and_what_the_model_says_to_it(tmp_path: Path, model: Any) -> None:
+def test_a_sequence_is_a_prompt_and_the_models_answer(tmp_path: Path, model: Any) -> None:
     config = tiny_calibration()
     lines = [Record("prompt", prompt).line for prompt in PROMPTS]
 
@@ -116,7 +116,7 @@ def emitted(folder: Path, *sequences: tuple[list[int], int]) -> TokenShards:
     return TokenShards(folder, "train")
 
 
-def test_only_what_the_model_said_is_counted(tmp_path: Path) -> None:
+def test_only_tokens_of_the_model_are_counted(tmp_path: Path) -> None:
     counts = count_emitted(emitted(tmp_path, ([7, 7, 3, 4], 2), ([7, 4], 1)), 8)
 
     assert counts.tolist() == [0, 0, 0, 1, 1, 0, 0, 0]

@@ -26,7 +26,7 @@ FAST = [name for name, (architecture, _, _) in CONFIGS.items() if FAMILIES[archi
 
 
 @pytest.mark.parametrize(("family", "fast"), [("llama", False), *((name, True) for name in FAST)])
-def test_a_greedy_batch_says_what_each_prompt_alone_would(family: str, fast: bool, monkeypatch: Any) -> None:
+def test_a_greedy_batch_gives_what_each_prompt_gives_alone(family: str, fast: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(decoder, "PROMPT_TOKENS", 30)  # prompts in two goes
     model = eager_or_default(family)
     prompts = [[5, 6, 7], [9, 8] * 6 + [4], [20, 30, 40, 50, 60]]

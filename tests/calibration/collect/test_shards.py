@@ -122,7 +122,7 @@ def test_a_missing_and_an_extra_shard_are_refused(tmp_path: Path) -> None:
         TokenShards(tmp_path, "train", expected={entry.name: entry.sha256, shard_name("train", 1): "00"})
 
 
-def test_shards_that_nobody_plans_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_shards_that_are_not_planned_are_removed_and_nothing_else(tmp_path: Path) -> None:
     for index in range(3):
         write_shard(tmp_path, "train", index, sequences(3))
     (tmp_path / "notes.txt").write_text("mine")

@@ -1,4 +1,4 @@
-"""Texts that say nearly the same: found all, found only those, and quickly."""
+"""Near-duplicates: all are found, no other texts are, and quickly."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_index_finds_what_a_look_at_all_pairs_finds() -> None:
     assert distinct(texts) == kept
 
 
-def test_texts_in_several_calls_are_judged_as_in_one() -> None:
+def test_several_calls_give_the_result_of_one() -> None:
     texts, known = varied(300, seed=1), DistinctTexts()
     several = [flag for start in range(0, 300, 70) for flag in known.take(texts[start : start + 70])]
 
@@ -89,4 +89,4 @@ def test_twenty_thousand_texts_take_seconds() -> None:
 
     DistinctTexts().take(texts)
 
-    assert time.perf_counter() - before < 10  # about one here; room for a busy machine
+    assert time.perf_counter() - before < 10  # about one second on an idle machine

@@ -1,4 +1,4 @@
-"""The prompts that ship: one set to calibrate on, one that nobody calibrates on."""
+"""The prompts that ship: one set for calibration, one for benchmarks only."""
 
 from __future__ import annotations
 

@@ -58,15 +58,15 @@ def test_few_samples_need_no_prompts_of_the_model(model: Any, monkeypatch: pytes
 
 
 class Parrot:
-    """As much of a generator as is used: says a few texts again and again."""
+    """A generator that repeats a few texts."""
 
     batch = 16
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts, self.num_said = itertools.cycle(texts), 0
+        self._texts, self.num_written = itertools.cycle(texts), 0
 
     def run(self, prompts: Sequence[list[int]], *args: Any, **options: Any) -> list[Any]:
-        self.num_said += len(prompts)
+        self.num_written += len(prompts)
         return [np.array([*tiny_tokenizer().encode(next(self._texts)), EOS[0]], np.int32) for _ in prompts]
 
 
@@ -107,8 +107,8 @@ def test_prompts_of_the_model_that_are_nearly_another_one_are_dropped_and_counte
 
     pool, _ = parroted([*new, *near], len(shipped) + 4, monkeypatch)
 
-    said = {str(Record.of_line(line).content) for line in pool.lines()}
-    assert said == {*shipped, *new}
+    contents = {str(Record.of_line(line).content) for line in pool.lines()}
+    assert contents == {*shipped, *new}
     assert pool.num_near > 0
 
 
@@ -116,5 +116,5 @@ def test_a_model_that_repeats_itself_is_not_asked_for_ever(monkeypatch: pytest.M
     pool, parrot = parroted(["only this"], 1000, monkeypatch)
 
     assert len(pool) < 1000
-    assert parrot.num_said < 3 * 1.25 * 1000 + 16
-    assert pool.num_near == parrot.num_said - 1
+    assert parrot.num_written < 3 * 1.25 * 1000 + 16
+    assert pool.num_near == parrot.num_written - 1

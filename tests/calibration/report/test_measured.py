@@ -123,7 +123,7 @@ def test_a_finished_run_is_not_timed_again_and_keeps_its_bytes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError(28, "No space left")], ids=repr)
-def test_a_measurement_that_fails_leaves_a_whole_artefact_and_says_so(tmp_path: Path, error: Exception) -> None:
+def test_a_measurement_that_fails_leaves_a_whole_artefact_and_is_reported(tmp_path: Path, error: Exception) -> None:
     result = run_tiny(tmp_path, timer=FakeTimer(error), measure_batches=BATCHES)
 
     assert result.verdict[-1].startswith(f"not measured: {type(error).__name__}")

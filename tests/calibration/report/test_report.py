@@ -88,7 +88,7 @@ def test_the_report_states_model_data_tables_verdict_and_how_to_repeat_it(
     data: ReportData, files: dict[str, bytes]
 ) -> None:
     text = files["report.md"].decode()
-    for said in (
+    for expected in (
         "# Calibration of tiny|llama",
         "tiny\\|llama",
         "a" * 64,
@@ -106,7 +106,7 @@ def test_the_report_states_model_data_tables_verdict_and_how_to_repeat_it(
         "| seed | `0` |",
         "```\ntide calibrate --model tiny\n```",
     ):
-        assert said in text
+        assert expected in text
     assert all(f"]({name})" in text for name in CAPTIONS)
 
 
@@ -121,7 +121,7 @@ def test_every_plot_is_a_small_picture_with_labelled_axes(data: ReportData, file
         assert np.median(pixels[..., :3]) == 1.0, "a light background"
 
 
-def test_axes_say_what_they_show_and_in_what_unit(data: ReportData) -> None:
+def test_axes_have_labels_with_units(data: ReportData) -> None:
     figure = pytest.importorskip("matplotlib.figure")
     from tide_core.calibration.report.plots import PLOTS
 
@@ -162,22 +162,22 @@ def test_measured_speedups_join_the_predicted_ones(data: ReportData) -> None:
     assert measured["speedups"] == {"1": 1.71, "16": 1.2}
 
 
-def test_the_verdict_sets_what_was_measured_beside_what_was_predicted(data: ReportData) -> None:
+def test_the_verdict_compares_measured_with_predicted(data: ReportData) -> None:
     timed = add_measured(data, Measured({1: 1.71, 16: 1.2}, "one GPU", "batch 8 (90 s)"))
 
-    said = f"measured here: x1.71 at batch 1 (predicted x{data.predicted[1]:.2f}), x1.20 at batch 16"
-    assert timed.verdict == (*data.verdict, f"{said}; left out: batch 8 (90 s)")
-    assert f"{said}; left out: batch 8 (90 s)  \n" in render_report(timed)["report.md"].decode()
+    expected = f"measured here: x1.71 at batch 1 (predicted x{data.predicted[1]:.2f}), x1.20 at batch 16"
+    assert timed.verdict == (*data.verdict, f"{expected}; left out: batch 8 (90 s)")
+    assert f"{expected}; left out: batch 8 (90 s)  \n" in render_report(timed)["report.md"].decode()
 
 
-def test_a_measurement_of_nothing_says_why(data: ReportData) -> None:
+def test_a_measurement_of_nothing_has_a_reason(data: ReportData) -> None:
     timed = add_measured(data, Measured({}, "one GPU", "a step takes 9 s"))
 
     assert timed.verdict[-1] == "measured here: nothing; left out: a step takes 9 s"
     assert "speedup.png" in render_report(timed)
 
 
-def test_without_matplotlib_the_report_has_no_plots_and_says_so(
+def test_without_matplotlib_the_report_has_no_plots_and_a_note(
     data: ReportData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__

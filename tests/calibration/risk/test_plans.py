@@ -57,7 +57,7 @@ def test_the_predicted_speedup_of_one_row_is_that_of_paying_pass_by_pass(thresho
             assert predict_speedup(counts, costs) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_perfect_head_gives_what_the_formula_says() -> None:
+def test_a_perfect_head_has_the_speedup_of_the_formula() -> None:
     # Always right, always sure: every cycle is k drafts and one token more, at k drafts and a full pass.
     trace = trace_of([[1] * 40] * 4, [[0.99] * 40] * 4)
     counts = simulate_all(pack([trace]), draft_threshold=0.5, max_drafts=4).total()
@@ -160,7 +160,7 @@ def test_the_verdict_names_the_gain_at_each_batch_size() -> None:
     assert third == "no gain predicted at batch 4096: `full` is as fast or faster there"
 
 
-def test_exits_that_will_not_pay_are_said_not_to() -> None:
+def test_the_verdict_names_exits_that_will_not_pay() -> None:
     candidate = made_candidate(skill=0.3)
     plan = plan_drafts(candidate, DEAR)
     first, second = verdict_lines(plan, predict_speedups(plan.counts, DEAR, BATCH_SIZES))

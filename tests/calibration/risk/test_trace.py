@@ -33,7 +33,7 @@ def make(adapter: ModelAdapter, name: str) -> Candidate:
 def one_by_one(
     adapter: ModelAdapter, candidate: Candidate, shards: TokenShards, index: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same from the library's own outputs, for one sequence that nothing stands beside."""
+    """The same from the library's own outputs, for one sequence alone."""
     sequence = shards.sequence(index)
     tokens = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
     out = adapter.model(tokens, output_hidden_states=True, use_cache=False)

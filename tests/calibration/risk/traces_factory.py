@@ -12,7 +12,7 @@ def made_traces(
 ) -> list[SequenceTrace]:
     """Sequences whose agreement is likelier where the score is high.
 
-    `skill` is the mean score; a draft is right with the probability its score says, less what its sequence takes off:
+    `skill` is the mean score; a draft is right with the probability of its score, less an offset of its sequence:
     up to `spread`, the same for the whole sequence, so that tokens of one sequence are not independent."""
     random = np.random.default_rng(seed)
     odds = skill / (1.0 - skill)

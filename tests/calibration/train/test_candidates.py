@@ -53,7 +53,7 @@ def test_what_is_no_candidate_is_refused(text: str) -> None:
         CandidateSpec.parse(text)
 
 
-def test_a_checkpoint_behind_the_last_layer_is_refused() -> None:
+def test_a_checkpoint_after_the_last_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"1\.\.3"):
         make_candidate(tiny_adapter(), CandidateSpec(4, "affine"), max_distance=2, bottleneck=8, seed=0)
 
@@ -154,14 +154,14 @@ def test_a_damaged_file_of_candidates_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layer", "num_layers", "taps"), [(2, 30, (10, 20)), (1, 3, (2,)), (12, 30, (20,)), (1, 2, ())]
 )
-def test_the_default_taps_are_thirds_of_the_way_behind_the_checkpoint(
+def test_the_default_taps_are_thirds_of_the_depth_after_the_checkpoint(
     layer: int, num_layers: int, taps: tuple[int, ...]
 ) -> None:
     assert default_taps(layer, num_layers) == taps
 
 
 @pytest.mark.parametrize("name", ["2:block:deep:taps=2", "2:block:deep:taps=9", "2:block:deep:taps=0+3"])
-def test_taps_outside_the_layers_behind_the_checkpoint_are_refused(name: str) -> None:
+def test_taps_outside_the_layers_after_the_checkpoint_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="taps"):
         make_candidate(tiny_adapter(), CandidateSpec.parse(name), max_distance=2, bottleneck=4, seed=0)
 

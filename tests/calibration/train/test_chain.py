@@ -26,7 +26,7 @@ class DecodedRow:
     def __init__(self, head: ExitHead, states: Tensor, deep: Tensor) -> None:
         self.head, self.states, self.deep = head, states, deep
         self.settled: list[tuple[Tensor, Tensor]] = []
-        """What positions that ran deep are remembered as: made at distance 1."""
+        """Write the state of positions after a deep pass: that of distance 1."""
         self.num_settled = 0
 
     def cycle(self, drafts: int) -> list[Tensor]:

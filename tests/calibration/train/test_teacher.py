@@ -1,4 +1,4 @@
-"""The teacher's states and tokens are the library's, in every family, whatever stands beside a sequence."""
+"""The teacher's states and tokens are the library's, in every family, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_logits_of_a_bfloat16_model_are_float32_and_near_its_own(family: str) ->
     torch.testing.assert_close(logits, adapter.head(states.normed)[0][:, SHORTLIST].float(), rtol=0.05, atol=0.1)
 
 
-def test_fused_norms_say_the_same_and_leave_the_model_as_it_was() -> None:
+def test_fused_norms_compute_the_same_and_leave_the_model_unchanged() -> None:
     adapter = tiny_adapter()
     tokens = torch.arange(12).view(2, 6)
     teacher = Teacher(adapter, SHORTLIST)

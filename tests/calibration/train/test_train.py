@@ -77,7 +77,7 @@ def test_the_model_runs_once_a_step_and_is_left_as_it_was(tmp_path: Path) -> Non
     assert not any(layer._forward_hooks for layer in adapter.layers[1:])
 
 
-def test_a_candidate_comes_out_the_same_alone_and_beside_others(tmp_path: Path) -> None:
+def test_a_candidate_is_the_same_alone_and_among_others(tmp_path: Path) -> None:
     shards = write_sequences(tmp_path)
     names = (BLOCK, "1:affine:deep", "2:identity", "3:mlp:deep:muon:hidden=8")
     together = fitted(shards, *names)
@@ -87,7 +87,7 @@ def test_a_candidate_comes_out_the_same_alone_and_beside_others(tmp_path: Path) 
         assert same(alone, candidate)
 
 
-def test_a_head_comes_out_the_same_whatever_router_learns_beside_it(tmp_path: Path) -> None:
+def test_a_head_is_the_same_with_any_router(tmp_path: Path) -> None:
     shards = write_sequences(tmp_path)
     [narrow], [wide] = (fitted(shards, router_bottleneck=bottleneck) for bottleneck in (4, 32))
     pairs = zip(narrow.head.parameters(), wide.head.parameters(), strict=True)

@@ -1,4 +1,4 @@
-"""As much of Ray as a pool of workers meets, with a clock that moves only while somebody waits."""
+"""A fake of the part of Ray that a pool uses, with a clock that moves only while the driver waits."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Actor:
 
 
 class Cluster:
-    """Actors are numbered as they are started, from 0. The hooks say what comes of each."""
+    """Actors are numbered as they are started, from 0. The hooks return the outcome of each."""
 
     def __init__(self) -> None:
         self.actors: list[Actor] = []

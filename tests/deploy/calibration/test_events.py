@@ -1,4 +1,4 @@
-"""What a worker tells is shown as if it were done here."""
+"""Events of a worker are shown like local progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.calibration.events import EventDisplay, StageEnded, StageStarted, St
 from tide_core.calibration.progress import Progress
 
 
-class Heard:
+class ProgressLog:
     """Keeps what is shown."""
 
     def __init__(self) -> None:
@@ -22,15 +22,15 @@ class Heard:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Any]:
-        heard = self.lines
-        heard.append(f"begin {name} {total} {unit}" + (f", {done} done" if done else ""))
+        log = self.lines
+        log.append(f"begin {name} {total} {unit}" + (f", {done} done" if done else ""))
 
         class Stage:
             def update(self, n: int = 1, **info: object) -> None:
-                heard.append(f"update {n} {info}")
+                log.append(f"update {n} {info}")
 
         yield Stage()
-        heard.append(f"end {name}")
+        log.append(f"end {name}")
 
     def note(self, text: str) -> None:
         self.lines.append(f"note {text}")
@@ -45,14 +45,14 @@ def work(progress: Progress) -> str:
     return "result"
 
 
-def shown(told: Any) -> tuple[list[str], list[Any]]:
-    heard, results = Heard(), []
-    with EventDisplay(heard) as show:
-        for event in told:
+def shown(received: Any) -> tuple[list[str], list[Any]]:
+    log, results = ProgressLog(), []
+    with EventDisplay(log) as show:
+        for event in received:
             show.show(event)
             if isinstance(event, TaskDone):
                 results.append(event.result)
-    return heard.lines, results
+    return log.lines, results
 
 
 def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None:
@@ -66,7 +66,7 @@ def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None
         assert "0.25" in updates[-1]
 
 
-def test_what_was_done_before_a_stage_is_told_with_it() -> None:
+def test_units_done_before_a_stage_are_shown_with_it() -> None:
     def resumed(progress: Progress) -> None:
         with progress.stage("train", 9, "step", 5) as stage:
             stage.update(4)
@@ -74,7 +74,7 @@ def test_what_was_done_before_a_stage_is_told_with_it() -> None:
     assert shown(run_with_events(resumed))[0] == ["begin train 9 step, 5 done", "update 4 {}", "end train"]
 
 
-def test_updates_that_come_fast_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_updates_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     def fast(progress: Progress) -> None:
         with progress.stage("fast", 1000, "step") as stage:
             for _ in range(1000):
@@ -93,13 +93,13 @@ def test_what_the_work_raises_comes_out() -> None:
         progress.note("before")
         raise ValueError("bad")
 
-    told = run_with_events(fails)
-    assert isinstance(next(told), events.Note)
+    received = run_with_events(fails)
+    assert isinstance(next(received), events.Note)
     with pytest.raises(ValueError, match="bad"):
-        next(told)
+        next(received)
 
 
-def test_work_that_is_ended_from_within_does_not_keep_whoever_listens() -> None:
+def test_a_task_that_exits_does_not_block_the_reader() -> None:
     """Not every end is an Exception."""
 
     def exits(progress: Progress) -> None:
@@ -115,7 +115,7 @@ def test_the_result_comes_with_the_time_that_the_work_took() -> None:
     assert 0.05 <= done.seconds < 30
 
 
-def test_what_was_told_once_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "EVERY_S", 0.0)
 
     def tells(progress: Progress) -> None:
@@ -126,11 +126,11 @@ def test_what_was_told_once_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -
     assert shown(run_with_events(tells))[0] == ["begin one 3 thing", "update 1 {'loss': 0.5}", "update 2 {}", "end one"]
 
 
-def test_a_stage_that_has_ended_hears_no_more() -> None:
+def test_a_stage_that_has_ended_gets_no_updates() -> None:
     lines, _ = shown([StageStarted("train", 5, "step"), StageUpdated(1), StageEnded(), StageUpdated(2)])
     assert lines == ["begin train 5 step", "update 1 {}", "end train"]
 
 
-def test_a_stage_that_was_begun_by_somebody_who_died_is_ended() -> None:
+def test_a_stage_of_a_worker_that_died_is_closed() -> None:
     lines, _ = shown([StageStarted("train", 5, "step"), StageStarted("train", 5, "step")])
     assert lines == ["begin train 5 step", "end train", "begin train 5 step", "end train"]

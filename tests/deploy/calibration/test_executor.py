@@ -1,4 +1,4 @@
-"""The executor of a job: every item once, whoever dies, and nobody at work when it is over."""
+"""The executor of a job: every item once, whichever worker dies, and no task left running at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.calibration.events import StageStarted, StageUpdated, TaskDone, Trai
 from deploy.calibration.executor import RayExecutor
 from deploy.calibration.pool import JobError
 from tests.deploy.calibration.fake_cluster import SILENCE, Cluster, Notes, died, raised, ready, settings
-from tests.deploy.calibration.test_events import Heard
+from tests.deploy.calibration.test_events import ProgressLog
 from tide_core.calibration.ledger import WorkerTime
 from tide_core.errors import ConfigError
 
@@ -21,7 +21,7 @@ ITEMS = [f"item {number}" for number in range(7)]
 
 
 def work(*args: Any) -> None:
-    """Run by nobody here."""
+    """A task that no test runs."""
 
 
 def executor_of(progress: Any = None, *, train_workers: int = 1, **workers: Any) -> RayExecutor:
@@ -68,7 +68,7 @@ def test_an_item_whose_worker_hangs_is_done_by_another(cluster: Cluster) -> None
     assert cluster.actors[0].is_killed
 
 
-def test_an_item_on_which_everybody_dies_ends_the_run_with_nobody_at_work(cluster: Cluster) -> None:
+def test_an_item_on_which_all_workers_die_ends_the_run_and_all_tasks(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [died()] if item == ITEMS[0] else [SILENCE]
     with pytest.raises(JobError, match="is given up: 3 workers died in a row"):
         list(executor_of(count=2, attempts=3).map_unordered(work, ITEMS))
@@ -76,7 +76,7 @@ def test_an_item_on_which_everybody_dies_ends_the_run_with_nobody_at_work(cluste
     assert cluster.at_work == []
 
 
-def test_what_the_work_itself_raises_ends_the_run_with_nobody_at_work(cluster: Cluster) -> None:
+def test_an_error_of_the_task_ends_the_run_and_all_tasks(cluster: Cluster) -> None:
     error = ConfigError("data", "x", "y")
     cluster.on_run = lambda number, item: [raised(error)] if item == ITEMS[1] else [SILENCE]
     with pytest.raises(ConfigError) as caught:
@@ -86,7 +86,7 @@ def test_what_the_work_itself_raises_ends_the_run_with_nobody_at_work(cluster: C
     assert Counter(item for _, item in cluster.begun)[ITEMS[1]] == 1
 
 
-def test_a_driver_that_stops_in_the_middle_leaves_nobody_at_work(cluster: Cluster) -> None:
+def test_a_driver_that_stops_ends_all_tasks(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [TaskDone(None, 1.0)] if item == ITEMS[0] else [SILENCE]
     executor = executor_of(count=2)
     each = executor.map_unordered(work, ITEMS)
@@ -97,30 +97,30 @@ def test_a_driver_that_stops_in_the_middle_leaves_nobody_at_work(cluster: Cluste
     assert cluster.at_work == []
 
 
-def test_the_model_is_what_the_first_worker_says_it_is(cluster: Cluster) -> None:
+def test_the_model_is_that_of_the_first_worker(cluster: Cluster) -> None:
     executor = executor_of(count=2)
     assert executor.model_name == "demo"
     assert executor.model_info == ready().model_info
     assert len(cluster.actors) == 2
 
 
-def test_a_crew_that_ends_gives_its_places_back(cluster: Cluster) -> None:
+def test_an_executor_that_ends_stops_its_workers(cluster: Cluster) -> None:
     with executor_of(count=2) as executor:
         executor.start_workers()
         assert cluster.alive == [0, 1]
     assert cluster.alive == []
 
 
-def test_one_item_is_done_by_one_worker_and_what_it_tells_is_shown(cluster: Cluster) -> None:
+def test_one_item_runs_on_one_worker_and_its_events_are_shown(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [
         StageStarted("train", 5, "step"),
         StageUpdated(5, {"loss": 0.5}),
         TaskDone("result", 3.0),
     ]
-    heard = Heard()
+    log = ProgressLog()
     executor = executor_of(count=2)
-    assert executor.run(work, "item", heard) == "result"
-    assert heard.lines == ["begin train 5 step", "update 5 {'loss': 0.5}", "end train"]
+    assert executor.run(work, "item", log) == "result"
+    assert log.lines == ["begin train 5 step", "update 5 {'loss': 0.5}", "end train"]
     assert len(cluster.begun) == 1
     assert [each.busy_s for each in executor.worker_times()] == [3.0, 0.0]
 
@@ -131,9 +131,9 @@ def test_one_item_whose_worker_dies_is_begun_again_by_another_and_its_stage_as_w
         if number == 0
         else [StageStarted("train", 5, "step", 3), TaskDone("result", 3.0)]
     )
-    heard = Heard()
-    assert executor_of().run(work, "item", heard) == "result"
-    assert heard.lines == ["begin train 5 step", "end train", "begin train 5 step, 3 done", "end train"]
+    log = ProgressLog()
+    assert executor_of().run(work, "item", log) == "result"
+    assert log.lines == ["begin train 5 step", "end train", "begin train 5 step, 3 done", "end train"]
     assert cluster.begun == [(0, "item"), (1, "item")]
 
 
@@ -146,7 +146,7 @@ def test_the_death_of_one_who_is_not_at_it_is_no_reason_to_begin_again(cluster: 
 
 
 def test_one_who_is_lost_as_another_finishes_is_replaced_all_the_same(cluster: Cluster) -> None:
-    """Of both is heard at once, and whoever waits for the end goes on with it."""
+    """Both events arrive at once, and the driver continues with the result."""
     cluster.on_load = lambda number: died() if number in (1, 2) else ready()
     executor = executor_of(count=2, start_s=100.0)
     assert executor.run(work, "one", Notes()) == "one done"
@@ -157,14 +157,14 @@ def test_one_who_is_lost_as_another_finishes_is_replaced_all_the_same(cluster: C
     assert cluster.alive == [0, 3]
 
 
-def test_one_item_on_which_everybody_dies_ends_the_run(cluster: Cluster) -> None:
+def test_one_item_on_which_all_workers_die_ends_the_run(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [died()]
     with pytest.raises(JobError, match="dict is given up: 2 workers died in a row"):
         executor_of(attempts=2).run(work, {}, Notes())
     assert len(cluster.begun) == 2
 
 
-def test_one_item_that_is_interrupted_leaves_nobody_at_work(cluster: Cluster) -> None:
+def test_an_interrupted_item_ends_its_task(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [StageStarted("train", 5, "step"), SILENCE]
 
     class Interrupting(Notes):
@@ -181,11 +181,11 @@ def test_one_who_trains_alone_is_a_worker_of_the_pool(cluster: Cluster, monkeypa
     assert executor_of().train(work, "item", Notes()) == "item done"
 
 
-def test_those_who_train_together_have_the_places_of_the_pool_and_their_times_are_told(
+def test_training_processes_use_the_resources_of_the_pool_and_their_times_count(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train_together(job: Any, task_: Any, item: Any, progress: Any) -> training.Trained:
-        assert cluster.alive == [], "their places are wanted"
+        assert cluster.alive == [], "training needs their resources"
         assert (job.train_workers, task_, item) == (2, work, "item")
         return training.Trained("result", [TrainerDone(1, "10.0.0.1", 5.0), TrainerDone(2, "10.0.0.2", 6.0)], 3)
 
@@ -195,5 +195,5 @@ def test_those_who_train_together_have_the_places_of_the_pool_and_their_times_ar
     assert executor.train(work, "item", Notes()) == "result"
     of_training = [WorkerTime("trainer 1", "node 1", 1, 5.0, 3), WorkerTime("trainer 2", "node 2", 1, 6.0, 3)]
     assert executor.worker_times() == [WorkerTime("worker 1", "node 1", 2, 4.0, 0), *of_training]
-    assert executor.run(work, "next", Notes()) == "next done", "the pool is hired again"
+    assert executor.run(work, "next", Notes()) == "next done", "the pool starts again"
     assert executor.worker_times() == [WorkerTime("worker 1", "node 1", 3, 6.0, 0), *of_training]

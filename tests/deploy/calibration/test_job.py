@@ -23,7 +23,7 @@ from tide_core.errors import ConfigError
 
 
 class Leases:
-    """Names that somebody has, and until when."""
+    """Names that are taken, and until when."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.held = 0.0, dict[str, float]()
@@ -116,7 +116,7 @@ def executor(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_a_job_has_the_run_to_itself_and_says_in_the_end_who_did_what(
+def test_a_job_locks_its_run_and_prints_the_work_of_each_worker(
     tmp_path: Path, executor: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     calibrate.run(settings(tmp_path), Notes())

@@ -1,4 +1,4 @@
-"""The places of a pool: whoever is lost is replaced, and no piece of work is lost or given up too soon."""
+"""The pool: lost workers are replaced, and no task is lost or given up too soon."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE, TWO = Piece("shards/train-00001"), Piece("shards/train-00002")
 
 
 def pool_of(notes: Notes | None = None, **workers: Any) -> Pool:
-    """With everybody ready who can be."""
+    """With all workers ready that can be."""
     pool = Pool(settings(**workers), notes or Notes())
     pool.wait_ready()
     return pool
@@ -84,17 +84,17 @@ def test_one_that_is_silent_for_too_long_at_its_work_is_killed_and_not_before(cl
     assert [line.split(" for ")[0] for line in notes.lines] == ["worker 1 is killed: no event from it"]
 
 
-def test_one_that_is_heard_of_is_not_killed_however_long_its_work_takes(cluster: Cluster) -> None:
-    """Every word counts, not the whole."""
+def test_a_worker_that_sends_events_is_not_killed_however_long_its_task_takes(cluster: Cluster) -> None:
+    """The time since the last event counts, not the whole duration."""
     cluster.on_run = lambda number, item: [Note("still here")] * 10 + [TaskDone("result", 200.0)]
     pool = pool_of(stall_s=30.0)
     start(pool, ONE)
-    heard: list[Any] = []
-    while not any(isinstance(event, TaskDone) for event in heard):
+    events: list[Any] = []
+    while not any(isinstance(event, TaskDone) for event in events):
         cluster.now += 20.0
-        heard += [event for _, event in pool.poll()]
+        events += [event for _, event in pool.poll()]
         assert pool.replace_lost() == []
-    assert len(heard) == 11
+    assert len(events) == 11
 
 
 def test_work_begins_to_be_silent_when_it_begins(cluster: Cluster) -> None:
@@ -173,7 +173,7 @@ def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
     assert len(cluster.actors) == 1
 
 
-def test_an_error_that_nobody_expected_is_told_in_a_line_and_not_tried_again(cluster: Cluster) -> None:
+def test_an_unexpected_error_becomes_one_line_and_is_not_retried(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [raised(RuntimeError("out of\nmemory"))]
     pool = pool_of()
     start(pool, ONE)
@@ -196,18 +196,18 @@ def test_a_model_that_changes_while_a_job_runs_is_refused(cluster: Cluster) -> N
         listen(pool, pool.idle)
 
 
-def test_waiting_too_long_for_a_place_says_what_the_cluster_has(cluster: Cluster) -> None:
+def test_the_error_after_waiting_too_long_names_the_resources(cluster: Cluster) -> None:
     cluster.on_load = lambda number: SILENCE
     notes, begun = Notes(), cluster.now
     with pytest.raises(JobError, match=r"no worker was placed and had its model after 10\d s") as caught:
         pool_of(notes, count=2, start_s=100.0, num_cpus=2.0)
-    said = "each asks for 2 CPUs and 0 GPUs, the cluster has {'CPU': 4.0}, of which {'CPU': 0.5} are free"
-    assert str(caught.value).endswith(said)
+    expected = "each asks for 2 CPUs and 0 GPUs, the cluster has {'CPU': 4.0}, of which {'CPU': 0.5} are free"
+    assert str(caught.value).endswith(expected)
     assert 100.0 < cluster.now - begun <= 102.0
-    assert notes.lines == [f"waiting for a worker; {said}"], "once, and well before the end"
+    assert notes.lines == [f"waiting for a worker; {expected}"], "once, and well before the end"
 
 
-def test_that_nobody_is_there_is_told_before_the_time_is_over(cluster: Cluster) -> None:
+def test_waiting_is_noted_before_the_time_is_over(cluster: Cluster) -> None:
     cluster.on_load = lambda number: SILENCE
     notes = Notes()
     pool, begun = Pool(settings(), notes), cluster.now
@@ -217,7 +217,7 @@ def test_that_nobody_is_there_is_told_before_the_time_is_over(cluster: Cluster) 
     assert NOTE_WAITING_S < cluster.now - begun <= NOTE_WAITING_S + 2
 
 
-def test_the_time_to_start_begins_when_workers_are_hired(cluster: Cluster) -> None:
+def test_the_time_to_start_begins_when_workers_are_started(cluster: Cluster) -> None:
     cluster.on_load = lambda number: SILENCE
     pool = Pool(settings(start_s=100.0), Notes())
     cluster.now += 1000.0  # the driver had other things to do
@@ -241,7 +241,7 @@ def test_one_that_gets_no_place_is_started_again_while_others_work(cluster: Clus
     assert [slot.number for slot in pool.idle()] == [2]
 
 
-def test_one_that_was_ready_in_time_is_not_started_again_because_nobody_listened(cluster: Cluster) -> None:
+def test_a_worker_that_was_ready_in_time_is_not_restarted_after_a_late_poll(cluster: Cluster) -> None:
     cluster.on_load = lambda number: SILENCE if number == 1 else ready()
     notes = Notes()
     pool = pool_of(notes, count=2, start_s=100.0)
@@ -259,7 +259,7 @@ def test_one_that_was_lost_in_a_place_that_was_given_back_is_no_trouble_later(cl
     start(pool, ONE)
     pool.poll()
     pool.cancel()
-    assert pool.replace_lost() == [], "nobody wants its item any more"
+    assert pool.replace_lost() == [], "its task was cancelled"
     assert cluster.alive == [1]
     assert listen(pool, pool.idle) == []
     start(pool, TWO)
@@ -270,7 +270,7 @@ def test_one_that_was_lost_in_a_place_that_was_given_back_is_no_trouble_later(cl
     assert len(cluster.alive) == 1
 
 
-def test_work_that_is_dropped_leaves_nobody_at_it_and_everybody_else_in_place(cluster: Cluster) -> None:
+def test_cancelled_tasks_end_and_idle_workers_stay(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [SILENCE]
     pool = pool_of(count=3)
     start(pool, ONE, TWO)
@@ -317,7 +317,7 @@ def test_times_add_up_over_deaths_and_over_places_that_were_given_back(cluster: 
     assert pool.worker_times() == before
     assert pool.num_restarts == 1
     pool.stop_workers()
-    assert pool.worker_times() == before, "nobody is there to be let go, and nothing is forgotten"
+    assert pool.worker_times() == before, "a second stop changes nothing"
     pool.start_workers()
     listen(pool, lambda: len(pool.idle()) == 2)
     for slot in start(pool, ONE, TWO):
@@ -328,14 +328,14 @@ def test_times_add_up_over_deaths_and_over_places_that_were_given_back(cluster: 
     ]
 
 
-def test_hiring_twice_fills_every_place_once(cluster: Cluster) -> None:
+def test_starting_twice_starts_every_worker_once(cluster: Cluster) -> None:
     pool = Pool(settings(count=2), Notes())
     pool.start_workers()
     pool.start_workers()
     assert len(cluster.actors) == 2
 
 
-def test_a_worker_asks_for_what_the_settings_say_and_is_started_again_by_nobody_else(cluster: Cluster) -> None:
+def test_a_worker_has_the_resources_of_the_settings_and_ray_does_not_restart_it(cluster: Cluster) -> None:
     pool_of(num_cpus=2.0, num_gpus=1.0, threads=3)
     [options] = cluster.options
     env = {"env_vars": {"OMP_NUM_THREADS": "3"}}

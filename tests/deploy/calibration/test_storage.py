@@ -1,4 +1,4 @@
-"""A run behind a URL: each machine has the files it asks for, as they are in the store, whole or not at all."""
+"""A run in an object store: each machine gets the files it pulls as they are in the store, whole or not at all."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_file_that_is_gone_is_gone_everywhere(url: str, tmp_path: Path) -> Non
     assert not (one.folder / "state").exists()
 
 
-def test_a_file_that_was_spoiled_here_is_told_by_whoever_reads_it_not_hidden(url: str, tmp_path: Path) -> None:
+def test_a_file_that_was_damaged_locally_is_not_hidden(url: str, tmp_path: Path) -> None:
     """`bring` compares with the store, so that a local copy which vanished comes back."""
     one = machine(url, tmp_path / "one")
     one.path("a").write_bytes(b"1")
@@ -182,7 +182,7 @@ def test_files_that_are_one_thing_are_never_seen_half_replaced(
 
     monkeypatch.setattr(one, "_put", watched)
     one.push_together(names)
-    assert seen == [False, False, False], "what tells of the others is gone while they change"
+    assert seen == [False, False, False], "the last file is absent while the others change"
     two.pull(names)
     assert [(two.folder / name).read_text() for name in names] == ["new"] * 3
 
@@ -238,6 +238,6 @@ def test_a_store_that_only_fsspec_knows_is_as_good(tmp_path: Path) -> None:
     assert not (two.folder / "shards/a").exists()
 
 
-def test_a_store_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="storage"):
         RemoteRunFiles("nosuchscheme://x/y", tmp_path)

@@ -26,7 +26,7 @@ from tide_core.models.identity import identify
 
 
 class MovesOn(LocalExecutor):
-    """Each piece of work is done by somebody else, who has nothing but what is in the store."""
+    """Each task runs on a new machine, which has only the files of the store."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
@@ -89,14 +89,14 @@ def calibrated(executor_class: type[Any], place: Path, job: str, timer: Any = No
     return contents(target)
 
 
-def test_a_run_in_a_store_gives_the_bytes_of_one_in_a_folder_whoever_does_each_piece(tmp_path: Path) -> None:
+def test_a_run_in_a_store_gives_the_bytes_of_one_in_a_folder_on_any_machine(tmp_path: Path) -> None:
     expected = calibrated(LocalExecutor, tmp_path / "plain", "")
     assert calibrated(MovesOn, tmp_path, "job") == expected
     assert contents(tmp_path / "store" / "run" / "artefact") == expected
     ledger = read_ledger(tmp_path / "store" / "run")
     assert ledger is not None
     assert ledger["stages"].keys() == {"dataset", "collect", "train", "risk", "publish"}
-    assert not list((tmp_path / "store" / "run" / "train").rglob("training*")), "no state is left behind"
+    assert not list((tmp_path / "store" / "run" / "train").rglob("training*")), "no state is left"
 
 
 def test_a_run_in_a_store_goes_on_elsewhere_and_does_nothing_twice(
@@ -117,7 +117,7 @@ def test_a_run_in_a_store_goes_on_elsewhere_and_does_nothing_twice(
     assert calibrated(MovesOn, tmp_path, "fourth") == expected, "and a run that is done is looked at and left"
 
 
-def test_what_the_clock_said_is_in_the_store_as_well(tmp_path: Path) -> None:
+def test_timings_are_in_the_store_as_well(tmp_path: Path) -> None:
     timer = FakeTimer()
     published = calibrated(MovesOn, tmp_path, "job", timer)
     assert [found.keys() >= {"manifest.json", "heads.safetensors"} for found in timer.found] == [True]

@@ -14,7 +14,7 @@ from deploy.calibration import training
 from deploy.calibration.events import Note, StageStarted, StageUpdated, TaskDone, TaskFailed, TrainerDone
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.training import TrainingError, train_together
-from tests.deploy.calibration.test_events import Heard
+from tests.deploy.calibration.test_events import ProgressLog
 from tide_core.calibration import named_model
 from tide_core.calibration.train import process_group
 from tide_core.errors import ConfigError
@@ -84,32 +84,32 @@ def work(context: Any, item: str, progress: Any) -> str:
 
 
 def test_the_result_is_that_of_the_first_and_only_the_first_is_shown(mailbox: Any, tmp_path: Path) -> None:
-    heard = Heard()
-    trained = train_together(settings(tmp_path), work, "heads", heard)
+    log = ProgressLog()
+    trained = train_together(settings(tmp_path), work, "heads", log)
     assert trained.result == "heads by 0"
     assert [(each.number, each.node) for each in trained.times] == [(1, "10.0.0.1"), (2, "10.0.0.2")]
     assert all(each.seconds >= 0 for each in trained.times)
     assert trained.num_restarts == 0
-    assert heard.lines == ["begin train 5 step", "update 5 {}", "end train"]
+    assert log.lines == ["begin train 5 step", "update 5 {}", "end train"]
 
 
-def test_a_restart_is_told_and_counted_once_for_all(mailbox: Any, tmp_path: Path) -> None:
+def test_a_restart_is_noted_and_counted_once_for_all(mailbox: Any, tmp_path: Path) -> None:
     def lost_once(trainer: Trainer) -> None:
         assert mailbox.begin() == 1  # by a first one who was lost
         trainer.begin(0, 1)
 
     Trainer.fit_ = lost_once
-    heard = Heard()
-    trained = train_together(settings(tmp_path), work, "heads", heard)
+    log = ProgressLog()
+    trained = train_together(settings(tmp_path), work, "heads", log)
     assert trained.num_restarts == 1
-    said = "note train: one of the 2 workers is lost; all restart from the last state, restart 1"
-    assert [line for line in heard.lines if line.startswith("note")] == [said]
+    expected = "note train: one of the 2 workers is lost; all restart from the last state, restart 1"
+    assert [line for line in log.lines if line.startswith("note")] == [expected]
 
 
-@pytest.mark.parametrize("told", ["raised", "swallowed"])
+@pytest.mark.parametrize("received", ["raised", "swallowed"])
 @pytest.mark.parametrize("error", [ConfigError("data", "x", "y"), OSError(28, "No space left")], ids=repr)
 def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
-    mailbox: Any, tmp_path: Path, error: Exception, told: str
+    mailbox: Any, tmp_path: Path, error: Exception, received: str
 ) -> None:
     tried = []
 
@@ -120,33 +120,33 @@ def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
     def fit(trainer: Trainer) -> None:
         with pytest.raises(type(error)):
             trainer.begin(1)
-        trainer.begin(0, 1)  # Ray Train starts everybody again
-        if told == "raised":
+        trainer.begin(0, 1)  # Ray Train restarts all processes
+        if received == "raised":
             raise RuntimeError("of Ray Train")
 
     Trainer.fit_ = fit
     with pytest.raises(type(error)) as caught:
-        train_together(settings(tmp_path), fails, "heads", Heard())
+        train_together(settings(tmp_path), fails, "heads", ProgressLog())
     assert caught.value is error
     assert len(tried) == 1
 
 
-def test_an_error_that_nobody_expected_is_left_to_ray_train(mailbox: Any, tmp_path: Path) -> None:
-    """It may be of the machine, so others try; what is left in the end is told in a line."""
+def test_an_unexpected_error_is_left_to_ray_train(mailbox: Any, tmp_path: Path) -> None:
+    """The machine may be the cause, so Ray Train retries; the last error becomes one line."""
 
     def fails(*args: Any) -> None:
         raise RuntimeError("of the\nmachine")
 
     Trainer.fit_ = lambda trainer: trainer.begin(0)
     with pytest.raises(TrainingError, match="2 workers could not train: of the machine"):
-        train_together(settings(tmp_path), fails, "heads", Heard())
+        train_together(settings(tmp_path), fails, "heads", ProgressLog())
     assert not mailbox.has_failed()
 
 
 def test_an_end_without_a_result_is_an_error(mailbox: Any, tmp_path: Path) -> None:
     Trainer.fit_ = lambda trainer: trainer.begin(1)
     with pytest.raises(TrainingError, match="without a result"):
-        train_together(settings(tmp_path), work, "heads", Heard())
+        train_together(settings(tmp_path), work, "heads", ProgressLog())
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
@@ -154,7 +154,7 @@ def test_nothing_that_ray_train_keeps_stays_in_the_run(mailbox: Any, tmp_path: P
     (tmp_path / "run" / "shards").mkdir(parents=True)
     Trainer.fit_ = lambda trainer: trainer.begin(1, 0) if ends_well else trainer.begin(1)
     try:
-        train_together(settings(tmp_path), work, "heads", Heard())
+        train_together(settings(tmp_path), work, "heads", ProgressLog())
     except TrainingError:
         assert not ends_well
     assert Path(Trainer.last.asked["run_config"].storage_path) == tmp_path / "run" / "ray"
@@ -163,7 +163,7 @@ def test_nothing_that_ray_train_keeps_stays_in_the_run(mailbox: Any, tmp_path: P
 
 def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(mailbox: Any, tmp_path: Path) -> None:
     asked = settings(tmp_path, num_cpus=2.0, num_gpus=1.0, attempts=4, start_s=600.0, stall_s=90.0, threads=3)
-    train_together(asked, work, "heads", Heard())
+    train_together(asked, work, "heads", ProgressLog())
     scaling, run_config = Trainer.last.asked["scaling_config"], Trainer.last.asked["run_config"]
     assert (scaling.num_workers, scaling.use_gpu) == (2, True)
     assert scaling.resources_per_worker == {"CPU": 2.0, "GPU": 1.0}
@@ -176,16 +176,16 @@ def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(mail
 
 def test_everything_in_the_mailbox_is_read_once_and_a_failure_is_recorded() -> None:
     mailbox = Mailbox()
-    told = [
+    received = [
         StageStarted("train", 5, "step"),
         StageUpdated(5),
         Note("ready"),
         TrainerDone(1, "10.0.0.1", 1.0),
         TaskDone("result", 1.0),
     ]
-    for event in told:
+    for event in received:
         mailbox.send(event)
-    assert mailbox.read() == told
+    assert mailbox.read() == received
     assert mailbox.read() == []
     assert not mailbox.has_failed()
     mailbox.send(TaskFailed(ConfigError("data", "x", "y")))

@@ -1,4 +1,4 @@
-"""A worker loads the model of the settings beside the files of the run, and says what is wrong with either."""
+"""A worker loads the model of the settings and opens the run; errors name which of the two is wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def settings(storage: str) -> JobSettings:
     return read_settings({**asked, "workers": workers, "calibration": calibration})
 
 
-def test_a_node_that_does_not_see_the_folder_of_the_run_says_so_before_it_loads_anything(
+def test_a_node_that_does_not_see_the_folder_of_the_run_fails_before_it_loads_anything(
     tmp_path: Path, asked: list[Any]
 ) -> None:
     (tmp_path / "run").mkdir()  # as on another disk of the same name
@@ -59,7 +59,7 @@ def test_a_node_that_does_not_see_the_folder_of_the_run_says_so_before_it_loads_
     assert asked == []
 
 
-def test_the_model_is_loaded_as_the_settings_say_and_the_node_is_told(tmp_path: Path, asked: list[Any]) -> None:
+def test_the_model_is_loaded_with_the_settings_and_the_node_is_reported(tmp_path: Path, asked: list[Any]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / SEEN).touch()
     ready = Worker(settings(str(tmp_path))).load()

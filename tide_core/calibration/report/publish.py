@@ -47,7 +47,7 @@ NOTE = (
 )
 GIVEN_NOTE = (
     "Thresholds of `bounded` were certified on two parts, each alone: answers to prompts of the model's own and"
-    " answers to prompts that people wrote. The stricter one is taken, and the numbers beside it are those of its part."
+    " answers to prompts that people wrote. The stricter result counts, and its numbers are those of its part."
 )
 
 
