@@ -35,7 +35,7 @@ def test_the_shipped_prompts_are_the_source_called_self() -> None:
 
 
 def test_a_prompt_or_messages_are_answered_and_text_is_a_document(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "WorkerReady"}]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     lines: list[Any] = [{"prompt": "Why?"}, {"messages": chat}, {"text": "Once upon a time."}]
 
     found = {record.kind: record.content for record in records(jsonl(tmp_path / "data.jsonl", lines))}
@@ -91,7 +91,7 @@ BAD_LINES = {
     "not text": b'{"text": 3}\n',
     "half a surrogate pair": b'{"text": "\\ud800"}\n',
     "too long": b'{"text": "' + b"x" * MAX_RECORD_BYTES + b'"}\n',
-    "messages without a user": b'{"messages": [{"role": "assistant", "content": "WorkerReady"}]}\n',
+    "messages without a user": b'{"messages": [{"role": "assistant", "content": "Hello"}]}\n',
 }
 
 

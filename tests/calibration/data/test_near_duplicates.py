@@ -33,7 +33,7 @@ def varied(num: int, seed: int = 0, words: list[str] = WORDS) -> list[str]:
     ("one", "two"),
     [
         ("What is the capital of France?", "what is  the capital of\nFRANCE"),
-        ("WorkerReady!", "ready"),
+        ("Hello!", "hello"),
         ("...", "?!"),
         ("Write a poem about the sea and the sky for me", "Write a poem about the sea and the sky for us"),
         ("写一首关于大海的诗给我看看吧", "写一首关于大海的诗给我看看啊"),
@@ -49,7 +49,7 @@ def test_case_width_spaces_punctuation_and_a_word_in_many_do_not_make_another_te
     ("one", "two"),
     [
         ("What is the capital of France?", "What is the capital of Spain?"),
-        ("WorkerReady", "Goodbye"),
+        ("Hello", "Goodbye"),
         ("one two", "two one"),
         ("写一首关于大海的诗", "讲一个关于月亮的故事"),
     ],

@@ -59,7 +59,7 @@ class Threads:
 
 
 def trained(shards: TokenShards, threads: Threads, *names: str, **changes: Any) -> list[list[Candidate]]:
-    """The candidates of every slot."""
+    """The candidates of every member."""
     resume_dir, recipe = changes.pop("resume_dir", None), changes.pop("recipe", None)
     specs = [CandidateSpec.parse(name) for name in names or (BLOCK,)]
     adapters = [tiny_adapter() for _ in range(threads.size)]

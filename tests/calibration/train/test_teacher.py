@@ -33,17 +33,6 @@ def test_states_and_targets_are_those_of_the_library_for_each_sequence_alone(fam
     torch.testing.assert_close(got, out.logits[0][:, SHORTLIST], rtol=1e-4, atol=1e-4)
 
 
-def test_a_temperature_below_one_sharpens_what_is_learned_and_not_the_tokens() -> None:
-    adapter = tiny_adapter()
-    teacher = Teacher(adapter, SHORTLIST)
-    states = teacher.run(torch.arange(2, 12)[None], [1])
-    rows = torch.arange(10)
-    plain, sharp = (teacher.targets(states, rows, temperature=value) for value in (1.0, 0.5))
-    assert (sharp.distribution.amax(-1) > plain.distribution.amax(-1)).all()
-    assert torch.equal(plain.top, sharp.top)
-    assert torch.equal(plain.mass, sharp.mass)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "opt_projected", "gemma2"])
 def test_logits_of_a_bfloat16_model_are_float32_and_near_its_own(family: str) -> None:
     adapter = tiny_adapter(family, torch.bfloat16)
