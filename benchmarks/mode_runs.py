@@ -18,7 +18,7 @@ from tide_core.config import EngineConfig
 from tide_core.engine.assemble import Parts, assemble
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import RequestError
-from tide_core.evaluation.full_depth import Judgement, read_logits
+from tide_core.evaluation.full_depth import FullDepthScores, read_logits
 from tide_core.exits.audit import AuditBook
 from tide_core.models.loader import load_model
 from tide_core.models.resolver import resolve
@@ -187,7 +187,7 @@ class Library:
         self._model: Any = load_model(resolve(config.model), dtype=config.dtype, device=config.device)
 
     @torch.inference_mode()
-    def judge(self, prompt: Prompt, output_ids: Sequence[int]) -> Judgement:
+    def judge(self, prompt: Prompt, output_ids: Sequence[int]) -> FullDepthScores:
         """What full depth says at each token of an answer, given all before it as it was emitted."""
         choices: list[int] = []
         logprobs: list[float] = []
@@ -196,7 +196,7 @@ class Library:
             more = read_logits(logits, targets[start : start + len(logits)])
             choices += more[0]
             logprobs += more[1]
-        return Judgement(tuple(choices), tuple(logprobs))
+        return FullDepthScores(tuple(choices), tuple(logprobs))
 
     @torch.inference_mode()
     def gap(self, context: Sequence[int], tokens: Sequence[int]) -> float:

@@ -2,7 +2,7 @@
 
 ray job submit --working-dir . -- python -m deploy.calibrate --config deploy/calibrate.yaml
 
-A job that was killed goes on where it was when it is submitted again: a run is known by its name in the storage.
+A killed job resumes when it is submitted again: the name identifies a run in the storage.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import ray
 import typer
 
 from deploy.calibration import storage
-from deploy.calibration.crew import RayCrew
+from deploy.calibration.executor import RayExecutor
 from deploy.calibration.metrics import MeteredProgress
 from deploy.calibration.settings import JobSettings, read_settings
-from deploy.calibration.worker import SEEN, beside_the_driver
+from deploy.calibration.worker import SEEN, on_driver_node
 from deploy.strict import yaml_file
 from tide_core.calibration.ledger import LEDGER, check_output, locked
 from tide_core.calibration.progress import Progress, default_progress
 from tide_core.cli.calibrate import extra_settings
-from tide_core.cli.exit_codes import with_exit_code
+from tide_core.cli.exits import with_exit_code
 from tide_core.errors import ConfigError
 
 NAMESPACE = "tide"
 CLEAN_UP_S = 60.0
-"""Within which Ray has ended the actors of a job whose driver was killed."""
+"""Time in which Ray ends the actors of a job whose driver was killed."""
 
 
 @with_exit_code
@@ -44,7 +44,7 @@ def main(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Calibrate a model on a Ray cluster; a run that was interrupted goes on."""
+    """Calibrate a model on a Ray cluster, or resume an interrupted run."""
     values = yaml_file.read(config)
     given = {"name": name, "storage": storage, "output": output}
     values |= {key: value for key, value in given.items() if value is not None}
@@ -58,25 +58,21 @@ def run(settings: JobSettings, progress: Progress) -> None:
     ray.init(namespace=NAMESPACE, log_to_driver=False)  # the cluster of the job, or of this machine
     progress = MeteredProgress(progress, settings.name)
     lease = _lease(settings, progress)
-    with storage.opened(settings.storage, settings.name) as files:
+    with storage.open_run(settings.storage, settings.name) as files:
         output = files.folder / "artefact" if settings.output is None else Path(settings.output)
         if settings.output is not None:
-            files.bring([LEDGER])
+            files.pull([LEDGER])
             check_output(output, files.folder, force=settings.force)
-        with locked(files.folder), RayCrew(settings, progress) as crew:
+        with locked(files.folder), RayExecutor(settings, progress) as executor:
             (files.folder / SEEN).touch()
-            crew.hire()  # they import what they need while this process does
+            executor.start_workers()  # they import torch while this process does
 
-            from tide_core.calibration.pipeline import run as run_pipeline
+            from tide_core.calibration.pipeline import Pipeline
             from tide_core.evaluation.speedup import time_exits
 
-            result = run_pipeline(
-                settings.config,
-                crew,
-                files,
+            result = Pipeline(settings.config, executor, files, progress).run(
                 publish_to=output,
-                model_name=crew.model_name,
-                progress=progress,
+                model_name=executor.model_name,
                 timer=time_exits if settings.measure else None,
             )
             print(*result.verdict, sep="\n")
@@ -84,30 +80,30 @@ def run(settings: JobSettings, progress: Progress) -> None:
                 print(f"{each.name} on {each.node}: {each.num_items} pieces in {each.busy_s:.1f} s", end="")
                 print(f", {each.num_restarts} restarts" if each.num_restarts else "")
             stays = "://" in settings.storage and settings.output is None
-            place = storage.place_of(settings.storage, settings.name, "artefact") if stays else result.artefact
+            place = storage.location(settings.storage, settings.name, "artefact") if stays else result.artefact
             print(f"artefact: {place} ({result.digest[:16]})", flush=True)
     ray.kill(lease)
 
 
 @ray.remote(num_cpus=0)
 class _Lease:
-    """Held by the job that works on a run; Ray ends it with the job."""
+    """A named actor that the job holds while it works on a run; Ray ends it with the job."""
 
 
 def _lease(settings: JobSettings, progress: Progress) -> Any:
-    what = hashlib.sha256(storage.place_of(settings.storage, settings.name).encode()).hexdigest()[:16]
-    ends_at, told = time.monotonic() + CLEAN_UP_S, False
+    what = hashlib.sha256(storage.location(settings.storage, settings.name).encode()).hexdigest()[:16]
+    ends_at, noted = time.monotonic() + CLEAN_UP_S, False
     while True:
         try:
             return _Lease.options(  # type: ignore[attr-defined]
-                name=f"calibration-{what}", scheduling_strategy=beside_the_driver()
-            ).remote()  # whoever has the name has the lease: there is no need to wait until the actor runs
+                name=f"calibration-{what}", scheduling_strategy=on_driver_node()
+            ).remote()  # the name is the lease: no need to wait until the actor runs
         except ValueError:
             if time.monotonic() > ends_at:
                 raise ConfigError("run", settings.name, "one that no other job works on now") from None
-            if not told:
+            if not noted:
                 progress.note(f"another job works on run {settings.name}, or did just now; waiting for its end")
-            told = True
+            noted = True
             time.sleep(1.0)
 
 

@@ -1,4 +1,4 @@
-"""What a worker tells of its work while it does it, and how the driver shows that."""
+"""Events of a running task: a worker sends them, the driver shows them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from tide_core.calibration.progress import Progress, Stage
 
 EVERY_S = 0.5
-"""Updates of a stage are sent together, at most so often."""
+"""Minimum time between two updates of a stage; those in between are merged."""
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class StageStarted:
     stage: str
     total: int | None
     unit: str
@@ -25,32 +25,32 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class StageUpdated:
     num: int
     info: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """Of a stage."""
+class StageEnded:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class Note:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The last event of a piece of work."""
+class TaskDone:
+    """The last event of a task."""
 
     result: Any
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
-    """One of several that work together is done."""
+class TrainerDone:
+    """One of several processes that train together has ended."""
 
     number: int
     node: str
@@ -58,27 +58,27 @@ class Took:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The work raised this; whoever did it raises it as well."""
+class TaskFailed:
+    """The task raised this error, and so does the process that ran it."""
 
     error: BaseException
 
 
-Event = Began | Moved | Ended | Noted | Done | Took | Failed
+Event = StageStarted | StageUpdated | StageEnded | Note | TaskDone | TrainerDone | TaskFailed
 
 
-def events_of(work: Callable[[Progress], Any]) -> Iterator[Event]:
-    """Do the work in a thread, and give what it tells as it comes. What it raises comes out here."""
+def run_with_events(task: Callable[[Progress], Any]) -> Iterator[Event]:
+    """Run a task in a thread and yield its events as they occur. An error of the task is raised here."""
     events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
     started = time.monotonic()
 
     def run() -> None:
         try:
-            result = work(Teller(events.put))
+            result = task(EventProgress(events.put))
         except BaseException as error:
             events.put(error)
         else:
-            events.put(Done(result, time.monotonic() - started))
+            events.put(TaskDone(result, time.monotonic() - started))
 
     threading.Thread(target=run, name="tide-work", daemon=True).start()
     while True:
@@ -86,69 +86,69 @@ def events_of(work: Callable[[Progress], Any]) -> Iterator[Event]:
         if isinstance(event, BaseException):
             raise event
         yield event
-        if isinstance(event, Done):
+        if isinstance(event, TaskDone):
             return
 
 
-class Shown:
-    """Shows the events of one piece of work. One that is given up leaves no open stage behind."""
+class EventDisplay:
+    """Shows the events of one task; on exit it closes a stage that is still open."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._open = contextlib.ExitStack()
         self._stage: Stage | None = None
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> EventDisplay:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._open.close()
 
     def show(self, event: Event) -> None:
-        if isinstance(event, Began):
-            self._open.close()  # of one that was begun by somebody who died
+        if isinstance(event, StageStarted):
+            self._open.close()  # a stage of a worker that died
             stage = self._progress.stage(event.stage, event.total, event.unit, event.done)
             self._stage = self._open.enter_context(stage)
-        elif isinstance(event, Moved) and self._stage is not None:
+        elif isinstance(event, StageUpdated) and self._stage is not None:
             self._stage.update(event.num, **event.info)
-        elif isinstance(event, Ended):
+        elif isinstance(event, StageEnded):
             self._open.close()
             self._stage = None
-        elif isinstance(event, Noted):
+        elif isinstance(event, Note):
             self._progress.note(event.text)
 
 
-class Teller:
-    """Progress as events."""
+class EventProgress:
+    """A `Progress` that sends events."""
 
-    def __init__(self, tell: Callable[[Event], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[Event], None]) -> None:
+        self._send = send
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
-        self._tell(Began(name, total, unit, done))
-        stage = _TellerStage(self._tell)
+        self._send(StageStarted(name, total, unit, done))
+        stage = _EventStage(self._send)
         yield stage
         stage.flush()
-        self._tell(Ended())
+        self._send(StageEnded())
 
     def note(self, text: str) -> None:
-        self._tell(Noted(text))
+        self._send(Note(text))
 
 
-class _TellerStage:
-    def __init__(self, tell: Callable[[Event], None]) -> None:
-        self._tell = tell
+class _EventStage:
+    def __init__(self, send: Callable[[Event], None]) -> None:
+        self._send = send
         self._num, self._info = 0, dict[str, object]()
-        self._told_at = 0.0
+        self._sent_at = 0.0
 
     def update(self, n: int = 1, **info: object) -> None:
         self._num += n
         self._info |= info
-        if time.monotonic() - self._told_at >= EVERY_S:
+        if time.monotonic() - self._sent_at >= EVERY_S:
             self.flush()
 
     def flush(self) -> None:
         if self._num or self._info:
-            self._tell(Moved(self._num, self._info))
-        self._num, self._info, self._told_at = 0, {}, time.monotonic()
+            self._send(StageUpdated(self._num, self._info))
+        self._num, self._info, self._sent_at = 0, {}, time.monotonic()

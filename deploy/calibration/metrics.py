@@ -1,4 +1,4 @@
-"""What a calibration tells Prometheus, through Ray. It hears of it as the terminal does: from the progress."""
+"""Prometheus metrics of a calibration, through Ray. Their source is the progress, as for the terminal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ RUN, STAGE, CANDIDATE = "run", "stage", "candidate"
 
 
 class MeteredProgress:
-    """Passes everything on, and counts."""
+    """A `Progress` that passes everything on and updates the metrics."""
 
     def __init__(self, progress: Progress, run: str) -> None:
         self._progress = progress
         tags = {RUN: run}
         shards = Counter("tide_calibration_shards", "Shards of token sequences that the job has made.", (RUN,))
-        tokens = Counter("tide_calibration_tokens", "Tokens in them.", (RUN,))
-        rate = Gauge("tide_calibration_tokens_per_second", "Of those shards, since the job began with them.", (RUN,))
+        tokens = Counter("tide_calibration_tokens", "Tokens in these shards.", (RUN,))
+        rate = Gauge("tide_calibration_tokens_per_second", "Tokens per second of these shards.", (RUN,))
         share = Gauge("tide_calibration_stage_done", "Share of a stage that is done, 0 to 1.", (RUN, STAGE))
-        loss = Gauge("tide_calibration_loss", "Of a candidate's head, in training.", (RUN, CANDIDATE))
+        loss = Gauge("tide_calibration_loss", "Training loss of a candidate's head.", (RUN, CANDIDATE))
         self.restarts = Gauge("tide_calibration_worker_restarts", "Workers that were replaced.", (RUN,))
         self._meters: dict[str, Any] = {
             each.info["name"]: each for each in (shards, tokens, rate, share, loss, self.restarts)

@@ -1,4 +1,4 @@
-"""What `deploy/calibrate.yaml` may hold. YAML becomes checked settings here and nowhere else."""
+"""The settings of a job: `deploy/calibrate.yaml`, validated."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ from tide_core.errors import ConfigError
 
 SECRET = re.compile("key|secret|token|password|sig", re.IGNORECASE)
 CONTAINER_FIRST = ("abfs", "abfss")
-"""Kinds of URL in which a container stands where others have a user."""
+"""URL schemes that have a container name where others have a user."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Workers(BaseModel):
-    """The pool that makes prompts and shards; one of them also does what only one can."""
+    """The pool that makes prompts and shards; one of its workers also runs the other stages."""
 
     model_config = STRICT
 
     count: int = Field(default=1, ge=1, le=4096)
-    """Processes, each with the model."""
+    """Number of processes, each with the model."""
     num_cpus: float = Field(default=1.0, ge=0.0, le=4096.0)
-    """Of each, as Ray counts them."""
+    """Ray CPUs of each worker."""
     num_gpus: float = Field(default=0.0, ge=0.0, le=64.0)
-    """Of each, as Ray counts them."""
+    """Ray GPUs of each worker."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """Of each on a CPU; by default as many as its num_cpus. Another number may round differently."""
+    """Threads of each worker on a CPU; default: num_cpus. Another number may round differently."""
     start_s: float = Field(default=600.0, gt=0.0)
-    """Until the first one must have its place and its model."""
+    """Maximum time until a worker is placed and has loaded its model."""
     stall_s: float = Field(default=1800.0, gt=0.0)
-    """One from which nothing is heard for so long is killed, and another does its work. Longer than a shard takes."""
+    """A worker that sends no event for this long is killed, and another repeats its task. Longer than a shard takes."""
     attempts: int = Field(default=3, ge=1, le=100)
-    """How many workers may die on one piece of work before the run is given up."""
+    """How many workers may die on one task before the run ends."""
 
 
 class JobSettings(BaseModel):
-    """One run. `calibration` and the model decide the artefact; all else only where and how it is made."""
+    """One run. `calibration` and the model determine the artefact; all other settings only where and how it is made."""
 
     model_config = STRICT
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    """Of the run: the same name goes on with it."""
+    """Name of the run; a job with the same name resumes it."""
     storage: str = Field(min_length=1)
-    """Where runs are kept: a folder that all nodes see, by its whole path, or a URL such as s3://bucket/path."""
+    """Storage of runs: the absolute path of a folder that all nodes see, or a URL such as s3://bucket/path."""
     output: str | None = None
-    """Folder of the artefact, by its whole path on the machine of the driver; by default it stays in the run alone."""
+    """Absolute path of a folder on the driver's machine for a copy of the artefact; default: no copy."""
     force: bool = False
-    """Whether an artefact of another run may be replaced there."""
+    """Whether `output` may replace an artefact of another run."""
     model: str = Field(default="demo", min_length=1)
     """`demo`, a folder, a .gguf file, or a Hugging Face id."""
     dtype: str = "auto"
-    """Of the model that is calibrated; auto: bfloat16 on cuda, float32 on a CPU."""
+    """Of the calibrated model; auto: bfloat16 on cuda, float32 on a CPU."""
     device: str = "auto"
-    """Of the workers; auto: cuda where there is one."""
+    """Of the workers; auto: cuda if available."""
     measure: bool = True
-    """Whether the exits are timed in the end."""
+    """Whether the published exits are timed."""
     calibration: dict[str, Any] = Field(default_factory=dict)
-    """By the names of `tide_core.calibration.config.CalibrationConfig`."""
+    """Settings by the names of `tide_core.calibration.config.CalibrationConfig`."""
     workers: Workers = Field(default_factory=Workers)
-    """The processes that do the work, and what each gets."""
+    """The worker processes and their resources."""
     train_workers: int = Field(default=1, ge=1, le=1024)
-    """Processes that train together, each with the resources of a worker."""
+    """Processes that train add_worker_times, each with the resources of a worker."""
 
     @field_validator("dtype")
     @classmethod
@@ -83,7 +83,7 @@ class JobSettings(BaseModel):
     @field_validator("storage", "output")
     @classmethod
     def _whole_path(cls, place: str | None) -> str | None:
-        """A job runs in a copy of the working directory that is removed after it: nothing may be kept there."""
+        """Refuse relative paths: Ray removes the working directory of a job after its end."""
         if place is None or "://" in place:
             return place
         path = Path(place).expanduser()
@@ -109,12 +109,12 @@ class JobSettings(BaseModel):
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """Of a worker. Some of Torch's libraries take their threads from here, whatever Torch is told."""
+        """The environment of a worker. Some libraries of torch read their number of threads from it."""
         return {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
 
 
 def read_settings(values: Mapping[str, Any]) -> JobSettings:
-    """Checked settings. Credentials are refused before anything else, because what is refused there is shown."""
+    """Validated settings. Credentials are refused first, because later errors show the refused value."""
     for name in ("storage", "output"):
         try:
             url = urlsplit(str(values.get(name) or ""))

@@ -1,4 +1,4 @@
-"""Where runs are kept: a folder that all nodes see, or a store behind a URL, with a folder of its own on every node."""
+"""The storage of runs: a folder that all nodes see, or an object store, with a local folder on every node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tide_core.calibration.files import RunFiles
+from tide_core.calibration.ledger import RunFiles
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
@@ -19,108 +19,108 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileInfo
 
 FOLDER, ALIVE = "tide-run-", ".alive"
-PUT_IS_WHOLE = ("s3", "gcs", "abfs")
-"""Stores in which a file appears when its last byte is there. Elsewhere it gets its name by a move."""
+ATOMIC_PUT = ("s3", "gcs", "abfs")
+"""Stores in which a file appears only when it is complete. In others a file is written and then moved."""
 
 
 @contextlib.contextmanager
-def opened(storage: str, name: str) -> Iterator[RunFiles]:
-    """The files of a run, for as long as the block lasts."""
+def open_run(storage: str, name: str) -> Iterator[RunFiles]:
+    """The files of a run, while the block runs."""
     if "://" not in storage:
         yield RunFiles(Path(storage) / name)
         return
-    with _own_folder() as folder:
-        yield StoredFiles(place_of(storage, name), folder)
+    with _local_folder() as folder:
+        yield RemoteRunFiles(location(storage, name), folder)
 
 
-def place_of(storage: str, *names: str) -> str:
-    """Something in a storage. Options of a URL stay at its end."""
+def location(storage: str, *names: str) -> str:
+    """Path or URL of something in a storage; the options of a URL stay at its end."""
     base, question, options = storage.partition("?") if "://" in storage else (storage, "", "")
     return "/".join((base.rstrip("/"), *names)) + question + options
 
 
 def remove(storage: str, *names: str) -> None:
-    """A folder in a storage, with all that is in it."""
+    """Remove a folder of a storage."""
     if "://" not in storage:
-        shutil.rmtree(place_of(storage, *names), ignore_errors=True)
+        shutil.rmtree(location(storage, *names), ignore_errors=True)
         return
-    store, path = _store(place_of(storage, *names))
+    store, path = _store(location(storage, *names))
     with contextlib.suppress(FileNotFoundError):
         store.delete_dir(path)
 
 
-class StoredFiles(RunFiles):
-    """A run behind a URL. `bring` and `keep` copy whole files, and only those that have changed."""
+class RemoteRunFiles(RunFiles):
+    """A run in an object store. `pull` and `push` copy whole files; `pull` copies only those that have changed."""
 
     def __init__(self, url: str, folder: Path) -> None:
         super().__init__(folder)
         self._store, self._root = _store(url)
-        self._here: dict[str, tuple[Any, ...]] = {}
-        """Of the files that are the same here and there: what the store says of them."""
+        self._versions: dict[str, tuple[Any, ...]] = {}
+        """Size and time in the store of the files that are the same in the local folder."""
 
-    def bring(self, names: Iterable[str]) -> None:
+    def pull(self, names: Iterable[str]) -> None:
         wanted = list(names)
-        for name, info in zip(wanted, self._look(wanted), strict=True):
+        for name, info in zip(wanted, self._stat(wanted), strict=True):
             path = self.path(name)
             if not info.is_file:
                 path.unlink(missing_ok=True)
-                self._here.pop(name, None)
-            elif self._here.get(name) != _mark(info) or not path.exists():
+                self._versions.pop(name, None)
+            elif self._versions.get(name) != _version(info) or not path.exists():
                 with self._store.open_input_file(f"{self._root}/{name}") as stream:
                     write_whole(path, stream.readall())
-                self._here[name] = _mark(info)
+                self._versions[name] = _version(info)
 
-    def keep(self, names: Iterable[str]) -> None:
+    def push(self, names: Iterable[str]) -> None:
         for name in names:
-            path, there = self.folder / name, f"{self._root}/{name}"
+            path, target = self.folder / name, f"{self._root}/{name}"
             if not path.exists():
                 self._remove(name)
                 continue
-            self._put(there, path.read_bytes())
-            self._here[name] = _mark(self._look([name])[0])
+            self._put(target, path.read_bytes())
+            self._versions[name] = _version(self._stat([name])[0])
 
-    def replace(self, names: Sequence[str]) -> None:
+    def push_together(self, names: Sequence[str]) -> None:
         self._remove(names[-1])
-        self.keep(names)
+        self.push(names)
 
     def _remove(self, name: str) -> None:
-        if self._look([name])[0].is_file:
+        if self._stat([name])[0].is_file:
             self._store.delete_file(f"{self._root}/{name}")
-        self._here.pop(name, None)
+        self._versions.pop(name, None)
 
-    def _put(self, there: str, raw: bytes) -> None:
-        whole = self._store.type_name in PUT_IS_WHOLE
-        target = there if whole else f"{there}.{secrets.token_hex(8)}.tmp"
-        if not whole:
-            self._store.create_dir(there.rpartition("/")[0], recursive=True)
-        with self._store.open_output_stream(target) as stream:
+    def _put(self, target: str, raw: bytes) -> None:
+        atomic = self._store.type_name in ATOMIC_PUT
+        written = target if atomic else f"{target}.{secrets.token_hex(8)}.tmp"
+        if not atomic:
+            self._store.create_dir(target.rpartition("/")[0], recursive=True)
+        with self._store.open_output_stream(written) as stream:
             stream.write(raw)
-        if not whole:
-            self._store.move(target, there)
+        if not atomic:
+            self._store.move(written, target)
 
-    def _look(self, names: list[str]) -> list[FileInfo]:
+    def _stat(self, names: list[str]) -> list[FileInfo]:
         return self._store.get_file_info([f"{self._root}/{name}" for name in names]) if names else []
 
 
 @contextlib.contextmanager
-def _own_folder() -> Iterator[Path]:
-    """A folder for as long as the block lasts. Those of processes that were killed are removed by the next one."""
+def _local_folder() -> Iterator[Path]:
+    """A temporary folder while the block runs. Folders of killed processes are removed first."""
     for other in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError), (other / ALIVE).open("rb") as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, (Path(folder) / "begun").open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        (Path(folder) / "begun").rename(Path(folder) / ALIVE)  # under this name it was always held
+        (Path(folder) / "begun").rename(Path(folder) / ALIVE)  # a file of this name is always locked
         yield Path(folder)
 
 
-def _mark(info: FileInfo) -> tuple[Any, ...]:
+def _version(info: FileInfo) -> tuple[Any, ...]:
     return (info.size, info.mtime_ns)
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """The file system of a URL and the path in it: pyarrow's own, or any that fsspec knows."""
+    """The file system of a URL and the path in it: of pyarrow, or any that fsspec supports."""
     from pyarrow import ArrowInvalid, fs
 
     try:

@@ -1,6 +1,6 @@
-"""Training by several processes at once: Ray Train starts them and starts them again, and they train as one does.
+"""Data-parallel training with Ray Train, which starts and restarts the processes.
 
-One death ends them all; then all go on from the last state that the first one has saved in the run.
+If one process dies, all are restarted and continue from the last state that rank 0 has saved in the run.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from deploy.calibration.events import Done, Event, Failed, Noted, Shown, Teller, Took
+from deploy.calibration.events import Event, EventDisplay, EventProgress, Note, TaskDone, TaskFailed, TrainerDone
 from deploy.calibration.settings import JobSettings
-from deploy.calibration.storage import place_of, remove
-from deploy.calibration.worker import beside_the_driver, workshop_of
+from deploy.calibration.storage import location, remove
+from deploy.calibration.worker import load_context, on_driver_node
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.errors import TideError
 
 POLL_S = 0.5
 RAY_FOLDER = "ray"
-"""In the run: what Ray Train keeps there while it trains."""
+"""Folder of Ray Train in the run, removed after training."""
 START_TRY_S = 30.0
-"""How long Ray Train waits for the places of all workers before it tries again, at least."""
+"""Minimum time that Ray Train waits for the resources of all workers before it tries again."""
 
 
 class TrainingError(TideError):
-    """A training of several that could not be done."""
+    """Data-parallel training failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _Job:
     settings: JobSettings
-    work: Any
+    task: Any
     item: Any
-    board: Any
+    mailbox: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     result: Any
-    """Of the first of them."""
-    times: list[Took]
+    """Of rank 0."""
+    times: list[TrainerDone]
     num_restarts: int
-    """Of all at once."""
+    """Of all processes together."""
 
 
-def train_together(settings: JobSettings, work: Any, item: Any, progress: Progress) -> Trained:
-    board = _Board.options(scheduling_strategy=beside_the_driver()).remote()  # type: ignore[attr-defined]
+def train_together(settings: JobSettings, task: Any, item: Any, progress: Progress) -> Trained:
+    """Run the task on all training processes; rank 0 returns the result."""
+    mailbox = _Mailbox.options(scheduling_strategy=on_driver_node()).remote()  # type: ignore[attr-defined]
     workers = settings.workers
     trainer = TorchTrainer(
         _train,
-        train_loop_config={"task": _Task(settings, work, item, board)},
+        train_loop_config={"job": _Job(settings, task, item, mailbox)},
         torch_config=TorchConfig(timeout_s=int(workers.stall_s) or 1),
         scaling_config=ScalingConfig(
             num_workers=settings.train_workers,
@@ -65,7 +66,7 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
         ),
         run_config=RunConfig(
             name=f"train-{secrets.token_hex(4)}",
-            storage_path=place_of(settings.storage, settings.name, RAY_FOLDER),
+            storage_path=location(settings.storage, settings.name, RAY_FOLDER),
             failure_config=FailureConfig(
                 max_failures=workers.attempts - 1,
                 controller_failure_limit=max(workers.attempts, int(workers.start_s / START_TRY_S)),
@@ -73,10 +74,10 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
             worker_runtime_env=settings.runtime_env,
         ),
     )
-    with _Reader(board, progress) as reader:
+    with _Reader(mailbox, progress) as reader:
         try:
             trainer.fit()
-        except Exception as error:  # Ray's own, around whatever a worker raised
+        except Exception as error:  # Ray wraps the error of a worker
             if (cause := reader.last_failure()) is not None:
                 raise cause from error
             raise TrainingError(f"{settings.train_workers} workers could not train: {_line(error)}") from error
@@ -85,61 +86,61 @@ def train_together(settings: JobSettings, work: Any, item: Any, progress: Progre
     if (cause := reader.last_failure()) is not None:
         raise cause
     if reader.done is None:
-        raise TrainingError("the workers have ended without a result")
+        raise TrainingError("the workers ended without a result")
     times = [reader.times[number] for number in sorted(reader.times)]
-    return Trained(reader.done.result, times, ray.get(board.num_restarts.remote()))
+    return Trained(reader.done.result, times, ray.get(mailbox.num_restarts.remote()))
 
 
 def _train(config: dict[str, Any]) -> None:
-    """In each of the processes."""
-    from tide_core.calibration.run import use_threads
-    from tide_core.calibration.train.group import TorchGroup
+    """Runs in every process."""
+    from tide_core.calibration.named_model import use_threads
+    from tide_core.calibration.train.process_group import TorchProcessGroup
 
-    task: _Task = config["task"]
-    use_threads(task.settings.threads)
-    started, group = time.monotonic(), TorchGroup()
-    tell = task.board.tell.remote
-    if ray.get(task.board.is_given_up.remote()):
-        return  # Ray Train starts everybody again, whatever the reason was
-    if group.rank == 0 and (num := ray.get(task.board.begin.remote())) > 1:
-        why = f"one of the {group.size} workers is lost; all begin again from the last state"
-        tell(Noted(f"train: {why}, restart {num - 1}"))
+    job: _Job = config["job"]
+    use_threads(job.settings.threads)
+    started, group = time.monotonic(), TorchProcessGroup()
+    send = job.mailbox.send.remote
+    if ray.get(job.mailbox.has_failed.remote()):
+        return  # Ray Train restarts all processes whatever the reason was
+    if group.rank == 0 and (num := ray.get(job.mailbox.begin.remote())) > 1:
+        why = f"one of the {group.size} workers is lost; all restart from the last state"
+        send(Note(f"train: {why}, restart {num - 1}"))
     try:
         with contextlib.ExitStack() as stack:
-            workshop, _ = workshop_of(task.settings, stack, group)
-            result = task.work(workshop, task.item, Teller(tell) if group.rank == 0 else SilentProgress())
+            context, _ = load_context(job.settings, stack, group)
+            result = job.task(context, job.item, EventProgress(send) if group.rank == 0 else SilentProgress())
     except (TideError, OSError) as error:
-        ray.get(tell(Failed(error)))
+        ray.get(send(TaskFailed(error)))
         raise
     seconds = time.monotonic() - started
-    ray.get(tell(Took(group.rank + 1, ray.util.get_node_ip_address(), seconds)))
+    ray.get(send(TrainerDone(group.rank + 1, ray.util.get_node_ip_address(), seconds)))
     if group.rank == 0:
-        ray.get(tell(Done(result, seconds)))
+        ray.get(send(TaskDone(result, seconds)))
 
 
 @ray.remote(num_cpus=0)
-class _Board:
-    """Where the first of the workers puts what it tells."""
+class _Mailbox:
+    """Collects the events of the training processes for the driver."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._num_starts = 0
-        self._is_given_up = False
+        self._has_failed = False
 
     def begin(self) -> int:
-        """How often the workers have been started."""
+        """Count a start of the processes; returns the number of starts."""
         self._num_starts += 1
         return self._num_starts
 
     def num_restarts(self) -> int:
         return self._num_starts - 1
 
-    def is_given_up(self) -> bool:
-        """Whether the work itself has failed, which it would do again."""
-        return self._is_given_up
+    def has_failed(self) -> bool:
+        """Whether the task itself has failed; it would fail again."""
+        return self._has_failed
 
-    def tell(self, event: Event) -> None:
-        self._is_given_up |= isinstance(event, Failed)
+    def send(self, event: Event) -> None:
+        self._has_failed |= isinstance(event, TaskFailed)
         self._events.append(event)
 
     def read(self) -> list[Event]:
@@ -148,19 +149,19 @@ class _Board:
 
 
 class _Reader:
-    """Shows what is on the board while the main thread waits for the training."""
+    """Shows the events in the mailbox while the main thread waits for the training."""
 
-    def __init__(self, board: Any, progress: Progress) -> None:
-        self._board, self._progress = board, progress
+    def __init__(self, mailbox: Any, progress: Progress) -> None:
+        self._mailbox, self._progress = mailbox, progress
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tide-board", daemon=True)
-        self.done: Done | None = None
-        self.times: dict[int, Took] = {}
-        """Of each, by its number; of one that began again, the last."""
+        self._thread = threading.Thread(target=self._run, name="tide-mailbox", daemon=True)
+        self.done: TaskDone | None = None
+        self.times: dict[int, TrainerDone] = {}
+        """By number of the process; after a restart, the last one."""
         self._failure: BaseException | None = None
 
     def last_failure(self) -> BaseException | None:
-        """What the work itself raised, if it did."""
+        """The error that the task raised, if it did."""
         self._stop.set()
         self._thread.join()
         return self._failure
@@ -174,19 +175,19 @@ class _Reader:
         self._thread.join()
 
     def _run(self) -> None:
-        with Shown(self._progress) as shown:
+        with EventDisplay(self._progress) as display:
             last = False
             while not last:
-                last = self._stop.wait(POLL_S)  # once more after the end
-                for event in ray.get(self._board.read.remote()):
-                    if isinstance(event, Done):
+                last = self._stop.wait(POLL_S)  # read once more after the end
+                for event in ray.get(self._mailbox.read.remote()):
+                    if isinstance(event, TaskDone):
                         self.done = event
-                    elif isinstance(event, Took):
+                    elif isinstance(event, TrainerDone):
                         self.times[event.number] = event
-                    elif isinstance(event, Failed):
+                    elif isinstance(event, TaskFailed):
                         self._failure = event.error
                     else:
-                        shown.show(event)
+                        display.show(event)
 
 
 def _line(error: BaseException) -> str:

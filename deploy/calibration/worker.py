@@ -1,4 +1,4 @@
-"""A worker: one process of the cluster with the model in it."""
+"""A worker: one process of the cluster with the model loaded."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.calibration import storage
-from deploy.calibration.events import Event, events_of
+from deploy.calibration.events import Event, run_with_events
 from deploy.calibration.settings import JobSettings
 from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tide_core.calibration.crew import ModelFacts, Workshop
+    from tide_core.calibration.executor import ModelInfo, StageContext
     from tide_core.calibration.progress import Progress
-    from tide_core.calibration.train.group import Group
+    from tide_core.calibration.train.process_group import ProcessGroup
 
 SEEN = ".seen"
+"""A file that the driver writes into a folder storage, so that workers can check that they see the same folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """What a worker says when it has its model."""
+class WorkerReady:
+    """The message of a worker that has loaded its model."""
 
-    facts: ModelFacts
+    model_info: ModelInfo
     model_name: str
     node: str
 
@@ -38,47 +39,51 @@ class Worker:
     def __init__(self, settings: JobSettings) -> None:
         self._settings = settings
         self._open = contextlib.ExitStack()
-        self._workshop: Workshop | None = None
+        self._context: StageContext | None = None
 
-    def load(self) -> Hello:
-        """Not in `__init__`: what is wrong with a model or a storage is no reason to try again elsewhere."""
-        self._workshop, name = workshop_of(self._settings, self._open)
-        return Hello(self._workshop.facts, name, ray.util.get_node_ip_address())
+    def load(self) -> WorkerReady:
+        """Not in `__init__`: an error of the model or the storage must end the job, not restart the worker."""
+        self._context, name = load_context(self._settings, self._open)
+        return WorkerReady(self._context.model_info, name, ray.util.get_node_ip_address())
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the worker's files."""
         self._open.close()
 
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
-    def run(self, work: Any, item: Any) -> Iterator[Event]:
-        """What the work tells, and in the end its result."""
+    def run(self, task: Any, item: Any) -> Iterator[Event]:
+        """The events of a task; the last one carries its result."""
 
-        def do(progress: Progress) -> Any:
-            from tide_core.calibration.run import use_threads
+        def run_task(progress: Progress) -> Any:
+            from tide_core.calibration.named_model import use_threads
 
-            use_threads(self._settings.threads)  # each thread has a number of its own
-            return work(self._workshop, item, progress)
+            use_threads(self._settings.threads)  # torch keeps the number per thread
+            return task(self._context, item, progress)
 
-        yield from events_of(do)
+        yield from run_with_events(run_task)
 
 
-def beside_the_driver() -> Any:
-    """Where an actor of the driver's own belongs: it lives as long as the driver's node does."""
+def on_driver_node() -> Any:
+    """Scheduling of an actor that belongs to the driver: it lives as long as the driver's node does."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def workshop_of(settings: JobSettings, open_: contextlib.ExitStack, group: Group | None = None) -> tuple[Workshop, str]:
-    """The model, loaded, beside the files of the run, and what a command calls it."""
-    from tide_core.calibration.crew import Workshop
-    from tide_core.calibration.run import load
-    from tide_core.calibration.train.group import ALONE
+def load_context(
+    settings: JobSettings, open_: contextlib.ExitStack, group: ProcessGroup | None = None
+) -> tuple[StageContext, str]:
+    """The loaded model with the files of the run, and the model's name for a command."""
+    from tide_core.calibration.executor import StageContext
+    from tide_core.calibration.named_model import load
+    from tide_core.calibration.train.process_group import SINGLE_PROCESS
 
-    files = open_.enter_context(storage.opened(settings.storage, settings.name))
+    files = open_.enter_context(storage.open_run(settings.storage, settings.name))
     if "://" not in settings.storage and not (files.folder / SEEN).exists():
         place, node = Path(settings.storage), ray.util.get_node_ip_address()
         raise ConfigError(
             "storage", place, f"a folder that every node sees; node {node} does not see run {settings.name}"
         )
     loaded = load(settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads)
-    made = Workshop(settings.config, loaded.model, loaded.tokenizer, loaded.identity, files, group or ALONE)
-    return made, loaded.name
+    context = StageContext(
+        settings.config, loaded.model, loaded.tokenizer, loaded.identity, files, group or SINGLE_PROCESS
+    )
+    return context, loaded.name

@@ -1,4 +1,4 @@
-"""The ledger of a run: every change is on disk at once, and what does not belong together is refused."""
+"""The ledger of a run: every change is on disk at once, and what does not belong to it is refused."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import msgpack
 import pytest
 
 from tide_core.calibration import pipeline
-from tide_core.calibration.collect.shard_entry import ShardEntry
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.crew import ModelFacts
-from tide_core.calibration.files import RunFiles
+from tide_core.calibration.executor import ModelInfo
 from tide_core.calibration.ledger import (
     FORMAT_VERSION,
     LEDGER,
     STAGES,
     Ledger,
+    RunFiles,
+    ShardEntry,
+    WorkerTime,
     check_output,
     digest_of,
     locked,
     read_ledger,
 )
-from tide_core.calibration.worker_time import WorkerTime
 from tide_core.errors import ConfigError
 from tide_core.identity import ModelIdentity
 
 WORKERS = [WorkerTime("worker 1", "node 1", 3, 4.5, 1)]
-FACTS = ModelFacts(ModelIdentity("tiny", "Llama", 3, 8, 64, "00", "00"), "cpu", 3, 64, 128, (0,), 2)
+FACTS = ModelInfo(ModelIdentity("tiny", "Llama", 3, 8, 64, "00", "00"), "cpu", 64, (0,), 2)
 
 
 def ledger(folder: Path, model: Any = None, **changes: Any) -> Ledger:
     return Ledger(RunFiles(folder), CalibrationConfig(**changes), model or {}, {"prompts.jsonl": "00"})
 
 
-def test_every_change_is_there_for_whoever_goes_on(tmp_path: Path) -> None:
+def test_every_change_is_on_disk_for_the_next_process(tmp_path: Path) -> None:
     entries = [ShardEntry(f"shards/train-0000{number}", f"{number}{number}", 2, 30) for number in range(2)]
     first = ledger(tmp_path)
     for entry in entries:
@@ -49,7 +49,7 @@ def test_every_change_is_there_for_whoever_goes_on(tmp_path: Path) -> None:
     first.finish("train", {"train/a": "00"}, {"num_tokens": 5}, more)
     assert ledger(tmp_path).info("train") == {"num_tokens": 5}
     assert ledger(tmp_path).workers == more, "of a stage that makes no shards as well"
-    first.note_publishing(tmp_path / "artefact")
+    first.record_publishing(tmp_path / "artefact")
     assert (read_ledger(tmp_path) or {})["published"] == str(tmp_path / "artefact")
     first.reopen("train")
     assert ledger(tmp_path).info("train") is None
@@ -68,11 +68,11 @@ def test_a_file_that_is_not_as_it_was_left_is_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     found.finish("train", {name: digest_of(tmp_path / name) or "" for name in ("a", "b")}, {}, ())
-    assert found.fault("train") is None
+    assert found.changed_file("train") is None
     (tmp_path / "b").write_text("other")
-    assert found.fault("train") == "b"
+    assert found.changed_file("train") == "b"
     (tmp_path / "a").unlink()
-    assert found.fault("train") == "a"
+    assert found.changed_file("train") == "a"
 
 
 @pytest.mark.parametrize("change", [{"format_version": FORMAT_VERSION - 1}, {"more": 1}], ids=str)
@@ -121,10 +121,10 @@ def test_a_taken_output_is_refused_unless_this_very_run_has_put_it_there(tmp_pat
     found = ledger(run)
     for published in (None, tmp_path / "another"):
         if published is not None:
-            found.note_publishing(published)
+            found.record_publishing(published)
         with pytest.raises(ConfigError, match="a name that is free"):
             check_output(output, run, force=False)
-    found.note_publishing(output)
+    found.record_publishing(output)
     check_output(output, run, force=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from tests.calibration.tiny_runs import PROMPTS, contents, run_tiny, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import pipeline, work
+from tide_core.calibration import pipeline, stages
 from tide_core.calibration.data import dataset
 from tide_core.calibration.ledger import locked, read_ledger
 from tide_core.calibration.progress import SilentProgress, Stage
@@ -98,7 +99,8 @@ def test_shipped_prompts_are_held_out_among_the_models_own(tmp_path: Path, monke
     monkeypatch.setattr(dataset, "SHIPPED", write_prompts(tmp_path, PROMPTS[:3]))
     result = run_tiny(tmp_path, data="self", num_samples=14)
 
-    sizes = {part.name: part.num_sequences for part in report.read_report(result.artefact).parts}
+    parts = json.loads((result.artefact / "report.json").read_bytes())["parts"]
+    sizes = {part["name"]: part["num_sequences"] for part in parts}
     assert sizes["given"] == 3
     assert sum(sizes.values()) == 14
     found = load_artefact(result.artefact, None).manifest.data
@@ -106,7 +108,7 @@ def test_shipped_prompts_are_held_out_among_the_models_own(tmp_path: Path, monke
     assert "prompts that people wrote" in result.report.read_text(encoding="utf-8")
 
 
-def test_a_shortage_of_distinct_prompts_is_said_with_the_number_that_was_asked_for(
+def test_a_shortage_of_distinct_prompts_is_noted_with_the_requested_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(pool: Any, *args: Any) -> None:
@@ -118,8 +120,8 @@ def test_a_shortage_of_distinct_prompts_is_said_with_the_number_that_was_asked_f
         run_tiny(tmp_path, data="self", num_samples=1000, progress=spy)
 
     [note] = [note for note in spy.notes if note.startswith("dataset: ")]
-    assert "; 7 prompts of the model's dropped, each nearly another one; " in note
-    assert note.endswith(" in all, 1000 were asked for")
+    assert "; 7 near-duplicate prompts of the model dropped; " in note
+    assert note.endswith(" of the requested 1000")
 
 
 def test_documents_are_calibrated_on_too(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_run_killed_in_collect_loses_one_batch(tmp_path: Path) -> None:
     assert all(after[name] == time for name, time in before.items())
 
 
-def test_what_was_collected_before_a_kill_is_told_as_done(tmp_path: Path) -> None:
+def test_sequences_collected_before_a_kill_are_shown_as_done(tmp_path: Path) -> None:
     class Counts(Spy):
         done, num = 0, 0
 
@@ -278,7 +280,7 @@ def test_what_is_not_as_it_was_left_is_found_and_made_again(
     spy = Spy()
 
     assert contents(run_tiny(tmp_path, progress=spy).artefact) == uninterrupted
-    assert any(f"{name} is not as it was left" in note for note in spy.notes)
+    assert any(f"{name} is missing or has changed" in note for note in spy.notes)
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -306,10 +308,10 @@ def test_a_training_on_records_that_are_made_again_begins_anew(tmp_path: Path, m
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "save_candidates", killed)
+        patch.setattr(stages, "save_candidates", killed)
         with pytest.raises(Killed):
             run_tiny(tmp_path)
-    assert (tmp_path / "run" / work.STATES[0]).exists()
+    assert (tmp_path / "run" / stages.STATES[0]).exists()
     (tmp_path / "run" / "dataset" / "test.jsonl").unlink()
 
     few = run_tiny(tmp_path, data=write_prompts(tmp_path, PROMPTS[:4]))
@@ -350,7 +352,7 @@ def test_a_shard_spoiled_in_an_unfinished_collect_is_made_again(
     spy = Spy()
 
     assert contents(run_tiny(tmp_path, progress=spy).artefact) == uninterrupted
-    assert "shard shards/train-00001.safetensors is not as it was left; it is made again" in spy.notes
+    assert "shard shards/train-00001.safetensors is missing or has changed; it is made again" in spy.notes
 
 
 def test_a_spoiled_ledger_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.tiny_models import tiny_model
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.pipeline import CalibrationResult, calibrate
 from tide_core.calibration.progress import Progress
-from tide_core.calibration.report.timing import Timer
+from tide_core.calibration.stages import Timer
 from tide_core.models.identity import identify
 
 PROMPTS = [f"Tell me {n} things about the {animal}." for n in (2, 3) for animal in ("cat", "dog", "log", "mat", "home")]

@@ -15,11 +15,9 @@ from tests.engine.exit_engines import easy_model, exit_parts, ids
 from tests.factories import make_config, random_prompts
 from tide_core.engine.engine import Engine
 from tide_core.errors import ConfigError, EngineError
-from tide_core.evaluation.contracts import Contract, contracts_of
-from tide_core.evaluation.curve import draw_curve
 from tide_core.evaluation.full_depth import FullDepth
-from tide_core.evaluation.measure import evaluate
-from tide_core.evaluation.results import ContractResult, as_csv, as_json, table
+from tide_core.evaluation.measure import Contract, contracts_of, evaluate
+from tide_core.evaluation.results import ContractResult, as_csv, as_json, draw_curve, table
 from tide_core.exits.policy import CheckpointPolicy
 from tide_core.request import SamplingParams
 
@@ -30,11 +28,11 @@ TOKENS = 16
 
 def run(contracts: list[Contract], *, artefact: dict[str, Any] | None = None, **settings: Any) -> list[ContractResult]:
     parts = exit_parts(artefact=artefact, prefix_caching=False)
-    judge = FullDepth(parts.runner.adapter, parts.kernels)
+    full_depth = FullDepth(parts.runner.adapter, parts.kernels)
     with Engine.from_parts(make_config(drafts=4, prefix_caching=False), parts) as engine:
         return evaluate(
             engine,
-            judge,
+            full_depth,
             PROMPTS,
             contracts,
             **{"num_layers": NUM_LAYERS, "max_tokens": TOKENS, "ignore_eos": True, **settings},
@@ -89,7 +87,7 @@ def test_verified_disagrees_nowhere_and_its_answers_are_those_of_full_depth() ->
     assert verified.exit_rate > 0.1
 
 
-def test_a_bound_that_breaks_is_told_with_the_tokens_it_did_not_cover() -> None:
+def test_a_broken_bound_is_shown_with_the_tokens_it_did_not_cover() -> None:
     from tide_core.exits.artefact.artefact import RiskThreshold
 
     always = (RiskThreshold(0.02, 0.05, 0.0, 200, 0.01, 1.0),)

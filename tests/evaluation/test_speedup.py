@@ -63,12 +63,12 @@ def timed(artefact: Path, prompts: Any = None, **options: Any) -> Measured:
     )
 
 
-def test_every_batch_size_has_a_ratio_and_the_conditions_say_how(artefact: Path) -> None:
+def test_every_batch_size_has_a_ratio_and_the_conditions_are_stated(artefact: Path) -> None:
     measured = timed(artefact)
 
     assert list(measured.speedups) == [1, 2]
     assert all(0.05 < ratio < 20 for ratio in measured.speedups.values())
-    for said in (
+    for expected in (
         "float32",
         "LlamaForCausalLM",
         "mode `verified` over mode `full`",
@@ -79,7 +79,7 @@ def test_every_batch_size_has_a_ratio_and_the_conditions_say_how(artefact: Path)
         f"tide-serve {__version__}",
         f"torch {torch.__version__}",
     ):
-        assert said in measured.conditions
+        assert expected in measured.conditions
     assert measured.left_out == ""
 
 
@@ -130,7 +130,7 @@ def test_where_not_even_one_row_can_be_done_no_engine_is_started(
 def test_a_batch_that_the_pool_cannot_hold_is_left_out(artefact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speedup, "KV_MEMORY_GIB", 1e-4)
 
-    assert "batch 8 (no room in 0.0001 GiB of KV memory)" in timed(artefact, batches=(1, 8)).left_out
+    assert "batch 8 (more than 0.0001 GiB of KV memory)" in timed(artefact, batches=(1, 8)).left_out
 
 
 def test_few_prompts_come_again_and_prompts_too_long_are_not_used(artefact: Path, runs: Any) -> None:

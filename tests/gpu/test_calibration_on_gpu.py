@@ -11,9 +11,8 @@ import torch
 from tests.calibration.tiny_runs import tiny_calibration, write_prompts
 from tests.factories import random_prompts, tiny_tokenizer
 from tests.tiny_models import CONFIGS, tiny_model
-from tide_core.calibration.collect.decoder import can_decode
+from tide_core.calibration.collect.decoder import GREEDY, Sampling, can_decode
 from tide_core.calibration.collect.generation import Generator
-from tide_core.calibration.collect.sampling import GREEDY, Sampling
 from tide_core.models.adapter import ModelAdapter
 
 pytestmark = pytest.mark.gpu

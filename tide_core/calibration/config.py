@@ -1,7 +1,7 @@
-"""Settings of a calibration, for all its stages: frozen, checked at birth, unknown keys refused. No torch here.
+"""Settings of a calibration, for all its stages: frozen, validated, without unknown keys. No torch here.
 
-Where to run and in what dtype is not in here: the caller loads the model. Every other thing that may change a byte of
-the artefact is, so a run is told from another by the digest of its settings.
+Device and dtype are not settings: the caller loads the model. Everything else that may change a byte of the artefact
+is, so the digest of the settings identifies a run.
 """
 
 from __future__ import annotations
@@ -21,77 +21,77 @@ SELF_DATA = "self"
 
 @dataclass(frozen=True, slots=True)
 class CalibrationConfig:
-    """The defaults are for the demo model on one data-centre GPU."""
+    """Defaults are for the demo model on one data-centre GPU."""
 
     # dataset
     data: str = SELF_DATA
     """`self`, a .txt, .jsonl or .parquet file or a folder of them, or a `datasets` name: name/config:split:column."""
     num_samples: int = 16384
-    """Most prompts or documents, all parts together."""
+    """Maximum number of prompts or documents, all parts together."""
     seed: int = 0
-    """Of every draw: the split, the sampled answers, the order of training."""
+    """Seed of every random choice: the split, the sampled answers, the order of training."""
     calibration_share: float = 0.14
-    """Of all sequences, to certify thresholds on; nothing else sees them."""
+    """Share of all sequences on which thresholds are certified; nothing else uses them."""
     test_share: float = 0.06
-    """Of all sequences, to choose exit, threshold and draft length on."""
+    """Share of all sequences on which exit, threshold and draft length are chosen."""
     min_calibration: int = 64
-    """Sequences of the calibration part, as far as a third of all suffices."""
+    """Minimum number of sequences in the calibration part, if they are at most a third of all."""
     min_test: int = 32
-    """The same for the test part."""
+    """Minimum number of sequences in the test part, if they are at most a quarter of all."""
     self_prompt_tokens: int = 96
-    """Longest prompt that the model makes up for itself."""
+    """Maximum tokens of a prompt that the model writes."""
 
     # collect
     max_prompt_tokens: int = 192
-    """Longest prompt; a longer one is cut."""
+    """Maximum tokens of a prompt; a longer one is cut."""
     max_new_tokens: int = 224
-    """Longest answer of the model to a prompt."""
+    """Maximum tokens of the model's answer to a prompt."""
     text_tokens: int = 512
-    """Longest piece of a document."""
+    """Maximum tokens of a piece of a document."""
     text_share: float = 0.5
-    """Share of the train documents taken as they are; the model continues the beginnings of the others."""
+    """Share of the train documents used as they are; the model continues the beginnings of the others."""
     greedy_share: float = 0.7
     """Share of the train part that is decoded greedily; the other parts always are."""
     temperature: float = 0.8
-    """Of the answers that are sampled."""
+    """Of sampled answers."""
     top_p: float = 0.95
-    """Of the answers that are sampled."""
+    """Of sampled answers."""
     generation_batch: int | None = None
-    """Sequences generated at once, and in one shard; None takes 2048 on cuda and 8 on a CPU."""
+    """Sequences per generation batch and per shard; None: 2048 on cuda, 8 on a CPU."""
     shortlist_size: int | None = 8192
-    """Tokens that an exit head can say; None takes as many as `shortlist_coverage` needs."""
+    """Tokens that an exit head can emit; None: as many as `shortlist_coverage` needs."""
     shortlist_coverage: float = 0.97
-    """Share of the emitted tokens that the shortlist must hold where its size is not given."""
+    """Share of the emitted tokens that the shortlist must contain if no size is set."""
 
     # train
     checkpoints: tuple[int, ...] = ()
-    """Checkpoint layers, counted as layers that have run; none takes a 15th of the model's."""
+    """Checkpoint layers, counted as layers that have run; none: a 15th of the model's layers."""
     heads: tuple[str, ...] = ("block",)
     """Head kinds to train at every checkpoint."""
     deep_inputs: bool = True
-    """Whether heads are fed with the last deep state."""
+    """Whether heads take the last deep state as input."""
     taps: tuple[int, ...] | None = None
-    """Layers whose states go into the deep state beside the last one; None takes a third and two thirds of the way."""
+    """Layers whose states join the last one in the deep state; None: those at one third and two thirds of the depth."""
     head_hidden: int | None = None
-    """Width of a head's SwiGLU; None takes the model's own feed-forward width for mlp heads, and none for others."""
+    """Width of a head's SwiGLU; None: the model's feed-forward width for mlp heads, and no SwiGLU for others."""
     head_ffn: int | None = None
-    """Width of the block's own SwiGLU; None takes the model's own."""
+    """Width of the block's own SwiGLU; None: the model's."""
     candidates: tuple[str, ...] = ()
-    """Heads one by one, such as 2:block:deep:muon; none takes every kind of `heads` at every checkpoint."""
+    """Heads one by one, such as 2:block:deep:muon; none: every kind of `heads` at every checkpoint."""
     compare_steps: int = 100
-    """Steps of training for plain heads along the depth, which show what the exits are worth; 0 for none."""
+    """Training steps of simple heads along the depth, for comparison in the report; 0: no such heads."""
     router_bottleneck: int = 128
     """Width of the router's hidden layer."""
     steps: int = 3200
-    """Of training."""
+    """Training steps."""
     batch_tokens: int = 8192
-    """Of one training step, padding included."""
+    """Tokens of one training step, padding included."""
     loss_positions: int = 512
-    """Most positions of a sequence that one step puts into the loss."""
+    """Maximum positions of a sequence in the loss of one step."""
     optimiser: str = "muon"
     """muon, or adamw."""
     learning_rate: float | None = None
-    """None takes one that suits the optimiser."""
+    """None: the default of the optimiser."""
     warmup_steps: int = 50
     """First steps, in which the learning rate rises."""
     final_learning_rate: float = 0.03
@@ -99,19 +99,19 @@ class CalibrationConfig:
     weight_decay: float = 0.0
     """Of the optimiser."""
     max_drafts: int = 5
-    """Longest draft that heads are trained and measured for."""
+    """Maximum number of drafts in a row for which heads are trained and measured."""
 
     # risk
     epsilons: tuple[float, ...] = (0.01, 0.02, 0.05)
-    """Bounds on the disagreement per token to find thresholds for."""
+    """Bounds on the disagreement per token for which thresholds are certified."""
     delta: float = 0.05
     """Each bound holds with confidence 1 - delta."""
 
     # measure
     measure_batches: tuple[int, ...] = (1, 8, 32)
-    """Batch sizes at which the published exits are timed against full depth; none: nothing is timed."""
+    """Batch sizes at which the published exits are timed against full depth; none: no timing."""
     measure_seconds: float = 60.0
-    """Most time for that; a batch size that could not be done by then is not begun, and the report says so."""
+    """Maximum time for the timing; a batch size that could not end in time is left out and named in the report."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, str) or not self.data.strip():
@@ -151,13 +151,13 @@ class CalibrationConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CalibrationConfig:
-        """Build from JSON values; an unknown key names itself and the nearest known one."""
+        """Build from JSON values; the error for an unknown key names the nearest known one."""
         refuse_unknown("calibration setting", values, [f.name for f in fields(cls)])
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         return cls(**plain)
 
     def to_mapping(self) -> dict[str, Any]:
-        """JSON values; `from_mapping` takes them back."""
+        """JSON values, as `from_mapping` takes them."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
@@ -167,7 +167,7 @@ class CalibrationConfig:
         return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
 
     def checkpoints_for(self, num_layers: int) -> tuple[int, ...]:
-        """The checkpoint layers in a model of that many layers."""
+        """The checkpoint layers in a model of `num_layers` layers."""
         if num_layers < 2:
             raise ConfigError("model layers", num_layers, "at least 2: a checkpoint is never the last layer")
         if not self.checkpoints:

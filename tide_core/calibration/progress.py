@@ -1,4 +1,4 @@
-"""What a calibration says while it runs: a bar on a terminal, a line every few seconds elsewhere, nothing in tests.
+"""Progress of a calibration: a bar on a terminal, a line every few seconds elsewhere, nothing in tests.
 
 with progress.stage("train", total=1800, unit="step") as stage:
     stage.update(1, loss=2.1)
@@ -17,19 +17,19 @@ LINE_EVERY_S = 5.0
 
 
 class Stage(Protocol):
-    """One piece of work on its way."""
+    """A stage that is running."""
 
     def update(self, n: int = 1, **info: object) -> None:
-        """`n` more units are done; `info` is shown beside the count until the next one comes."""
+        """`n` more units are done; `info` is shown next to the count until a later update replaces it."""
 
 
 class Progress(Protocol):
     def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> AbstractContextManager[Stage]:
-        """A stage of `total` units (None: unknown), shown from entry to exit. Those that are `done` before it is
-        entered are counted and say nothing about how fast it is."""
+        """A stage of `total` units (None: unknown), shown from entry to exit. Units that were `done` before are counted
+        but do not enter the rate."""
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Show one permanent line."""
 
 
 class SilentProgress:
@@ -44,7 +44,7 @@ class SilentProgress:
 
 
 class LineProgress:
-    """Plain lines: the first and the last state of a stage, and one every few seconds between."""
+    """Plain lines: one every few seconds during a stage, and its last state."""
 
     def __init__(self, stream: TextIO | None = None, *, every_s: float = LINE_EVERY_S) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -61,7 +61,7 @@ class LineProgress:
 
 
 class BarProgress:
-    """tqdm bars; a finished one stays as a line."""
+    """tqdm bars; a finished bar stays as a line."""
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:
@@ -85,7 +85,7 @@ class BarProgress:
 
 
 def default_progress(*, quiet: bool = False) -> Progress:
-    """What suits standard error."""
+    """Bars if standard error is a terminal, lines if not."""
     if quiet or sys.stderr is None:
         return SilentProgress()
     return BarProgress() if sys.stderr.isatty() else LineProgress()
@@ -120,11 +120,11 @@ class _LineStage:
     def show(self) -> None:
         self._shown_at, self._is_shown = time.monotonic(), True
         of = "" if self._total is None else f"/{self._total}"
-        said = "".join(f", {key} {_shown(value)}" for key, value in self._info.items())
-        self._write(f"{self._name}: {self._done}{of} {self._unit}, {self._times()}{said}")
+        info = "".join(f", {key} {_shown(value)}" for key, value in self._info.items())
+        self._write(f"{self._name}: {self._done}{of} {self._unit}, {self._times()}{info}")
 
     def _times(self) -> str:
-        """How long it has taken, how fast it is, and about how long it takes yet."""
+        """Elapsed time, rate and estimated time left."""
         seconds = self._shown_at - self._started_at
         if self._total is None or not self._before < self._done < self._total or seconds < 1:
             return f"{seconds:.0f} s"

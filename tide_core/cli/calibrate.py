@@ -75,8 +75,8 @@ def calibrate(
     }
     config = CalibrationConfig.from_mapping(values | extra_settings(settings or []))
 
+    from tide_core.calibration.named_model import calibrate_model, default_run_dir
     from tide_core.calibration.progress import default_progress
-    from tide_core.calibration.run import calibrate_model, default_run_dir
     from tide_core.evaluation.speedup import time_exits
 
     run_dir = run_dir or default_run_dir(output)

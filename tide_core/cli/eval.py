@@ -84,8 +84,8 @@ def evaluate(
     with console.status(f"loading {model}", quiet=quiet):
         from tide_core.engine.assemble import assemble  # torch comes with it
         from tide_core.engine.engine import Engine
-        from tide_core.evaluation.contracts import contracts_of
         from tide_core.evaluation.full_depth import FullDepth
+        from tide_core.evaluation.measure import contracts_of
         from tide_core.evaluation.measure import evaluate as measure
 
         parts = assemble(config)
@@ -160,8 +160,8 @@ def _make_folder(path: Path) -> None:
 
 
 def _write_files(folder: Path, results: Sequence[ContractResult], conditions: dict[str, Any]) -> None:
-    from tide_core.evaluation.curve import can_plot, draw_curve
-    from tide_core.evaluation.results import as_csv, as_json, table
+    from tide_core.calibration.report.plots import can_plot
+    from tide_core.evaluation.results import as_csv, as_json, draw_curve, table
 
     write(table(results))
     (folder / "eval.csv").write_text(as_csv(results))

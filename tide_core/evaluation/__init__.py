@@ -1,1 +1,1 @@
-"""What exits cost and what they give, measured on a running engine: `tide eval` and `tide verdict`."""
+"""Cost and quality of exits, measured on a running engine: `tide eval`, `tide verdict` and the stage `measure`."""

@@ -1,8 +1,7 @@
-"""What full depth says about a text that is already there: every token in its place, exact KV before it.
+"""Score a given text with full depth: at every token, the choice of full depth and the log-probability of the token.
 
-The text runs through all layers of the engine's own model, over a small KV pool that no request shares, a chunk of
-tokens at a time. So nothing is loaded twice, the layers exits would skip are never skipped, and memory is bounded by
-the longest text and one chunk of logits.
+The text runs through all layers of the engine's own model, a chunk of tokens at a time, over its own small KV pool.
+So the model is not loaded twice, no layer is skipped, and the longest text and one chunk of logits bound the memory.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ CHUNK_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """About the output tokens of one text, in their order."""
+class FullDepthScores:
+    """Scores of the output tokens of one text, in order."""
 
     choices: tuple[int, ...]
-    """The token full depth would have chosen, given all before it as it stands."""
+    """The token that full depth chooses after the tokens before it."""
     logprobs: tuple[float, ...]
-    """Of the token that stands there, by full depth."""
+    """Of the text's own token, under full depth."""
 
     def agreed(self, output_ids: Sequence[int]) -> tuple[bool, ...]:
         return tuple(choice == token for choice, token in zip(self.choices, output_ids, strict=True))
 
 
 class FullDepth:
-    """Reads texts with the model of an engine. The engine must be idle meanwhile: both use one set of threads."""
+    """Scores texts with the model of an engine. The engine must be idle meanwhile: both use the same threads."""
 
     def __init__(self, adapter: ModelAdapter, kernels: Kernels, *, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self._adapter = adapter
@@ -49,23 +48,23 @@ class FullDepth:
         self._view_kind = view_kind(self._pool, kernels, gathers_kv=adapter.gathers_kv)
 
     @torch.inference_mode()
-    def judge(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Judgement:
-        """What full depth says at each output token."""
+    def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> FullDepthScores:
+        """Scores of the output tokens after the prompt."""
         if not prompt_ids:
             raise RequestError("prompt", "", "at least one token")
         choices: list[int] = []
         logprobs: list[float] = []
         targets = torch.tensor(output_ids, dtype=torch.long, device=self._adapter.device)
-        # The last output token is only judged, never run.
+        # The last output token needs no pass of its own.
         for logits in self._logits([*prompt_ids, *output_ids][:-1], first=len(prompt_ids) - 1):
             mine = targets[len(choices) : len(choices) + len(logits)]
             more_choices, more_logprobs = read_logits(logits, mine)
             choices += more_choices
             logprobs += more_logprobs
-        return Judgement(tuple(choices), tuple(logprobs))
+        return FullDepthScores(tuple(choices), tuple(logprobs))
 
     def _logits(self, tokens: Sequence[int], *, first: int) -> Iterator[torch.Tensor]:
-        """Logits at token `first` and all behind it, [n, V] a chunk."""
+        """Logits at token `first` and all later ones, [n, V] per chunk."""
         adapter, num_blocks = self._adapter, -(-len(tokens) // BLOCK_SIZE)
         if num_blocks > self._pool.num_blocks:
             self._pool = self._new_pool(num_blocks)

@@ -1,4 +1,4 @@
-"""What a machine calls itself, for the conditions of a measurement. No torch until a GPU is asked."""
+"""Names of the processor and the GPU, for the conditions of a measurement. Imports torch only for a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU or the processor, with as many threads as torch uses."""
+    """The name of the GPU, or of the processor with the number of torch threads."""
     import torch
 
     if device.type == "cuda":
@@ -20,7 +20,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    """The processor as the kernel names it, where it does."""
+    """The name of the processor, from `lscpu`."""
     try:
         lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()  # noqa: S607
     except (OSError, subprocess.CalledProcessError):

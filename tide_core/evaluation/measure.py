@@ -1,4 +1,7 @@
-"""Every contract over the same prompts on one engine, taking turns, so that a noisy machine disturbs all alike."""
+"""Compare full depth with every contract that the artefact supports: the same prompts, on one engine, interleaved.
+
+A contract is a mode with its bound or threshold. Interleaving spreads the noise of the machine over all contracts.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,67 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tide_core.engine.engine import Completion, Engine
-from tide_core.errors import EngineError
-from tide_core.evaluation.contracts import FULL, Contract
-from tide_core.evaluation.full_depth import FullDepth, Judgement
+from tide_core.errors import ConfigError, EngineError, RequestError
+from tide_core.evaluation.full_depth import FullDepth, FullDepthScores
 from tide_core.evaluation.results import ContractResult
+from tide_core.exits.policy import CheckpointPolicy, resolve_policy
+from tide_core.request import SamplingParams
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """A mode with its bound or threshold; the name is for tables."""
+
+    name: str
+    mode: str
+    epsilon: float | None = None
+    threshold: float | None = None
+
+    def params(self, *, max_tokens: int, ignore_eos: bool = False) -> SamplingParams:
+        """Greedy, so that tokens can be compared."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            mode=self.mode,
+            epsilon=self.epsilon,
+            threshold=self.threshold,
+        )
+
+
+def contracts_of(
+    checkpoints: Sequence[CheckpointPolicy], num_layers: int, thresholds: Sequence[float] = ()
+) -> list[Contract]:
+    """Full depth first, then verified, bounded at each certified bound, fast as calibrated and at each threshold."""
+    if not checkpoints:
+        raise ConfigError("artefact", "none", "an artefact with exits: without one there is nothing to compare")
+    bounds = sorted({epsilon for checkpoint in checkpoints for epsilon in checkpoint.exit_thresholds})
+    wanted = [
+        Contract(FULL, FULL),
+        Contract("verified", "verified"),
+        *(Contract(f"bounded {epsilon:g}", "bounded", epsilon=epsilon) for epsilon in bounds),
+        Contract("fast", "fast"),
+        *(Contract(f"fast at {threshold:g}", "fast", threshold=threshold) for threshold in thresholds),
+    ]
+    return [contract for contract in wanted if _is_supported(contract, checkpoints, num_layers)]
+
+
+def _is_supported(contract: Contract, checkpoints: Sequence[CheckpointPolicy], num_layers: int) -> bool:
+    """Whether all checkpoints are calibrated for the contract."""
+    params = contract.params(max_tokens=1)
+    try:
+        resolve_policy(params, checkpoints, num_layers)
+    except RequestError:
+        return False
+    return True
+
 
 WARM_UP_TOKENS = 8
 
 
 @dataclass(slots=True)
-class Tally:
+class ContractTotals:
     """Sums over the prompts of one contract."""
 
     contract: Contract
@@ -34,19 +88,19 @@ class Tally:
     num_drafts: int = 0
     num_accepted: int = 0
     answers: list[Completion] = field(default_factory=list)
-    """Of the batch that is being measured."""
+    """Of the current batch."""
 
-    def add(self, answer: Completion, full: Completion, judgement: Judgement, num_layers: int) -> None:
-        """Count one answer beside that of full depth."""
+    def add(self, answer: Completion, full: Completion, scores: FullDepthScores, num_layers: int) -> None:
+        """Add one answer, compared with that of full depth."""
         usage, output_ids = answer.usage, token_ids(answer)
         assert usage is not None
         self.num_prompts += 1
         self.num_tokens += len(output_ids)
-        self.num_disagreements += judgement.agreed(output_ids).count(False)
+        self.num_disagreements += scores.agreed(output_ids).count(False)
         self.num_exact += output_ids == token_ids(full)
         self.num_exits += sum(token.exit_layer < num_layers for token in answer.tokens)
         self.num_fallback_tokens += sum(token.mode != self.contract.mode for token in answer.tokens)
-        self.logprob += math.fsum(judgement.logprobs)
+        self.logprob += math.fsum(scores.logprobs)
         self.layers_run += usage.layers_run
         self.deep_passes += usage.deep_passes
         self.num_drafts += usage.num_drafts
@@ -60,7 +114,7 @@ class Tally:
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.seconds
 
-    def result(self, full: Tally, num_layers: int) -> ContractResult:
+    def result(self, full: ContractTotals, num_layers: int) -> ContractResult:
         tokens = self.num_tokens
         return ContractResult(
             name=self.contract.name,
@@ -87,7 +141,7 @@ class Tally:
 
 def evaluate(
     engine: Engine,
-    judge: FullDepth,
+    full_depth: FullDepth,
     prompts: Sequence[Sequence[int]],
     contracts: Sequence[Contract],
     *,
@@ -99,34 +153,36 @@ def evaluate(
 ) -> list[ContractResult]:
     """All contracts over all prompts, `batch_size` of them at once; the first contract is full depth.
 
-    `on_done` is called after each batch of each contract. Prefix caching should be off, or the later of two contracts
-    finds the prompt of the earlier one."""
+    `on_done` is called after each batch of each contract. Turn prefix caching off, or later contracts reuse the
+    prompts of earlier ones."""
     assert contracts[0].name == FULL
-    tallies = [Tally(contract) for contract in contracts]
-    for tally in tallies:
-        _run(engine, tally, prompts[:batch_size], max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
-        tally.seconds = 0.0
+    totals = [ContractTotals(contract) for contract in contracts]
+    for total in totals:
+        _run(engine, total, prompts[:batch_size], max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
+        total.seconds = 0.0
     for turn, start in enumerate(range(0, len(prompts), batch_size)):
         batch = prompts[start : start + batch_size]
-        for index in range(len(tallies)):
-            tally = tallies[(turn + index) % len(tallies)]
-            _run(engine, tally, batch, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        for index in range(len(totals)):
+            total = totals[(turn + index) % len(totals)]
+            _run(engine, total, batch, max_tokens=max_tokens, ignore_eos=ignore_eos)
             on_done()
-        for tally in tallies:
-            for prompt_ids, answer, full in zip(batch, tally.answers, tallies[0].answers, strict=True):
-                tally.add(answer, full, judge.judge(prompt_ids, token_ids(answer)), num_layers)
-    return [tally.result(tallies[0], num_layers) for tally in tallies]
+        for total in totals:
+            for prompt_ids, answer, full in zip(batch, total.answers, totals[0].answers, strict=True):
+                total.add(answer, full, full_depth.score(prompt_ids, token_ids(answer)), num_layers)
+    return [total.result(totals[0], num_layers) for total in totals]
 
 
 def token_ids(answer: Completion) -> tuple[int, ...]:
     return tuple(token.token_id for token in answer.tokens)
 
 
-def _run(engine: Engine, tally: Tally, batch: Sequence[Sequence[int]], *, max_tokens: int, ignore_eos: bool) -> None:
-    params = tally.contract.params(max_tokens=max_tokens, ignore_eos=ignore_eos)
+def _run(
+    engine: Engine, total: ContractTotals, batch: Sequence[Sequence[int]], *, max_tokens: int, ignore_eos: bool
+) -> None:
+    params = total.contract.params(max_tokens=max_tokens, ignore_eos=ignore_eos)
     before = time.perf_counter()
-    tally.answers = engine.generate(list(batch), params)
-    tally.seconds += time.perf_counter() - before
-    for answer in tally.answers:
+    total.answers = engine.generate(list(batch), params)
+    total.seconds += time.perf_counter() - before
+    for answer in total.answers:
         if answer.error is not None:
-            raise EngineError(f"contract {tally.contract.name}: {answer.error}")
+            raise EngineError(f"contract {total.contract.name}: {answer.error}")

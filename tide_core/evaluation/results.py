@@ -1,4 +1,4 @@
-"""The figures of each contract, and how they are written: a table, CSV, JSON. No torch here."""
+"""The figures of each contract, and their output: a table, CSV, JSON, a plot. No torch here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tide_core.calibration.report.plots import COLOURS, MARKERS, STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
 class ContractResult:
-    """What one contract gave over all prompts, greedy."""
+    """The figures of one contract over all prompts, greedy."""
 
     name: str
     mode: str
@@ -22,27 +27,27 @@ class ContractResult:
     num_prompts: int
     num_tokens: int
     disagreement: float
-    """Share of tokens that full depth would have chosen otherwise, given all before them as they were emitted."""
+    """Share of tokens that differ from the choice of full depth after the same emitted tokens."""
     exact_match: float
-    """Share of prompts whose whole answer is that of full depth."""
+    """Share of prompts whose answer is exactly that of full depth."""
     perplexity: float
-    """Of its own output, by full depth."""
+    """Of the contract's output under full depth."""
     perplexity_difference: float
-    """To that of the output of full depth."""
+    """Minus the perplexity of full depth's own output."""
     layers_per_token: float
     layers_share: float
-    """Of all layers."""
+    """Layers per token over all layers."""
     tokens_per_deep_pass: float
     acceptance: float | None
-    """Share of drafts that became output; None without drafts."""
+    """Share of accepted drafts; None without drafts."""
     exit_rate: float
-    """Share of tokens that left early."""
+    """Share of tokens that exited early."""
     seconds: float
     tokens_per_s: float
     speedup: float
     """Tokens per second over those of full depth in the same run."""
     num_fallback_tokens: int
-    """Tokens decided under another mode than was asked for, because a bound broke."""
+    """Tokens that ran in another mode than requested, after a violated bound."""
 
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -91,3 +96,39 @@ def _cell(value: float | None, form: str) -> str:
 def _finite(value: Any) -> Any:
     """JSON has no infinities."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+WIDE = (9.6, 3.8)
+COSTS = (("layers_per_token", "layers per token"), ("tokens_per_s", "tokens per second"))
+
+
+def draw_curve(results: Sequence[ContractResult]) -> bytes:
+    """The cost-quality curve as a PNG: layers per token and tokens per second against disagreement with full depth. The
+    points of a mode are connected."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=WIDE, layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, (cost, label) in zip(figure.subplots(1, 2), COSTS, strict=True):
+            _draw(axes, results, cost)
+            axes.set(xlabel="disagreement with full depth (% of tokens)", ylabel=label)
+            axes.set_ylim(bottom=0)
+        axes.legend()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+        return buffer.getvalue()
+
+
+def _draw(axes: Axes, results: Sequence[ContractResult], cost: str) -> None:
+    for index, mode in enumerate(dict.fromkeys(result.mode for result in results)):
+        mine = sorted((result for result in results if result.mode == mode), key=lambda r: r.disagreement)
+        xs = [100 * result.disagreement for result in mine]
+        ys = [getattr(result, cost) for result in mine]
+        axes.plot(xs, ys, color=COLOURS[index % 7], marker=MARKERS[index % 7], label=mode)
+        for x, y, result in zip(xs, ys, mine, strict=True):
+            note = result.epsilon if result.epsilon is not None else result.threshold
+            if note is not None:
+                axes.annotate(f"{note:g}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)

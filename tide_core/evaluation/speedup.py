@@ -1,10 +1,10 @@
-"""The speed-up of an artefact by the clock, on the machine and the loaded model it was calibrated with.
+"""The measured speed-up of an artefact, on the machine and with the loaded model of its calibration.
 
-One engine; modes `full` and `verified` take turns on the same prompts, greedy and past the end of text, so that both
-make equally many tokens. Each repeat has prompts of its own. They are in the prefix cache when the clock starts: what
-is timed is decoding, which is what was predicted. The ratio of each repeat is within one run; the median is stated.
+In one engine, modes `full` and `verified` alternate on the same prompts, greedy and past the end of text, so that both
+emit equally many tokens. Each repeat has its own prompts. They are in the prefix cache before the clock starts, so that
+only decoding is timed, as in the prediction. The result is the median of the ratios of all repeats.
 
-No batch size is begun that cannot be done in the time that is left, by steps measured before.
+A batch size is left out if, by the measured step times, it cannot end in the time left.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MODES = ("full", "verified")
 REPEATS = 3
 WARM_UP_TOKENS = 4
 START_UP_STEPS = 30
-"""About as many as the engine's cost table takes for one row."""
+"""About the number of steps that the engine's cost table takes for one row."""
 KV_MEMORY_GIB = 1.0
 SLACK = 1.2
-"""A batch size is expected to take this much longer than its steps alone."""
+"""Expected time of a batch size over that of its steps alone."""
 
 Prompts = Sequence[Sequence[int]]
 
@@ -54,7 +54,7 @@ def time_exits(
     limit_s: float,
     progress: Progress,
 ) -> Measured:
-    """Mode `verified` against mode `full` at each batch size, smallest first. The model is left to the engine."""
+    """Mode `verified` against mode `full` at each batch size, smallest first. The engine takes over the model."""
     from tide_core.engine.assemble import assemble_loaded
     from tide_core.engine.engine import Engine
     from tide_core.exits.artefact.artefact import load_artefact
@@ -65,8 +65,8 @@ def time_exits(
     run = _Run(prompts, new_tokens, deadline=started + limit_s)
     step_s = _step_seconds(model)
     if (START_UP_STEPS + REPEATS * len(MODES) * new_tokens) * step_s > limit_s:
-        said = f"a step takes {step_s:.2g} s, so that nothing could be timed in {limit_s:g} s"
-        return Measured({}, _conditions(model, identity, run), said)
+        too_slow = f"a step takes {step_s:.2g} s, so that nothing could be timed in {limit_s:g} s"
+        return Measured({}, _conditions(model, identity, run), too_slow)
     exits = load_artefact(artefact, identity)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()
     parts = assemble_loaded(config, model, tokenizer, name=identity.name, identity=key, artefact=exits)
@@ -74,7 +74,7 @@ def time_exits(
     speedups, left_out = {}, []
     with Engine.from_parts(config, parts) as engine, progress.stage("measure", len(batches), "batch size") as stage:
         for rows in sorted(batches):
-            if (reason := run.obstacle(parts, rows)) is not None:
+            if (reason := run.unsupported_reason(parts, rows)) is not None:
                 left_out.append(f"batch {rows} ({reason})")
                 stage.update(1)
                 continue
@@ -85,23 +85,23 @@ def time_exits(
 
 @dataclass
 class _Run:
-    """Prompts, what is left of the time, and what was seen so far."""
+    """Prompts, deadline, and the results so far."""
 
     prompts: Prompts
     new_tokens: int
     deadline: float
     kernels: str = "no"
     prompt_token_s: float | None = None
-    """Of one prompt token in one mode, at the last batch size."""
+    """Time of one prompt token in one mode, at the last batch size."""
     num_answers: int = 0
     num_equal: int = 0
 
-    def obstacle(self, parts: Parts, rows: int) -> str | None:
-        """Why this batch size is not timed, if it is not."""
+    def unsupported_reason(self, parts: Parts, rows: int) -> str | None:
+        """Why this batch size cannot be timed; None if it can."""
         pool = parts.core.scheduler.blocks
         longest = max(map(len, self.prompts)) + self.new_tokens
         if rows * -(-longest // pool.block_size) > pool.num_blocks:
-            return f"no room in {KV_MEMORY_GIB:g} GiB of KV memory"
+            return f"more than {KV_MEMORY_GIB:g} GiB of KV memory"
         assert parts.planner is not None
         table = parts.planner.table
         if table is None or not table.points:
@@ -113,7 +113,7 @@ class _Run:
         return f"it needs {needed_s:.0f} s, {max(left_s, 0.0):.0f} s were left" if needed_s > left_s else None
 
     def speedup(self, engine: Engine, rows: int) -> float:
-        """The median over the repeats; who begins changes every time."""
+        """The median over the repeats; the mode that runs first alternates."""
         ratios, prompt_s, num_prompt_tokens = [], 0.0, 0
         for repeat, group in enumerate(self._groups(rows)):
             for mode in MODES:
@@ -129,20 +129,20 @@ class _Run:
         return statistics.median(ratios)
 
     def _groups(self, rows: int) -> list[Prompts]:
-        """Prompts of each repeat, evenly from all there are; where those are too few, some come again."""
+        """The prompts of each repeat, evenly spaced in all prompts; with too few of them, some repeat."""
         wanted = REPEATS * rows
         some = [self.prompts[index * len(self.prompts) // wanted] for index in range(wanted)]
         return [some[repeat::REPEATS] for repeat in range(REPEATS)]
 
 
 def _settings(model: Any, prompts: Prompts, rows: int, new_tokens: int) -> EngineConfig:
-    """An engine of modest size: a pool for these rows and the cached prompts of both modes."""
+    """A small engine: a pool for these rows and the cached prompts of both modes."""
     from tide_core.models.adapter import ModelAdapter
 
     most = ModelAdapter(model, paged=False).max_positions
     lengths = [len(prompt) for prompt in prompts if len(prompt) + new_tokens <= most]
     if not lengths:
-        raise ConfigError("held-out prompts", len(prompts), f"one that leaves room for {new_tokens} tokens in {most}")
+        raise ConfigError("held-out prompts", len(prompts), f"one with at least {new_tokens} tokens left in {most}")
     return EngineConfig(
         model="calibrated",
         dtype=str(model.dtype).removeprefix("torch."),
@@ -155,7 +155,7 @@ def _settings(model: Any, prompts: Prompts, rows: int, new_tokens: int) -> Engin
 
 
 def _step_seconds(model: Any) -> float:
-    """Of one token through the library's forward: enough to tell whether an engine is worth starting."""
+    """Time of one token in the library's forward, to decide whether to start an engine at all."""
     import torch
 
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)

@@ -1,7 +1,7 @@
-"""Do exits pay here? Asked before deployment, answered by the cost table, measured now, and the artefact's acceptance.
+"""Whether exits pay on this machine: a freshly measured cost table, combined with the artefact's acceptance.
 
-The answer is the plan the engine itself would make with that many rows. A table at the usual context is left where the
-engine looks for one, so that its next start measures nothing.
+The verdict is the plan that the engine itself would make for each number of rows. A table for the default context is
+written into the engine's cache, so that its next start needs no measurement.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
 
 LIMIT_S = 60.0
-"""No further number of rows is measured once it has taken this long."""
+"""Time after which no further number of rows is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsVerdict:
-    """What to expect with so many rows at once."""
+    """The verdict for one number of rows."""
 
     rows: int
     full_ms: float | None
-    """Of a step at full depth; None where that many rows were not measured."""
+    """Time of a step at full depth; None if this number of rows was not measured."""
     drafts: int
     speedup: float
-    """Predicted tokens per second over those of full depth; 1 where nothing is drafted."""
+    """Predicted tokens per second over those of full depth; 1 without drafts."""
 
     @property
     def pays(self) -> bool:
@@ -50,7 +50,7 @@ class RowsVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All that was found, and under which conditions."""
+    """The verdict for every number of rows, and its conditions."""
 
     model: str
     artefact: str
@@ -63,7 +63,7 @@ class Verdict:
     rows: tuple[RowsVerdict, ...]
     table: CostTable
     kept_in: Path | None
-    """Where the engine will find the table; None for another context than it plans with."""
+    """File of the table in the engine's cache; None for a context other than the default."""
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -84,7 +84,7 @@ def decide(config: EngineConfig, rows: Sequence[int], *, context: int | None = N
         raise ConfigError("context", context, expected)
     pool = parts.core.scheduler.blocks
     if context + most + 1 > pool.num_blocks * pool.block_size:
-        raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"room for one row of {context + most + 1} tokens")
+        raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least one row of {context + most + 1} tokens")
     usual = context == CONTEXT
     table = measure(
         parts.runner,
@@ -117,7 +117,7 @@ def _plan(planner: DraftPlanner, table: CostTable, rows: int) -> RowsVerdict:
 
 
 def _assemble(config: EngineConfig) -> tuple[Parts, Artefact, str]:
-    """As the engine does it, but without a table of its own."""
+    """As the engine does, but without its own cost table."""
     resolved = resolve(config.model)
     folder = artefact_folder(config, is_demo=resolved.source == "demo")
     if folder is None:
@@ -135,7 +135,7 @@ def _assemble(config: EngineConfig) -> tuple[Parts, Artefact, str]:
 def _keep(
     config: EngineConfig, parts: Parts, artefact: Artefact, identity: str, table: CostTable, most: int
 ) -> Path | None:
-    """Leave the table where an engine of these settings looks for it."""
+    """Write the table into the cache, for engines with these settings."""
     facts = cost_facts(config, parts.runner, identity, artefact.digest, most)
     path = cache_path(default_cache_dir(), facts)
     write_table(path, table, facts)

@@ -8,10 +8,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.named_model import calibrate_model, default_run_dir
 from tide_core.calibration.pipeline import CalibrationResult
 from tide_core.calibration.pipeline import calibrate as calibrate_loaded
 from tide_core.calibration.progress import Progress, default_progress
-from tide_core.calibration.run import calibrate_model, default_run_dir
 from tide_core.errors import ConfigError
 from tide_core.evaluation.speedup import time_exits
 from tide_core.models.adapter import ModelAdapter

@@ -1,4 +1,4 @@
-"""As much of Ray as a pool of workers meets, with a clock that moves only while somebody waits."""
+"""A fake of the part of Ray that a pool uses, with a clock that moves only while the driver waits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from deploy.calibration import pool
-from deploy.calibration.events import Done
+from deploy.calibration.events import TaskDone
 from deploy.calibration.settings import JobSettings, read_settings
-from deploy.calibration.worker import Hello
-from tide_core.calibration.crew import ModelFacts
+from deploy.calibration.worker import WorkerReady
+from tide_core.calibration.executor import ModelInfo
 from tide_core.calibration.progress import SilentProgress
 from tide_core.identity import ModelIdentity
 
@@ -27,9 +27,9 @@ def settings(*, train_workers: int = 1, **workers: Any) -> JobSettings:
     return read_settings({"name": "run", "storage": "/runs", "train_workers": train_workers, "workers": of_each})
 
 
-def hello(node: str = "10.0.0.1", *, tokenizer: str = "00") -> Hello:
+def ready(node: str = "10.0.0.1", *, tokenizer: str = "00") -> WorkerReady:
     identity = ModelIdentity("tiny", "Llama", 3, 8, 64, config_sha256="00", tokenizer_sha256=tokenizer)
-    return Hello(ModelFacts(identity, "cpu", 3, 64, 128, (0,), 2), "demo", node)
+    return WorkerReady(ModelInfo(identity, "cpu", 64, (0,), 2), "demo", node)
 
 
 def raised(cause: Exception) -> RayTaskError:
@@ -115,15 +115,15 @@ class Actor:
 
 
 class Cluster:
-    """Actors are numbered as they are started, from 0. The hooks say what comes of each."""
+    """Actors are numbered as they are started, from 0. The hooks return the outcome of each."""
 
     def __init__(self) -> None:
         self.actors: list[Actor] = []
         self.begun: list[tuple[int, Any]] = []
         self.options: list[dict[str, Any]] = []
         self.now, self.on_close, self._idle = 1000.0, None, 0
-        self.on_load: Callable[[int], Any] = lambda number: hello()
-        self.on_run: Callable[[int, Any], list[Any]] = lambda number, item: [Done(f"{item} done", 2.0)]
+        self.on_load: Callable[[int], Any] = lambda number: ready()
+        self.on_run: Callable[[int, Any], list[Any]] = lambda number, item: [TaskDone(f"{item} done", 2.0)]
 
     @property
     def at_work(self) -> list[int]:
@@ -152,10 +152,10 @@ class Cluster:
             def monotonic() -> float:
                 return cluster.now
 
-        member = pool.Member
+        slot = pool.WorkerSlot
         monkeypatch.setattr(pool, "Worker", Places)
         monkeypatch.setattr(pool, "time", Clock)
-        monkeypatch.setattr(pool, "Member", lambda *args: member(*args, heard_at=cluster.now))
+        monkeypatch.setattr(pool, "WorkerSlot", lambda *args: slot(*args, last_event_at=cluster.now))
         for name in ("wait", "get", "kill"):
             monkeypatch.setattr(ray, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 1e9, "node:10.0.0.1": 1.0})

@@ -1,4 +1,4 @@
-"""What a worker tells is shown as if it were done here."""
+"""Events of a worker are shown like local progress."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from deploy.calibration import events
-from deploy.calibration.events import Began, Done, Ended, Moved, Shown, events_of
+from deploy.calibration.events import EventDisplay, StageEnded, StageStarted, StageUpdated, TaskDone, run_with_events
 from tide_core.calibration.progress import Progress
 
 
-class Heard:
+class ProgressLog:
     """Keeps what is shown."""
 
     def __init__(self) -> None:
@@ -22,22 +22,22 @@ class Heard:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Any]:
-        heard = self.lines
-        heard.append(f"begin {name} {total} {unit}" + (f", {done} done" if done else ""))
+        log = self.lines
+        log.append(f"begin {name} {total} {unit}" + (f", {done} done" if done else ""))
 
         class Stage:
             def update(self, n: int = 1, **info: object) -> None:
-                heard.append(f"update {n} {info}")
+                log.append(f"update {n} {info}")
 
         yield Stage()
-        heard.append(f"end {name}")
+        log.append(f"end {name}")
 
     def note(self, text: str) -> None:
         self.lines.append(f"note {text}")
 
 
 def work(progress: Progress) -> str:
-    progress.note("hello")
+    progress.note("ready")
     for name in ("one", "two"):
         with progress.stage(name, 3, "thing") as stage:
             stage.update(1, loss=0.5)
@@ -45,20 +45,20 @@ def work(progress: Progress) -> str:
     return "result"
 
 
-def shown(told: Any) -> tuple[list[str], list[Any]]:
-    heard, results = Heard(), []
-    with Shown(heard) as show:
-        for event in told:
+def shown(received: Any) -> tuple[list[str], list[Any]]:
+    log, results = ProgressLog(), []
+    with EventDisplay(log) as show:
+        for event in received:
             show.show(event)
-            if isinstance(event, Done):
+            if isinstance(event, TaskDone):
                 results.append(event.result)
-    return heard.lines, results
+    return log.lines, results
 
 
 def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None:
-    lines, results = shown(events_of(work))
+    lines, results = shown(run_with_events(work))
     assert results == ["result"]
-    assert lines[0] == "note hello"
+    assert lines[0] == "note ready"
     for name in ("one", "two"):
         begin, end = lines.index(f"begin {name} 3 thing"), lines.index(f"end {name}")
         updates = lines[begin + 1 : end]
@@ -66,26 +66,26 @@ def test_a_stage_there_is_a_stage_here_and_the_result_is_the_last_word() -> None
         assert "0.25" in updates[-1]
 
 
-def test_what_was_done_before_a_stage_is_told_with_it() -> None:
+def test_units_done_before_a_stage_are_shown_with_it() -> None:
     def resumed(progress: Progress) -> None:
         with progress.stage("train", 9, "step", 5) as stage:
             stage.update(4)
 
-    assert shown(events_of(resumed))[0] == ["begin train 9 step, 5 done", "update 4 {}", "end train"]
+    assert shown(run_with_events(resumed))[0] == ["begin train 9 step, 5 done", "update 4 {}", "end train"]
 
 
-def test_updates_that_come_fast_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_updates_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     def fast(progress: Progress) -> None:
         with progress.stage("fast", 1000, "step") as stage:
             for _ in range(1000):
                 stage.update(1)
 
-    lines, _ = shown(events_of(fast))
+    lines, _ = shown(run_with_events(fast))
     updates = [line for line in lines if line.startswith("update")]
     assert sum(int(line.split()[1]) for line in updates) == 1000
     assert len(updates) < 50
     monkeypatch.setattr(events, "EVERY_S", 0.0)
-    assert len([line for line in shown(events_of(fast))[0] if line.startswith("update")]) == 1000
+    assert len([line for line in shown(run_with_events(fast))[0] if line.startswith("update")]) == 1000
 
 
 def test_what_the_work_raises_comes_out() -> None:
@@ -93,29 +93,29 @@ def test_what_the_work_raises_comes_out() -> None:
         progress.note("before")
         raise ValueError("bad")
 
-    told = events_of(fails)
-    assert isinstance(next(told), events.Noted)
+    received = run_with_events(fails)
+    assert isinstance(next(received), events.Note)
     with pytest.raises(ValueError, match="bad"):
-        next(told)
+        next(received)
 
 
-def test_work_that_is_ended_from_within_does_not_keep_whoever_listens() -> None:
+def test_a_task_that_exits_does_not_block_the_reader() -> None:
     """Not every end is an Exception."""
 
     def exits(progress: Progress) -> None:
         raise SystemExit(3)
 
     with pytest.raises(SystemExit):
-        list(events_of(exits))
+        list(run_with_events(exits))
 
 
 def test_the_result_comes_with_the_time_that_the_work_took() -> None:
-    [done] = events_of(lambda progress: time.sleep(0.05))
-    assert isinstance(done, Done)
+    [done] = run_with_events(lambda progress: time.sleep(0.05))
+    assert isinstance(done, TaskDone)
     assert 0.05 <= done.seconds < 30
 
 
-def test_what_was_told_once_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "EVERY_S", 0.0)
 
     def tells(progress: Progress) -> None:
@@ -123,14 +123,14 @@ def test_what_was_told_once_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -
             stage.update(1, loss=0.5)
             stage.update(2)
 
-    assert shown(events_of(tells))[0] == ["begin one 3 thing", "update 1 {'loss': 0.5}", "update 2 {}", "end one"]
+    assert shown(run_with_events(tells))[0] == ["begin one 3 thing", "update 1 {'loss': 0.5}", "update 2 {}", "end one"]
 
 
-def test_a_stage_that_has_ended_hears_no_more() -> None:
-    lines, _ = shown([Began("train", 5, "step"), Moved(1), Ended(), Moved(2)])
+def test_a_stage_that_has_ended_gets_no_updates() -> None:
+    lines, _ = shown([StageStarted("train", 5, "step"), StageUpdated(1), StageEnded(), StageUpdated(2)])
     assert lines == ["begin train 5 step", "update 1 {}", "end train"]
 
 
-def test_a_stage_that_was_begun_by_somebody_who_died_is_ended() -> None:
-    lines, _ = shown([Began("train", 5, "step"), Began("train", 5, "step")])
+def test_a_stage_of_a_worker_that_died_is_closed() -> None:
+    lines, _ = shown([StageStarted("train", 5, "step"), StageStarted("train", 5, "step")])
     assert lines == ["begin train 5 step", "end train", "begin train 5 step", "end train"]

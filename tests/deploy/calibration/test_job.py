@@ -18,20 +18,18 @@ from deploy.calibration.worker import SEEN
 from tests.deploy.calibration.fake_cluster import Notes
 from tide_core.calibration import pipeline
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.files import RunFiles
-from tide_core.calibration.ledger import LEDGER, Ledger, locked
-from tide_core.calibration.worker_time import WorkerTime
+from tide_core.calibration.ledger import LEDGER, Ledger, RunFiles, WorkerTime, locked
 from tide_core.errors import ConfigError
 
 
 class Leases:
-    """Names that somebody has, and until when."""
+    """Names that are taken, and until when."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.held = 0.0, dict[str, float]()
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
         monkeypatch.setattr(calibrate, "time", clock)
-        monkeypatch.setattr(calibrate, "beside_the_driver", lambda: "here")
+        monkeypatch.setattr(calibrate, "on_driver_node", lambda: "here")
         monkeypatch.setattr(calibrate, "_Lease", SimpleNamespace(options=self._options))
 
     def _sleep(self, seconds: float) -> None:
@@ -81,47 +79,48 @@ def test_runs_of_other_names_and_in_other_storages_are_other_runs(leases: Leases
 
 
 @pytest.fixture
-def crew(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a job does, in order, with a crew and a pipeline that do nothing."""
+def executor(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a job does, in order, with an executor and a pipeline that do nothing."""
     done: list[str] = []
 
-    class Crew:
+    class Executor:
         model_name = "demo"
 
         def __init__(self, job: JobSettings, progress: Any) -> None:
             self._folder = None if "://" in job.storage else Path(job.storage) / job.name
 
-        def __enter__(self) -> Crew:
+        def __enter__(self) -> Executor:
             return self
 
         def __exit__(self, *exc_info: object) -> None:
-            done.append("let go")
+            done.append("stop")
 
-        def hire(self) -> None:
+        def start_workers(self) -> None:
             if self._folder is not None:
                 assert (self._folder / SEEN).exists(), "workers look for it"
                 with pytest.raises(ConfigError), locked(self._folder):
                     pass
-            done.append("hire")
+            done.append("start")
 
-    def run(config: Any, crew: Any, files: Any, *, publish_to: Path, timer: Any, **_: Any) -> Any:
+    def run(self: Any, *, publish_to: Path, timer: Any, **_: Any) -> Any:
         done.append(f"run to {publish_to.name}{'' if timer is None else ', timed'}")
         workers = (WorkerTime("worker 1", "node 1", 3, 4.5, 1), WorkerTime("worker 2", "node 1", 2, 4.0, 0))
         return pipeline.CalibrationResult(publish_to, publish_to / "report.md", ("it pays",), "ab" * 32, workers)
 
-    monkeypatch.setattr(calibrate, "RayCrew", Crew)
+    monkeypatch.setattr(calibrate, "RayExecutor", Executor)
     monkeypatch.setattr(calibrate, "MeteredProgress", lambda progress, name: progress)
-    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setattr(pipeline.Pipeline, "__init__", lambda self, *args: None)
+    monkeypatch.setattr(pipeline.Pipeline, "run", run)
     monkeypatch.setattr(ray, "init", lambda **how: done.append(f"init {how['namespace']}"))
     monkeypatch.setattr(ray, "kill", lambda lease: done.append("lease ended"))
     return done
 
 
-def test_a_job_has_the_run_to_itself_and_says_in_the_end_who_did_what(
-    tmp_path: Path, crew: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_job_locks_its_run_and_prints_the_work_of_each_worker(
+    tmp_path: Path, executor: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     calibrate.run(settings(tmp_path), Notes())
-    assert crew == ["init tide", "hire", "run to artefact, timed", "let go", "lease ended"]
+    assert executor == ["init tide", "start", "run to artefact, timed", "stop", "lease ended"]
     assert capsys.readouterr().out.splitlines() == [
         "it pays",
         "worker 1 on node 1: 3 pieces in 4.5 s, 1 restarts",
@@ -131,7 +130,7 @@ def test_a_job_has_the_run_to_itself_and_says_in_the_end_who_did_what(
 
 
 def test_an_output_that_is_taken_is_refused_before_any_work_unless_this_run_has_put_it_there(
-    tmp_path: Path, crew: list[str], leases: Leases
+    tmp_path: Path, executor: list[str], leases: Leases
 ) -> None:
     output = tmp_path / "mine"
     output.mkdir()
@@ -139,24 +138,24 @@ def test_an_output_that_is_taken_is_refused_before_any_work_unless_this_run_has_
     asked = settings(tmp_path, output=str(output), measure=False)
     with pytest.raises(ConfigError, match="a name that is free"):
         calibrate.run(asked, Notes())
-    assert crew == ["init tide"]
+    assert executor == ["init tide"]
     (tmp_path / "run").mkdir()
-    Ledger(RunFiles(tmp_path / "run"), CalibrationConfig(), {}, {}).note_publishing(output)
+    Ledger(RunFiles(tmp_path / "run"), CalibrationConfig(), {}, {}).record_publishing(output)
     leases.held.clear()  # Ray has ended it with its job
     calibrate.run(asked, Notes())
-    assert crew[1:] == ["init tide", "hire", "run to mine", "let go", "lease ended"]
+    assert executor[1:] == ["init tide", "start", "run to mine", "stop", "lease ended"]
 
 
-def test_what_a_run_in_a_store_has_published_is_known_to_the_next_job(tmp_path: Path, crew: list[str]) -> None:
+def test_what_a_run_in_a_store_has_published_is_known_to_the_next_job(tmp_path: Path, executor: list[str]) -> None:
     """Which begins with an empty folder, so the ledger must be brought first."""
     output, store = tmp_path / "mine", tmp_path / "store" / "run"
     for folder in (output, store):
         folder.mkdir(parents=True)
     (output / "manifest.json").touch()
-    Ledger(RunFiles(store), CalibrationConfig(), {}, {}).note_publishing(output)
+    Ledger(RunFiles(store), CalibrationConfig(), {}, {}).record_publishing(output)
     assert (store / LEDGER).exists()
     calibrate.run(settings(f"file://{tmp_path}/store", output=str(output)), Notes())
-    assert "run to mine, timed" in crew
+    assert "run to mine, timed" in executor
 
 
 def test_what_is_given_on_the_command_line_goes_before_the_file(

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.calibration import metrics
 from deploy.calibration.metrics import MeteredProgress
-from tests.deploy.calibration.test_events import Heard
+from tests.deploy.calibration.test_events import ProgressLog
 from tide_core.calibration.progress import SilentProgress
 
 
@@ -75,14 +75,14 @@ def test_the_rate_is_of_all_tokens_since_the_stage_began(
     assert seen["tide_calibration_tokens_per_second", "demo"] == 35.0
 
 
-def test_whoever_is_listening_hears_everything_as_well(seen: dict[Any, float]) -> None:
-    heard = Heard()
-    progress = MeteredProgress(heard, "demo")
-    progress.note("hello")
+def test_the_inner_progress_gets_everything_as_well(seen: dict[Any, float]) -> None:
+    log = ProgressLog()
+    progress = MeteredProgress(log, "demo")
+    progress.note("ready")
     with progress.stage("collect", 10, "sequence", 6) as stage:
         stage.update(2, shard="train-00000")
-    assert heard.lines == [
-        "note hello",
+    assert log.lines == [
+        "note ready",
         "begin collect 10 sequence, 6 done",
         "update 2 {'shard': 'train-00000'}",
         "end collect",

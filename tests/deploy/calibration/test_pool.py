@@ -1,4 +1,4 @@
-"""The places of a pool: whoever is lost is replaced, and no piece of work is lost or given up too soon."""
+"""The pool: lost workers are replaced, and no task is lost or given up too soon."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from deploy.calibration.events import Done, Noted
-from deploy.calibration.pool import CLOSE_S, SAY_WAITING_S, GivenUpError, Member, Pool, name_of
-from tests.deploy.calibration.fake_cluster import SILENCE, Cluster, Notes, died, hello, raised, settings
-from tide_core.calibration.worker_time import WorkerTime
+from deploy.calibration.events import Note, TaskDone
+from deploy.calibration.pool import CLOSE_S, NOTE_WAITING_S, JobError, Pool, WorkerSlot, name_of
+from tests.deploy.calibration.fake_cluster import SILENCE, Cluster, Notes, died, raised, ready, settings
+from tide_core.calibration.ledger import WorkerTime
 from tide_core.errors import ConfigError
 
 
@@ -23,17 +23,17 @@ ONE, TWO = Piece("shards/train-00001"), Piece("shards/train-00002")
 
 
 def pool_of(notes: Notes | None = None, **workers: Any) -> Pool:
-    """With everybody ready who can be."""
+    """With all workers ready that can be."""
     pool = Pool(settings(**workers), notes or Notes())
-    pool.hello()
+    pool.wait_ready()
     return pool
 
 
-def start(pool: Pool, *items: Any) -> list[Member]:
-    members = pool.free()[: len(items)]
-    for member, item in zip(members, items, strict=True):
-        pool.start(member, None, item)
-    return members
+def start(pool: Pool, *items: Any) -> list[WorkerSlot]:
+    slots = pool.idle()[: len(items)]
+    for slot, item in zip(slots, items, strict=True):
+        pool.submit(slot, None, item)
+    return slots
 
 
 def listen(pool: Pool, until: Any, most: int = 1000) -> list[Any]:
@@ -42,8 +42,8 @@ def listen(pool: Pool, until: Any, most: int = 1000) -> list[Any]:
     for _ in range(most):
         if until():
             return lost
-        pool.hear()
-        lost += pool.lost()
+        pool.poll()
+        lost += pool.replace_lost()
     pytest.fail("it never happens")
 
 
@@ -52,14 +52,14 @@ def test_a_worker_that_dies_is_replaced_in_its_place_and_its_item_is_given_back_
     notes = Notes()
     pool = pool_of(notes, count=2)
     start(pool, ONE, TWO)
-    pool.hear()
-    assert pool.lost() == [ONE]
-    assert pool.lost() == []
+    pool.poll()
+    assert pool.replace_lost() == [ONE]
+    assert pool.replace_lost() == []
     assert cluster.actors[0].is_killed, "what is left of it goes"
     assert cluster.alive == [1, 2]
     assert [line.startswith("worker 1 is lost: ActorDiedError") for line in notes.lines] == [True]
-    listen(pool, pool.free)
-    assert [(member.number, member.item, member.num_restarts) for member in pool.free()] == [(1, None, 1)]
+    listen(pool, pool.idle)
+    assert [(slot.number, slot.item, slot.num_restarts) for slot in pool.idle()] == [(1, None, 1)]
     assert pool.num_restarts == 1
 
 
@@ -67,8 +67,8 @@ def test_two_that_die_at_once_are_both_replaced_and_both_items_given_back(cluste
     cluster.on_run = lambda number, item: [died()]
     pool = pool_of(count=2)
     start(pool, ONE, TWO)
-    pool.hear()
-    assert sorted(pool.lost(), key=name_of) == [ONE, TWO]
+    pool.poll()
+    assert sorted(pool.replace_lost(), key=name_of) == [ONE, TWO]
     assert cluster.alive == [2, 3]
 
 
@@ -81,20 +81,20 @@ def test_one_that_is_silent_for_too_long_at_its_work_is_killed_and_not_before(cl
     assert listen(pool, lambda: cluster.actors[0].is_killed) == [ONE]
     assert 30.0 < cluster.now - begun <= 32.0
     assert cluster.alive == [1, 2], "one that has no work may be silent"
-    assert [line.split(" of it")[0] for line in notes.lines] == ["worker 1 is killed: nothing was heard"]
+    assert [line.split(" for ")[0] for line in notes.lines] == ["worker 1 is killed: no event from it"]
 
 
-def test_one_that_is_heard_of_is_not_killed_however_long_its_work_takes(cluster: Cluster) -> None:
-    """Every word counts, not the whole."""
-    cluster.on_run = lambda number, item: [Noted("still here")] * 10 + [Done("result", 200.0)]
+def test_a_worker_that_sends_events_is_not_killed_however_long_its_task_takes(cluster: Cluster) -> None:
+    """The time since the last event counts, not the whole duration."""
+    cluster.on_run = lambda number, item: [Note("still here")] * 10 + [TaskDone("result", 200.0)]
     pool = pool_of(stall_s=30.0)
     start(pool, ONE)
-    heard: list[Any] = []
-    while not any(isinstance(event, Done) for event in heard):
+    events: list[Any] = []
+    while not any(isinstance(event, TaskDone) for event in events):
         cluster.now += 20.0
-        heard += [event for _, event in pool.hear()]
-        assert pool.lost() == []
-    assert len(heard) == 11
+        events += [event for _, event in pool.poll()]
+        assert pool.replace_lost() == []
+    assert len(events) == 11
 
 
 def test_work_begins_to_be_silent_when_it_begins(cluster: Cluster) -> None:
@@ -102,8 +102,8 @@ def test_work_begins_to_be_silent_when_it_begins(cluster: Cluster) -> None:
     pool = pool_of(stall_s=30.0)
     cluster.now += 1000.0  # nothing was to be done for so long
     start(pool, ONE)
-    pool.hear()
-    assert pool.lost() == []
+    pool.poll()
+    assert pool.replace_lost() == []
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
@@ -113,44 +113,44 @@ def test_so_many_deaths_on_one_item_end_the_run_naming_it(cluster: Cluster, atte
     start(pool, TWO)
     for _ in range(attempts - 1):
         start(pool, ONE)
-        assert listen(pool, lambda: len(pool.free()) == 1) == [ONE]
+        assert listen(pool, lambda: len(pool.idle()) == 1) == [ONE]
     start(pool, ONE)
-    pool.hear()
-    with pytest.raises(GivenUpError, match=rf"shards/train-00001 is given up: {attempts} workers died in a row"):
-        pool.lost()
+    pool.poll()
+    with pytest.raises(JobError, match=rf"shards/train-00001 is given up: {attempts} workers died in a row"):
+        pool.replace_lost()
 
 
 def test_deaths_on_different_items_are_not_added_up_and_those_on_a_finished_one_are_forgotten(cluster: Cluster) -> None:
     doomed = [True]
-    cluster.on_run = lambda number, item: [died()] if doomed[0] else [Done(None, 1.0)]
+    cluster.on_run = lambda number, item: [died()] if doomed[0] else [TaskDone(None, 1.0)]
     pool = pool_of(attempts=2)
     for item in (ONE, TWO):
         doomed[0] = True
         start(pool, item)
-        assert listen(pool, pool.free) == [item]
+        assert listen(pool, pool.idle) == [item]
         doomed[0] = False
-        [member] = start(pool, item)
-        [(_, event)] = pool.hear()
-        assert isinstance(event, Done)
-        assert pool.finish(member, event) is item
+        [slot] = start(pool, item)
+        [(_, event)] = pool.poll()
+        assert isinstance(event, TaskDone)
+        assert pool.finish(slot, event) is item
     doomed[0] = True
     start(pool, ONE)
-    assert listen(pool, pool.free) == [ONE], "the death before it was finished does not count"
+    assert listen(pool, pool.idle) == [ONE], "the death before it was finished does not count"
 
 
 def test_workers_that_die_before_they_have_their_model_end_the_run_if_none_ever_has_it(cluster: Cluster) -> None:
     cluster.on_load = lambda number: died()
-    with pytest.raises(GivenUpError, match="a worker could not be started: 3 workers died in a row"):
+    with pytest.raises(JobError, match="a worker could not be started: 3 workers died in a row"):
         pool_of(attempts=3)
     assert len(cluster.actors) == 4
 
 
 def test_workers_that_die_before_they_have_their_model_are_forgotten_when_one_has_it(cluster: Cluster) -> None:
-    cluster.on_load = lambda number: hello() if number % 2 else died()
+    cluster.on_load = lambda number: ready() if number % 2 else died()
     pool = pool_of(attempts=2)
     cluster.on_run = lambda number, item: [died()]
     start(pool, ONE)
-    assert listen(pool, pool.free) == [ONE]
+    assert listen(pool, pool.idle) == [ONE]
     assert pool.num_restarts == 3
 
 
@@ -162,10 +162,10 @@ def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
     pool = Pool(settings(), Notes())
     if where == "load":
         cluster.on_load = lambda number: raised(error)
-        pool.hire()
+        pool.start_workers()
     else:
-        cluster.on_run = lambda number, item: [Noted("so far"), raised(error)]
-        pool.hello()
+        cluster.on_run = lambda number, item: [Note("so far"), raised(error)]
+        pool.wait_ready()
         start(pool, ONE)
     with pytest.raises(type(error)) as caught:
         listen(pool, lambda: False, most=3)
@@ -173,120 +173,120 @@ def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
     assert len(cluster.actors) == 1
 
 
-def test_an_error_that_nobody_expected_is_told_in_a_line_and_not_tried_again(cluster: Cluster) -> None:
+def test_an_unexpected_error_becomes_one_line_and_is_not_retried(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [raised(RuntimeError("out of\nmemory"))]
     pool = pool_of()
     start(pool, ONE)
-    with pytest.raises(GivenUpError, match="RuntimeError: out of memory"):
-        pool.hear()
+    with pytest.raises(JobError, match="RuntimeError: out of memory"):
+        pool.poll()
 
 
 def test_two_models_that_differ_are_refused_naming_both_nodes(cluster: Cluster) -> None:
-    cluster.on_load = lambda number: hello(f"10.0.0.{number + 1}", tokenizer=f"0{number}")
+    cluster.on_load = lambda number: ready(f"10.0.0.{number + 1}", tokenizer=f"0{number}")
     with pytest.raises(ConfigError, match=r"10\.0\.0\.2 has another than 10\.0\.0\.1"):
         pool_of(count=2)
 
 
 def test_a_model_that_changes_while_a_job_runs_is_refused(cluster: Cluster) -> None:
-    cluster.on_load = lambda number: hello(tokenizer=f"0{number}")
+    cluster.on_load = lambda number: ready(tokenizer=f"0{number}")
     cluster.on_run = lambda number, item: [died()]
     pool = pool_of()
     start(pool, ONE)
     with pytest.raises(ConfigError, match="the same model on every node"):
-        listen(pool, pool.free)
+        listen(pool, pool.idle)
 
 
-def test_waiting_too_long_for_a_place_says_what_the_cluster_has(cluster: Cluster) -> None:
+def test_the_error_after_waiting_too_long_names_the_resources(cluster: Cluster) -> None:
     cluster.on_load = lambda number: SILENCE
     notes, begun = Notes(), cluster.now
-    with pytest.raises(GivenUpError, match=r"no worker had its place and its model after 10\d s") as caught:
+    with pytest.raises(JobError, match=r"no worker was placed and had its model after 10\d s") as caught:
         pool_of(notes, count=2, start_s=100.0, num_cpus=2.0)
-    said = "each asks for 2 CPUs and 0 GPUs, the cluster has {'CPU': 4.0}, of which {'CPU': 0.5} are free"
-    assert str(caught.value).endswith(said)
+    expected = "each asks for 2 CPUs and 0 GPUs, the cluster has {'CPU': 4.0}, of which {'CPU': 0.5} are free"
+    assert str(caught.value).endswith(expected)
     assert 100.0 < cluster.now - begun <= 102.0
-    assert notes.lines == [f"waiting for a worker; {said}"], "once, and well before the end"
+    assert notes.lines == [f"waiting for a worker; {expected}"], "once, and well before the end"
 
 
-def test_that_nobody_is_there_is_told_before_the_time_is_over(cluster: Cluster) -> None:
+def test_waiting_is_noted_before_the_time_is_over(cluster: Cluster) -> None:
     cluster.on_load = lambda number: SILENCE
     notes = Notes()
     pool, begun = Pool(settings(), notes), cluster.now
-    pool.hire()
+    pool.start_workers()
     while not notes.lines:
-        pool.hear()
-    assert SAY_WAITING_S < cluster.now - begun <= SAY_WAITING_S + 2
+        pool.poll()
+    assert NOTE_WAITING_S < cluster.now - begun <= NOTE_WAITING_S + 2
 
 
-def test_the_time_to_start_begins_when_workers_are_hired(cluster: Cluster) -> None:
+def test_the_time_to_start_begins_when_workers_are_started(cluster: Cluster) -> None:
     cluster.on_load = lambda number: SILENCE
     pool = Pool(settings(start_s=100.0), Notes())
     cluster.now += 1000.0  # the driver had other things to do
-    pool.hire()
-    pool.hear()
-    cluster.actors[0].loading.answer(hello())
-    assert pool.hello().model_name == "demo"
+    pool.start_workers()
+    pool.poll()
+    cluster.actors[0].loading.answer(ready())
+    assert pool.wait_ready().model_name == "demo"
 
 
 def test_one_that_gets_no_place_is_started_again_while_others_work(cluster: Cluster) -> None:
-    cluster.on_load = lambda number: SILENCE if number == 1 else hello()
+    cluster.on_load = lambda number: SILENCE if number == 1 else ready()
     cluster.on_run = lambda number, item: [SILENCE]
     notes = Notes()
     pool = pool_of(notes, count=2, start_s=100.0, stall_s=10_000.0)
     start(pool, ONE)
     begun = cluster.now
-    assert listen(pool, pool.free) == []
+    assert listen(pool, pool.idle) == []
     assert 100.0 < cluster.now - begun <= 103.0
-    assert notes.lines == ["worker 2 has no place or no model after 100 s; once more"]
+    assert notes.lines == ["worker 2 is not placed or has no model after 100 s; again"]
     assert cluster.alive == [0, 2]
-    assert [member.number for member in pool.free()] == [2]
+    assert [slot.number for slot in pool.idle()] == [2]
 
 
-def test_one_that_was_ready_in_time_is_not_started_again_because_nobody_listened(cluster: Cluster) -> None:
-    cluster.on_load = lambda number: SILENCE if number == 1 else hello()
+def test_a_worker_that_was_ready_in_time_is_not_restarted_after_a_late_poll(cluster: Cluster) -> None:
+    cluster.on_load = lambda number: SILENCE if number == 1 else ready()
     notes = Notes()
     pool = pool_of(notes, count=2, start_s=100.0)
-    cluster.actors[1].loading.answer(hello())
+    cluster.actors[1].loading.answer(ready())
     cluster.now += 1000.0  # the driver read a data set
-    pool.hear()
-    assert pool.lost() == []
+    pool.poll()
+    assert pool.replace_lost() == []
     assert notes.lines == []
-    assert [member.number for member in pool.free()] == [1, 2]
+    assert [slot.number for slot in pool.idle()] == [1, 2]
 
 
 def test_one_that_was_lost_in_a_place_that_was_given_back_is_no_trouble_later(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [died()]
     pool = pool_of()
     start(pool, ONE)
-    pool.hear()
-    pool.drop_work()
-    assert pool.lost() == [], "nobody wants its item any more"
+    pool.poll()
+    pool.cancel()
+    assert pool.replace_lost() == [], "its task was cancelled"
     assert cluster.alive == [1]
-    assert listen(pool, pool.free) == []
+    assert listen(pool, pool.idle) == []
     start(pool, TWO)
-    pool.hear()
-    pool.let_go()
-    pool.hire()
-    assert pool.lost() == []
+    pool.poll()
+    pool.stop_workers()
+    pool.start_workers()
+    assert pool.replace_lost() == []
     assert len(cluster.alive) == 1
 
 
-def test_work_that_is_dropped_leaves_nobody_at_it_and_everybody_else_in_place(cluster: Cluster) -> None:
+def test_cancelled_tasks_end_and_idle_workers_stay(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [SILENCE]
     pool = pool_of(count=3)
     start(pool, ONE, TWO)
     assert cluster.at_work == [0, 1]
-    pool.drop_work()
+    pool.cancel()
     assert cluster.at_work == []
     assert cluster.alive == [2, 3, 4]
-    listen(pool, lambda: len(pool.free()) == 3)
-    assert [member.number for member in pool.free()] == [1, 2, 3]
+    listen(pool, lambda: len(pool.idle()) == 3)
+    assert [slot.number for slot in pool.idle()] == [1, 2, 3]
 
 
 def test_places_that_are_given_back_are_closed_and_killed(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [SILENCE]
     pool = pool_of(count=2)
     start(pool, ONE)
-    pool.let_go()
+    pool.stop_workers()
     assert [actor.is_closed for actor in cluster.actors] == [False, True], "one that is at work could not answer"
     assert [actor.is_killed for actor in cluster.actors] == [True, True]
 
@@ -296,43 +296,46 @@ def test_one_that_does_not_close_is_killed_all_the_same(cluster: Cluster, answer
     cluster.on_close = answer
     pool = pool_of(count=2)
     begun = cluster.now
-    pool.let_go()
+    pool.stop_workers()
     assert [actor.is_killed for actor in cluster.actors] == [True, True]
     assert cluster.now - begun <= CLOSE_S
 
 
 def test_times_add_up_over_deaths_and_over_places_that_were_given_back(cluster: Cluster) -> None:
-    cluster.on_load = lambda number: hello(f"10.0.0.{number}")
-    cluster.on_run = lambda number, item: [died()] if number == 1 else [Done(None, 2.5)]
+    cluster.on_load = lambda number: ready(f"10.0.0.{number}")
+    cluster.on_run = lambda number, item: [died()] if number == 1 else [TaskDone(None, 2.5)]
     pool = pool_of(count=2)
     [first, second] = start(pool, ONE, TWO)
-    [(member, event)] = pool.hear()
-    assert member is first
-    pool.finish(member, event)  # type: ignore[arg-type]
+    [(slot, event)] = pool.poll()
+    assert slot is first
+    pool.finish(slot, event)  # type: ignore[arg-type]
     assert second.item is TWO
-    assert pool.lost() == [TWO]
-    before = pool.times()
+    assert pool.replace_lost() == [TWO]
+    before = pool.worker_times()
     assert before == [WorkerTime("worker 1", "node 1", 1, 2.5, 0), WorkerTime("worker 2", "not placed", 0, 0.0, 1)]
-    pool.let_go()
-    assert pool.times() == before
+    pool.stop_workers()
+    assert pool.worker_times() == before
     assert pool.num_restarts == 1
-    pool.let_go()
-    assert pool.times() == before, "nobody is there to be let go, and nothing is forgotten"
-    pool.hire()
-    listen(pool, lambda: len(pool.free()) == 2)
-    for member in start(pool, ONE, TWO):
-        pool.finish(member, Done(None, 1.0))
-    assert pool.times() == [WorkerTime("worker 1", "node 3", 2, 3.5, 0), WorkerTime("worker 2", "node 4", 1, 1.0, 1)]
+    pool.stop_workers()
+    assert pool.worker_times() == before, "a second stop changes nothing"
+    pool.start_workers()
+    listen(pool, lambda: len(pool.idle()) == 2)
+    for slot in start(pool, ONE, TWO):
+        pool.finish(slot, TaskDone(None, 1.0))
+    assert pool.worker_times() == [
+        WorkerTime("worker 1", "node 3", 2, 3.5, 0),
+        WorkerTime("worker 2", "node 4", 1, 1.0, 1),
+    ]
 
 
-def test_hiring_twice_fills_every_place_once(cluster: Cluster) -> None:
+def test_starting_twice_starts_every_worker_once(cluster: Cluster) -> None:
     pool = Pool(settings(count=2), Notes())
-    pool.hire()
-    pool.hire()
+    pool.start_workers()
+    pool.start_workers()
     assert len(cluster.actors) == 2
 
 
-def test_a_worker_asks_for_what_the_settings_say_and_is_started_again_by_nobody_else(cluster: Cluster) -> None:
+def test_a_worker_has_the_resources_of_the_settings_and_ray_does_not_restart_it(cluster: Cluster) -> None:
     pool_of(num_cpus=2.0, num_gpus=1.0, threads=3)
     [options] = cluster.options
     env = {"env_vars": {"OMP_NUM_THREADS": "3"}}

@@ -1,4 +1,4 @@
-"""A calibration job starts only with settings that all make sense, and says which does not."""
+"""A calibration job starts only with valid settings; the error names the invalid one."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_the_shipped_settings_are_sound() -> None:
     assert settings.model == "demo"
     assert settings.config.data == "self"
     assert settings.workers.count == settings.train_workers == 1
-    assert Path(settings.storage).is_absolute(), "~ is the home of whoever submits"
+    assert Path(settings.storage).is_absolute(), "~ is the home of the submitting user"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"nmae": "x"}, "nmae"),
         ({"name": "../up"}, "name"),
@@ -65,8 +65,8 @@ def test_the_shipped_settings_are_sound() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_wrong_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         read(**changes)
 
 
@@ -75,7 +75,7 @@ def test_a_url_is_a_storage(storage: str) -> None:
     assert read(storage=storage).storage == storage
 
 
-def test_a_worker_computes_with_as_many_threads_as_it_has_cpus_if_nothing_else_is_said() -> None:
+def test_a_worker_has_as_many_threads_as_cpus_by_default() -> None:
     assert read(workers={"num_cpus": 4.0}).threads == 4
     assert read(workers={"num_cpus": 0.5}).threads == 1
     assert read(workers={"num_cpus": 4.0, "threads": 2}).threads == 2
@@ -85,7 +85,7 @@ def test_libraries_that_do_not_ask_torch_have_as_many_threads() -> None:
     assert read(workers={"num_cpus": 4.0}).runtime_env == {"env_vars": {"OMP_NUM_THREADS": "4"}}
 
 
-def test_a_storage_and_an_output_may_be_in_the_home_of_whoever_submits() -> None:
+def test_a_storage_and_an_output_may_be_in_the_home_of_the_user() -> None:
     settings = read(storage="~/runs", output="~/artefact")
     assert (settings.storage, settings.output) == (str(Path.home() / "runs"), str(Path.home() / "artefact"))
 

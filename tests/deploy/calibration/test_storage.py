@@ -1,4 +1,4 @@
-"""A run behind a URL: each machine has the files it asks for, as they are in the store, whole or not at all."""
+"""A run in an object store: each machine gets the files it pulls as they are in the store, whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from deploy.calibration.storage import StoredFiles, opened, place_of, remove
-from tide_core.calibration.files import RunFiles
+from deploy.calibration.storage import RemoteRunFiles, location, open_run, remove
+from tide_core.calibration.ledger import RunFiles
 from tide_core.errors import ConfigError
 
 
@@ -24,16 +24,16 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store/run"
 
 
-def machine(url: str, folder: Path) -> StoredFiles:
+def machine(url: str, folder: Path) -> RemoteRunFiles:
     folder.mkdir()
-    return StoredFiles(url, folder)
+    return RemoteRunFiles(url, folder)
 
 
 def test_what_one_machine_keeps_another_can_bring(url: str, tmp_path: Path) -> None:
     one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
     one.path("shards/a").write_bytes(b"first")
-    one.keep(["shards/a"])
-    two.bring(["shards/a", "shards/never"])
+    one.push(["shards/a"])
+    two.pull(["shards/a", "shards/never"])
     assert (two.folder / "shards/a").read_bytes() == b"first"
     assert not (two.folder / "shards/never").exists()
     assert [path.name for path in (tmp_path / "store/run/shards").iterdir()] == ["a"], "and no temporary file"
@@ -42,17 +42,17 @@ def test_what_one_machine_keeps_another_can_bring(url: str, tmp_path: Path) -> N
 def test_a_file_that_changed_is_brought_again_and_one_that_did_not_is_not(url: str, tmp_path: Path) -> None:
     one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
     one.path("ledger").write_bytes(b"1")
-    one.keep(["ledger"])
-    two.bring(["ledger"])
+    one.push(["ledger"])
+    two.pull(["ledger"])
     before = (two.folder / "ledger").stat().st_ino
-    two.bring(["ledger"])
+    two.pull(["ledger"])
     assert (two.folder / "ledger").stat().st_ino == before
     one.path("ledger").write_bytes(b"second")
-    one.keep(["ledger"])
-    two.bring(["ledger"])
+    one.push(["ledger"])
+    two.pull(["ledger"])
     assert (two.folder / "ledger").read_bytes() == b"second"
     before = (one.folder / "ledger").stat().st_ino
-    one.bring(["ledger"])
+    one.pull(["ledger"])
     assert (one.folder / "ledger").stat().st_ino == before, "nor one that was kept from here"
 
 
@@ -60,8 +60,8 @@ def test_a_file_of_the_same_size_that_changed_is_brought_again(url: str, tmp_pat
     one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
     for text in (b"first", b"other"):
         one.path("state").write_bytes(text)
-        one.keep(["state"])
-        two.bring(["state"])
+        one.push(["state"])
+        two.pull(["state"])
         assert (two.folder / "state").read_bytes() == text
 
 
@@ -70,7 +70,7 @@ def test_a_machine_that_dies_while_it_keeps_a_file_leaves_the_old_one(
 ) -> None:
     one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
     one.path("shards/a").write_bytes(b"old")
-    one.keep(["shards/a"])
+    one.push(["shards/a"])
     store = one._store
 
     class Dying:
@@ -89,8 +89,8 @@ def test_a_machine_that_dies_while_it_keeps_a_file_leaves_the_old_one(
     monkeypatch.setattr(one, "_store", Dying())
     one.path("shards/a").write_bytes(b"new one")
     with pytest.raises(KeyboardInterrupt):
-        one.keep(["shards/a"])
-    two.bring(["shards/a"])
+        one.push(["shards/a"])
+    two.pull(["shards/a"])
     assert (two.folder / "shards/a").read_bytes() == b"old"
 
 
@@ -117,9 +117,9 @@ def test_a_disk_that_fails_while_a_file_is_brought_leaves_the_old_one(
     one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
     for text in (b"old", b"new one"):
         one.path("a").write_bytes(text)
-        one.keep(["a"])
+        one.push(["a"])
         if text == b"old":
-            two.bring(["a"])
+            two.pull(["a"])
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -127,36 +127,36 @@ def test_a_disk_that_fails_while_a_file_is_brought_leaves_the_old_one(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            two.bring(["a"])
+            two.pull(["a"])
     assert (two.folder / "a").read_bytes() == b"old"
-    two.bring(["a"])
+    two.pull(["a"])
     assert (two.folder / "a").read_bytes() == b"new one", "and it does not count as brought"
 
 
 def test_options_of_a_url_stay_at_its_end() -> None:
-    assert place_of("s3://bucket/runs/?region=x&a=b", "run", "ray") == "s3://bucket/runs/run/ray?region=x&a=b"
-    assert place_of("s3://bucket/runs", "run") == "s3://bucket/runs/run"
-    assert place_of("/what?/runs/", "run") == "/what?/runs/run", "a folder has none"
+    assert location("s3://bucket/runs/?region=x&a=b", "run", "ray") == "s3://bucket/runs/run/ray?region=x&a=b"
+    assert location("s3://bucket/runs", "run") == "s3://bucket/runs/run"
+    assert location("/what?/runs/", "run") == "/what?/runs/run", "a folder has none"
 
 
 def test_a_file_that_is_gone_is_gone_everywhere(url: str, tmp_path: Path) -> None:
     one, two = machine(url, tmp_path / "one"), machine(url, tmp_path / "two")
     one.path("state").write_bytes(b"1")
-    one.keep(["state"])
-    two.bring(["state"])
+    one.push(["state"])
+    two.pull(["state"])
     (two.folder / "state").unlink()
-    two.keep(["state"])
-    one.bring(["state"])
+    two.push(["state"])
+    one.pull(["state"])
     assert not (one.folder / "state").exists()
 
 
-def test_a_file_that_was_spoiled_here_is_told_by_whoever_reads_it_not_hidden(url: str, tmp_path: Path) -> None:
+def test_a_file_that_was_damaged_locally_is_not_hidden(url: str, tmp_path: Path) -> None:
     """`bring` compares with the store, so that a local copy which vanished comes back."""
     one = machine(url, tmp_path / "one")
     one.path("a").write_bytes(b"1")
-    one.keep(["a"])
+    one.push(["a"])
     (one.folder / "a").unlink()
-    one.bring(["a"])
+    one.pull(["a"])
     assert (one.folder / "a").read_bytes() == b"1"
 
 
@@ -171,30 +171,30 @@ def test_files_that_are_one_thing_are_never_seen_half_replaced(
             one.path(name).write_text(text)
 
     write("old")
-    one.replace(names)
+    one.push_together(names)
     write("new")
     put, seen = one._put, []
 
     def watched(there: str, raw: bytes) -> None:
-        two.bring(names)
+        two.pull(names)
         seen.append((two.folder / names[-1]).exists())
         put(there, raw)
 
     monkeypatch.setattr(one, "_put", watched)
-    one.replace(names)
-    assert seen == [False, False, False], "what tells of the others is gone while they change"
-    two.bring(names)
+    one.push_together(names)
+    assert seen == [False, False, False], "the last file is absent while the others change"
+    two.pull(names)
     assert [(two.folder / name).read_text() for name in names] == ["new"] * 3
 
 
 def test_a_plain_folder_is_used_as_it_is(tmp_path: Path) -> None:
-    with opened(str(tmp_path), "run") as files:
+    with open_run(str(tmp_path), "run") as files:
         assert type(files) is RunFiles
         assert files.folder == tmp_path / "run"
 
 
 def test_the_folder_of_a_stored_run_goes_with_it(url: str) -> None:
-    with opened(url.removesuffix("/run"), "run") as files:
+    with open_run(url.removesuffix("/run"), "run") as files:
         folder = files.folder
         assert folder.is_dir()
     assert not folder.exists()
@@ -204,11 +204,11 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_and_no_o
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with opened(url, "run") as files:
+    with open_run(url, "run") as files:
         dead = tmp_path / "tide-run-dead"
         shutil.copytree(files.folder, dead)
         (dead / "shard").write_bytes(b"1")
-        with opened(url, "run") as other:
+        with open_run(url, "run") as other:
             assert files.folder.is_dir()
             assert other.folder.is_dir()
             assert not dead.exists()
@@ -218,7 +218,7 @@ def test_a_folder_of_a_store_is_removed_with_all_that_is_in_it(url: str, tmp_pat
     one = machine(url, tmp_path / "one")
     for name in ("ray/train-1/a", "ray/train-1/b/c", "shards/a"):
         one.path(name).write_bytes(b"1")
-    one.keep(["ray/train-1/a", "ray/train-1/b/c", "shards/a"])
+    one.push(["ray/train-1/a", "ray/train-1/b/c", "shards/a"])
     for storage in (url, str(tmp_path / "store")):
         remove(storage.removesuffix("/run"), "run", "ray")
         remove(storage.removesuffix("/run"), "run", "ray")  # and it is no fault if nothing is there
@@ -229,15 +229,15 @@ def test_a_store_that_only_fsspec_knows_is_as_good(tmp_path: Path) -> None:
     one, two = machine("memory://bucket/run", tmp_path / "one"), machine("memory://bucket/run", tmp_path / "two")
     for text in (b"first", b"second one"):
         one.path("shards/a").write_bytes(text)
-        one.keep(["shards/a"])
-        two.bring(["shards/a", "shards/never"])
+        one.push(["shards/a"])
+        two.pull(["shards/a", "shards/never"])
         assert (two.folder / "shards/a").read_bytes() == text
     (one.folder / "shards/a").unlink()
-    one.keep(["shards/a"])
-    two.bring(["shards/a"])
+    one.push(["shards/a"])
+    two.pull(["shards/a"])
     assert not (two.folder / "shards/a").exists()
 
 
-def test_a_store_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="storage"):
-        StoredFiles("nosuchscheme://x/y", tmp_path)
+        RemoteRunFiles("nosuchscheme://x/y", tmp_path)

@@ -9,47 +9,46 @@ from typing import Any
 
 import pytest
 
-from deploy.calibration.storage import StoredFiles
-from tests.calibration.test_crew import DiesAt, DiesTrained
-from tests.calibration.test_measured import FakeTimer
+from deploy.calibration.storage import RemoteRunFiles
+from tests.calibration.report.test_measured import FakeTimer
+from tests.calibration.test_executor import DiesAt, DiesTrained
 from tests.calibration.tiny_runs import contents, tiny_calibration, write_prompts
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import pipeline, work
-from tide_core.calibration.crew import Solo, Workshop
+from tide_core.calibration import pipeline, stages
 from tide_core.calibration.data import dataset
-from tide_core.calibration.files import RunFiles
-from tide_core.calibration.ledger import read_ledger
+from tide_core.calibration.executor import LocalExecutor, StageContext
+from tide_core.calibration.ledger import RunFiles, read_ledger
 from tide_core.calibration.progress import SilentProgress
 from tide_core.calibration.report import report
 from tide_core.calibration.train.learner import Learner
 from tide_core.models.identity import identify
 
 
-class MovesOn(Solo):
-    """Each piece of work is done by somebody else, who has nothing but what is in the store."""
+class MovesOn(LocalExecutor):
+    """Each task runs on a new machine, which has only the files of the store."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        super().__init__(workshop)
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
         self._num = 0
 
-    def each(self, work: Any, items: Any) -> Iterator[tuple[Any, Any]]:
+    def map_unordered(self, task: Any, items: Any) -> Iterator[tuple[Any, Any]]:
         for item in items:
             self._move()
-            yield from super().each(work, [item])
+            yield from super().map_unordered(task, [item])
 
-    def train(self, work: Any, item: Any, progress: Any) -> Any:
+    def train(self, task: Any, item: Any, progress: Any) -> Any:
         self._move()
-        return super().train(work, item, progress)
+        return super().train(task, item, progress)
 
-    def once(self, work: Any, item: Any, progress: Any) -> Any:
+    def run(self, task: Any, item: Any, progress: Any) -> Any:
         self._move()
-        return super().once(work, item, progress)
+        return super().run(task, item, progress)
 
     def _move(self) -> None:
         self._num += 1
         before = self._workshop.files
-        if isinstance(before, StoredFiles):
+        if isinstance(before, RemoteRunFiles):
             self._workshop.files = machine(before.folder.with_name(f"worker {self._num}"), before.folder.parent.parent)
 
 
@@ -61,9 +60,9 @@ class MovesOnAndDiesTrained(DiesTrained, MovesOn):
     pass
 
 
-def machine(folder: Path, place: Path) -> StoredFiles:
+def machine(folder: Path, place: Path) -> RemoteRunFiles:
     folder.mkdir(parents=True)
-    return StoredFiles(f"file://{place}/store/run", folder)
+    return RemoteRunFiles(f"file://{place}/store/run", folder)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +71,7 @@ def _few_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "can_plot", lambda: False)
 
 
-def calibrated(crew_class: type[Any], place: Path, job: str, timer: Any = None) -> dict[str, bytes]:
+def calibrated(executor_class: type[Any], place: Path, job: str, timer: Any = None) -> dict[str, bytes]:
     """What one job publishes; without a name it runs in a folder that all can see."""
     model, tokenizer = copy.deepcopy(tiny_model("llama")), tiny_tokenizer()
     measured = {"measure_batches": (1,)} if timer else {}
@@ -83,26 +82,27 @@ def calibrated(crew_class: type[Any], place: Path, job: str, timer: Any = None) 
     else:
         files = at_work = RunFiles(place / "run")  # type: ignore[assignment]
         files.folder.mkdir(parents=True)
-    crew = crew_class(Workshop(config, model, tokenizer, identify(model, tokenizer, None), at_work))
+    executor = executor_class(StageContext(config, model, tokenizer, identify(model, tokenizer, None), at_work))
     target = place / "published"
-    pipeline.run(config, crew, files, publish_to=target, model_name="tiny", progress=SilentProgress(), timer=timer)
+    run = pipeline.Pipeline(config, executor, files, SilentProgress())
+    run.run(publish_to=target, model_name="tiny", timer=timer)
     return contents(target)
 
 
-def test_a_run_in_a_store_gives_the_bytes_of_one_in_a_folder_whoever_does_each_piece(tmp_path: Path) -> None:
-    expected = calibrated(Solo, tmp_path / "plain", "")
+def test_a_run_in_a_store_gives_the_bytes_of_one_in_a_folder_on_any_machine(tmp_path: Path) -> None:
+    expected = calibrated(LocalExecutor, tmp_path / "plain", "")
     assert calibrated(MovesOn, tmp_path, "job") == expected
     assert contents(tmp_path / "store" / "run" / "artefact") == expected
     ledger = read_ledger(tmp_path / "store" / "run")
     assert ledger is not None
     assert ledger["stages"].keys() == {"dataset", "collect", "train", "risk", "publish"}
-    assert not list((tmp_path / "store" / "run" / "train").rglob("training*")), "no state is left behind"
+    assert not list((tmp_path / "store" / "run" / "train").rglob("training*")), "no state is left"
 
 
 def test_a_run_in_a_store_goes_on_elsewhere_and_does_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = calibrated(Solo, tmp_path / "plain", "")
+    expected = calibrated(LocalExecutor, tmp_path / "plain", "")
     with pytest.raises(KeyboardInterrupt):
         calibrated(MovesOnAndDies, tmp_path, "first")
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "store/run/prompts").iterdir()}
@@ -112,12 +112,12 @@ def test_a_run_in_a_store_goes_on_elsewhere_and_does_nothing_twice(
     same = [path for path, stamp in stamps.items() if path.stat().st_mtime_ns == stamp]
     assert len(same) >= DiesAt.after, "prompts that the ledger knows are not made up again"
     monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
-    monkeypatch.setattr(work, "sequences_of", lambda *args: pytest.fail("every shard is there"))
+    monkeypatch.setattr(stages, "sequences_of", lambda *args: pytest.fail("every shard is there"))
     assert calibrated(MovesOn, tmp_path, "third") == expected
     assert calibrated(MovesOn, tmp_path, "fourth") == expected, "and a run that is done is looked at and left"
 
 
-def test_what_the_clock_said_is_in_the_store_as_well(tmp_path: Path) -> None:
+def test_timings_are_in_the_store_as_well(tmp_path: Path) -> None:
     timer = FakeTimer()
     published = calibrated(MovesOn, tmp_path, "job", timer)
     assert [found.keys() >= {"manifest.json", "heads.safetensors"} for found in timer.found] == [True]

@@ -1,4 +1,4 @@
-"""Those who train together: one result, one voice, and an error of the work itself ends it at once."""
+"""Data-parallel training: one result, one display, and an error of the task itself ends it at once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import ray
 
 from deploy.calibration import training
-from deploy.calibration.events import Began, Done, Failed, Moved, Noted, Took
+from deploy.calibration.events import Note, StageStarted, StageUpdated, TaskDone, TaskFailed, TrainerDone
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.training import TrainingError, train_together
-from tests.deploy.calibration.test_events import Heard
-from tide_core.calibration import run
-from tide_core.calibration.train import group
+from tests.deploy.calibration.test_events import ProgressLog
+from tide_core.calibration import named_model
+from tide_core.calibration.train import process_group
 from tide_core.errors import ConfigError
 
-Board = training._Board.__ray_metadata__.modified_class
+Mailbox = training._Mailbox.__ray_metadata__.modified_class
 
 
 class Near:
@@ -57,16 +57,16 @@ class Trainer:
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Board()
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Mailbox()
     places = SimpleNamespace(remote=lambda: Near(made))
-    monkeypatch.setattr(training, "_Board", SimpleNamespace(options=lambda **_: places))
-    monkeypatch.setattr(training, "beside_the_driver", lambda: None)
+    monkeypatch.setattr(training, "_Mailbox", SimpleNamespace(options=lambda **_: places))
+    monkeypatch.setattr(training, "on_driver_node", lambda: None)
     monkeypatch.setattr(training, "TorchTrainer", Trainer)
     monkeypatch.setattr(training, "POLL_S", 0.01)
-    monkeypatch.setattr(training, "workshop_of", lambda settings, stack, group: (group, "demo"))
-    monkeypatch.setattr(group, "TorchGroup", lambda: SimpleNamespace(rank=Trainer.rank, size=2))
-    monkeypatch.setattr(run, "use_threads", lambda threads: None)
+    monkeypatch.setattr(training, "load_context", lambda settings, stack, group: (group, "demo"))
+    monkeypatch.setattr(process_group, "TorchProcessGroup", lambda: SimpleNamespace(rank=Trainer.rank, size=2))
+    monkeypatch.setattr(named_model, "use_threads", lambda threads: None)
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: f"10.0.0.{Trainer.rank + 1}")
     monkeypatch.setattr(Trainer, "fit_", Trainer.fit_)
@@ -77,39 +77,39 @@ def settings(tmp_path: Path, **workers: Any) -> JobSettings:
     return read_settings({"name": "run", "storage": str(tmp_path), "train_workers": 2, "workers": workers})
 
 
-def work(workshop: Any, item: str, progress: Any) -> str:
+def work(context: Any, item: str, progress: Any) -> str:
     with progress.stage("train", 5, "step") as stage:
         stage.update(5)
-    return f"{item} by {workshop.rank}"
+    return f"{item} by {context.rank}"
 
 
-def test_the_result_is_that_of_the_first_and_only_the_first_is_shown(board: Any, tmp_path: Path) -> None:
-    heard = Heard()
-    trained = train_together(settings(tmp_path), work, "heads", heard)
+def test_the_result_is_that_of_the_first_and_only_the_first_is_shown(mailbox: Any, tmp_path: Path) -> None:
+    log = ProgressLog()
+    trained = train_together(settings(tmp_path), work, "heads", log)
     assert trained.result == "heads by 0"
     assert [(each.number, each.node) for each in trained.times] == [(1, "10.0.0.1"), (2, "10.0.0.2")]
     assert all(each.seconds >= 0 for each in trained.times)
     assert trained.num_restarts == 0
-    assert heard.lines == ["begin train 5 step", "update 5 {}", "end train"]
+    assert log.lines == ["begin train 5 step", "update 5 {}", "end train"]
 
 
-def test_a_restart_is_told_and_counted_once_for_all(board: Any, tmp_path: Path) -> None:
+def test_a_restart_is_noted_and_counted_once_for_all(mailbox: Any, tmp_path: Path) -> None:
     def lost_once(trainer: Trainer) -> None:
-        assert board.begin() == 1  # by a first one who was lost
+        assert mailbox.begin() == 1  # by a first one who was lost
         trainer.begin(0, 1)
 
     Trainer.fit_ = lost_once
-    heard = Heard()
-    trained = train_together(settings(tmp_path), work, "heads", heard)
+    log = ProgressLog()
+    trained = train_together(settings(tmp_path), work, "heads", log)
     assert trained.num_restarts == 1
-    said = "note train: one of the 2 workers is lost; all begin again from the last state, restart 1"
-    assert [line for line in heard.lines if line.startswith("note")] == [said]
+    expected = "note train: one of the 2 workers is lost; all restart from the last state, restart 1"
+    assert [line for line in log.lines if line.startswith("note")] == [expected]
 
 
-@pytest.mark.parametrize("told", ["raised", "swallowed"])
+@pytest.mark.parametrize("received", ["raised", "swallowed"])
 @pytest.mark.parametrize("error", [ConfigError("data", "x", "y"), OSError(28, "No space left")], ids=repr)
 def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
-    board: Any, tmp_path: Path, error: Exception, told: str
+    mailbox: Any, tmp_path: Path, error: Exception, received: str
 ) -> None:
     tried = []
 
@@ -120,50 +120,50 @@ def test_what_the_work_itself_raises_is_raised_as_it_is_and_not_tried_again(
     def fit(trainer: Trainer) -> None:
         with pytest.raises(type(error)):
             trainer.begin(1)
-        trainer.begin(0, 1)  # Ray Train starts everybody again
-        if told == "raised":
+        trainer.begin(0, 1)  # Ray Train restarts all processes
+        if received == "raised":
             raise RuntimeError("of Ray Train")
 
     Trainer.fit_ = fit
     with pytest.raises(type(error)) as caught:
-        train_together(settings(tmp_path), fails, "heads", Heard())
+        train_together(settings(tmp_path), fails, "heads", ProgressLog())
     assert caught.value is error
     assert len(tried) == 1
 
 
-def test_an_error_that_nobody_expected_is_left_to_ray_train(board: Any, tmp_path: Path) -> None:
-    """It may be of the machine, so others try; what is left in the end is told in a line."""
+def test_an_unexpected_error_is_left_to_ray_train(mailbox: Any, tmp_path: Path) -> None:
+    """The machine may be the cause, so Ray Train retries; the last error becomes one line."""
 
     def fails(*args: Any) -> None:
         raise RuntimeError("of the\nmachine")
 
     Trainer.fit_ = lambda trainer: trainer.begin(0)
     with pytest.raises(TrainingError, match="2 workers could not train: of the machine"):
-        train_together(settings(tmp_path), fails, "heads", Heard())
-    assert not board.is_given_up()
+        train_together(settings(tmp_path), fails, "heads", ProgressLog())
+    assert not mailbox.has_failed()
 
 
-def test_an_end_without_a_result_is_an_error(board: Any, tmp_path: Path) -> None:
+def test_an_end_without_a_result_is_an_error(mailbox: Any, tmp_path: Path) -> None:
     Trainer.fit_ = lambda trainer: trainer.begin(1)
     with pytest.raises(TrainingError, match="without a result"):
-        train_together(settings(tmp_path), work, "heads", Heard())
+        train_together(settings(tmp_path), work, "heads", ProgressLog())
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_nothing_that_ray_train_keeps_stays_in_the_run(board: Any, tmp_path: Path, ends_well: bool) -> None:
+def test_nothing_that_ray_train_keeps_stays_in_the_run(mailbox: Any, tmp_path: Path, ends_well: bool) -> None:
     (tmp_path / "run" / "shards").mkdir(parents=True)
     Trainer.fit_ = lambda trainer: trainer.begin(1, 0) if ends_well else trainer.begin(1)
     try:
-        train_together(settings(tmp_path), work, "heads", Heard())
+        train_together(settings(tmp_path), work, "heads", ProgressLog())
     except TrainingError:
         assert not ends_well
     assert Path(Trainer.last.asked["run_config"].storage_path) == tmp_path / "run" / "ray"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["shards"]
 
 
-def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(board: Any, tmp_path: Path) -> None:
+def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(mailbox: Any, tmp_path: Path) -> None:
     asked = settings(tmp_path, num_cpus=2.0, num_gpus=1.0, attempts=4, start_s=600.0, stall_s=90.0, threads=3)
-    train_together(asked, work, "heads", Heard())
+    train_together(asked, work, "heads", ProgressLog())
     scaling, run_config = Trainer.last.asked["scaling_config"], Trainer.last.asked["run_config"]
     assert (scaling.num_workers, scaling.use_gpu) == (2, True)
     assert scaling.resources_per_worker == {"CPU": 2.0, "GPU": 1.0}
@@ -174,14 +174,20 @@ def test_ray_train_is_asked_for_the_places_and_the_patience_of_the_settings(boar
     assert Trainer.last.asked["torch_config"].timeout_s == 90, "one that hangs is not waited for longer"
 
 
-def test_everything_on_the_board_is_read_once_and_a_failure_is_remembered() -> None:
-    board = Board()
-    told = [Began("train", 5, "step"), Moved(5), Noted("hello"), Took(1, "10.0.0.1", 1.0), Done("result", 1.0)]
-    for event in told:
-        board.tell(event)
-    assert board.read() == told
-    assert board.read() == []
-    assert not board.is_given_up()
-    board.tell(Failed(ConfigError("data", "x", "y")))
-    board.tell(Noted("later"))
-    assert board.is_given_up()
+def test_everything_in_the_mailbox_is_read_once_and_a_failure_is_recorded() -> None:
+    mailbox = Mailbox()
+    received = [
+        StageStarted("train", 5, "step"),
+        StageUpdated(5),
+        Note("ready"),
+        TrainerDone(1, "10.0.0.1", 1.0),
+        TaskDone("result", 1.0),
+    ]
+    for event in received:
+        mailbox.send(event)
+    assert mailbox.read() == received
+    assert mailbox.read() == []
+    assert not mailbox.has_failed()
+    mailbox.send(TaskFailed(ConfigError("data", "x", "y")))
+    mailbox.send(Note("later"))
+    assert mailbox.has_failed()

@@ -1,4 +1,4 @@
-"""A worker loads the model of the settings beside the files of the run, and says what is wrong with either."""
+"""A worker loads the model of the settings and opens the run; errors name which of the two is wrong."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import ray
 
 from deploy.calibration import worker
-from deploy.calibration.events import Done, Noted
+from deploy.calibration.events import Note, TaskDone
 from deploy.calibration.settings import JobSettings, read_settings
-from deploy.calibration.storage import StoredFiles
-from deploy.calibration.worker import SEEN, workshop_of
+from deploy.calibration.storage import RemoteRunFiles
+from deploy.calibration.worker import SEEN, load_context
 from tests.calibration.tiny_runs import tiny_calibration
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.calibration import run
-from tide_core.calibration.train.group import ALONE, One
+from tide_core.calibration import named_model
+from tide_core.calibration.train.process_group import SINGLE_PROCESS, SingleProcess
 from tide_core.errors import ConfigError
 from tide_core.models.identity import identify
 
@@ -37,8 +37,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append((name, how))
         return SimpleNamespace(model=model, tokenizer=tokenizer, identity=identity, name="called so")
 
-    monkeypatch.setattr(run, "load", load)
-    monkeypatch.setattr(run, "use_threads", seen.append)
+    monkeypatch.setattr(named_model, "load", load)
+    monkeypatch.setattr(named_model, "use_threads", seen.append)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     return seen
 
@@ -50,7 +50,7 @@ def settings(storage: str) -> JobSettings:
     return read_settings({**asked, "workers": workers, "calibration": calibration})
 
 
-def test_a_node_that_does_not_see_the_folder_of_the_run_says_so_before_it_loads_anything(
+def test_a_node_that_does_not_see_the_folder_of_the_run_fails_before_it_loads_anything(
     tmp_path: Path, asked: list[Any]
 ) -> None:
     (tmp_path / "run").mkdir()  # as on another disk of the same name
@@ -59,26 +59,26 @@ def test_a_node_that_does_not_see_the_folder_of_the_run_says_so_before_it_loads_
     assert asked == []
 
 
-def test_the_model_is_loaded_as_the_settings_say_and_the_node_is_told(tmp_path: Path, asked: list[Any]) -> None:
+def test_the_model_is_loaded_with_the_settings_and_the_node_is_reported(tmp_path: Path, asked: list[Any]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / SEEN).touch()
-    hello = Worker(settings(str(tmp_path))).load()
+    ready = Worker(settings(str(tmp_path))).load()
     assert asked == [("mine", {"dtype": "float32", "device": "cpu", "threads": 3})]
-    assert (hello.model_name, hello.node, hello.facts.num_layers) == ("called so", "10.0.0.7", 4)
+    assert (ready.model_name, ready.node, ready.model_info.identity.num_layers) == ("called so", "10.0.0.7", 4)
     with contextlib.ExitStack() as stack:
-        workshop, _ = workshop_of(settings(str(tmp_path)), stack)
-        assert workshop.files.folder == tmp_path / "run"
-        assert workshop.config == settings(str(tmp_path)).config
-        assert workshop.group is ALONE
-        together = One()
-        assert workshop_of(settings(str(tmp_path)), stack, together)[0].group is together
+        context, _ = load_context(settings(str(tmp_path)), stack)
+        assert context.files.folder == tmp_path / "run"
+        assert context.config == settings(str(tmp_path)).config
+        assert context.group is SINGLE_PROCESS
+        group = SingleProcess()
+        assert load_context(settings(str(tmp_path)), stack, group)[0].group is group
 
 
 def test_a_worker_of_a_store_has_a_folder_of_its_own_and_leaves_none(tmp_path: Path, asked: list[Any]) -> None:
     made = Worker(settings(f"file://{tmp_path}"))
     made.load()
-    files = made._workshop.files
-    assert isinstance(files, StoredFiles)
+    files = made._context.files
+    assert isinstance(files, RemoteRunFiles)
     assert files.folder.is_dir()
     made.close()
     assert not files.folder.exists()
@@ -91,12 +91,12 @@ def test_work_is_done_in_the_workshop_with_the_threads_of_the_settings(tmp_path:
     made.load()
     asked.clear()
 
-    def work(workshop: Any, item: str, progress: Any) -> str:
+    def work(context: Any, item: str, progress: Any) -> str:
         assert asked == [3]
         progress.note("at it")
-        return f"{item} of {workshop.identity.architecture}"
+        return f"{item} of {context.identity.architecture}"
 
     noted, done = made.run(work, "item")
-    assert noted == Noted("at it")
-    assert isinstance(done, Done)
+    assert noted == Note("at it")
+    assert isinstance(done, TaskDone)
     assert done.result == "item of LlamaForCausalLM"

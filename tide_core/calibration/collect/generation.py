@@ -1,8 +1,7 @@
-"""The model's own text in big batches, one way of drawing for the whole batch.
+"""Continue prompts with the model in large batches, one sampling setting per batch.
 
-With the library's own `generate`, padded on the left; on CUDA, where the family allows it, with the faster decoder.
-Batches come out alike for the same seed and the same machine. Where memory runs out, a batch is run in halves, and all
-later ones as well.
+On CUDA, where the model family allows it, with the decoder of `decoder.py`; else with the library's `generate`, padded
+on the left. The same seed on the same machine gives the same batches. When memory runs out, a batch is split in halves.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tide_core.calibration.collect.decoder import Decoder, can_decode
-from tide_core.calibration.collect.sampling import MAX_CHOICES, Sampling
+from tide_core.calibration.collect.decoder import MAX_CHOICES, Decoder, Sampling, can_decode
 from tide_core.errors import ConfigError
 from tide_core.models.adapter import ModelAdapter
 
@@ -33,16 +31,16 @@ class Generator:
     def __init__(
         self, adapter: ModelAdapter, *, pad_id: int, batch: int | None = None, fast: bool | None = None
     ) -> None:
-        """`fast` takes the decoder or not; None takes it where it pays."""
+        """`fast` selects the decoder or `generate`; None selects the decoder on CUDA if the family supports it."""
         self._model, self._pad_id = adapter.model, pad_id
         on_cuda = adapter.device.type == "cuda"
         self.batch = batch or (CUDA_BATCH if on_cuda else CPU_BATCH)
         """Prompts in one call."""
-        wanted = (on_cuda and can_decode(adapter)) if fast is None else fast
-        self._decoder = Decoder(adapter) if wanted else None
+        use_decoder = (on_cuda and can_decode(adapter)) if fast is None else fast
+        self._decoder = Decoder(adapter) if use_decoder else None
 
     def release(self) -> None:
-        """Give memory back; the next run takes it again."""
+        """Free memory; the next run allocates it again."""
         if self._decoder is not None:
             self._decoder.release()
         torch.cuda.empty_cache()
@@ -50,7 +48,7 @@ class Generator:
     def run(
         self, prompts: Sequence[list[int]], sampling: Sampling, *, max_new: int, stop_ids: Sequence[int], seed: int
     ) -> list[NDArray[np.int32]]:
-        """The new ids of each prompt, up to and with the first of `stop_ids`: the same ones whatever ran before."""
+        """The new ids of each prompt, up to and including the first of `stop_ids`; independent of earlier runs."""
         new: list[NDArray[np.int32]] = []
         most = self.batch
         while len(new) < len(prompts):
@@ -58,7 +56,7 @@ class Generator:
             with contextlib.suppress(torch.OutOfMemoryError):
                 new += self._run(some, sampling, max_new, stop_ids, (seed + len(new)) % 2**63)
                 continue
-            # Out here nothing holds on to what the failed batch had allocated.
+            # Outside the block nothing references the memory of the failed batch.
             if len(some) == 1:
                 raise ConfigError("generation_batch", 1, "memory for one sequence on the model's device")
             most = len(some) // 2
@@ -108,7 +106,7 @@ class Generator:
 
 @contextlib.contextmanager
 def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
-    """Nothing of the model's own generation settings, such as penalties: what is asked for is what is done."""
+    """Replace the model's own generation settings, such as penalties, while the block runs."""
     before = model.generation_config
     model.generation_config = settings
     try:

@@ -1,10 +1,10 @@
-"""Token sequences on disk: one safetensors file per generation batch, written whole or not at all.
+"""Token sequences on disk: one safetensors file per generation batch, written atomically.
 
     <folder>/<part>-<nnnnn>.safetensors    tokens int32 [N], offsets int64 [B + 1], prompt_lens int32 [B]
 
-A sequence is a prompt and the model's own continuation, or a piece of text, whose prompt is its first token. A reader
-keeps in memory where each one is, and reads its tokens from the file when they are asked for: never by a mapping, which
-ends the process where a file has become shorter.
+A sequence is a prompt and the model's own continuation, or a piece of a document, whose prompt is its first token. A
+reader holds the place of every sequence in memory and reads tokens from the file when they are needed. It does not map
+files into memory: if a mapped file becomes shorter, the process gets a bus error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import LongTensor
 
-from tide_core.calibration.collect.shard_entry import ShardEntry
+from tide_core.calibration.ledger import ShardEntry
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 
@@ -41,17 +41,17 @@ __all__ = [
 ]
 
 PARTS = ("train", "calibration", "test", "given")
-"""`given`: prompts that people wrote, held out where most of the others are made up by the model; else empty."""
+"""`given`: prompts written by people, held out if the model wrote most of the others; else empty."""
 SUFFIX = ".safetensors"
 BUCKET_BATCHES = 32
 """Sequences of about this many batches are sorted by length together."""
 MAX_OPEN = 64
-"""Shards that one reader keeps open."""
+"""Maximum number of shards that one reader keeps open."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Prompt and continuation as one run of ids."""
+    """Prompt and continuation as one array of ids."""
 
     tokens: NDArray[np.int32]
     prompt_len: int
@@ -59,7 +59,7 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """Sequences beside one another, on the CPU."""
+    """A padded batch of sequences on the CPU."""
 
     tokens: LongTensor
     """[B, S], right-padded with 0."""
@@ -74,7 +74,7 @@ def shard_name(part: str, index: int) -> str:
 
 
 def write_shard(folder: Path, part: str, index: int, sequences: Sequence[TokenSequence]) -> ShardEntry:
-    """Write one shard under a temporary name, then rename it: after a kill it is there whole or not at all."""
+    """Write one shard atomically."""
     lengths = [len(sequence.tokens) for sequence in sequences]
     arrays = {
         "tokens": np.concatenate([np.zeros(0, np.int32), *(sequence.tokens for sequence in sequences)]).astype("<i4"),
@@ -88,8 +88,7 @@ def write_shard(folder: Path, part: str, index: int, sequences: Sequence[TokenSe
 
 
 def remove_others(folder: Path, names: Collection[str]) -> None:
-    """Remove the shards in `folder` that are not among `names`, of records that are no longer there, and what a writer
-    that was killed has left."""
+    """Remove the shards in `folder` that are not in `names`, and the temporary files of killed writers."""
     for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(".*.tmp")):
         if path.name not in names:
             path.unlink(missing_ok=True)
@@ -99,7 +98,7 @@ class TokenShards:
     """All sequences of one part, in file order."""
 
     def __init__(self, folder: Path, part: str, *, expected: Mapping[str, str] | None = None) -> None:
-        """`expected` maps the names of all shards of the part to their SHA-256; without it files are as found."""
+        """`expected` maps the names of all shards of the part to their SHA-256; without it nothing is checked."""
         if part not in PARTS:
             raise ConfigError("part", part, f"one of {', '.join(PARTS)}")
         names = sorted(path.name for path in folder.glob(f"{part}-*{SUFFIX}"))
@@ -118,7 +117,7 @@ class TokenShards:
         self.part = part
         self.digest = whole.hexdigest()
         self._places = np.concatenate(places)
-        """[B, 3]: of each sequence the number of its file, its first byte there, and its tokens."""
+        """[B, 3]: for each sequence the number of its file, its first byte there, and its number of tokens."""
         self._lengths = self._places[:, 2]
         self._prompt_lens = np.concatenate(prompt_lens)
 
@@ -134,9 +133,9 @@ class TokenShards:
         return TokenSequence(self._files.tokens(*self._places[index].tolist()), int(self._prompt_lens[index]))
 
     def batches(self, batch_tokens: int, *, seed: int | None, epoch: int = 0) -> Iterator[SequenceBatch]:
-        """Batches of at most `batch_tokens`, padding included; a sequence longer than that is a batch of its own.
+        """Batches of at most `batch_tokens`, padding included; a longer sequence is a batch of its own.
 
-        With a seed: shuffled anew for every epoch, sequences of like length together. Without: in file order."""
+        With a seed: shuffled for every epoch, with sequences of similar length together. Without: in file order."""
         for indices in self._plan(batch_tokens, seed, epoch):
             yield self._gather(indices)
 
@@ -158,7 +157,7 @@ class TokenShards:
         return [batches[i] for i in random.permutation(len(batches))]
 
     def _cut(self, order: NDArray[np.int64], batch_tokens: int) -> list[NDArray[np.int64]]:
-        """Neighbours in `order` together while their rectangle fits."""
+        """Group neighbours in `order` while their padded batch fits."""
         batches, start, longest = [], 0, 0
         for end, length in enumerate(self._lengths[order].tolist()):
             if end > start and max(longest, length) * (end - start + 1) > batch_tokens:
@@ -170,7 +169,7 @@ class TokenShards:
     def _gather(self, indices: NDArray[np.int64]) -> SequenceBatch:
         lengths = self._lengths[indices]
         tokens = np.zeros((len(indices), int(lengths.max())), np.int64)
-        for row in np.argsort(indices):  # as they lie in the files
+        for row in np.argsort(indices):  # in file order
             tokens[row, : lengths[row]] = self._files.tokens(*self._places[indices[row]].tolist())
         return SequenceBatch(_long(tokens), _long(lengths), _long(self._prompt_lens[indices]))
 
@@ -180,18 +179,18 @@ def _long(values: NDArray[np.int64] | NDArray[np.int32]) -> LongTensor:
 
 
 class _Files:
-    """Files that were read once as a whole and must stay as they were then. The ones used last are open."""
+    """Files that were read once in full and must not change afterwards. The most recently used ones are open."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []
-        self._open: dict[int, BinaryIO] = {}  # the one used last is last
+        self._open: dict[int, BinaryIO] = {}  # most recently used last
 
     def __del__(self) -> None:
         for file in self._open.values():
             file.close()
 
     def add(self, path: Path, expected: str | None) -> tuple[bytes, str]:
-        """What the next number stands for; returns its bytes and their SHA-256."""
+        """Add the file of the next number; returns its bytes and their SHA-256."""
         try:
             with path.open("rb") as file:
                 raw, stamp = file.read(), _stamp(file)
@@ -203,7 +202,7 @@ class _Files:
         return raw, digest
 
     def tokens(self, number: int, start: int, length: int) -> NDArray[np.int32]:
-        """So many from a byte on."""
+        """`length` tokens of a file from byte `start` on."""
         path = self._known[number].path
         try:
             raw = os.pread(self._opened(number).fileno(), 4 * length, start)
@@ -223,7 +222,7 @@ class _Files:
     def _open_again(self, known: _Known) -> BinaryIO:
         file = known.path.open("rb", buffering=0)
         try:
-            if _stamp(file) != known.stamp:  # written again: perhaps the same, by a worker that came late
+            if _stamp(file) != known.stamp:  # rewritten: the content may be the same, from a late worker
                 _check_digest(known.path, hashlib.file_digest(file, "sha256").hexdigest(), known.digest)
         except BaseException:
             file.close()
@@ -239,7 +238,7 @@ class _Known:
 
 
 def _stamp(file: BinaryIO) -> tuple[int, ...]:
-    """What changes when a file is written or replaced."""
+    """Changes when a file is written or replaced."""
     stat = os.fstat(file.fileno())
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 

@@ -1,12 +1,12 @@
-"""Where sequences come from, and which part each of them belongs to.
+"""The records of a calibration, and the part of each.
 
-    self                        the prompts shipped here, and thousands that the model makes up for itself
+    self                        the shipped prompts, and thousands that the model writes
     a file or folder            see records.py
     name[/config][:split[:column]]   anything that the `datasets` library loads
 
-The parts never overlap: equal records are one record, and the record's own hash says which part it is in, whatever
-else is in the data. Prompts that the model makes up are not even nearly equal; files and sets of others are taken as
-they are. A source that cannot be read stops the run. Nothing is ever put in its place.
+The parts never overlap: equal records are one record, and the hash of a record determines its part, whatever else is in
+the data. Prompts that the model writes have no near-duplicates; other sources are used as they are. A source that
+cannot be read stops the run; nothing replaces it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tide_core.errors import ConfigError, one_line
 
 SHIPPED = Path(__file__).with_name("prompts.jsonl")
 OPENINGS = Path(__file__).with_name("openings.txt")
-"""How people begin their prompts: the model goes on with these."""
+"""Beginnings of prompts that the model continues."""
 MAX_BAD_SHARE = 0.01
 TEXT_CHARS_PER_TOKEN = 32
-"""Documents are cut to this many characters per token of a piece: memory stays bounded, and no document rules."""
+"""Documents are cut to this many characters per token of a piece: memory is bounded, and no document dominates."""
 
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+){0,2})(:(?P<split>[\w\[\]:%.+-]*?))?(:(?P<column>\w+))?")
 GIVEN_AMONG = 4
-"""Prompts that people wrote are a part of their own among at least so many times as many in all."""
+"""Prompts written by people are a part of their own if there are at least this many times as many prompts in all."""
 
 
 class RecordPool:
-    """Distinct records, at most `size` of them: those with the smallest hashes, so that their order does not count."""
+    """Distinct records, at most `size` of them: those with the smallest hashes, independent of their order."""
 
     def __init__(self, size: int, seed: int, max_chars: int) -> None:
         self._size, self._seed, self._max_chars = size, seed, max_chars
@@ -45,7 +45,7 @@ class RecordPool:
         self._kept: set[str] = set()
         self.num_seen = self.num_bad = 0
         self.num_near = 0
-        """Made up by the model and not added: another one says nearly the same."""
+        """Near-duplicates among the model's prompts, which were dropped."""
 
     def add(self, records: Iterable[Record | None]) -> None:
         for record in records:
@@ -58,7 +58,7 @@ class RecordPool:
             self.add_line(record.line)
 
     def add_line(self, line: str) -> bool:
-        """Whether it was new and has a place."""
+        """Whether the line was new and is in the pool."""
         if line in self._kept:
             return False
         entry = (-hash_of(self._seed, "choose", line), line)
@@ -85,7 +85,7 @@ class RecordPool:
 
 
 def gather(config: CalibrationConfig) -> RecordPool:
-    """All records of the source that need no model."""
+    """All records of the source, without prompts that the model writes."""
     pool = RecordPool(config.num_samples, config.seed, config.text_tokens * TEXT_CHARS_PER_TOKEN)
     data = config.data
     if data == SELF_DATA:
@@ -100,7 +100,7 @@ def gather(config: CalibrationConfig) -> RecordPool:
 
 
 def source_of(config: CalibrationConfig) -> dict[str, str]:
-    """SHA-256 of every file that is read, by name; nothing of a data set that the library loads by its name."""
+    """SHA-256 of every file that is read, by name; empty for a data set that the `datasets` library loads."""
     if config.data == SELF_DATA:
         return {file.name: _digest(file) for file in (SHIPPED, OPENINGS)}
     path = _local(config.data)
@@ -112,8 +112,8 @@ def source_of(config: CalibrationConfig) -> dict[str, str]:
 def split(lines: Iterable[str], config: CalibrationConfig, given: Collection[str] = ()) -> dict[str, list[str]]:
     """Lines by part, each part in the order of its hashes.
 
-    Where `given` are few among the lines, they are a part of their own, and no other part has any of them: what is
-    promised of prompts that the model made up is tested on those as well."""
+    If `given` are few among the lines, they are a part of their own and in no other part: promises certified on
+    prompts of the model are then tested on prompts written by people as well."""
     every = set(lines)
     given = every.intersection(given)
     if len(every) < GIVEN_AMONG * len(given):
@@ -133,17 +133,17 @@ def split(lines: Iterable[str], config: CalibrationConfig, given: Collection[str
 
 
 def hash_of(seed: int, purpose: str, line: str) -> int:
-    """64 bits that stand for a line, for one purpose of one run."""
+    """64-bit hash of a line, for one purpose of one run."""
     return int.from_bytes(hashlib.sha256(f"{seed}\0{purpose}\0{line}".encode()).digest()[:8], "big")
 
 
 def kind_of(data: str) -> str:
-    """What an artefact says of its data: no path of the machine it was made on."""
+    """How an artefact describes its data: without paths of the machine."""
     return data if data == SELF_DATA or _local(data) is None else "local files"
 
 
 def _local(data: str) -> Path | None:
-    """The path that `data` is, or None for a name."""
+    """The path in `data`, or None for the name of a data set."""
     path = Path(data).expanduser()
     try:
         if path.exists():
@@ -173,14 +173,14 @@ def _rows(data: str, config: CalibrationConfig) -> Iterator[Record | None]:
         raise ConfigError("data", data, f"one of the columns {', '.join(names)}")
     if column is None and not {"messages", "prompt", "text"} & set(names):
         raise ConfigError("data", data, f"the name of a column, as in name:{split_name}:column: {', '.join(names)}")
-    # Twice as many as wanted leave room for bad and equal ones, and a large set is not read to its end.
+    # Twice as many as needed allow for unusable and equal records, without reading a large set to its end.
     rows = rows.shuffle(seed=config.seed % 2**32).select(range(min(len(rows), 2 * config.num_samples)))
     for row in rows:
         yield as_record(row, column)
 
 
 def _load(data: str, parts: list[str], split_name: str) -> Any:
-    """`a/b/c` is set a/b, configuration c. `a/b` is set a/b, or where there is none, set a, configuration b."""
+    """`a/b/c` is set a/b, configuration c. `a/b` is set a/b, or if that does not exist, set a, configuration b."""
     try:
         import datasets
     except ImportError as error:

@@ -1,12 +1,14 @@
-"""Records to prompt ids. Only the chat template writes special tokens; their strings inside a record are dropped."""
+"""Encode records as prompt ids. Only the chat template writes special tokens; their strings in a record are removed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 
+from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.data.records import Record
 from tide_core.errors import ConfigError
 
@@ -14,22 +16,36 @@ BATCH = 1024
 MAX_CUTS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Maximum tokens of prompts, answers and pieces of documents in this model."""
+
+    prompt: int
+    new: int
+    text: int
+
+    @classmethod
+    def of(cls, config: CalibrationConfig, max_positions: int) -> Lengths:
+        new = min(config.max_new_tokens, max(1, max_positions // 2))
+        return cls(min(config.max_prompt_tokens, max_positions - new), new, min(config.text_tokens, max_positions))
+
+
 class PromptEncoder:
-    """Turns records into at most `max_tokens` ids each, as the engine would be asked for them."""
+    """Encodes records in at most `max_tokens` ids each, as a request to the engine would be."""
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         self._special = sorted({token.content for token in tokenizer.added_tokens_decoder.values() if token.special})
 
     def prompts(self, records: Sequence[Record]) -> list[list[int]]:
-        """The ids that an answer follows."""
+        """The ids before an answer."""
         encoded: list[list[int]] = []
         for start in range(0, len(records), BATCH):
             encoded += self._prompts(records[start : start + BATCH])
         return encoded
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of plain text, with the beginning-of-text id if the tokenizer puts one there; not cut."""
+        """Ids of plain text, with the beginning-of-text id if the tokenizer adds one; not cut."""
         if not texts:
             return []
         ids: list[list[int]] = self._tokenizer([self._plain(text) for text in texts], verbose=False)["input_ids"]
@@ -67,7 +83,7 @@ class PromptEncoder:
         return ids
 
     def _cut(self, chat: list[dict[str, str]], ids: list[int]) -> list[int]:
-        """Shorten the user's last words until the chat fits; a chat that is too long without them loses its head."""
+        """Shorten the last message of the user until the chat fits; if that is not enough, drop the first ids."""
         words: list[int] = self._tokenizer.encode(chat[-1]["content"], add_special_tokens=False, verbose=False)
         for _ in range(MAX_CUTS):
             words = words[: max(0, len(words) - (len(ids) - self._max_tokens))]
@@ -86,9 +102,9 @@ class PromptEncoder:
 
 
 def chat_opening(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids of a chat up to where the user begins to write, and those that follow what he wrote."""
-    mark = "qjx7zkv"  # no template and no vocabulary has it as a piece
+    """The ids of a chat before the text of the user, and the ids after it."""
+    mark = "qjx7zkv"  # in no template and no vocabulary
     text: str = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     before, found, after = text.partition(mark)
-    assert found, "a chat template writes what the user wrote"
+    assert found, "a chat template contains the user's text"
     return tokenizer.encode(before, add_special_tokens=False), tokenizer.encode(after, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Records of local files: prompts, chats and documents, one at a time. What cannot be used is counted, not replaced.
+"""Records of local files: prompts, chats and documents, one at a time. Unusable records are counted, not replaced.
 
     .txt      documents between blank lines; a file without a blank line has one on every line
     .jsonl    one object per line: {"messages": [...]} or {"prompt": ...} for the model to answer, or {"text": ...}
@@ -42,7 +42,7 @@ class Record:
 
 
 def local_files(path: Path) -> list[Path]:
-    """The file itself, or all files of a folder that can be read here."""
+    """The file itself, or all files of a folder with a known suffix."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
         if not files:
@@ -80,7 +80,7 @@ def as_record(values: Mapping[str, Any], column: str | None = None) -> Record | 
 
 
 def kind_of_column(column: str) -> str:
-    """What a column named by the user holds: prompts by their usual names, documents else."""
+    """The kind of a column that the user named: a prompt for the usual names of prompts, else a document."""
     usual = {"prompt": "prompt", "question": "prompt", "instruction": "prompt", "messages": "messages"}
     return usual.get(column, "text")
 
@@ -102,7 +102,7 @@ def _usable(value: object) -> bool:
         return False
     try:
         return len(value.encode()) <= MAX_RECORD_BYTES
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
         return False
 
 
@@ -125,7 +125,7 @@ def _of_text(raw: bytes) -> Record | None:
 
 
 def _documents(path: Path) -> Iterator[bytes]:
-    """What lies between blank lines, or every line where no line is blank."""
+    """The texts between blank lines, or every line if no line is blank."""
     if all(line.strip() for line in _lines(path)):
         yield from _lines(path)
         return
@@ -133,7 +133,7 @@ def _documents(path: Path) -> Iterator[bytes]:
     size = 0
     for line in _lines(path):
         if line.strip():
-            if size <= MAX_RECORD_BYTES:  # what is too long stays too long without being kept
+            if size <= MAX_RECORD_BYTES:  # the rest of a document that is already too long is not needed
                 held.append(line)
             size += len(line)
         elif held:
@@ -144,7 +144,7 @@ def _documents(path: Path) -> Iterator[bytes]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Lines, of which one that is too long comes cut but still too long; memory stays bounded."""
+    """Lines. A line that is too long is cut, but stays too long to be used; so memory is bounded."""
     with path.open("rb") as stream:
         first = True
         while line := stream.readline(MAX_RECORD_BYTES + 2):

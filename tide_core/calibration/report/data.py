@@ -1,36 +1,23 @@
-"""What a calibration report is made of: numbers only, and the functions that take them from traces. Numpy only.
+"""The numbers of a calibration report, and the functions that compute them from traces. Numpy only.
 
-`ReportData` is all that the report needs. To fill it in:
-
-- `parts`, `settings`, `command`, the names and digests: from the pipeline.
-- `candidates`: one `candidate_curves(traces_of_candidate, plan)` each, on held-out sequences; plans from `select`.
-- `chosen`: the name of the candidate that is published.
-- `risk`: what `risk.choose_thresholds` returned; refused promises belong in it too.
-- `acceptance`: `simulate.acceptance_by_distance` of the chosen candidate.
-- `predicted`: `costs.predict_speedups` of counts by `select.measure_plan`.
-- `exit_histogram`: `exit_histogram(counts, layer, num_layers)` with the same counts.
-- `reliability`: `reliability(traces_of_candidate)`.
-  These four are best taken from sequences that the choice was not made on.
-- `measured`: left empty; `report.add_measured` puts it in when the published exits have been timed.
-
-It is stored as `report.json` beside the report, so that measurements can be added to it later.
+`ReportData` is everything that the report shows; it is stored as `report.json` next to the text.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tide_core.calibration.risk.risk import RiskChoice, threshold_grid
-from tide_core.calibration.risk.select import DraftPlan, FastChoice
+from tide_core.calibration.ledger import WorkerTime
+from tide_core.calibration.risk.certify import Certification, threshold_grid
+from tide_core.calibration.risk.decide import DraftPlan, FastChoice
 from tide_core.calibration.risk.simulate import CycleCounts
 from tide_core.calibration.risk.traces import CandidateTraces, agreement
-from tide_core.calibration.worker_time import WorkerTime
 from tide_core.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -38,10 +25,10 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """One part of the data."""
+    """The size of one part of the data."""
 
     name: str
-    """train, calibration or test."""
+    """train, calibration, test or given."""
     num_sequences: int
     num_tokens: int
     digest: str
@@ -49,7 +36,7 @@ class PartSize:
 
 @dataclass(frozen=True, slots=True)
 class CandidateCurves:
-    """One candidate, as the report shows it."""
+    """The figures of one candidate."""
 
     name: str
     layer: int
@@ -57,15 +44,15 @@ class CandidateCurves:
     agreement: tuple[float, ...]
     """Share of positions at which the exit's token is the full-depth one, by distance."""
     thresholds: tuple[float, ...]
-    """Of the two curves below, strict to loose."""
+    """Thresholds of the two curves below, strict to loose."""
     coverage: tuple[float, ...]
     """Share of positions whose score reaches the threshold, at distance 1."""
     precision: tuple[float, ...]
-    """Share of right tokens among them."""
+    """Share of right tokens among these."""
     draft_threshold: float
     max_drafts: int
     speedup: float
-    """Predicted at the batch size of the choice."""
+    """Predicted at batch size 1."""
     draft_share: float
     """Cost of a draft in units of a full pass."""
 
@@ -82,18 +69,30 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Timed speed-ups over full depth, by batch size, and the words that say how."""
+    """Timed speed-ups over full depth, by batch size, and the conditions of the measurement."""
 
     speedups: Mapping[int, float]
     conditions: str
     """Device, dtype, model, modes, lengths, repeats, versions."""
     left_out: str = ""
-    """Which batch sizes were asked for and not timed, and why."""
+    """Which of the requested batch sizes were not timed, and why."""
+
+    def to_info(self, digest: str) -> dict[str, Any]:
+        """The record in the ledger, with the digest of the artefact that was timed."""
+        pairs = [[batch, speedup] for batch, speedup in self.speedups.items()]
+        return {"digest": digest, "speedups": pairs, "conditions": self.conditions, "left_out": self.left_out}
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any] | None, digest: str) -> Measured | None:
+        """The timings in the ledger if they are of this artefact."""
+        if info is None or info["digest"] != digest:
+            return None
+        return cls({batch: speedup for batch, speedup in info["speedups"]}, info["conditions"], info["left_out"])
 
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """Everything the report says."""
+    """Everything that the report shows."""
 
     model: str
     architecture: str
@@ -104,7 +103,7 @@ class ReportData:
     tokenizer_digest: str
     tool_version: str
     command: str
-    """Repeats the calibration."""
+    """The command that repeats the calibration."""
     settings: Mapping[str, str | int | float | bool | None]
     parts: tuple[PartSize, ...]
     shortlist_size: int
@@ -114,7 +113,7 @@ class ReportData:
     acceptance: tuple[float, ...]
     """Of drafts by distance, under the chosen plan."""
     tokens_per_deep_pass: float
-    risk: tuple[RiskChoice, ...]
+    risk: tuple[Certification, ...]
     fast: FastChoice | None
     predicted: Mapping[int, float]
     """Speed-up over full depth in mode verified, by batch size."""
@@ -124,9 +123,9 @@ class ReportData:
     verdict: tuple[str, ...]
     measured: tuple[Measured, ...] = ()
     workers: tuple[WorkerTime, ...] = ()
-    """Where several did the work."""
+    """Empty for a local run."""
     notes: tuple[str, ...] = field(default=())
-    """Sentences to put under the verdict."""
+    """Sentences after the verdict."""
 
     @property
     def chosen_candidate(self) -> CandidateCurves:
@@ -136,20 +135,9 @@ class ReportData:
         raise ConfigError("chosen", self.chosen, f"one of {', '.join(c.name for c in self.candidates)}")
 
     def to_json(self) -> bytes:
-        """Plain JSON; keys that are numbers become strings, and numbers that are none become null."""
+        """Plain JSON; number keys become strings, and NaN and infinities become null."""
         document = {"format_version": FORMAT_VERSION, **_plain(asdict(self))}
         return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
-
-    @classmethod
-    def from_json(cls, text: bytes) -> ReportData:
-        try:
-            values = json.loads(text)
-            version = values.pop("format_version")
-            if version != FORMAT_VERSION:
-                raise ConfigError("report format version", version, str(FORMAT_VERSION))
-            return cls(**{**values, **_typed(values)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError("report data", f"{type(error).__name__}: {error}", "a whole report.json") from error
 
 
 def candidate_curves(candidate: CandidateTraces, plan: DraftPlan) -> CandidateCurves:
@@ -177,7 +165,7 @@ def candidate_curves(candidate: CandidateTraces, plan: DraftPlan) -> CandidateCu
 
 
 def reliability(candidate: CandidateTraces, num_bins: int = 10) -> tuple[ReliabilityBin, ...]:
-    """Positions in bins of equal width of their score at distance 1; bins without a position are left out."""
+    """Positions in bins of their score at distance 1, bins of equal width; empty bins are left out."""
     score, right = _first_distance(candidate)
     kept = np.isfinite(score)
     score, right = score[kept], right[kept]
@@ -191,12 +179,12 @@ def reliability(candidate: CandidateTraces, num_bins: int = 10) -> tuple[Reliabi
 
 
 def exit_histogram(counts: CycleCounts, layer: int, num_layers: int) -> dict[int, int]:
-    """Tokens by exit layer: accepted drafts left at the checkpoint, all others after the last layer."""
+    """Tokens by exit layer: accepted drafts at the checkpoint layer, all others after the last layer."""
     return {layer: counts.accepted, num_layers: counts.tokens - counts.accepted}
 
 
 def _first_distance(candidate: CandidateTraces) -> tuple[Any, Any]:
-    """Scores and agreement of all positions at distance 1, [P] each; a score that is no number is below all others."""
+    """Scores and agreement of all positions at distance 1, [P] each; a score that is not finite becomes -inf."""
     empty_score, empty_right = np.zeros(0, np.float32), np.zeros(0, np.bool_)
     score = np.concatenate([empty_score, *(trace.score[0] for trace in candidate.sequences)])
     right = np.concatenate([empty_right, *(trace.agree[0] for trace in candidate.sequences)])
@@ -209,33 +197,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that JSON does not carry as they are."""
-    return {
-        "parts": tuple(PartSize(**part) for part in values["parts"]),
-        "candidates": tuple(CandidateCurves(**_tuples(c)) for c in values["candidates"]),
-        "acceptance": _numbers(values["acceptance"]),
-        "risk": tuple(RiskChoice(**choice) for choice in values["risk"]),
-        "fast": FastChoice(**values["fast"]) if values["fast"] else None,
-        "predicted": _by_number(values["predicted"]),
-        "exit_histogram": _by_number(values["exit_histogram"]),
-        "reliability": tuple(ReliabilityBin(**entry) for entry in values["reliability"]),
-        "verdict": tuple(values["verdict"]),
-        "measured": tuple(Measured(**{**m, "speedups": _by_number(m["speedups"])}) for m in values["measured"]),
-        "workers": tuple(WorkerTime(**worker) for worker in values.get("workers", ())),
-        "notes": tuple(values["notes"]),
-    }
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _numbers(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
-    return tuple(math.nan if value is None else value for value in values)
-
-
-def _by_number(values: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(key): value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""The plots of a calibration report, as PNG files of a few kilobytes. Matplotlib is imported when one is drawn."""
+"""The plots of a calibration report, as PNG files of a few kilobytes. Matplotlib is imported on the first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart with any kind of colour vision (Okabe and Ito)."""
+"""Distinct for all kinds of colour vision (Okabe and Ito)."""
 MARKERS = "osD^vP*"
 STYLE: Any = {
     "figure.figsize": (6.4, 3.8),
@@ -41,10 +41,10 @@ def can_plot() -> bool:
 
 
 def draw_plots(data: ReportData) -> dict[str, bytes]:
-    """File name to PNG, in the order of the report; a plot without data is left out."""
+    """PNG by file name, in the order of the report; a plot without data is left out."""
     drawn = {}
-    for name, (draw, wanted) in PLOTS.items():
-        if wanted(data):
+    for name, (draw, has_data) in PLOTS.items():
+        if has_data(data):
             with _figure() as (axes, save):
                 draw(axes, data)
                 drawn[name] = save()
@@ -53,7 +53,7 @@ def draw_plots(data: ReportData) -> dict[str, bytes]:
 
 @contextmanager
 def _figure() -> Iterator[tuple[Axes, Callable[[], bytes]]]:
-    """Axes on a figure of its own, without pyplot and its global state."""
+    """Axes on a new figure and a function that saves it, without pyplot and its global state."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

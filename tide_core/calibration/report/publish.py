@@ -1,4 +1,4 @@
-"""The last stage: a decision, its report, and both as an artefact."""
+"""Stage publish: decide, then write manifest, weights and report as an artefact."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tide_core.calibration.collect.shards import PARTS, TokenShards
 from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.ledger import WorkerTime
 from tide_core.calibration.report.data import (
     Measured,
     PartSize,
@@ -22,10 +23,10 @@ from tide_core.calibration.report.data import (
     reliability,
 )
 from tide_core.calibration.report.report import TEXT, add_measured, render_report
-from tide_core.calibration.risk.decide import Decision, costs_of, decide, traces_of
+from tide_core.calibration.risk.costs import costs_of
+from tide_core.calibration.risk.decide import Decision, decide, traces_of
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.calibration.train.candidates import Candidate
-from tide_core.calibration.worker_time import WorkerTime
 from tide_core.exits.artefact.artefact import (
     HEADS_FILE,
     MANIFEST_FILE,
@@ -46,23 +47,23 @@ NOTE = (
 )
 GIVEN_NOTE = (
     "Thresholds of `bounded` were certified on two parts, each alone: answers to prompts of the model's own and"
-    " answers to prompts that people wrote. The stricter one is taken, and the numbers beside it are those of its part."
+    " answers to prompts that people wrote. The stricter result counts, and its numbers are those of its part."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that the stages before have left."""
+    """The results of the earlier stages."""
 
     config: CalibrationConfig
     identity: ModelIdentity
     model_name: str
-    """As a command would name it."""
+    """The name for the command in the report."""
     data_kind: str
-    """What to say of the data."""
+    """How the artefact describes its data."""
     shards: Mapping[str, TokenShards]
     traces: Mapping[str, Sequence[CandidateTraces]]
-    """Of the test and the calibration part."""
+    """By held-out part."""
     candidates: Sequence[Candidate]
     shortlist: Tensor
     coverage: float
@@ -76,14 +77,14 @@ class Published:
     report: str
     """Name of the file in the artefact."""
     data: ReportData
-    """What it says, the verdict included."""
+    """The numbers of the report, and the verdict."""
     names: tuple[str, ...]
     """All files of the artefact, its manifest last."""
 
 
 def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Published:
-    """Decide, and write the artefact to `target` as a whole."""
-    costs = {each.name: costs_of(each, adapter, findings.shortlist) for each in findings.candidates}
+    """Decide, and write the artefact to `target` atomically."""
+    costs = {each.name: costs_of(each, adapter, len(findings.shortlist)) for each in findings.candidates}
     decision = decide(findings.config, findings.traces, costs, adapter.num_layers)
     chosen = next(each for each in findings.candidates if each.name == decision.best.name)
     manifest = manifest_of(findings, decision, chosen)
@@ -94,7 +95,7 @@ def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Publishe
 
 
 def publish_measured(published: Published, measured: Measured, target: Path) -> Published:
-    """The report at `target` again, with timings in it; what is served stays as it was, and so does the digest."""
+    """Replace the report at `target` by one with timings; the exits and the digest stay the same."""
     data = add_measured(published.data, measured)
     reports = render_report(data)
     digest = replace_reports(target, reports)
@@ -110,7 +111,7 @@ def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Ma
     best, fast, shards = decision.best, decision.fast, findings.shards
     thresholds = [
         RiskThreshold(each.epsilon, each.delta, each.threshold, each.num_sequences, each.risk, each.coverage)
-        for each in decision.choices
+        for each in decision.certifications
         if each.threshold is not None
     ]
     point = None
@@ -169,7 +170,7 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         chosen=best.name,
         acceptance=decision.acceptance,
         tokens_per_deep_pass=best.counts.tokens_per_deep_pass,
-        risk=decision.choices,
+        risk=decision.certifications,
         fast=decision.fast,
         predicted=decision.speedups,
         exit_histogram=exit_histogram(best.counts, best.layer, identity.num_layers),
@@ -181,7 +182,7 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
 
 
 def command_of(findings: Findings) -> str:
-    """What repeats the calibration; local files and the name of the output are the caller's own."""
+    """The command that repeats the calibration, with placeholders for local files and the output."""
     usual = CalibrationConfig().to_mapping()
     changed = {key: value for key, value in findings.config.to_mapping().items() if value != usual[key]}
     if "data" in changed and changed["data"] != findings.data_kind:

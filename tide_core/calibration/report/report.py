@@ -1,6 +1,6 @@
-"""The report of a calibration: `report.md` with its plots, and `report.json` with the numbers behind both.
+"""The report of a calibration: `report.md` with its plots, and `report.json` with the numbers of both.
 
-The same data always gives the same text. Without matplotlib the text is written without plots and says so.
+The same data always gives the same text. Without matplotlib the report has no plots and names the reason.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from tide_core.calibration.report.data import Measured, ReportData
 from tide_core.calibration.report.plots import can_plot, draw_plots
@@ -28,31 +27,14 @@ CAPTIONS = {
 
 
 def render_report(data: ReportData) -> dict[str, bytes]:
-    """File name to content: the text, the data, and the plots where they can be drawn."""
+    """Content by file name: the text, the data, and the plots if matplotlib is installed."""
     plots = draw_plots(data) if can_plot() else {}
     return {TEXT: report_text(data, tuple(plots)).encode(), DATA: data.to_json(), **plots}
 
 
-def write_report(folder: Path, data: ReportData) -> Path:
-    """Write all files into a folder; returns the path of the text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in render_report(data).items():
-        (folder / name).write_bytes(content)
-    return folder / TEXT
-
-
-def read_report(path: Path) -> ReportData:
-    """The data behind a report: its folder, or the data file itself."""
-    file = path / DATA if path.is_dir() else path
-    try:
-        return ReportData.from_json(file.read_bytes())
-    except OSError as error:
-        raise ConfigError("report", str(path), f"a folder with {DATA}: {error.strerror or error}") from error
-
-
 def add_measured(data: ReportData, measured: Measured) -> ReportData:
-    """The same report with one more series of timings, and a line of the verdict that sets them beside what was
-    predicted. They must be ratios over full depth within one run."""
+    """The report with one more series of timings, and a line of the verdict that compares them with the predictions.
+    Speed-ups must be ratios over full depth within one run."""
     for batch, speedup in measured.speedups.items():
         if batch < 1 or not 0.0 < speedup < math.inf:
             raise ConfigError(
@@ -72,7 +54,7 @@ def measured_line(measured: Measured, predicted: Mapping[int, float]) -> str:
 
 
 def report_text(data: ReportData, plots: Sequence[str] = ()) -> str:
-    """The report as Markdown, with links to the plots that are there."""
+    """The report as Markdown, with links to the plots."""
     sections = [
         f"# Calibration of {data.model}",
         _verdict(data),

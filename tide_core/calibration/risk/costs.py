@@ -1,9 +1,9 @@
-"""What passes cost, and the speed-up that follows from it. Numpy only.
+"""Costs of passes, and the speed-up that follows from them. Numpy only.
 
 Decode reads weights, so a pass over few tokens costs what its weights cost, and a deep pass over five pending tokens
-about what one does. A cycle of a row with n drafts is n + 1 shallow passes, each with an exit head except where the
-draft limit ends the cycle, and one deep pass over n + 1 tokens. B rows go through their cycles together: a shallow pass
-is run as long as any row still drafts.
+costs about what a deep pass over one does. A cycle of a row with n drafts is n + 1 shallow passes, each with an exit
+head except where the draft limit ends the cycle, and one deep pass over n + 1 tokens. B rows run their cycles together:
+a shallow pass runs as long as any row still drafts.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tide_core.calibration.risk.simulate import CycleCounts
 from tide_core.errors import ConfigError
 
-DEFAULT_RIDGE_TOKENS = 128
-"""Tokens in a pass from which arithmetic, not reading weights, sets its time; about that of data-centre GPUs."""
+if TYPE_CHECKING:
+    from tide_core.calibration.train.candidates import Candidate
+    from tide_core.models.adapter import ModelAdapter
+
+RIDGE_TOKENS = 128
+"""Tokens in a pass from which arithmetic, not reading weights, determines its time; typical of data-centre GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of passes by the number of tokens in them, in any unit: only ratios count. Between entries linear."""
+    """Costs of passes by the number of tokens in them, in any unit: only ratios count. Linear between entries."""
 
     tokens: tuple[int, ...]
     """Numbers of tokens, rising."""
@@ -53,7 +58,7 @@ class CostModel:
         return self._at(self.deep, num_tokens)
 
     def draft_of(self, num_tokens: float) -> float:
-        """One pass that drafts: shallow layers and exit head."""
+        """One drafting pass: shallow layers and exit head."""
         return self.shallow_of(num_tokens) + self.head_of(num_tokens)
 
     def full_of(self, num_tokens: float) -> float:
@@ -72,6 +77,21 @@ class CostModel:
         return costs[-1] + max(slope, 0.0) * (num_tokens - last)
 
 
+def costs_of(candidate: Candidate, adapter: ModelAdapter, shortlist_size: int) -> CostModel:
+    """Costs of a candidate as parameters read: the same on every machine. The engine measures its own costs."""
+    width = candidate.head.spec.width
+    of_layers = sum(parameter.numel() for layer in adapter.layers for parameter in layer.parameters())
+    of_router = sum(parameter.numel() for parameter in candidate.router.parameters())
+    return parameter_costs(
+        layer_parameters=of_layers // adapter.num_layers,
+        num_layers=adapter.num_layers,
+        checkpoint_layer=candidate.layer,
+        head_parameters=candidate.head.num_draft_parameters + of_router,
+        shortlist_parameters=shortlist_size * width,
+        vocabulary_parameters=adapter.vocab_size * width,
+    )
+
+
 def parameter_costs(
     *,
     layer_parameters: int,
@@ -80,25 +100,22 @@ def parameter_costs(
     head_parameters: int,
     shortlist_parameters: int,
     vocabulary_parameters: int,
-    ridge_tokens: int = DEFAULT_RIDGE_TOKENS,
-    pass_overhead: float = 0.0,
+    ridge_tokens: int = RIDGE_TOKENS,
 ) -> CostModel:
-    """Costs as parameters read, for want of a measurement.
+    """Costs as parameters read, where nothing has been measured.
 
     `head_parameters` are those of exit head and router; `shortlist_parameters` and `vocabulary_parameters` are rows of
-    the output embedding times the width. `pass_overhead` is what every draft costs besides, in full passes."""
+    the output embedding times the width."""
     if not 0 < checkpoint_layer < num_layers:
         raise ConfigError("checkpoint_layer", checkpoint_layer, f"an integer in 1..{num_layers - 1}")
     shallow = float(layer_parameters * checkpoint_layer)
     deep = float(layer_parameters * (num_layers - checkpoint_layer) + vocabulary_parameters)
     head = float(head_parameters + shortlist_parameters)
-    tokens = (1, ridge_tokens, 2 * ridge_tokens) if ridge_tokens > 1 else (1, 2)
-    scale = [max(1.0, n / ridge_tokens) for n in tokens]
-    extra = pass_overhead * (shallow + deep)
+    scale = (1.0, 1.0, 2.0)
     return CostModel(
-        tokens=tokens,
+        tokens=(1, ridge_tokens, 2 * ridge_tokens),
         shallow=tuple(shallow * s for s in scale),
-        head=tuple(head * s + extra for s in scale),
+        head=tuple(head * s for s in scale),
         deep=tuple(deep * s for s in scale),
     )
 
@@ -115,7 +132,7 @@ def predict_speedup(counts: CycleCounts, costs: CostModel, batch_size: int = 1) 
     at_least = [cycles, *counts.drafted_at, 0]
     mean_pending = 1.0 + counts.drafts / cycles
     for drafts, (here, more) in enumerate(pairwise(at_least)):
-        # One row as it is, the others at their mean: exact for one row, right for many.
+        # One row with its own number of drafts, the others at their mean: exact for one row, close for many.
         cost += (here - more) / cycles * costs.deep_of(1 + drafts + (batch_size - 1) * mean_pending)
     return counts.tokens / cycles * costs.full_of(batch_size) / cost
 
@@ -125,6 +142,6 @@ def predict_speedups(counts: CycleCounts, costs: CostModel, batch_sizes: Sequenc
 
 
 def _shared(cost_of: Callable[[float], float], share: float, batch_size: int) -> float:
-    """Expected cost of a pass that each of the rows joins with probability `share`, and none makes needless."""
+    """Expected cost of a pass that each of the rows joins with probability `share`; 0 where no row joins."""
     needed = 1.0 - (1.0 - share) ** batch_size
     return needed * cost_of(batch_size * share / needed) if needed > 0.0 else 0.0

@@ -1,56 +1,85 @@
-"""From traces to a decision: which exit to serve, at which thresholds, and what is promised of it.
+"""From traces to a decision: the exit to serve, its thresholds, and the promises about it. Numpy only.
 
-The test part chooses: candidate, draft threshold, draft length, threshold of mode `fast`. The calibration part, which
-nothing before has looked at, certifies the thresholds of mode `bounded` and gives all numbers that are stated of the
-choice. Where prompts that people wrote are a part of their own, a threshold of `bounded` must be certified on that
-part as well, and the stricter of the two is taken: the model's own prompts are a little easier than real ones.
+The test part selects: candidate, draft threshold, draft length, threshold of mode `fast`. Every candidate (checkpoint
+layer and head kind) is replayed on its traces for a grid of draft thresholds and draft lengths and priced: a shallow
+exit that is right often enough beats a deep one that is right more often.
+
+The calibration part, which no earlier choice used, certifies the thresholds of mode `bounded` (`certify`) and gives all
+stated numbers. Where prompts written by people form a part of their own (`given`), a threshold must be certified on
+that part as well, and the stricter of the two results counts: the model's own prompts are slightly easier.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.risk.costs import CostModel, parameter_costs, predict_speedups
-from tide_core.calibration.risk.risk import RiskChoice, choose_thresholds, risk_curve
-from tide_core.calibration.risk.select import (
-    BATCH_SIZES,
-    DraftPlan,
-    FastChoice,
-    choose_fast,
-    measure_fast,
-    measure_plan,
-    select_candidate,
-    verdict_lines,
+from tide_core.calibration.risk.certify import (
+    Certification,
+    certify_threshold,
+    measure_risk,
+    strictest,
+    threshold_grid,
 )
-from tide_core.calibration.risk.simulate import acceptance_by_distance, pack
+from tide_core.calibration.risk.costs import CostModel, predict_speedup, predict_speedups
+from tide_core.calibration.risk.simulate import CycleCounts, PackedTraces, acceptance_by_distance, pack, simulate_all
 from tide_core.calibration.risk.traces import CandidateTraces
-from tide_core.calibration.train.candidates import Candidate
-from tide_core.models.adapter import ModelAdapter
+from tide_core.errors import ConfigError
+
+DRAFT_THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Batch sizes for which reports predict the speed-up."""
+LEAST_GAIN = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """The best way to draft with one candidate."""
+
+    name: str
+    layer: int
+    kind: str
+    draft_threshold: float
+    max_drafts: int
+    speedup: float
+    """Predicted over full depth at batch size 1."""
+    draft_share: float
+    """Cost of a draft in units of a full pass."""
+    counts: CycleCounts
+
+
+@dataclass(frozen=True, slots=True)
+class FastChoice:
+    """An exit threshold for mode `fast` and its figures, teacher-forced."""
+
+    threshold: float
+    disagreement: float
+    """Per generated token."""
+    layers_per_token: float
+    coverage: float
+    """Share of tokens emitted at an exit."""
+    num_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is served and promised."""
+    """The exit to serve and the promises about it."""
 
     plans: tuple[DraftPlan, ...]
-    """One per candidate, best first, as the test part has them."""
+    """One per candidate, best first, with the counts of the test part."""
     best: DraftPlan
-    """The first of them, with the counts of the calibration part."""
+    """The first plan, with the counts of the calibration part."""
     acceptance: tuple[float, ...]
-    choices: tuple[RiskChoice, ...]
+    certifications: tuple[Certification, ...]
     fast: FastChoice | None
     speedups: Mapping[int, float]
     """Predicted over full depth in mode `verified`, by batch size."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """For people."""
-        return (*verdict_lines(self.best, self.speedups), *(f"bounded, {choice}" for choice in self.choices))
+        """Lines for the report and the terminal."""
+        return (*verdict_lines(self.best, self.speedups), *(f"bounded, {each}" for each in self.certifications))
 
 
 def decide(
@@ -59,50 +88,145 @@ def decide(
     costs: Mapping[str, CostModel],
     num_layers: int,
 ) -> Decision:
-    """`traces` are of the test and the calibration part; `costs` by candidate name."""
-    selection = select_candidate(traces["test"], costs, max_drafts=config.max_drafts)
-    chosen = selection.best
-    layer, most = chosen.layer, chosen.max_drafts
-    seen, unseen = (pack(traces_of(traces[part], chosen.name).sequences) for part in ("test", "calibration"))
-    fast = choose_fast(seen, layer=layer, num_layers=num_layers, max_drafts=most)
+    """Select on the test part, certify on the calibration part and on `given` if there is one.
+
+    `traces` are by part, `costs` by candidate name."""
+    plans = plan_candidates(traces["test"], costs, max_drafts=config.max_drafts)
+    chosen = plans[0]
+    packed = {part: pack(traces_of(each, chosen.name).sequences) for part, each in traces.items()}
+    layer, max_drafts = chosen.layer, chosen.max_drafts
+    fast = choose_fast(packed["test"], layer=layer, num_layers=num_layers, max_drafts=max_drafts)
     if fast is not None:
-        fast = measure_fast(unseen, fast.threshold, layer=layer, num_layers=num_layers, max_drafts=most)
-    counts = measure_plan(chosen, unseen)
-    choices = []
-    for part in ("calibration", "given"):
-        if part in traces:
-            packed = unseen if part == "calibration" else pack(traces_of(traces[part], chosen.name).sequences)
-            curve = risk_curve(packed, draft_threshold=chosen.draft_threshold, max_drafts=most)
-            choices.append(choose_thresholds(curve, config.epsilons, config.delta))
+        unseen = packed["calibration"]
+        fast = measure_fast(unseen, fast.threshold, layer=layer, num_layers=num_layers, max_drafts=max_drafts)
+    curves = [
+        measure_risk(packed[part], draft_threshold=chosen.draft_threshold, max_drafts=max_drafts)
+        for part in ("calibration", "given")
+        if part in packed
+    ]
+    counts = measure_plan(chosen, packed["calibration"])
     return Decision(
-        plans=selection.plans,
+        plans=plans,
         best=replace(chosen, counts=counts),
-        acceptance=acceptance_by_distance(unseen, chosen.draft_threshold, most),
-        choices=tuple(strictest(each) for each in zip(*choices, strict=True)),
+        acceptance=acceptance_by_distance(packed["calibration"], chosen.draft_threshold, max_drafts),
+        certifications=tuple(
+            strictest([certify_threshold(curve, epsilon, config.delta) for curve in curves])
+            for epsilon in config.epsilons
+        ),
         fast=fast,
         speedups=predict_speedups(counts, costs[chosen.name], BATCH_SIZES),
     )
-
-
-def strictest(choices: Sequence[RiskChoice]) -> RiskChoice:
-    """The choice that holds wherever all of them were made: none where one of them is none."""
-    return max(choices, key=lambda choice: math.inf if choice.threshold is None else choice.threshold)
 
 
 def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:
     return next(each for each in traces if each.name == name)
 
 
-def costs_of(candidate: Candidate, adapter: ModelAdapter, shortlist: Tensor) -> CostModel:
-    """By parameters read: the same on every machine. The engine measures its own before it drafts."""
-    width = candidate.head.spec.width
-    of_layers = sum(parameter.numel() for layer in adapter.layers for parameter in layer.parameters())
-    of_router = sum(parameter.numel() for parameter in candidate.router.parameters())
-    return parameter_costs(
-        layer_parameters=of_layers // adapter.num_layers,
-        num_layers=adapter.num_layers,
-        checkpoint_layer=candidate.layer,
-        head_parameters=candidate.head.num_draft_parameters + of_router,
-        shortlist_parameters=len(shortlist) * width,
-        vocabulary_parameters=adapter.vocab_size * width,
+def plan_candidates(
+    candidates: Sequence[CandidateTraces], costs: Mapping[str, CostModel], *, max_drafts: int
+) -> tuple[DraftPlan, ...]:
+    """The best plan of every candidate, the highest predicted speed-up in mode `verified` first."""
+    if not candidates:
+        raise ConfigError("candidates", 0, "at least one candidate with traces")
+    if missing := [candidate.name for candidate in candidates if candidate.name not in costs]:
+        raise ConfigError("costs", missing, "a cost model for every candidate")
+    plans = [plan_drafts(candidate, costs[candidate.name], limit=max_drafts) for candidate in candidates]
+    return tuple(sorted(plans, key=lambda plan: -plan.speedup))
+
+
+def plan_drafts(
+    candidate: CandidateTraces,
+    costs: CostModel,
+    *,
+    draft_thresholds: Sequence[float] = DRAFT_THRESHOLDS,
+    limit: int | None = None,
+) -> DraftPlan:
+    """The best draft threshold and draft length, up to `limit`, for one candidate.
+
+    Of equal plans, the one with fewer drafts and the higher threshold."""
+    traces = pack(candidate.sequences)
+    longest = traces.max_distance if limit is None else min(limit, traces.max_distance)
+    if longest < 1 or not draft_thresholds:
+        raise ConfigError("max_drafts", limit, "at least 1, and at least one draft threshold")
+    best: DraftPlan | None = None
+    for max_drafts in range(1, longest + 1):
+        for threshold in sorted(draft_thresholds, reverse=True):
+            counts = simulate_all(traces, draft_threshold=threshold, max_drafts=max_drafts).total()
+            speedup = predict_speedup(counts, costs)
+            if best is None or speedup > best.speedup:
+                best = DraftPlan(
+                    candidate.name,
+                    candidate.layer,
+                    candidate.kind,
+                    threshold,
+                    max_drafts,
+                    speedup,
+                    costs.draft_share,
+                    counts,
+                )
+    assert best is not None
+    return best
+
+
+def measure_plan(plan: DraftPlan, traces: PackedTraces) -> CycleCounts:
+    """The counts of the plan on other traces of its candidate."""
+    return simulate_all(traces, draft_threshold=plan.draft_threshold, max_drafts=plan.max_drafts).total()
+
+
+def verdict_lines(best: DraftPlan, speedups: Mapping[int, float]) -> tuple[str, ...]:
+    """Whether exits pay, and at which batch sizes."""
+    by_batch = sorted(speedups.items())
+    what = f"{best.kind} head after layer {best.layer}"
+    how = f"up to {best.max_drafts} drafts at scores of at least {best.draft_threshold:g}"
+    paying = [(batch, speedup) for batch, speedup in by_batch if speedup > LEAST_GAIN]
+    if not paying:
+        top, speedup = max(by_batch, key=lambda pair: pair[1])
+        return (
+            "exits will not pay on this model, serve it in `full`",
+            f"the best exit, a {what} with {how}, is predicted x{speedup:.2f} at batch {top}",
+        )
+    shown = ", ".join(f"x{speedup:.2f} at batch {batch}" for batch, speedup in paying)
+    drafts = best.counts.accepted / best.counts.drafts if best.counts.drafts else 0.0
+    detail = (
+        f"{what}, {how}: {drafts:.0%} of drafts accepted, {best.counts.tokens_per_deep_pass:.2f} tokens a deep pass"
+    )
+    lines = [f"exits pay: predicted {shown}", f"{detail}, a draft costs {best.draft_share:.3f} of a full pass"]
+    if losing := [str(batch) for batch, speedup in by_batch if speedup <= LEAST_GAIN]:
+        lines.append(f"no gain predicted at batch {', '.join(losing)}: `full` is as fast or faster there")
+    return tuple(lines)
+
+
+def choose_fast(
+    traces: PackedTraces,
+    *,
+    layer: int,
+    num_layers: int,
+    max_drafts: int,
+    max_disagreement: float = 0.05,
+    grid: Sequence[float] | None = None,
+) -> FastChoice | None:
+    """The loosest threshold whose disagreement is at most the limit; None if no token exits at any such threshold.
+
+    The disagreement is that of the traces the threshold was chosen on; to state one, measure it on others."""
+    best: FastChoice | None = None
+    for threshold in sorted(threshold_grid() if grid is None else grid, reverse=True):
+        found = measure_fast(traces, threshold, layer=layer, num_layers=num_layers, max_drafts=max_drafts)
+        if found.disagreement <= max_disagreement and found.coverage > 0.0:
+            best = found
+    return best
+
+
+def measure_fast(traces: PackedTraces, threshold: float, *, layer: int, num_layers: int, max_drafts: int) -> FastChoice:
+    """Mode `fast` on traces: tokens whose score reaches the threshold exit, up to `max_drafts` in a row, then one runs
+    at full depth.
+
+    Teacher-forced: wrong tokens and projected K and V have no effect on later tokens."""
+    counts = simulate_all(traces, draft_threshold=threshold, max_drafts=max_drafts, exit_threshold=threshold).total()
+    tokens = max(counts.tokens, 1)
+    return FastChoice(
+        threshold=float(threshold),
+        disagreement=counts.disagreements / tokens,
+        layers_per_token=(counts.exits * layer + (counts.tokens - counts.exits) * num_layers) / tokens,
+        coverage=counts.exits / tokens,
+        num_sequences=traces.num_sequences,
     )

@@ -1,18 +1,18 @@
-"""What the engine's cycles would do, replayed on traces of agreement and score. Numpy only.
+"""Replay of the engine's cycles on traces of agreement and score. Numpy only.
 
-A trace knows, for every generated position and every distance to the last deep state, whether the exit's token is the
-full-depth token and how the router scored it. So any draft threshold, draft length and exit threshold can be tried
-without running a model:
+A trace holds, for every generated position and every distance to the last deep state, whether the exit's token is the
+full-depth token and the router's score. So any draft threshold, draft length and exit threshold can be tried without
+running a model:
 
     position    i        i+1      i+2      i+3
     distance    1        2        3        -
-                draft    draft    refused            two drafts, then one deep pass over all that is pending
+                draft    draft    refused            two drafts, then one deep pass over all pending tokens
                 right    wrong                       one accepted; the deep pass itself gives the token at i+1
 
-`simulate` is the plain walk over one sequence and says what is right. `simulate_all` does the same for many sequences
-at once: where a cycle ends is computed for every position as if one began there, then the cycles are followed.
+`simulate_all` replays many sequences at once: it computes for every position where a cycle that begins there would end,
+then follows the cycles. The tests hold it against a plain walk over one sequence.
 
-Traces are teacher-forced: after an exit that disagrees the walk goes on along the full-depth text.
+Traces are teacher-forced: after an exit that disagrees, the walk continues along the full-depth text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CycleCounts:
-    """What a walk did. The tuples have one entry per distance, 1 first."""
+    """Counts of a replay. The tuples have one entry per distance, 1 first."""
 
     tokens: int
     deep_passes: int
@@ -45,7 +45,7 @@ class CycleCounts:
     disagreements: int
     drafted_at: tuple[int, ...]
     refused_at: tuple[int, ...]
-    """Cycles whose drafting ended there with a score below the draft threshold: an exit head was run for nothing."""
+    """Cycles whose drafting ended there with a score below the draft threshold: an exit head ran without a draft."""
     accepted_at: tuple[int, ...]
     examined_at: tuple[int, ...]
     """Drafts before which every draft of the cycle was emitted."""
@@ -55,54 +55,9 @@ class CycleCounts:
         return self.tokens / self.deep_passes if self.deep_passes else 0.0
 
 
-def simulate(
-    sequence: SequenceTrace, *, draft_threshold: float, max_drafts: int, exit_threshold: float = math.inf
-) -> CycleCounts:
-    """The plain walk. A score that is not a finite number neither drafts nor exits."""
-    _check(max_drafts, sequence.score.shape[0])
-    agree, score = sequence.agree, sequence.score
-    length = score.shape[1]
-    draft, leave = _least(draft_threshold), _least(exit_threshold)
-    drafted_at, refused_at, accepted_at, examined_at = ([0] * max_drafts for _ in range(4))
-    deep_passes = exits = disagreements = start = 0
-    while start < length:
-        drafts = 0
-        while drafts < max_drafts and start + drafts < length:
-            if not _reaches(score[drafts, start + drafts], draft):
-                refused_at[drafts] += 1
-                break
-            drafted_at[drafts] += 1
-            drafts += 1
-        accepted = 0
-        while accepted < drafts:
-            examined_at[accepted] += 1
-            right = bool(agree[accepted, start + accepted])
-            exited = _reaches(score[accepted, start + accepted], leave)
-            if not right and not exited:
-                break
-            exits += exited
-            disagreements += not right
-            accepted_at[accepted] += 1
-            accepted += 1
-        deep_passes += 1
-        start += accepted + 1
-    return CycleCounts(
-        tokens=length,
-        deep_passes=deep_passes,
-        drafts=sum(drafted_at),
-        accepted=sum(accepted_at),
-        exits=exits,
-        disagreements=disagreements,
-        drafted_at=tuple(drafted_at),
-        refused_at=tuple(refused_at),
-        accepted_at=tuple(accepted_at),
-        examined_at=tuple(examined_at),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class PackedTraces:
-    """Many sequences end to end, P positions, turned so that column p holds the drafts of a cycle that begins at p.
+    """Many sequences end to end, P positions, arranged so that column p holds the drafts of a cycle that begins at p.
 
     Row m of a cycle that begins at p is the draft at position p + m and distance m + 1."""
 
@@ -112,16 +67,16 @@ class PackedTraces:
     """[N]"""
     owner: NDArray[np.int64]
     """[P] sequence of every position."""
-    room: NDArray[np.int64]
+    remaining: NDArray[np.int64]
     """[P] positions left in the sequence, this one included."""
     score: NDArray[np.float32]
     """[J, P]; minus infinity where there is no usable score."""
     wrong: NDArray[np.bool_]
     """[J, P]"""
     least_score: NDArray[np.float32]
-    """[J, P] least score of the drafts up to this one."""
+    """[J, P] lowest score of the drafts up to this one."""
     least_needed: NDArray[np.float32]
-    """[J, P] least score of the wrong drafts up to this one, infinite where all are right."""
+    """[J, P] lowest score of the wrong drafts up to this one, infinite where all are right."""
 
     @property
     def num_sequences(self) -> int:
@@ -138,7 +93,7 @@ class PackedTraces:
 
 @dataclass(frozen=True, slots=True)
 class Walks:
-    """Counts of the walks over many sequences, [N] each; the last four per distance, [K] each."""
+    """Counts of each of many sequences, [N]; the last four are per distance, [K]."""
 
     tokens: NDArray[np.int64]
     deep_passes: NDArray[np.int64]
@@ -161,7 +116,7 @@ class Walks:
 
 
 def pack(sequences: Sequence[SequenceTrace]) -> PackedTraces:
-    """Lay sequences of equal J end to end; empty ones stay in the count and do nothing."""
+    """Lay sequences of equal J end to end; empty ones count as sequences without tokens."""
     distances = {sequence.score.shape[0] for sequence in sequences}
     if len(distances) != 1:
         raise ConfigError("sequences", sorted(distances), "at least one trace, all of the same number of distances")
@@ -169,25 +124,26 @@ def pack(sequences: Sequence[SequenceTrace]) -> PackedTraces:
     lengths = np.array([sequence.score.shape[1] for sequence in sequences], np.int64)
     starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)[:-1]))
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    room = (starts + lengths)[owner] - np.arange(len(owner))
+    remaining = (starts + lengths)[owner] - np.arange(len(owner))
     score = np.full((num_rows, len(owner)), -np.inf, np.float32)
     wrong = np.ones((num_rows, len(owner)), np.bool_)
     flat_score = np.concatenate([sequence.score for sequence in sequences], 1, dtype=np.float32)
     flat_wrong = ~np.concatenate([sequence.agree for sequence in sequences], 1).astype(np.bool_)
     flat_score = np.where(np.isfinite(flat_score), flat_score, np.float32(-np.inf))
     for row in range(num_rows):
-        begins = np.flatnonzero(room > row)
+        begins = np.flatnonzero(remaining > row)
         score[row, begins] = flat_score[row, begins + row]
         wrong[row, begins] = flat_wrong[row, begins + row]
     least_score = np.minimum.accumulate(score, 0)
     least_needed = np.minimum.accumulate(np.where(wrong, score, np.float32(np.inf)), 0)
-    return PackedTraces(starts, lengths, owner, room, score, wrong, least_score, least_needed)
+    return PackedTraces(starts, lengths, owner, remaining, score, wrong, least_score, least_needed)
 
 
 def simulate_all(
     traces: PackedTraces, *, draft_threshold: float, max_drafts: int, exit_threshold: float = math.inf
 ) -> Walks:
-    """The walks of `simulate` over every sequence; milliseconds for a hundred thousand positions."""
+    """Replay every sequence; milliseconds for a hundred thousand positions. A score that is not a finite number neither
+    drafts nor exits."""
     _check(max_drafts, traces.max_distance)
     draft, leave = _least(draft_threshold), _least(exit_threshold)
     usable = traces.least_score[:max_drafts] > -np.inf
@@ -199,7 +155,7 @@ def simulate_all(
     emitted = rows < accepted
     exits = emitted & (traces.score[:max_drafts, visited] >= leave)
     disagreements = emitted & traces.wrong[:max_drafts, visited]
-    limits = np.minimum(max_drafts, traces.room[visited])
+    limits = np.minimum(max_drafts, traces.remaining[visited])
 
     def per_sequence(counts: NDArray[Any]) -> NDArray[np.int64]:
         return np.bincount(owner, counts, traces.num_sequences).astype(np.int64)
@@ -222,7 +178,7 @@ def _follow(traces: PackedTraces, accepted: NDArray[np.int64]) -> NDArray[np.int
     """Positions at which a cycle begins, given how many drafts one that begins there would have accepted."""
     end = traces.num_positions
     step = accepted + 1
-    after = np.where(step < traces.room, np.arange(end) + step, end)
+    after = np.where(step < traces.remaining, np.arange(end) + step, end)
     visited = np.zeros(end, np.bool_)
     at = traces.starts[traces.lengths > 0]
     while at.size:
@@ -232,24 +188,17 @@ def _follow(traces: PackedTraces, accepted: NDArray[np.int64]) -> NDArray[np.int
     return np.flatnonzero(visited)
 
 
-def acceptance_by_distance(
-    sequences: Sequence[SequenceTrace] | PackedTraces, draft_threshold: float, max_drafts: int
-) -> tuple[float, ...]:
+def acceptance_by_distance(traces: PackedTraces, draft_threshold: float, max_drafts: int) -> tuple[float, ...]:
     """P(draft at distance j is right, given that it and all before it were drafted and those were right), j = 1 first.
 
-    0 where no such draft was ever made: nothing is to be expected of one."""
-    traces = sequences if isinstance(sequences, PackedTraces) else pack(sequences)
+    0 where no such draft was ever made."""
     walks = simulate_all(traces, draft_threshold=draft_threshold, max_drafts=max_drafts)
     pairs = zip(walks.accepted_at.tolist(), walks.examined_at.tolist(), strict=True)
     return tuple(accepted / examined if examined else 0.0 for accepted, examined in pairs)
 
 
-def _reaches(score: Any, threshold: np.float32) -> bool:
-    return bool(np.isfinite(score) and score >= threshold)
-
-
 def _least(threshold: float) -> np.float32:
-    """The least float32 that is not below the threshold: scores are compared as the engine does, without rounding."""
+    """The smallest float32 that is not below the threshold: like the engine, compare without rounding the threshold."""
     near = np.float32(threshold)
     return near if float(near) >= threshold else np.nextafter(near, np.float32(np.inf))
 

@@ -1,7 +1,7 @@
-"""What heads said, position by position, along sequences whose full-depth tokens are known. No torch here.
+"""Traces: the predictions of exit heads along sequences whose full-depth tokens are known. No torch here.
 
-A trace holds for every distance to the last deep state whether the exit's token was the full-depth one, and the
-router's score. That is all it takes to replay decoding in any mode, at any threshold and draft length.
+A trace holds, for every position and every distance to the last deep state, whether the exit's token is the full-depth
+token, and the router's score. This is enough to replay decoding in any mode, at any threshold and draft length.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SequenceTrace:
 
 @dataclass(frozen=True, slots=True)
 class CandidateTraces:
-    """All sequences of one part, as one candidate saw them."""
+    """Traces of one candidate over all sequences of one part."""
 
     name: str
     layer: int
@@ -57,20 +57,8 @@ def agreement(sequences: Sequence[SequenceTrace]) -> list[float]:
     return [_share(*(trace.agree[j] for trace in sequences)) for j in range(_max_distance(sequences))]
 
 
-def acceptance(sequences: Sequence[SequenceTrace]) -> list[float]:
-    """Share of right drafts at each distance among those whose whole chain before was right, from any start."""
-    shares: list[float] = []
-    right = [np.ones(trace.num_tokens, np.bool_) for trace in sequences]  # of chains by their start
-    for j in range(_max_distance(sequences)):
-        drafted = [chain[: trace.num_tokens - j] for chain, trace in zip(right, sequences, strict=True)]
-        right = [chain & trace.agree[j, j:] for chain, trace in zip(drafted, sequences, strict=True)]
-        num_drafted = sum(int(chain.sum()) for chain in drafted)
-        shares.append(sum(int(chain.sum()) for chain in right) / num_drafted if num_drafted else float("nan"))
-    return shares
-
-
 def write_traces(path: Path, traces: Sequence[CandidateTraces]) -> None:
-    """Write as msgpack, whole or not at all."""
+    """Write as msgpack, atomically."""
     import msgpack
 
     document = {"format_version": FORMAT_VERSION, "candidates": [_packed(candidate) for candidate in traces]}

@@ -1,6 +1,6 @@
-"""Candidates: the exit heads that a calibration trains side by side, and how each is shaped and started.
+"""Candidates: the exit heads that a calibration trains together, their shapes and their initial weights.
 
-A candidate is written `layer:kind`, then what it has beside that: `2:block:deep:muon:ffn=1536:taps=10+20`.
+A candidate is written `layer:kind`, followed by its options: `2:block:deep:muon:ffn=1536:taps=10+20`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLAGS = ("deep", "muon")
 
 
 def _read_taps(text: str) -> tuple[int, ...]:
-    """Layers with plus signs between them; 0 alone is none."""
+    """Layers with plus signs between them; 0 means none."""
     return () if text == "0" else tuple(int(layer) for layer in text.split("+"))
 
 
@@ -44,7 +44,7 @@ class CandidateSpec:
     """Layers that have run."""
     kind: str
     deep: bool = False
-    """Fed with the last deep state."""
+    """Takes the last deep state as input."""
     hidden: int | None = None
     """Width of the head's SwiGLU, 0 for none; None takes the model's feed-forward width for an mlp head, else none."""
     ffn: int | None = None
@@ -54,7 +54,7 @@ class CandidateSpec:
     muon: bool = False
     """Matrices are trained with Muon instead of AdamW."""
     taps: tuple[int, ...] | None = None
-    """Layers whose states go into the deep state; None takes two on the way, `usual_taps`."""
+    """Layers whose states go into the deep state; None takes `default_taps`."""
 
     @classmethod
     def parse(cls, text: str) -> CandidateSpec:
@@ -76,7 +76,7 @@ class CandidateSpec:
 
     @property
     def name(self) -> str:
-        """As `parse` reads it; what was not set is left out."""
+        """As `parse` reads it; without options that are not set."""
         flags = [key for key in _FLAGS if getattr(self, key)]
         sizes = [f"{key}={getattr(self, key)}" for key in _SIZES if key != "taps" and getattr(self, key) is not None]
         taps = [] if self.taps is None else [f"taps={'+'.join(map(str, self.taps)) or 0}"]
@@ -95,7 +95,7 @@ class Candidate:
 
 
 def candidates_of(config: CalibrationConfig, num_layers: int) -> list[CandidateSpec]:
-    """Those the configuration lists, or every head kind of it at every one of its checkpoints."""
+    """The candidates that the configuration lists, or every one of its head kinds at every one of its checkpoints."""
     if config.candidates:
         return [CandidateSpec.parse(text) for text in config.candidates]
     specs = []
@@ -110,24 +110,24 @@ def candidates_of(config: CalibrationConfig, num_layers: int) -> list[CandidateS
 
 
 def layers_of(candidates: Sequence[Candidate]) -> list[int]:
-    """The layers whose states candidates want: their own and those of their taps."""
+    """The layers whose states candidates need: checkpoint layers and taps."""
     return sorted({layer for each in candidates for layer in (each.layer, *each.head.spec.taps)})
 
 
-def usual_taps(layer: int, num_layers: int) -> tuple[int, ...]:
-    """A third and two thirds of the way, as far as they lie between the checkpoint layer and the last one."""
+def default_taps(layer: int, num_layers: int) -> tuple[int, ...]:
+    """The layers at one third and two thirds of the depth that are between the checkpoint layer and the last one."""
     thirds = {round(num_layers / 3), round(2 * num_layers / 3)}
     return tuple(sorted(tap for tap in thirds if layer < tap < num_layers))
 
 
 def comparison_candidates(num_layers: int) -> list[CandidateSpec]:
-    """Cheap heads along the depth of a model, for a report of agreement by layer and kind."""
+    """Simple heads along the depth of a model, for the report of agreement by layer and kind."""
     layers = sorted({min(max(1, round(num_layers * part)), num_layers - 1) for part in (1 / 15, 0.25, 0.5, 0.75)})
     return [CandidateSpec(layer, kind) for kind in ("identity", "affine") for layer in layers]
 
 
 def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> HeadSpec:
-    """The shape of a candidate in this model; what it leaves open follows the model's own decoder blocks."""
+    """The shape of a candidate in this model; sizes that are not set follow the model's own decoder blocks."""
     config = adapter.config
     width = int(config.hidden_size)
     feed_forward = _first(config, "intermediate_size", "ffn_dim", "ffn_hidden_size") or -(-width * 8 // 48) * 16
@@ -144,7 +144,7 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
             "ffn": feed_forward if spec.ffn is None else spec.ffn,
         }
     own_hidden = feed_forward if spec.kind == "mlp" else 0
-    taps = usual_taps(spec.layer, adapter.num_layers) if spec.taps is None else spec.taps
+    taps = default_taps(spec.layer, adapter.num_layers) if spec.taps is None else spec.taps
     if any(not spec.layer < tap < adapter.num_layers for tap in taps):
         expected = f"layers above {spec.layer} and below {adapter.num_layers}"
         raise ConfigError(f"taps of candidate {spec.name}", taps, expected)
@@ -164,7 +164,7 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
 def make_candidate(
     adapter: ModelAdapter, spec: CandidateSpec, *, max_distance: int, bottleneck: int, seed: int
 ) -> Candidate:
-    """An untrained candidate in float32 on the model's device; equal every time, whatever others are made beside it."""
+    """An untrained candidate in float32 on the model's device; the same every time, whatever others are made."""
     if not 1 <= spec.layer < adapter.num_layers:
         raise ConfigError(f"layer of candidate {spec.name}", spec.layer, f"1..{adapter.num_layers - 1}")
     with torch.random.fork_rng(devices=[]):
@@ -172,16 +172,16 @@ def make_candidate(
         head = ExitHead(head_spec(adapter, spec, max_distance))
         router = Router(head.spec.width, bottleneck)
     if head.spec.attends:
-        start_like(head, adapter.layers[-1])
+        copy_block_weights(head, adapter.layers[-1])
     return Candidate(spec.layer, spec.kind, head.to(adapter.device), router.to(adapter.device), spec.name)
 
 
 @torch.no_grad()
-def start_like(head: ExitHead, layer: nn.Module) -> list[str]:
-    """Start a block with the weights of one of the model's own, as far as both have them; returns what was taken.
+def copy_block_weights(head: ExitHead, layer: nn.Module) -> list[str]:
+    """Initialise a block with the weights of one of the model's layers where both have them; returns the copied names.
 
-    The projections out of the block are left at zero, so that it still starts as the identity."""
-    taken = []
+    The output projections stay zero, so that the block starts as the identity."""
+    copied = []
     for ours, theirs in (
         ("q_proj", "self_attn.q_proj"),
         ("k_proj", "self_attn.k_proj"),
@@ -202,14 +202,14 @@ def start_like(head: ExitHead, layer: nn.Module) -> list[str]:
             continue
         if to.shape[1:] != weight.shape[1:] or (to.shape != weight.shape and not ours.startswith("mlp.")):
             continue
-        rows = min(len(to), len(weight))  # a block narrower or wider inside than the model's takes what fits
+        rows = min(len(to), len(weight))  # the inner width of the block may differ from the model's
         to[:rows] = weight[:rows].to(to)
-        taken.append(ours)
-    return taken
+        copied.append(ours)
+    return copied
 
 
 def save_candidates(path: Path, candidates: Sequence[Candidate]) -> None:
-    """All candidates in one safetensors file, written whole or not at all."""
+    """All candidates in one safetensors file, written atomically."""
     tensors, listed = {}, []
     for index, candidate in enumerate(candidates):
         for part in ("head", "router"):
@@ -245,7 +245,7 @@ def _first(config: Any, *names: str) -> Any:
 
 
 def _rope_theta(config: Any) -> float:
-    """Of the model, of its full-attention layers where kinds differ; 10000 where it has no rotary positions."""
+    """The rotary base of the model's full-attention layers; 10000 if it has no rotary positions."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope
     return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)

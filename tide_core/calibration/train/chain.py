@@ -1,13 +1,13 @@
-"""A head's features at every distance to the last deep state, for whole sequences at once, as decoding will see them.
+"""A head's features at every distance to the last deep state, for whole sequences at once, equal to those of decoding.
 
-A cycle drafts the positions t-j+1 .. t, j = 1 being the first, all fed with the deep state of position t-j. After the
-deep pass, what a block head keeps of a position is rewritten as if it had been a first draft. So a draft at position t
-and distance j attends to keys made at distance 1 for the positions up to t-j+1, and to those of its own chain for the
-rest: position t-j+i holds what was made at distance i.
+A cycle drafts the positions t-j+1 .. t, j = 1 being the first, all with the deep state of position t-j as input. After
+the deep pass, the keys and values of a block head are rewritten as if each position had been a first draft. So a draft
+at position t and distance j attends to keys of distance 1 for the positions up to t-j+1, and to the keys of its own
+chain for the rest: position t-j+i has the key of distance i.
 
-What a block keeps is made from what enters it, so no distance waits for another's result: all of a sequence's chains
-are one dense computation, a causal one shifted by j-1, with j-1 keys of the chain beside it. Positions so early that
-there is no deep state j positions back are in no chain; what comes out there is finite and means nothing.
+Keys and values of a block depend on its input only, so no distance depends on the result of another: all chains of a
+sequence are one dense computation, a causal attention shifted by j-1 plus j-1 keys of the chain. Positions that have no
+deep state j positions back are in no chain; their features are finite and have no meaning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tide_core.exits.artefact.heads import ExitHead
 
 
 def features_by_distance(head: ExitHead, states: Tensor, deep: Tensor, distances: Sequence[int]) -> dict[int, Tensor]:
-    """Features [B * S, D] at each of the `distances`, from the states at the checkpoint and the deep ones, [B, S, D].
+    """Features [B * S, D] at each of the `distances`, from the states at the checkpoint and the deep states, [B, S, D].
 
-    A head that is not fed with the deep state knows no distance: one result stands for all."""
+    A head without the deep state as input does not depend on the distance: all distances share one result."""
     num_rows, length, _ = states.shape
     positions = torch.arange(length, device=states.device)
     flat_positions, flat_states = positions.repeat(num_rows), states.flatten(0, 1)
@@ -39,51 +39,50 @@ def features_by_distance(head: ExitHead, states: Tensor, deep: Tensor, distances
         if distance in distances or not head.spec.deep:
             features[distance] = head.refine(embedded, flat_positions, attention.attend)
         else:
-            attention.keep(*head.keys_values(embedded, flat_positions))
+            attention.append(*head.keys_values(embedded, flat_positions))
     return features if head.spec.deep else dict.fromkeys(distances, features[1])
 
 
 class ChainAttention:
-    """The attention of a block head at distance 1, then 2, and so on: one call for each."""
+    """The attention of a block head at distance 1, then 2, and so on: one call per distance."""
 
     def __init__(self, num_rows: int, length: int) -> None:
         self._num_rows, self._length = num_rows, length
         self._keys: list[Tensor] = []
-        """By distance, [B, Hk, S, D] float32, as the values."""
+        """By distance, [B, Hk, S, D] float32; values have the same shape."""
         self._values: list[Tensor] = []
 
-    def keep(self, key: Tensor, value: Tensor) -> None:
-        """Keys and values [B * S, Hk, D] of the next distance."""
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add the keys and values [B * S, Hk, D] of the next distance."""
         self._keys.append(self._by_head(key))
         self._values.append(self._by_head(value))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries [B * S, Hq, D], keys and values [B * S, Hk, D] of the next distance, to [B * S, Hq, D]."""
-        self.keep(key, value)
+        self.append(key, value)
         with torch.autocast(query.device.type, enabled=False):
             attended = self._attend(self._by_head(query) * query.shape[-1] ** -0.5)
         return attended.transpose(1, 2).flatten(0, 1).to(query.dtype)
 
     def _attend(self, queries: Tensor) -> Tensor:
         """Scaled queries [B, Hq, S, D] of the latest distance to [B, Hq, S, D]."""
-        distance, settled_keys, settled_values = len(self._keys), self._keys[0], self._values[0]
+        distance, first_keys, first_values = len(self._keys), self._keys[0], self._values[0]
         num_rows, num_heads, length, size = queries.shape
-        shared = num_heads // settled_keys.shape[1]  # G query heads to one KV head
+        shared = num_heads // first_keys.shape[1]  # G query heads per KV head
         grouped = queries.view(num_rows, -1, shared, length, size)  # [B, Hk, G, S, D]
-        scores = [grouped.flatten(2, 3) @ settled_keys.transpose(-1, -2)]
+        scores = [grouped.flatten(2, 3) @ first_keys.transpose(-1, -2)]
         scores[0] = scores[0].view(*grouped.shape[:-1], -1).masked_fill(self._hidden(distance), float("-inf"))
-        chain = [(step, distance - step) for step in range(2, distance + 1)]  # made at `step`, that many positions back
+        chain = [(step, distance - step) for step in range(2, distance + 1)]  # distance, positions back
         for step, back in chain:
             scores.append((grouped * shift(self._keys[step - 1], back).unsqueeze(2)).sum(-1, keepdim=True))
         weights = torch.cat(scores, -1).softmax(-1)
-        settled = weights[..., : self._length].flatten(2, 3) @ settled_values
-        attended = settled.view_as(grouped)
+        attended = (weights[..., : self._length].flatten(2, 3) @ first_values).view_as(grouped)
         for column, (step, back) in enumerate(chain, self._length):
             attended = attended + weights[..., column, None] * shift(self._values[step - 1], back).unsqueeze(2)
         return attended.flatten(1, 2)
 
     def _hidden(self, distance: int) -> Tensor:
-        """[S, S]: whether a position's settled key, made at distance 1, is out of sight at this distance."""
+        """[S, S]: True where the key of distance 1 is masked at this distance."""
         square = torch.ones(self._length, self._length, dtype=torch.bool, device=self._keys[0].device)
         return square.triu(2 - distance)
 
@@ -93,5 +92,5 @@ class ChainAttention:
 
 
 def shift(values: Tensor, by: int) -> Tensor:
-    """[..., S, D] moved `by` positions on; zeros come in."""
+    """[..., S, D] shifted right by `by` positions; zeros fill the start."""
     return F.pad(values, (0, 0, by, 0))[..., : values.shape[-2], :] if by else values

@@ -1,12 +1,12 @@
-"""One candidate on its way: its loss, its optimisers, its running mean. It sees nothing of the others.
+"""Training of one candidate, independent of all others: loss, optimisers (AdamW and Muon), running mean of the weights.
 
-The head learns the full-depth distribution within the shortlist, at every distance it may be asked at; the router
-learns, on features and logits it cannot change, whether the head's best token is the full-depth one.
+The head learns the full-depth distribution within the shortlist at every distance. The router learns, from detached
+features and logits, whether the head's best token is the full-depth token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,54 +16,84 @@ from torch import Tensor, nn
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec
 from tide_core.calibration.train.chain import features_by_distance
-from tide_core.calibration.train.group import ALONE, Group
-from tide_core.calibration.train.muon import Muon
+from tide_core.calibration.train.process_group import SINGLE_PROCESS, ProcessGroup
 from tide_core.calibration.train.teacher import States, Targets, Teacher
 from tide_core.errors import TideError
 from tide_core.exits.artefact.router import confidence_of
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ROUNDS = 5
+ADAMW_RMS = 0.2
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update of a matrix is made orthogonal, after Keller Jordan, scaled to the size of AdamW's updates.
+
+    For matrices only. Torch's own Muon computes in bfloat16 everywhere, which is about a hundred times slower on
+    processors without it."""
+
+    def __init__(self, matrices: Iterable[Tensor], lr: float | Tensor, *, momentum: float = 0.95) -> None:
+        super().__init__(list(matrices), {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
+                mean.lerp_(matrix.grad, 1.0 - group["momentum"])
+                nesterov = matrix.grad.lerp(mean, group["momentum"])
+                scale = ADAMW_RMS * max(matrix.shape) ** 0.5
+                matrix.sub_(orthogonal(nesterov) * (group["lr"] * scale))  # the rate may be a tensor
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Approximately the orthogonal factor of a matrix: its singular values are between about 0.7 and 1.2."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    wide = (matrix.mT if tall else matrix).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    wide = wide / (wide.norm() + 1e-7)
+    first, second, third = COEFFICIENTS
+    for _ in range(ROUNDS):
+        gram = wide @ wide.mT
+        wide = first * wide + (second * gram + third * gram @ gram) @ wide
+    flat: Tensor = wide.mT if tall else wide
+    return flat.to(matrix.dtype)
+
 
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
 MUON_RATE = 4e-3
 ADAMW_RATE = 1e-3
-"""Learning rates of the two optimisers, where none is set."""
+"""Default learning rates of the two optimisers."""
 PLAIN_RATE = 2.0
-"""With AdamW, heads without attention take larger steps, by this factor."""
+"""Factor on the AdamW rate for heads without attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to train, beyond what a calibration's settings say."""
+    """Training constants that are not settings of a calibration."""
 
-    distances_per_step: int | None = None
-    """Distances in one step's loss, 1 always among them; None takes all."""
     distance_decay: float = 0.8
-    """Weight of a distance against the one before it: a far draft is reached only through right ones."""
+    """Weight of a distance relative to the one before it: a far draft counts only after right ones."""
     rows_per_step: int = 4096
-    """Most positions of one step that are in the loss."""
-    prompt_share: float = 0.0
-    """Share of the prompts' positions that join the loss."""
-    target_temperature: float = 1.0
-    """Below 1 the distribution to learn is sharper than the model's."""
+    """Maximum number of positions in the loss of one step."""
     ema_decay: float = 0.99
-    """Of the running mean of the weights that is taken in the end; 0 takes the last ones."""
+    """Of the running mean of the weights, which is the final result."""
     save_every: int = 500
-    """Steps between two states to resume from."""
+    """Steps between two saved states."""
     save_seconds: float = 60.0
-    """Most time between them, where steps are long."""
+    """Maximum time between two saved states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Means over the steps since they were last asked for."""
+    """Means over the steps since the last report."""
 
     head: float
     router: float
     agreement: float
     """Share of the positions, at distance 1, at which the exit's token was the full-depth one."""
-
-    def __str__(self) -> str:
-        return f"agrees {self.agreement:.1%} loss {self.head:.3f}"
 
 
 class Learner:
@@ -73,7 +103,7 @@ class Learner:
         spec: CandidateSpec,
         config: CalibrationConfig,
         recipe: Recipe,
-        group: Group = ALONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.candidate = candidate
         self._config, self._recipe, self._group = config, recipe, group
@@ -87,13 +117,8 @@ class Learner:
         self._latest = torch.zeros(3, device=device)
         self._optimisers = self._make_optimisers(spec)
         self._sums = torch.zeros(4, device=device)
-        """Of the head's loss, the router's, the agreement, and the steps."""
+        """Head loss, router loss, agreement, number of steps."""
         self._broke_at = torch.full((), -1, device=device)
-
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether `learn` is the same work for every step."""
-        return self._recipe.distances_per_step is None
 
     def begin(self, step: int) -> None:
         """Set the learning rate of a step."""
@@ -109,7 +134,7 @@ class Learner:
                 group["lr"] = rate
 
     def learn(self, teacher: Teacher, states: States, targets: Targets, distances: Sequence[int]) -> None:
-        """One step on one batch. Nothing here waits for the device."""
+        """One step on one batch, without waiting for the device."""
         head, device = self.candidate.head, states.last.device
         if not head.spec.deep:
             distances = (1,)
@@ -125,7 +150,7 @@ class Learner:
         assert first is not None
         (total[0] + total[1]).backward()  # type: ignore[no-untyped-call]
         latest = torch.cat((total[:2], first[2:])).detach()
-        self._group.add_up([*(p.grad for p in self._parameters if p.grad is not None), latest])
+        self._group.all_reduce([*(p.grad for p in self._parameters if p.grad is not None), latest])
         for module in (self.candidate.head, self.candidate.router):
             nn.utils.clip_grad_norm_(list(module.parameters()), MAX_GRADIENT_NORM)
         for optimiser in self._optimisers:
@@ -134,18 +159,18 @@ class Learner:
         self._latest.copy_(latest)
 
     def end(self, step: int) -> None:
-        """Take what the step has done into the running mean and the sums."""
-        decay = min(self._recipe.ema_decay, (step + 1) / (step + 10))  # starts short: the first weights are no guide
+        """Add the step to the running mean and to the sums."""
+        decay = min(self._recipe.ema_decay, (step + 1) / (step + 10))  # short at first: early weights are far off
         with torch.no_grad():
             torch._foreach_lerp_(self._mean, self._parameters, 1.0 - decay)
-        self._note(step, self._latest)
+        self._add_losses(step, self._latest)
 
     def _losses(self, teacher: Teacher, features: Tensor, targets: Targets) -> Tensor:
-        """[3]: of the head, of the router and the agreement, at one distance."""
+        """[3]: head loss, router loss and agreement, at one distance."""
         logits = teacher.exit_logits(features)
-        unlike = F.cross_entropy(logits, targets.distribution, reduction="none")
-        # Where full depth says something outside the shortlist, there is little to learn from the rest.
-        head_loss = (unlike * targets.mass).sum() / targets.mass_sum.clamp(min=1.0)
+        divergence = F.cross_entropy(logits, targets.distribution, reduction="none")
+        # Weighted by the shortlist's probability: a position whose token is outside it teaches little.
+        head_loss = (divergence * targets.mass).sum() / targets.mass_sum.clamp(min=1.0)
         seen = logits.detach()
         agree = (teacher.shortlist[seen.argmax(-1)] == targets.top).float()
         score = self.candidate.router(features.detach(), confidence_of(seen))
@@ -153,14 +178,14 @@ class Learner:
         wrong = F.binary_cross_entropy_with_logits(score, agree, reduction="none")
         return torch.stack((head_loss, (wrong * targets.weight).sum() / num, (agree * targets.weight).sum() / num))
 
-    def _note(self, step: int, losses: Tensor) -> None:
+    def _add_losses(self, step: int, losses: Tensor) -> None:
         self._sums[:3] += losses
         self._sums[3] += 1
         broken = ~losses.isfinite().all() & (self._broke_at < 0)
         self._broke_at = torch.where(broken, step, self._broke_at)
 
     def report(self) -> Losses:
-        """The means since the last report; waits for the device. A loss that was not finite ends the run here."""
+        """The means since the last report; waits for the device. Raises if a loss was not finite."""
         broke_at = int(self._broke_at)
         if broke_at >= 0:
             what = f"the loss of candidate {self.candidate.name} was not finite at step {broke_at}"
@@ -170,15 +195,14 @@ class Learner:
         return Losses(head / max(1.0, steps), router / max(1.0, steps), agreement / max(1.0, steps))
 
     def finish(self) -> Candidate:
-        """The candidate with the weights to keep."""
-        if self._recipe.ema_decay:
-            with torch.no_grad():
-                torch._foreach_copy_(self._parameters, self._mean)
+        """The candidate with its final weights, the running means."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._mean)
         self._module.requires_grad_(False)
         return self.candidate
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, by name."""
+        """The state that the next step depends on, by name."""
         named = {f"weight.{index}": tensor.detach() for index, tensor in enumerate(self._parameters)}
         named |= {f"mean.{index}": tensor for index, tensor in enumerate(self._mean)}
         for number, optimiser in enumerate(self._optimisers):
@@ -188,7 +212,7 @@ class Learner:
 
     @torch.no_grad()
     def load(self, named: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Restore the state that `tensors` returned."""
         for what, to in (("weight", self._parameters), ("mean", self._mean)):
             for index, tensor in enumerate(to):
                 tensor.copy_(named[f"{what}.{index}"])
@@ -200,10 +224,10 @@ class Learner:
                     state.setdefault(int(which), {})[key] = tensor
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
             for group in optimiser.param_groups:
-                group["lr"] = self._rate_now  # loading has made a copy of it
+                group["lr"] = self._rate_now  # loading copies it
 
     def _make_optimisers(self, spec: CandidateSpec) -> list[torch.optim.Optimizer]:
-        """AdamW for all, or Muon for the head's matrices and AdamW for the rest."""
+        """AdamW for all parameters, or Muon for the head's matrices and AdamW for the rest."""
         decay, fused = self._config.weight_decay, self._parameters[0].is_cuda
         matrices = [
             parameter

@@ -1,7 +1,7 @@
-"""The frozen model as the heads' teacher: its states on the way, and what it says in the end.
+"""The frozen model as the teacher of the heads: its states at the checkpoints and its final distribution.
 
-One forward a batch; the states at the checkpoints and after the last layer are taken on the way, and nothing is stored.
- Logits are float32 whatever the model's dtype: at bfloat16 the best two tokens of a position are often equal.
+One forward pass per batch; no states are stored. Logits are float32 whatever the model's dtype: in bfloat16 the best
+two tokens of a position often have equal logits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tide_core.models.adapter import ModelAdapter
 from tide_core.models.kernel_modules import is_plain_rms_norm
 
 PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models whose layers can be called one by one without a mask; others run by the library's own forward."""
+"""Models whose layers can be called one by one without a mask; others use the library's own forward."""
 CHUNK_ROWS = 4096
-"""Rows of logits over the whole vocabulary that are held at once."""
+"""Rows of logits over the whole vocabulary in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class States:
     """The same after the final norm."""
 
     def fed_to(self, head: ExitHead) -> Tensor:
-        """The deep states, [B, S, D], as a head is fed with them."""
+        """The deep states [B, S, D] that a head takes as input."""
         return head.deep_state(self.normed, [self.at[tap] for tap in head.spec.taps])
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What full depth says at N positions of a batch."""
+    """Full-depth predictions at N positions of a batch."""
 
     rows: Tensor
     """[N] of the flattened batch."""
@@ -55,20 +55,20 @@ class Targets:
     mass: Tensor
     """[N] probability of the shortlist in the whole vocabulary, times the weight of the position."""
     weight: Tensor
-    """[N] 1, or 0 for a row that only fills up."""
+    """[N] 1, or 0 for a row of padding."""
     mass_sum: Tensor
     weight_sum: Tensor
-    """Of the whole batch, of which these may be the rows of one in a group."""
+    """Sums over the whole batch; the rows may be those of one process of a group."""
 
 
 class NoCache:
-    """Stands where layers expect a view of cached K and V."""
+    """A KV view for layers that run without a cache."""
 
     write_only = True
 
 
 class Teacher:
-    """A frozen model, opened for reading."""
+    """A frozen model that returns states and targets."""
 
     def __init__(self, adapter: ModelAdapter, shortlist: Tensor) -> None:
         self._adapter = adapter
@@ -84,7 +84,7 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, layers: Sequence[int]) -> States:
-        """All layers over right-padded tokens [B, S]; attention is causal, so that padding reaches no real position."""
+        """All layers over right-padded tokens [B, S]; attention is causal, so padding changes no real position."""
         wanted = {*layers, self._adapter.num_layers}
         seen = self._layer_by_layer(tokens, wanted) if self.is_plain else self._hooked(tokens, wanted)
         last = seen[self._adapter.num_layers]
@@ -92,7 +92,7 @@ class Teacher:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer sees all positions before, so that layers need no mask and read nothing on the host."""
+        """Whether every layer attends to all earlier positions, so that layers need no mask and no host reads."""
         config = self._adapter.config
         rope = getattr(config, "rope_parameters", None) or {}
         kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
@@ -119,10 +119,10 @@ class Teacher:
         return seen
 
     def _hooked(self, tokens: Tensor, wanted: set[int]) -> dict[int, Tensor]:
-        """The library's own forward, read by hooks."""
+        """The library's own forward; hooks record the states."""
         seen: dict[int, Tensor] = {}
 
-        def keep(layer: int) -> Any:
+        def record(layer: int) -> Any:
             def hook(module: nn.Module, inputs: object, output: Any) -> None:
                 seen[layer] = output[0] if isinstance(output, tuple) else output
 
@@ -131,22 +131,20 @@ class Teacher:
         adapter = self._adapter
         with contextlib.ExitStack() as stack:
             for layer in wanted:
-                stack.callback(adapter.layers[layer - 1].register_forward_hook(keep(layer)).remove)
+                stack.callback(adapter.layers[layer - 1].register_forward_hook(record(layer)).remove)
             adapter.backbone(input_ids=tokens, use_cache=False)
         return seen
 
     @torch.no_grad()
-    def targets(
-        self, states: States, rows: Tensor, *, weight: Tensor | None = None, temperature: float = 1.0
-    ) -> Targets:
-        """What full depth says at these rows of the flattened batch; a `temperature` below 1 sharpens it."""
+    def targets(self, states: States, rows: Tensor, *, weight: Tensor | None = None) -> Targets:
+        """Full-depth predictions at these rows of the flattened batch."""
         tops, distributions, masses = [], [], []
         for chunk in _chunks(states.last.flatten(0, 1).index_select(0, rows)):
             logits = self._whole(self._normed(chunk)).float()
             short = logits.index_select(1, self.shortlist)
             tops.append(logits.argmax(-1))
             masses.append((short.logsumexp(-1) - logits.logsumexp(-1)).exp())
-            distributions.append((short / temperature).softmax(-1))
+            distributions.append(short.softmax(-1))
         mass = torch.cat(masses)
         weight = torch.ones_like(mass) if weight is None else weight
         mass = mass * weight
@@ -154,7 +152,7 @@ class Teacher:
 
     @torch.no_grad()
     def top_tokens(self, states: States, rows: Tensor) -> Tensor:
-        """The best tokens alone, [N]."""
+        """The best tokens only, [N]."""
         chunks = _chunks(states.last.flatten(0, 1).index_select(0, rows))
         return torch.cat([self._whole(self._normed(chunk)).argmax(-1) for chunk in chunks])
 
@@ -169,12 +167,12 @@ class Teacher:
 
 
 def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(rows, CHUNK_ROWS)  # at least one, be it empty
+    return torch.split(rows, CHUNK_ROWS)  # at least one, possibly empty
 
 
 @contextlib.contextmanager
 def fast_matmul(device: torch.device) -> Iterator[None]:
-    """Float32 products of 10-bit mantissas on CUDA: the inputs here are bfloat16 or little more."""
+    """Use TF32 products on CUDA: the inputs have about the precision of bfloat16."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -186,7 +184,7 @@ def fast_matmul(device: torch.device) -> Iterator[None]:
 
 
 class FusedRMSNorm(nn.Module):
-    """The library's plain norm as one kernel; its result is rounded once where the library's is twice."""
+    """The library's RMS norm as one kernel; it rounds once where the library rounds twice."""
 
     weight: Tensor
     variance_epsilon: float
@@ -197,9 +195,9 @@ class FusedRMSNorm(nn.Module):
 
 @contextlib.contextmanager
 def fused_norms(model: nn.Module, *, enabled: bool = True) -> Iterator[None]:
-    """The model's plain norms are one kernel each for the time being, in place of eight small ones.
+    """Replace the model's plain RMS norms, eight small kernels each, by one kernel while the block runs.
 
-    For training alone: what is measured is measured with the library's own."""
+    For training only: traces are made with the library's own norms."""
     norms = [(module, type(module)) for module in model.modules() if enabled and is_plain_rms_norm(module)]
     for module, _ in norms:
         module.__class__ = FusedRMSNorm

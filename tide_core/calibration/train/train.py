@@ -1,20 +1,22 @@
-"""Training: the frozen model runs once over every batch, and all candidates learn from what it did.
+"""Training: the frozen model runs once over every batch, and all candidates learn from its states.
 
-A step is fixed by the seed and its number alone: which sequences, which of their positions, which distances. So a run
-that was killed goes on from its last saved state as if nothing had happened, and a candidate comes out the same
-whatever others are trained beside it.
+The seed and the step number alone determine a step: its sequences and its positions. So a run that was killed continues
+from its last saved state with the same result, and a candidate is the same whatever others are trained with it.
+
+On CUDA a step is a graph, one for each shape of a batch: it launches thousands of small kernels, and the launches would
+take longer than the kernels.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,9 +27,8 @@ from tide_core.calibration.collect.shards import SequenceBatch, TokenShards
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec, candidates_of, layers_of, make_candidate
-from tide_core.calibration.train.capture import CapturedWork, padded_shape
-from tide_core.calibration.train.group import ALONE, Group
 from tide_core.calibration.train.learner import Learner, Recipe
+from tide_core.calibration.train.process_group import SINGLE_PROCESS, ProcessGroup
 from tide_core.calibration.train.teacher import Teacher, fast_matmul, fused_norms
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
@@ -35,6 +36,12 @@ from tide_core.models.adapter import ModelAdapter
 
 STATE_NAME = "training.safetensors"
 REPORT_EVERY = 50
+LENGTH_STEP = 64
+ROW_STEP = 8
+"""For graphs, batches are padded to multiples of these, so that there are few shapes."""
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Tokens [B, S], rows of the loss [N] in the flattened batch, and their weights [N]: 1, or 0 for padding."""
 
 
 def fit(
@@ -48,13 +55,12 @@ def fit(
     on_saved: Callable[[], None] = lambda: None,
     candidates: Sequence[CandidateSpec] | None = None,
     recipe: Recipe | None = None,
-    group: Group = ALONE,
+    group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[Candidate]:
-    """Train the candidates, by default those of the configuration; with a `resume_dir`, from where it was left off.
+    """Train the candidates, by default those of the configuration; with a `resume_dir`, from the last saved state.
 
-    A training that is done has its last state there as well, which is the caller's to remove. In a `group` everyone
-    calls this with the same arguments and gets the same candidates; the first one saves states, and `on_saved` hears of
-    each."""
+    The last state stays in `resume_dir` after the end; the caller removes it. In a `group` every process passes the
+    same arguments and gets the same candidates; rank 0 saves states and calls `on_saved` after each."""
     if not shards.num_sequences:
         raise ConfigError("train sequences", 0, "at least one")
     recipe, progress = recipe or Recipe(), progress or SilentProgress()
@@ -66,43 +72,35 @@ def fit(
     saved = SavedState(resume_dir, _run_digest(config, recipe, specs, shards, shortlist))
     first = saved.load(learners)
     saved_at = time.monotonic()
-    all_distances = tuple(range(1, config.max_drafts + 1))
+    distances = tuple(range(1, config.max_drafts + 1))
 
-    def work(tokens: Tensor, rows: Tensor, weight: Tensor, distances: Sequence[int] = all_distances) -> None:
+    def run_step(tokens: Tensor, rows: Tensor, weight: Tensor) -> None:
         states = teacher.run(tokens, layers)
-        targets = teacher.targets(states, rows, weight=weight, temperature=recipe.target_temperature)
-        group.add_up([targets.mass_sum, targets.weight_sum])
+        targets = teacher.targets(states, rows, weight=weight)
+        group.all_reduce([targets.mass_sum, targets.weight_sum])
         for learner in learners:
             learner.learn(teacher, states, targets, distances)
 
     on_cuda = adapter.device.type == "cuda"
-    captures = on_cuda and teacher.is_plain and all(learner.can_be_captured for learner in learners)
-    captures = captures and group.size == 1
-    captured = CapturedWork(work, adapter.device) if captures else None
+    graphs = StepGraphs(run_step, adapter.device) if on_cuda and teacher.is_plain and group.size == 1 else None
     with (
         fast_matmul(adapter.device),
         fused_norms(adapter.model, enabled=on_cuda),
         progress.stage("train", config.steps, "step", first) as stage,
     ):
         for step, batch in _batches(config, shards, first):
-            seed = (config.seed, step)
-            rows = loss_rows(batch, config.loss_positions, recipe.rows_per_step, recipe.prompt_share, seed=seed)
+            rows = loss_rows(batch, config.loss_positions, recipe.rows_per_step, seed=(config.seed, step))
             for learner in learners:
                 learner.begin(step)
-            if captured is not None:
-                captured(*_in_shape(batch, rows, recipe.rows_per_step))
+            if graphs is not None:
+                graphs(*_padded(batch, rows, recipe.rows_per_step))
             else:
-                distances = loss_distances(config.max_drafts, recipe.distances_per_step, seed=seed)
-                shared = (batch.tokens, rows, torch.ones(len(rows))) if group.size == 1 else _share(batch, rows, group)
-                tokens, rows, weight = (_move(tensor, adapter.device) for tensor in shared)
-                work(tokens, rows, weight, distances)
+                run_step(*(_move(tensor, adapter.device) for tensor in _share(batch, rows, group)))
             for learner in learners:
                 learner.end(step)
             done = step + 1
             if done % REPORT_EVERY == 0 or done == config.steps:
-                losses = [learner.report() for learner in learners]
-                shown = {learner.candidate.name: said.head for learner, said in zip(learners, losses, strict=True)}
-                stage.update(1, **shown)
+                stage.update(1, **{learner.candidate.name: learner.report().head for learner in learners})
             else:
                 stage.update(1)
             due = done % recipe.save_every == 0 or time.monotonic() - saved_at > recipe.save_seconds
@@ -113,39 +111,77 @@ def fit(
     return [learner.finish() for learner in learners]
 
 
-def loss_rows(batch: SequenceBatch, most: int, in_all: int, prompt_share: float, *, seed: tuple[int, int]) -> Tensor:
-    """Which rows of the flattened batch are in the loss: at most so many of a sequence and in all, each predicting a
-    token of its continuation, or with `prompt_share` of its prompt."""
+class StepGraphs:
+    """Training steps as CUDA graphs by the shapes of their inputs. The first batch of a shape runs without a graph, the
+    second is captured, all later ones are replays.
+
+    A step must not wait for the device, and must not allocate anything that outlives it."""
+
+    def __init__(self, run_step: Callable[..., None], device: torch.device) -> None:
+        self._run_step = run_step
+        self._device = device
+        self._seen: set[tuple[torch.Size, ...]] = set()
+        self._graphs: dict[tuple[torch.Size, ...], tuple[Any, tuple[Tensor, ...]]] = {}
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Run a step on inputs that are on the CPU or on the device."""
+        shapes = tuple(tensor.shape for tensor in inputs)
+        if shapes not in self._seen:
+            self._seen.add(shapes)
+            self._run_step(*(tensor.to(self._device) for tensor in inputs))
+            return
+        if shapes not in self._graphs:
+            self._graphs[shapes] = self._capture(inputs)
+        graph, buffers = self._graphs[shapes]
+        for buffer, tensor in zip(buffers, inputs, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        graph.replay()
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+        buffers = tuple(tensor.to(self._device, copy=True) for tensor in inputs)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool):
+            self._run_step(*buffers)
+        return graph, buffers
+
+
+def loss_rows(batch: SequenceBatch, per_sequence: int, in_all: int, *, seed: tuple[int, int]) -> Tensor:
+    """The rows of the flattened batch in the loss: at most `per_sequence` of a sequence and `in_all` together, each of
+    which predicts a token of a continuation."""
     generator = torch.Generator().manual_seed(_mixed(*seed))
     num_rows, length = batch.tokens.shape
     positions = torch.arange(length)
-    predicts = positions < batch.lengths[:, None] - 1
-    continues = positions >= batch.prompt_lens[:, None] - 1
-    draw = torch.rand((2, num_rows, length), generator=generator)
-    wanted = predicts & (continues | (draw[0] < prompt_share))
-    order = draw[1].masked_fill(~wanted, 2.0)  # what is not wanted comes last
-    chosen = torch.zeros_like(wanted).scatter_(1, order.topk(min(most, length), largest=False).indices, True)
+    wanted = (positions < batch.lengths[:, None] - 1) & (positions >= batch.prompt_lens[:, None] - 1)
+    _, draw = torch.rand(
+        (2, num_rows, length), generator=generator
+    )  # the first half is unused: artefacts stay the same
+    order = draw.masked_fill(~wanted, 2.0)  # rows that are not wanted come last
+    chosen = torch.zeros_like(wanted).scatter_(1, order.topk(min(per_sequence, length), largest=False).indices, True)
     rows = (chosen & wanted).flatten().nonzero().squeeze(-1)
     if len(rows) <= in_all:
         return rows
     return rows[torch.randperm(len(rows), generator=generator)[:in_all]].sort().values
 
 
-def _share(batch: SequenceBatch, rows: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, rows of the loss and their weights for one of a group: every so manieth sequence."""
+def _share(batch: SequenceBatch, rows: Tensor, group: ProcessGroup) -> Batch:
+    """The share of one process: the sequences whose number modulo the group size is its rank."""
     length = batch.tokens.shape[1]
     sequence, position = rows // length, rows % length
     mine = sequence % group.size == group.rank
     tokens = batch.tokens[group.rank :: group.size]
-    if not len(tokens) or not mine.any():  # nothing to learn from here: one row that weighs nothing
+    if not len(tokens) or not mine.any():  # no share: one row of weight 0
         return batch.tokens[:1], torch.zeros(1, dtype=torch.long), torch.zeros(1)
     own = sequence[mine] // group.size * length + position[mine]
     return tokens, own, torch.ones(len(own))
 
 
-def _in_shape(batch: SequenceBatch, rows: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, rows of the loss and their weights in one of few shapes; what is filled in weighs nothing."""
-    num_rows, length = padded_shape(*batch.tokens.shape)
+def _padded(batch: SequenceBatch, rows: Tensor, num: int) -> Batch:
+    """Padded to one of few shapes."""
+    num_rows, length = (
+        -(-size // step) * step for size, step in zip(batch.tokens.shape, (ROW_STEP, LENGTH_STEP), strict=True)
+    )
     tokens = torch.zeros(num_rows, length, dtype=torch.long)
     tokens[: len(batch.tokens), : batch.tokens.shape[1]] = batch.tokens
     where = rows // batch.tokens.shape[1] * length + rows % batch.tokens.shape[1]
@@ -155,23 +191,15 @@ def _in_shape(batch: SequenceBatch, rows: Tensor, num: int) -> tuple[Tensor, Ten
     return tokens.pin_memory(), filled.pin_memory(), weight.pin_memory()
 
 
-def loss_distances(most: int, num: int | None, *, seed: tuple[int, int]) -> list[int]:
-    """Distances of one step: all, or 1 and a few others."""
-    others = range(2, most + 1)
-    if num is None or num > len(others):
-        return [1, *others]
-    return [1, *sorted(random.Random(_mixed(*seed)).sample(others, num - 1))]  # noqa: S311
-
-
 class SavedState:
-    """The state of a training on disk: one file, replaced whole."""
+    """The state of a training on disk: one file, replaced atomically."""
 
     def __init__(self, folder: Path | None, run: str) -> None:
         self._path = None if folder is None else folder / STATE_NAME
         self._run = run
 
     def load(self, learners: Sequence[Learner]) -> int:
-        """Bring the learners to where they were; returns the first step that is still to do."""
+        """Restore the learners; returns the first step that is not done."""
         if self._path is None or not self._path.exists():
             return 0
         try:
@@ -194,14 +222,14 @@ class SavedState:
             return
         tensors: dict[str, Tensor] = {}
         for index, learner in enumerate(learners):
-            learner.report()  # a state that is not finite must not be kept
+            learner.report()  # raises for a state that is not finite
             tensors |= {f"{index}.{name}": tensor.cpu().contiguous() for name, tensor in learner.tensors().items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._path, save(tensors, {"run": self._run, "step": str(step)}))
 
 
 def _batches(config: CalibrationConfig, shards: TokenShards, first: int) -> Iterator[tuple[int, SequenceBatch]]:
-    """The numbered batches of one step each from `first` to the last, epoch after epoch."""
+    """Numbered batches, one for each step from `first` to the last, epoch after epoch."""
     step = 0
     for epoch in count():
         settings = {"seed": config.seed, "epoch": epoch}
@@ -226,7 +254,7 @@ def _run_digest(
 
 
 def _mixed(seed: int, step: int) -> int:
-    """A seed of its own for every step."""
+    """A seed for one step."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "little") >> 1
 
 

@@ -1,0 +1,201 @@
+"""Training is one pass of the frozen model per batch, repeatable, resumable, and independent of other candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.calibration.train.heads import SHORTLIST, tiny_adapter, write_sequences
+from tide_core.calibration.collect.shards import SequenceBatch, TokenShards
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.risk.trace import trace_candidates
+from tide_core.calibration.risk.traces import agreement
+from tide_core.calibration.train import train
+from tide_core.calibration.train.candidates import Candidate, CandidateSpec
+from tide_core.calibration.train.learner import Learner, Recipe
+from tide_core.calibration.train.train import _padded, fit, loss_rows
+from tide_core.errors import ConfigError, TideError
+from tide_core.exits.artefact.router import CONFIDENCE_SIZE
+
+BLOCK = "2:block:deep:hidden=16:ffn=24"
+
+
+def settings(**changes: Any) -> CalibrationConfig:
+    small = {"steps": 6, "batch_tokens": 64, "max_drafts": 3, "router_bottleneck": 8, "warmup_steps": 2}
+    return CalibrationConfig(**{**small, **changes})
+
+
+def fitted(shards: TokenShards, *names: str, recipe: Recipe | None = None, **changes: Any) -> list[Candidate]:
+    resume_dir = changes.pop("resume_dir", None)
+    specs = [CandidateSpec.parse(name) for name in names or (BLOCK,)]
+    config = settings(**changes)
+    return fit(config, tiny_adapter(), shards, SHORTLIST, candidates=specs, recipe=recipe, resume_dir=resume_dir)
+
+
+def weights(candidate: Candidate) -> list[torch.Tensor]:
+    return [*candidate.head.parameters(), *candidate.router.parameters()]
+
+
+def same(left: Candidate, right: Candidate) -> bool:
+    pairs = zip(weights(left), weights(right), strict=True)
+    return left.name == right.name and all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", [BLOCK, "2:affine:deep:muon:lr=0.003", "2:affine", "2:mlp:deep:hidden=16"])
+def test_a_trained_head_agrees_more_often_than_an_untrained_one(tmp_path: Path, name: str) -> None:
+    shards = write_sequences(tmp_path)
+    untrained, trained = (fitted(shards, name, steps=steps, learning_rate=0.003) for steps in (1, 60))
+    before, after = (
+        agreement(trace_candidates(tiny_adapter(), candidates, shards, SHORTLIST, 3)[0].sequences)
+        for candidates in (untrained, trained)
+    )
+    assert all(late > early + 0.05 for early, late in zip(before, after, strict=True)), (before, after)
+
+
+def test_a_router_learns_which_of_its_heads_tokens_are_right(tmp_path: Path) -> None:
+    shards = write_sequences(tmp_path)
+    [candidate] = fitted(shards, "3:affine:lr=0.02", steps=100)
+    [traces] = trace_candidates(tiny_adapter(), [candidate], shards, SHORTLIST, 1)
+    right, wrong = (
+        torch.cat([torch.from_numpy(s.score[s.agree == agrees]) for s in traces.sequences]) for agrees in (True, False)
+    )
+    assert right.mean() > wrong.mean() + 0.1
+
+
+def test_the_model_runs_once_a_step_and_is_left_as_it_was(tmp_path: Path) -> None:
+    adapter = tiny_adapter()
+    before = {name: tensor.clone() for name, tensor in adapter.model.state_dict().items()}
+    calls = []
+    adapter.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    specs = [CandidateSpec.parse(name) for name in (BLOCK, "1:affine", "3:identity")]
+    fit(settings(), adapter, write_sequences(tmp_path), SHORTLIST, candidates=specs)
+    assert len(calls) == settings().steps
+    assert all(torch.equal(before[name], tensor) for name, tensor in adapter.model.state_dict().items())
+    assert not any(layer._forward_hooks for layer in adapter.layers[1:])
+
+
+def test_a_candidate_is_the_same_alone_and_among_others(tmp_path: Path) -> None:
+    shards = write_sequences(tmp_path)
+    names = (BLOCK, "1:affine:deep", "2:identity", "3:mlp:deep:muon:hidden=8")
+    together = fitted(shards, *names)
+    assert [candidate.name for candidate in together] == list(names)
+    for candidate in together:
+        [alone] = fitted(shards, candidate.name)
+        assert same(alone, candidate)
+
+
+def test_a_head_is_the_same_with_any_router(tmp_path: Path) -> None:
+    shards = write_sequences(tmp_path)
+    [narrow], [wide] = (fitted(shards, router_bottleneck=bottleneck) for bottleneck in (4, 32))
+    pairs = zip(narrow.head.parameters(), wide.head.parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_a_router_learns_from_the_heads_own_confidence(tmp_path: Path) -> None:
+    shards = write_sequences(tmp_path)
+    [early], [late] = (fitted(shards, "2:identity", steps=steps) for steps in (1, 6))
+    columns = [candidate.router.down.weight[:, -CONFIDENCE_SIZE:] for candidate in (early, late)]
+    assert (columns[0] != columns[1]).all()
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = write_sequences(tmp_path / "data")
+    names = (BLOCK, "2:mlp:deep:muon:hidden=8", "1:affine", "1:identity")
+    recipe = Recipe(save_every=3)
+    whole = fitted(shards, *names, recipe=recipe, steps=11)
+    steps: list[int] = []
+    begin = Learner.begin
+
+    def killed(self: Learner, step: int) -> None:
+        steps.append(step)
+        if step == 7:
+            raise KeyboardInterrupt
+        begin(self, step)
+
+    monkeypatch.setattr(Learner, "begin", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(shards, *names, recipe=recipe, steps=11, resume_dir=tmp_path / "run")
+    monkeypatch.setattr(Learner, "begin", lambda self, step: (steps.append(step), begin(self, step)))
+    steps.clear()
+    resumed = fitted(shards, *names, recipe=recipe, steps=11, resume_dir=tmp_path / "run")
+    assert steps[0] == 6  # the last saved state is after six steps
+    assert all(same(left, right) for left, right in zip(resumed, whole, strict=True))
+
+
+def test_a_training_that_was_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = write_sequences(tmp_path / "data")
+    whole = fitted(shards, BLOCK, "1:affine", resume_dir=tmp_path / "run")
+    monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
+    again = fitted(shards, BLOCK, "1:affine", resume_dir=tmp_path / "run")
+    assert all(same(left, right) for left, right in zip(again, whole, strict=True))
+
+
+def test_the_state_of_another_training_is_refused(tmp_path: Path) -> None:
+    shards = write_sequences(tmp_path / "data")
+    fitted(shards, recipe=Recipe(save_every=4), resume_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="another one needs another folder"):
+        fitted(shards, recipe=Recipe(save_every=4), resume_dir=tmp_path / "run", learning_rate=0.5)
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    shards = write_sequences(tmp_path / "data")
+    (tmp_path / train.STATE_NAME).write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
+    with pytest.raises(ConfigError, match="whole safetensors file"):
+        fitted(shards, resume_dir=tmp_path)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_naming_step_and_candidate(tmp_path: Path) -> None:
+    with pytest.raises(TideError, match=r"candidate 2:affine:lr=1e\+20 was not finite at step [12]:"):
+        fitted(write_sequences(tmp_path), "1:affine", "2:affine:lr=1e20")
+
+
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+    shards = write_sequences(tmp_path / "data")
+    with pytest.raises(TideError, match="not finite"):
+        fitted(shards, "2:affine:lr=1e20", recipe=Recipe(save_every=4), resume_dir=tmp_path / "run")
+    assert not (tmp_path / "run" / train.STATE_NAME).exists()
+
+
+def test_no_train_sequences_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train sequences"):
+        fitted(TokenShards(tmp_path, "train"))
+
+
+def make_batch(lengths: list[int], prompt_lens: list[int]) -> SequenceBatch:
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    return SequenceBatch(tokens, torch.tensor(lengths), torch.tensor(prompt_lens))  # type: ignore[arg-type]
+
+
+def test_the_loss_is_on_positions_that_predict_the_continuation() -> None:
+    batch = make_batch([6, 4, 3], [3, 1, 3])
+    assert loss_rows(batch, 99, 999, seed=(0, 0)).tolist() == [2, 3, 4, 6, 7, 8]
+
+
+def test_at_most_so_many_positions_of_a_sequence_are_in_the_loss_and_others_in_the_next_step() -> None:
+    batch = make_batch([50, 50, 4], [1, 40, 1])
+    chosen = [loss_rows(batch, 7, 999, seed=(0, step)) for step in range(2)]
+    for rows in chosen:
+        assert [int(((rows >= start) & (rows < start + 50)).sum()) for start in (0, 50, 100)] == [7, 7, 3]
+    assert not torch.equal(*chosen)
+
+
+def test_at_most_so_many_positions_of_a_step_are_in_the_loss() -> None:
+    batch = make_batch([50, 50, 4], [1, 40, 1])
+    rows = loss_rows(batch, 99, 20, seed=(0, 0))
+    assert len(set(rows.tolist())) == 20
+    assert rows.tolist() == sorted(rows.tolist())
+    assert set(rows.tolist()) <= set(loss_rows(batch, 99, 999, seed=(0, 0)).tolist())
+
+
+def test_a_padded_batch_holds_the_same_tokens_at_the_same_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    batch = make_batch([50, 30, 4], [1, 4, 1])
+    batch.tokens.copy_(torch.arange(150).view(3, 50))
+    rows = loss_rows(batch, 9, 999, seed=(0, 0))
+    tokens, filled, weight = _padded(batch, rows, 64)
+    assert tokens.shape == (8, 64)
+    assert weight.sum() == len(rows)
+    assert torch.equal(tokens.flatten()[filled[: len(rows)]], batch.tokens.flatten()[rows])
