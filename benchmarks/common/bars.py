@@ -35,7 +35,7 @@ class Part:
 
     name: str
     title: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Any = field(default_factory=dict)
     bars: list[Bar] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 

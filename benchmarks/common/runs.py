@@ -145,9 +145,10 @@ class Bench:
         aborted after the last of the others."""
         answers: dict[int, Completion] = {}
         began = time.perf_counter()
-        with contextlib.closing(
-            self.engine.generate_as_completed([prompt.ids, *(other.ids for other in others)], [params, *contract])
-        ) as ended:
+        ended: Any = self.engine.generate_as_completed(
+            [prompt.ids, *(other.ids for other in others)], [params, *contract]
+        )
+        try:
             for index, answer in ended:
                 _check(answer)
                 if index == 0:
@@ -156,8 +157,16 @@ class Bench:
                 if len(answers) == len(others):
                     break
             seconds = time.perf_counter() - began
+        finally:
+            ended.close()
+            self._wait_until_idle()
         in_order = [answers[index] for index in sorted(answers)]
         return TimedBatch(sum(len(answer.tokens) for answer in in_order), seconds, in_order)
+
+    def _wait_until_idle(self) -> None:
+        """An abort takes effect after the current step."""
+        while (stats := self.engine.stats()).num_running or stats.num_waiting:
+            time.sleep(0.001)
 
     def run(self, prompts: Sequence[Prompt], params: Contract) -> list[Completion]:
         answers = self.engine.generate([prompt.ids for prompt in prompts], params)

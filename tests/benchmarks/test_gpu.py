@@ -62,7 +62,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def run(demo: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The benchmark, with others' processes left out; its exit code and report."""
+    """The benchmark without the processes of other implementations; its exit code and report."""
     monkeypatch.setattr(rivals, "run_side", lambda side, more, limit_s: {"step_s": 1.0, "compiled": True})
 
     def main(*options: str) -> tuple[int, dict[str, Any]]:
@@ -160,13 +160,14 @@ def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypa
     switches = {name: record_entry(name, switch) for name, switch in SWITCHES.items()}
     before = Flight.__dict__["_sound_legs"], Settler.__dict__["row"]
     monkeypatch.setitem(gpu.MORE_PARTS, "ablation", lambda session: ablation(session, switches))
+    monkeypatch.setattr(gpu, "SMALL_SIZES", dataclasses.replace(gpu.SMALL_SIZES, batches=(1, 8)))
     code, report = run("--parts", "ablation", "--no-bars")
     assert code == 0, report
-    measures, over_base = (report["parts"]["ablation"][name] for name in ("measures", "figures"))
-    over_base = over_base["over_base"]
+    part = report["parts"]["ablation"]
+    measures, over_base = part["measures"], part["figures"]["over_base"]
     assert {"no_change", "launch_depth", "branches", "fast_acceptance"} <= seen
     for name in seen:
-        assert over_base[name].keys() == {"1", "8", "32"}
+        assert over_base[name].keys() == {"1", "8"}
         assert all(ratios.keys() == {"full", "verified"} for ratios in over_base[name].values())
         assert measures[f"without_{name}_8"]["value"] == min(over_base[name]["8"].values())
     assert {key for key, measure in measures.items() if measure["value"] is None} == {
@@ -199,7 +200,7 @@ def test_a_switch_changes_the_engine_only_while_it_is_entered(
     assert state() == before
 
 
-def test_cycles_in_one_go_are_measured_as_well(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cycles_in_graphs_are_measured_as_well(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
     code, report = run("--parts", "step,cycle,replay", "--no-bars")
     assert code == 0, report
@@ -217,7 +218,7 @@ def test_a_part_that_fails_is_named_and_the_others_are_kept(run: Run, monkeypatc
     assert "step_1" in report["parts"]["step"]["measures"]
 
 
-def test_what_is_done_is_on_disk_before_the_next_part_begins(
+def test_the_report_is_on_disk_before_the_next_part_begins(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
@@ -232,11 +233,11 @@ def test_what_is_done_is_on_disk_before_the_next_part_begins(
 
 
 @pytest.mark.parametrize(("value", "code"), [(1.25, 0), (1.26, 1)])
-def test_a_missed_bar_ends_with_1_and_says_so(
+def test_a_missed_bar_is_reported_and_ends_with_1(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: float, code: int
 ) -> None:
     found = Measures()
-    found.add("step_1", value, "as told")
+    found.add("step_1", value, "as given")
     monkeypatch.setitem(gpu.PARTS, "step", lambda world: found)
     assert run("--parts", "step")[0] == code
     assert ("MISS full-depth step" in capsys.readouterr().out) == bool(code)
@@ -249,12 +250,12 @@ def test_an_unknown_part_is_refused(run: Run, capsys: pytest.CaptureFixture[str]
     assert "unknown steps" in capsys.readouterr().err
 
 
-def test_shallow_and_deep_passes_are_told_apart_by_two_cycles() -> None:
+def test_shallow_and_deep_passes_are_separated_by_two_cycles() -> None:
     shallow, deep = split(few_s=3.0 + FEW * 0.5, many_s=3.0 + MANY * 0.5)
     assert (shallow, deep) == (pytest.approx(0.5), pytest.approx(3.0))
 
 
-def test_a_refused_row_asks_its_router_and_drafts_nothing() -> None:
+def test_a_refused_row_runs_its_router_and_drafts_nothing() -> None:
     parts = Subject(SMALL, "cpu").exits
     table = parts.core.scheduler.blocks.new_table()
     parts.core.scheduler.blocks.allocate(table, 8)
@@ -293,7 +294,7 @@ def test_rows_of_the_ops_are_taken_from_the_right_cases(monkeypatch: pytest.Monk
         gpu_parts.ops(world)
 
 
-def test_host_reads_are_the_waits_within_the_cycle_however_much_each_brings() -> None:
+def test_host_reads_are_the_waits_within_the_cycle_whatever_the_number_of_copies() -> None:
     def event(name: str, start: float, end: float, *, on_device: bool = False) -> Any:
         span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
         return SimpleNamespace(name=name, time_range=span, device_type="DeviceType.CUDA" if on_device else "CPU")
@@ -317,7 +318,7 @@ def test_host_reads_are_the_waits_within_the_cycle_however_much_each_brings() ->
     assert read_profile(polled).host_reads == 1
 
 
-def test_a_replayed_row_gains_what_the_trace_says_and_ends_where_it_should() -> None:
+def test_a_replayed_row_outputs_what_the_trace_accepts_and_ends_at_its_length() -> None:
     parts = Subject(SMALL, "cpu").exits
     assert parts.planner is not None
     parts.planner.max_drafts = 3
@@ -327,12 +328,12 @@ def test_a_replayed_row_gains_what_the_trace_says_and_ends_where_it_should() -> 
     core = core_of(parts, observed(run, lambda step, result: lengths.append(len(result.tokens))))
     assert decode_rate(core, DRAFTING, rows=1, prompt=20, tokens=16) > 0
     assert run.cycles[:4] == [(3, 0), (3, 3), (3, 1), (3, 0)]
-    assert lengths[:5] == [1, 1, 4, 2, 1], "the prompt's own token, then one more than each cycle accepts"
+    assert lengths[:5] == [1, 1, 4, 2, 1], "the token of the prompt, then one more than each cycle accepts"
     assert sum(lengths) >= 16
     core.check_idle()
 
 
-def test_where_cycles_run_ahead_the_device_goes_on_as_the_trace_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_step_in_flight_the_device_continues_as_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
     parts = Subject(SMALL, "cpu").exits
     assert parts.planner is not None
@@ -348,8 +349,8 @@ def test_where_cycles_run_ahead_the_device_goes_on_as_the_trace_says(monkeypatch
         assert decode_rate(core, DRAFTING, rows=1, prompt=20, tokens=24) > 0
     assert replayed.cycles[:6] == [(3, 0), (3, 3), (3, 1)] * 2
     assert lengths[:7] == [1, 1, 4, 2, 1, 4, 2]
-    behind = [flight for flight in read if any(row.behind >= 0 for row in flight.rows)]
-    assert len(behind) >= len(read) - 3, "what was begun ahead was of use"
+    continued = [flight for flight in read if any(row.behind >= 0 for row in flight.rows)]
+    assert len(continued) >= len(read) - 3, "steps that were launched early were used"
     core.check_idle()
 
 
@@ -370,7 +371,7 @@ def test_a_trace_is_what_the_demos_cycles_did(bench: Bench) -> None:
     with bench.fixed_drafts(3):
         answers = bench.run(bench.spread(replay.RECORDED), greedy("verified", 16))
     usages = [answer.usage for answer in answers if answer.usage is not None]
-    # At the end of an answer fewer drafts are allowed; those cycles are not in the trace.
+    # Cycles at the end of an answer have fewer drafts and are not in the trace.
     assert 0 < sum(accepted for _, accepted in trace) <= sum(usage.num_accepted for usage in usages)
     assert len(trace) <= sum(usage.deep_passes for usage in usages)
     with pytest.raises(RuntimeError, match="no cycle of 3 drafts"):
@@ -378,7 +379,7 @@ def test_a_trace_is_what_the_demos_cycles_did(bench: Bench) -> None:
 
 
 def test_replayed_tokens_are_counted_only_while_no_row_has_ended() -> None:
-    """Rows that accept more end earlier: what the others do then is no longer a full batch."""
+    """Rows that accept more end earlier; afterwards the batch is not full."""
     outputs = [
         [SimpleNamespace(request_id=f"row {row}", tokens=[0], finished=False, error=None) for row in range(2)],
         [SimpleNamespace(request_id="row 0", tokens=[0, 0, 0], finished=True, error=None)],
@@ -406,7 +407,7 @@ def test_lengths_of_a_batch_are_different_and_come_to_the_stated_mean() -> None:
     assert lengths != sorted(lengths)
 
 
-def test_without_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_the_message_has_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="--device cpu --small"):
         gpu.main([])

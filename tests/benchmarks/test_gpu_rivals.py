@@ -37,7 +37,7 @@ class TIDE:
 """
 
 
-def test_a_side_in_its_own_process_says_how_long_its_step_takes() -> None:
+def test_a_side_in_its_own_process_returns_the_time_of_its_step() -> None:
     answer = run_side("eager", SMALL, 120.0)
     assert answer["step_s"] > 0
     assert answer["side"] == "eager"

@@ -1,4 +1,4 @@
-"""The table of docs/performance.md: made of reports, never typed."""
+"""The table of docs/performance.md is made of reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCUMENT = Path(gpu_table.__file__).parents[2] / "docs" / "performance.md"
 def make_report(
     date: str = "2026-11-15T10:00:00+00:00", *, small: bool = False, **values: float | None
 ) -> dict[str, Any]:
-    measures = {key: {"value": value, "shown": "as told"} for key, value in values.items()}
+    measures = {key: {"value": value, "shown": "as given"} for key, value in values.items()}
     return {
         "conditions": {"date": date, "hardware": "a GPU", "kernels": "cuda", "commit": "abc", "small": small},
         "parts": {"step": {"measures": measures, "seconds": 1.0}, "demo": {"error": "none", "seconds": 1.0}},
@@ -29,27 +29,27 @@ def line_of(table: str, key: str) -> str:
     return next(line for line in table.splitlines() if line.startswith(f"| {what} |"))
 
 
-def test_a_row_that_nobody_measured_keeps_its_command() -> None:
+def test_a_row_that_was_not_measured_shows_its_command() -> None:
     line = line_of(render([make_report(step_1=1.2)]), "demo_8")
     assert "| ≥ 1.40× | ≥ 1.80× | - | `python -m benchmarks.gpu --parts demo` |" in line
 
 
 def test_a_measured_row_has_its_value_its_date_and_whether_the_bar_was_missed() -> None:
     table = render([make_report(step_1=1.25, step_8=1.351, reads=1, tide=None)])
-    assert "**1.25×** (as told) | 2026-11-15, a GPU, cuda kernels, commit abc |" in line_of(table, "step_1")
-    assert "**1.35×**, **missed** (as told)" in line_of(table, "step_8")
-    assert "| ≤ 1 | ≤ 0 | **1** (as told)" in line_of(table, "reads")
-    assert "| reported |  | as told |" in line_of(table, "tide")
+    assert "**1.25×** (as given) | 2026-11-15, a GPU, cuda kernels, commit abc |" in line_of(table, "step_1")
+    assert "**1.35×**, **missed** (as given)" in line_of(table, "step_8")
+    assert "| ≤ 1 | ≤ 0 | **1** (as given)" in line_of(table, "reads")
+    assert "| reported |  | as given |" in line_of(table, "tide")
 
 
 def test_of_several_reports_the_last_that_has_a_row_counts() -> None:
     reports = [make_report(step_1=1.4, shallow=1.1), make_report("2026-12-01T00:00:00+00:00", step_1=1.1)]
     table = render(reports)
-    assert "**1.10×** (as told) | 2026-12-01" in line_of(table, "step_1")
+    assert "**1.10×** (as given) | 2026-12-01" in line_of(table, "step_1")
     assert "2026-11-15" in line_of(table, "shallow")
 
 
-def test_bars_look_the_right_way() -> None:
+def test_bars_are_checked_in_the_right_direction() -> None:
     low, high = bars_of({"deep": {"value": 1.06}, "demo_1": {"value": 1.69}, "eager": {"value": 9.0}})
     assert not low.holds
     assert not high.holds

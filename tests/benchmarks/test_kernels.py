@@ -23,7 +23,7 @@ from tide_core.kernels.reference import ops as reference
 CPU = torch.device("cpu")
 SLOW = Rates(read_bytes_per_s=1e6, flops_per_s=1e9)
 NOT_TIMED = {"name", "attention_workspace", "judge_scratch", "norm_into", "takes", "takes_joined", "paged_attention"}
-"""No ops of a step, or others by another name: `paged_attention` is `attend`, `norm_into` is `rms_norm`."""
+"""Not ops of a step, or timed under another name: `paged_attention` is `attend`, `norm_into` is `rms_norm`."""
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def test_queries_of_attention_are_ragged() -> None:
         seen.append(starts.diff().tolist())
         return reference.paged_attention(q, k, v, tables, starts, lens, scaling)
 
-    kernels_with_eyes = replace(twin_kernels(), attend=lambda *tensors, **more: attend(*tensors))
-    [case, _] = Cases(kernels_with_eyes, CPU, torch.float32, small=True).all([SMALL], [], [(48, 9)])
+    recording_kernels = replace(twin_kernels(), attend=lambda *tensors, **more: attend(*tensors))
+    [case, _] = Cases(recording_kernels, CPU, torch.float32, small=True).all([SMALL], [], [(48, 9)])
     case.make().ours(0)
     assert seen == [[1, 2, 3, 4, 5, 6, 7, 8, 1]]
 
 
-def test_the_floor_is_that_of_bytes_or_of_arithmetic_whichever_is_later() -> None:
+def test_the_floor_is_that_of_bytes_or_of_arithmetic_whichever_is_larger() -> None:
     case = Case("op", "", 1, lambda: Calls(lambda i: torch.ones(1), lambda i: torch.ones(1), 1000, 10**6))
     assert time_case(case, Rates(1e6, 1e12), CPU, torch.float32, calls=1).floor_us == pytest.approx(1000.0)
     assert time_case(case, Rates(1e12, 1e9), CPU, torch.float32, calls=1).floor_us == pytest.approx(1000.0)
@@ -91,7 +91,7 @@ def test_a_difference_is_relative_where_numbers_are_large_and_infinite_where_the
     assert difference((torch.zeros(1), torch.tensor([torch.nan])), (torch.zeros(1), torch.ones(1))) == float("inf")
 
 
-def test_attention_is_judged_with_the_most_rows_and_the_router_at_its_worst() -> None:
+def test_the_bar_of_attention_is_for_the_most_rows_and_that_of_the_router_for_its_worst() -> None:
     found = [
         timed(rows=1, us=100.0),
         timed(rows=64, us=12.0),

@@ -76,7 +76,7 @@ def test_every_part_runs_and_the_report_has_all_conditions(run: Any) -> None:
     assert clock["no exits"]["layers_per_token"] == 4.0
     same = [bar for bar in report["bars"] if "equals full" in bar["name"]]
     assert len(same) == 4
-    assert all(bar["holds"] for bar in same), "exact by construction, whatever the clock says"
+    assert all(bar["holds"] for bar in same), "exact by construction, whatever the speed"
     needles = next(bar for bar in report["bars"] if bar["name"] == "mismatches alone and among mates")
     assert needles["holds"]
     audits = next(bar for bar in report["bars"] if "contradicts" in bar["name"])
@@ -85,7 +85,7 @@ def test_every_part_runs_and_the_report_has_all_conditions(run: Any) -> None:
     assert all(part["seconds"] > 0 for part in report["parts"].values())
 
 
-def test_only_the_parts_that_are_asked_for_run(run: Any) -> None:
+def test_only_the_requested_parts_run(run: Any) -> None:
     code, out, _ = run("--parts f --no-bars")
     assert code == 0
     assert "f: 3 prompts alone and among 1-4 mates" in out
@@ -93,7 +93,7 @@ def test_only_the_parts_that_are_asked_for_run(run: Any) -> None:
     assert "b: " not in out
 
 
-def test_a_missed_bar_ends_with_1_and_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missed_bar_is_reported_and_ends_with_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode_parts, "SPEEDUP", {"cpu": 1e9})
     code, out, _ = run("--parts a")
     assert code == 1
@@ -122,7 +122,7 @@ def test_the_library_agrees_with_the_engine_and_detects_a_changed_token(bench: B
     assert bench.library.score(prompt, output).agreed(output)[:6] == (True,) * 5 + (False,)
 
 
-def test_a_difference_is_a_tie_only_if_the_logits_say_so(bench: Bench) -> None:
+def test_a_difference_is_a_tie_only_by_the_logits(bench: Bench) -> None:
     prompts = bench.prompts[:2]
     full = bench.run(prompts, greedy("full", 8))
     changed = [full[1], full[0]]
