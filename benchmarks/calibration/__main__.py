@@ -72,8 +72,8 @@ def measure(options: argparse.Namespace, log: Log) -> list[Part]:
     found: list[Part] = []
     started = time.monotonic()
     with cluster() as ours:
-        if wanted := {"a", "c"} & set(options.parts):
-            found += parts.speed(ours, sorted(wanted), options.shards, options.repeats, log)
+        if requested := {"a", "c"} & set(options.parts):
+            found += parts.speed(ours, sorted(requested), options.shards, options.repeats, log)
         if "b" in options.parts:
             found.append(parts.memory(ours, options.documents, log))
     for part in found:

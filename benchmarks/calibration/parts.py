@@ -67,7 +67,7 @@ def write_data(path: Path, kind: str, num: int, num_words: int) -> Path:
     return path
 
 
-def speed(cluster: Cluster, wanted: Sequence[str], num_shards: int, repeats: int, log: Log) -> Iterator[Part]:
+def speed(cluster: Cluster, requested: Sequence[str], num_shards: int, repeats: int, log: Log) -> Iterator[Part]:
     """Parts a and c: the same calibration by one worker, by two workers, and by the command, in turns."""
     num = SHARD_SEQUENCES * num_shards
     model = make_model(cluster.folder / "large", hidden=256, layers=6)
@@ -81,9 +81,9 @@ def speed(cluster: Cluster, wanted: Sequence[str], num_shards: int, repeats: int
         "batch_tokens": 1024,
     }
     ways: dict[str, Callable[[], Run]] = {"one": lambda: cluster.job(model, calibration, 1)}
-    if "a" in wanted:
+    if "a" in requested:
         ways["two"] = lambda: cluster.job(model, calibration, 2)
-    if "c" in wanted:
+    if "c" in requested:
         ways["command"] = lambda: cluster.command(model, calibration)
     runs: dict[str, list[Run]] = {way: [] for way in ways}
     for repeat in range(repeats):
@@ -93,9 +93,9 @@ def speed(cluster: Cluster, wanted: Sequence[str], num_shards: int, repeats: int
             log(f"  repeat {repeat + 1}, {way}: {run.seconds:.1f} s, of which collect {run.collect_s:.1f} s")
     digests = {run.digest for some in runs.values() for run in some}
     same = Bar("different artefacts", len(digests), 1, at_least=False)
-    if "a" in wanted:
+    if "a" in requested:
         yield _two_workers(runs["one"], runs["two"], num, same)
-    if "c" in wanted:
+    if "c" in requested:
         yield _overhead(runs["one"], runs["command"], same)
 
 

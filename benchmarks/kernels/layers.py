@@ -51,9 +51,9 @@ class Inputs:
         first, second = (torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2))
         return first, second
 
-    def _takes_joined(self, shape: Shape) -> bool:
-        takes: bool = self.kernels.takes_joined(*self._pools(shape, 1))
-        return takes
+    def _supports_joined(self, shape: Shape) -> bool:
+        supports: bool = self.kernels.takes_joined(*self._pools(shape, 1))
+        return supports
 
     def _slots(self, rows: int) -> Tensor:
         return torch.randperm(4 * rows, generator=torch.Generator().manual_seed(0))[:rows].to(self.device)

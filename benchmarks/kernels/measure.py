@@ -50,7 +50,7 @@ class Cases(LayerOps, ExitOps, DrawOps):
             for context, count in contexts:
                 op = "attend" if self.on_gpu else "paged_attention"
                 yield Case(op, f"{shape.name} context {context}", count, partial(self._attend, shape, context, count))
-                if self.on_gpu and self._takes_joined(shape):
+                if self.on_gpu and self._supports_joined(shape):
                     make = partial(self._attend_joined, shape, context, count)
                     yield Case("attend_joined", f"{shape.name} context {context}", count, make)
 
