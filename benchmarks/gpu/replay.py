@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 from benchmarks.common.runs import Bench, greedy
 from benchmarks.common.timing import run_step
@@ -109,12 +110,10 @@ def record(bench: Bench, drafts: int, tokens: int, rows: int) -> list[Cycle]:
         if step.num_drafts == drafts and result.token_ids:
             trace.extend((each.drafted, each.accepted) for each in result.counts)
 
-    core = core_of(bench.parts, observed(runner_of(bench.parts), note))
-    with bench.fixed_drafts(drafts), bench.at_most(rows):
-        for prompt in bench.spread(RECORDED):
-            core.add(bench.engine.make_request(prompt.ids, greedy("verified", tokens)))
-        while core.has_work:
-            core.step()
+    core = bench.parts.core
+    watch = mock.patch.object(core, "_run", observed(core._run, note))
+    with bench.fixed_drafts(drafts), bench.at_most(rows), watch:
+        bench.run(bench.spread(RECORDED), greedy("verified", tokens))
     if not trace:
         raise RuntimeError(f"no cycle of {drafts} drafts in answers of {tokens} tokens")
     random.Random(SEED).shuffle(trace)  # noqa: S311 - a replay may end before the trace ends: mix the prompts
@@ -138,7 +137,8 @@ def runner_of(parts: Parts) -> Run:
 
 
 def core_of(parts: Parts, run: Run) -> EngineCore:
-    """A core over the scheduler of an idle engine, with `run` in place of its runner."""
+    """A core with `run` in place of the runner, over the scheduler of parts that no engine uses: an engine's thread
+    would step the rows of this core."""
     num_layers = parts.runner.adapter.num_layers
     return EngineCore(parts.core.scheduler, run, parts.tokenizer, namespace="benchmark", num_layers=num_layers)
 
