@@ -103,10 +103,10 @@ docs: setup ## Write the references in docs/ and build the site into build/site
 	@echo "docs: build/site"; NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup ## Measure the engine, its modes, the server and the calibration job and check them against their bars
-	@echo "bench: benchmarks/engine.py"; $(BIN)/python benchmarks/engine.py
-	@echo "bench: benchmarks/modes.py (about 25 minutes on 2 cores)"; $(BIN)/python benchmarks/modes.py
-	@echo "bench: benchmarks/serving.py (about 10 minutes)"; $(BIN)/python benchmarks/serving.py
-	@echo "bench: benchmarks/calibration.py (about 10 minutes)"; $(BIN)/python benchmarks/calibration.py
+	@echo "bench: benchmarks.engine (about 4 minutes)"; $(BIN)/python -m benchmarks.engine
+	@echo "bench: benchmarks.modes (about 25 minutes on 2 cores)"; $(BIN)/python -m benchmarks.modes
+	@echo "bench: benchmarks.serving (about 10 minutes)"; $(BIN)/python -m benchmarks.serving
+	@echo "bench: benchmarks.calibration (about 10 minutes)"; $(BIN)/python -m benchmarks.calibration
 
 wheel: setup ## Build a wheel with the native module into dist/
 	@echo "wheel: building"; $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w dist .

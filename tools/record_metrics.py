@@ -21,7 +21,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.live import Server, default_config, serving
+from benchmarks.common.live import Server, default_config, serving
 from tide_client import StatusError, TideClient
 
 SCRAPE_S = 5.0

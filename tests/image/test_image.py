@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.live import default_config, environment_of, free_ports
+from benchmarks.common.live import default_config, environment_of, free_ports
 from tests.evaluation.on_disk import save_model
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.live import ROOT, environment_of, free_ports
+from benchmarks.common.live import ROOT, environment_of, free_ports
 
 START_S = 90
 JOB_S = 150

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.live import ROOT, environment_of, free_ports
+from benchmarks.common.live import ROOT, environment_of, free_ports
 from tests.calibration.tiny_runs import tiny_calibration
 from tests.evaluation.on_disk import save_model
 from tide_core.calibration.config import CalibrationConfig

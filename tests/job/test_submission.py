@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live import ROOT
+from benchmarks.common.live import ROOT
 from tests.job.runs import Bench, Job, pieces
 
 pytestmark = pytest.mark.serve

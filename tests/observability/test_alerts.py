@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.live import ROOT
+from benchmarks.common.live import ROOT
 from deploy.autoscaling import TARGET_KV_USAGE
 from deploy.config.args import Limits
 from deploy.config.serve_config import OUR_DEPLOYMENT

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from benchmarks.live import Server
+from benchmarks.common.live import Server
 from tide_client import Answer, TideClient
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live import Server, default_config, serving
+from benchmarks.common.live import Server, default_config, serving
 from tests.evaluation.on_disk import save_model
 from tests.serve.load import Streams, until
 

@@ -1,5 +1,5 @@
 """The multi-node path, on one machine: the cluster of k8s/base in namespaces, a head and two workers with one replica
-each. `benchmarks/nodes.py` is the same with the demo model, and measures."""
+each. `python -m benchmarks.nodes` is the same with the demo model, and measures."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import nodes_parts as parts
-from benchmarks.bars import Part
-from benchmarks.nodes import rehearsal
-from benchmarks.nodes_cluster import Cluster, cluster_config
-from benchmarks.nodes_door import Door
-from benchmarks.nodes_machines import obstacle
+from benchmarks.common.bars import Part
+from benchmarks.nodes import parts
+from benchmarks.nodes.clients import LoadBalancer
+from benchmarks.nodes.cluster import Cluster, cluster_config
+from benchmarks.nodes.machines import unsupported_reason
+from benchmarks.nodes.parts import rehearsal
 from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
 from tide_core import Engine, SamplingParams
 
-WHY_NOT = obstacle()
+WHY_NOT = unsupported_reason()
 pytestmark = [pytest.mark.serve, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 ENVIRONMENT = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "10"}
 """So that a replica goes soon after its streams have ended. With the 3 s of deploy/config.yaml one run of many had a
@@ -46,7 +46,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def place(config: dict[str, Any]) -> Iterator[tuple[Cluster, Door]]:
+def place(config: dict[str, Any]) -> Iterator[tuple[Cluster, LoadBalancer]]:
     with rehearsal(config) as place:
         yield place
 
@@ -66,21 +66,21 @@ def missed(part: Part) -> list[str]:
     return [bar.name for bar in part.bars if not bar.holds and not bar.name.startswith("s until")]
 
 
-def test_the_two_replicas_are_on_two_workers_and_none_on_the_head(place: tuple[Cluster, Door]) -> None:
+def test_the_two_replicas_are_on_two_workers_and_none_on_the_head(place: tuple[Cluster, LoadBalancer]) -> None:
     cluster, door = place
     assert sorted(replica.address for replica in cluster.running()) == sorted(cluster.addresses())
     assert sorted(door.ready) == sorted(cluster.addresses())
 
 
 def test_a_rolling_update_cuts_no_stream_and_fails_no_request(
-    place: tuple[Cluster, Door], config: dict[str, Any], expected: dict[str, list[int]]
+    place: tuple[Cluster, LoadBalancer], config: dict[str, Any], expected: dict[str, list[int]]
 ) -> None:
     part = parts.updated(*place, config, expected)
     assert missed(part) == [], str(part.data)  # as text, or pytest shortens it
 
 
 def test_a_node_that_dies_costs_its_own_streams_and_no_other_and_is_replaced(
-    place: tuple[Cluster, Door], expected: dict[str, list[int]]
+    place: tuple[Cluster, LoadBalancer], expected: dict[str, list[int]]
 ) -> None:
     part = parts.killed(*place, {prompt: ids[:SHORT_TOKENS] for prompt, ids in expected.items()})
     assert missed(part) == [], str(part.data)  # as text, or pytest shortens it

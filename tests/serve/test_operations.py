@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.live import Server, default_config, serving
+from benchmarks.common.live import Server, default_config, serving
 from deploy.metrics import METRICS
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.observability.names import RARE, exported_by, labels_asked_for

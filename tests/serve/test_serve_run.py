@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from benchmarks.live import STOP_S, Server, default_config, serving
+from benchmarks.common.live import STOP_S, Server, default_config, serving
 from tide_client import StatusError, TideClient
 
 pytestmark = [pytest.mark.serve, pytest.mark.demo]

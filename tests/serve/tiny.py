@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.live import default_config
+from benchmarks.common.live import default_config
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 
 KEY, NARROW_KEY = "key-of-team-a", "key-of-team-b"

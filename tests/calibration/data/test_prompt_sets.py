@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CALIBRATION = ROOT / "tide_core" / "calibration" / "data" / "prompts.jsonl"
 OPENINGS = ROOT / "tide_core" / "calibration" / "data" / "openings.txt"
-BENCHMARKS = ROOT / "benchmarks" / "prompts.jsonl"
+BENCHMARKS = ROOT / "benchmarks" / "common" / "prompts.jsonl"
 LANGUAGES = {"french", "german", "spanish", "italian", "portuguese", "chinese", "japanese", "russian", "arabic"}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from benchmarks.live import Server, serving, wait_until_healthy
+from benchmarks.common.live import Server, serving, wait_until_healthy
 from tests.serve.bad_input.requests import AUTH, BODY
 from tests.serve.tiny import tiny_config
 from tide.v1 import tide_pb2_grpc

@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from benchmarks.live import Server
+from benchmarks.common.live import Server
 from tests.serve.tiny import KEY
 from tide.v1 import tide_pb2 as pb
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.live import Server
+from benchmarks.common.live import Server
 from tests.serve.bad_input.requests import METADATA, assert_scrubbed, generate, idle_within, ids, sampled
 from tests.serve.tiny import KEY, NARROW_KEY
 from tide.v1 import tide_pb2 as pb

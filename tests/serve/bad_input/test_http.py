@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.live import Server
+from benchmarks.common.live import Server
 from tests.serve.bad_input.requests import AUTH, BODY, CHAT, assert_envelope, send
 from tests.serve.tiny import KEY
 from tide_client import StatusError, TideClient

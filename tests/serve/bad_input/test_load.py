@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.live import Server
+from benchmarks.common.live import Server
 from tests.serve.bad_input.requests import AUTH, BODY, METADATA, generate, idle_within
 from tests.serve.tiny import KEY
 from tide_client import TideClient

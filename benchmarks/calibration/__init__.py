@@ -1,0 +1,1 @@
+"""The calibration job against `tide calibrate`, and its memory."""

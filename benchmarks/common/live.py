@@ -1,0 +1,189 @@
+"""A real `serve run` on free ports, with a Ray cluster of its own and HAProxy; every process it starts is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.common import ROOT
+
+START_S = 240
+STOP_S = 60
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    http_port: int
+    grpc_port: int
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    @property
+    def replica_logs(self) -> str:
+        files = self.folder.glob("ray/session_latest/logs/serve/replica_*")
+        return "".join(file.read_text(errors="replace") for file in files)
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, timeout_s: float = 60
+    ) -> tuple[int, Any]:
+        """Status and body, decoded if it is JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        all_headers = {**({"Content-Type": "application/json"} if data else {}), **(headers or {})}
+        request = urllib.request.Request(f"{self.url}{path}", data, all_headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.status, _content(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, _content(error)
+
+    def post(self, body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
+        return self.ask("POST", path, body, **options)
+
+    def is_healthy(self, path: str = "/health") -> bool:
+        try:
+            return self.ask("GET", path, timeout_s=5)[0] == 200
+        except OSError:
+            return False
+
+    def deploy(self, config: Mapping[str, Any]) -> None:
+        """`serve deploy` of another config onto the running cluster."""
+        path = self.folder / "next.yaml"
+        path.write_text(yaml.safe_dump(dict(config)))
+        found = re.search(r"dashboard at .*?(127\.0\.0\.1:\d+)", self.log)
+        assert found is not None, f"no dashboard in:\n{self.log[:2000]}"
+        serve = Path(sys.executable).parent / "serve"
+        command = [str(serve), "deploy", "--address", f"http://{found.group(1)}", str(path)]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    def others_of_session(self) -> list[psutil.Process]:
+        """Every process that the command started and that still runs: Ray's processes keep its session."""
+        return [process for process in psutil.process_iter() if _session(process.pid) == self.process.pid]
+
+    def replicas(self) -> list[psutil.Process]:
+        return [process for process, command in self._commands() if "ServeReplica" in command]
+
+    def commands_of_session(self) -> list[str]:
+        return [command for _, command in self._commands()]
+
+    def _commands(self) -> Iterator[tuple[psutil.Process, str]]:
+        for process in self.others_of_session():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                yield process, " ".join(process.cmdline())
+
+
+def default_config() -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "config.yaml").read_text())
+    return config
+
+
+@contextlib.contextmanager
+def serving(config: dict[str, Any], *, health: str = "/health") -> Iterator[Server]:
+    """`serve run` of a config on free ports, once it is healthy. Processes that are left at the end are killed."""
+    folder = Path(tempfile.mkdtemp(prefix="tide-"))  # short: paths of Ray's sockets are limited
+    http_port, grpc_port, *ports = free_ports(6)
+    config["http_options"]["port"] = http_port
+    config["grpc_options"]["port"] = grpc_port
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    environment = environment_of(folder, ports)
+    with (folder / "log").open("wb") as out:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "serve", "run", str(folder / "config.yaml")],
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A test run in the background ignores Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    server = Server(process, http_port, grpc_port, folder, config, environment)
+    try:
+        wait_until_healthy(server, health)
+        yield server
+    finally:
+        for left in server.others_of_session():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
+    """Variables with which a cluster shares nothing with another one on this machine."""
+    ours = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 * 2**20),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[0]),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[3]),
+    }
+    return {**{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}, **ours}
+
+
+def free_ports(num: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_until_healthy(server: Server, path: str = "/health") -> None:
+    deadline = time.monotonic() + START_S
+    while not server.is_healthy(path):
+        assert server.process.poll() is None, f"serve run ended:\n{server.log[-4000:]}"
+        assert time.monotonic() < deadline, f"not healthy in {START_S} s:\n{server.log[-4000:]}"
+        time.sleep(0.25)
+
+
+def _content(answer: Any) -> Any:
+    data = answer.read()
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None

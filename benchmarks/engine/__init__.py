@@ -1,0 +1,1 @@
+"""The engine at full depth against `transformers` generate on a CPU."""

@@ -1,0 +1,1 @@
+"""Every op of the engine against plain Torch and against its floor."""

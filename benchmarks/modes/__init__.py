@@ -1,0 +1,1 @@
+"""The four modes of one engine: speed, identity, disagreement."""

@@ -1,0 +1,1 @@
+"""The server against the bare engine."""
