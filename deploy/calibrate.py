@@ -24,7 +24,7 @@ from deploy.strict import yaml_file
 from tide_core.calibration.ledger import LEDGER, check_output, locked
 from tide_core.calibration.progress import Progress, default_progress
 from tide_core.cli.calibrate import extra_settings
-from tide_core.cli.exits import with_exit_code
+from tide_core.cli.exit_codes import with_exit_code
 from tide_core.errors import ConfigError
 
 NAMESPACE = "tide"

@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from unittest import mock
 
 from benchmarks.common.runs import Bench, greedy
@@ -110,14 +111,34 @@ def record(bench: Bench, drafts: int, tokens: int, rows: int) -> list[Cycle]:
         if step.num_drafts == drafts and result.token_ids:
             trace.extend((each.drafted, each.accepted) for each in result.counts)
 
-    core = bench.parts.core
-    watch = mock.patch.object(core, "_run", observed(core._run, note))
+    core, runner = bench.parts.core, bench.parts.runner
+    watch = mock.patch.object(core, "_runner", RunnerOf(observed(runner.run, note), runner.lookahead_steps))
     with bench.fixed_drafts(drafts), bench.at_most(rows), watch:
         bench.run(bench.spread(RECORDED), greedy("verified", tokens))
     if not trace:
         raise RuntimeError(f"no cycle of {drafts} drafts in answers of {tokens} tokens")
     random.Random(SEED).shuffle(trace)  # noqa: S311 - a replay may end before the trace ends: mix the prompts
     return trace
+
+
+@dataclass(frozen=True)
+class RunnerOf:
+    """A runner around a function. Its steps run as a whole when they are waited for."""
+
+    run: Run
+    lookahead_steps: Callable[[], int]
+
+    def start(self, batch: ScheduledBatch) -> _StepOf:
+        return _StepOf(self.run, batch)
+
+
+@dataclass(frozen=True)
+class _StepOf:
+    run: Run
+    batch: ScheduledBatch
+
+    def wait(self) -> StepResult:
+        return self.run(self.batch)
 
 
 def observed(run: Run, observe: Callable[[RowStep, RowResult], object]) -> Run:
@@ -140,7 +161,8 @@ def core_of(parts: Parts, run: Run) -> EngineCore:
     """A core with `run` in place of the runner, over the scheduler of parts that no engine uses: an engine's thread
     would step the rows of this core."""
     num_layers = parts.runner.adapter.num_layers
-    return EngineCore(parts.core.scheduler, run, parts.tokenizer, namespace="benchmark", num_layers=num_layers)
+    runner = RunnerOf(run, parts.runner.lookahead_steps)
+    return EngineCore(parts.core.scheduler, runner, parts.tokenizer, namespace="benchmark", num_layers=num_layers)
 
 
 def _rates(

@@ -7,21 +7,20 @@ the engine does not have it. The engine is idle when a switch is entered and lef
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 from tide_core.engine.assemble import Parts
-from tide_core.execution.graphs.in_flight import Flight
-from tide_core.execution.graphs.launch_depth import Pace, Paces
-from tide_core.exits.accept import Settler
+from tide_core.execution.graphs.in_flight import InFlightStep
+from tide_core.execution.graphs.launch_depth import LaunchDepth, LaunchDepths
 
 Switch = Callable[[Parts], AbstractContextManager[Any] | None]
 
 
-class _OneStepPerLaunch(Pace):
-    def note(self, *seen: Any) -> None:
+class _OneStepPerLaunch(LaunchDepth):
+    def observe(self, *seen: Any) -> None:
         """Keeps one step per launch."""
 
 
@@ -33,13 +32,13 @@ def no_change(parts: Parts) -> AbstractContextManager[Any]:
 def launch_depth(parts: Parts) -> AbstractContextManager[Any] | None:
     """One step per launch, always."""
     cycles = parts.runner.cycles
-    return None if cycles is None else mock.patch.object(cycles, "paces", Paces(_OneStepPerLaunch))
+    return None if cycles is None else mock.patch.object(cycles, "depths", LaunchDepths(_OneStepPerLaunch))
 
 
 def prefill_ahead(parts: Parts) -> AbstractContextManager[Any] | None:
     """A prompt runs only when its row has a slot."""
     scheduler = parts.core.scheduler
-    return mock.patch.object(scheduler, "keeps_standby", False) if scheduler.keeps_standby else None
+    return mock.patch.object(scheduler, "prefills_ahead", False) if scheduler.prefills_ahead else None
 
 
 def branches(parts: Parts) -> AbstractContextManager[Any] | None:
@@ -50,22 +49,11 @@ def branches(parts: Parts) -> AbstractContextManager[Any] | None:
     return mock.patch.object(cycles, "_branches", None)
 
 
-def fast_acceptance(parts: Parts) -> AbstractContextManager[Any] | None:
-    """Every row is accepted by the readable rule, none by its fast twin."""
+def fast_results(parts: Parts) -> AbstractContextManager[Any] | None:
+    """The results of every row are made token by token."""
     if parts.runner.cycles is None:
         return None
-    return _readable_acceptance()
-
-
-@contextlib.contextmanager
-def _readable_acceptance() -> Iterator[None]:
-    by_rule = Settler.row
-
-    def row(*given: Any, is_finite: bool = False, **more: Any) -> Any:
-        return by_rule(*given, is_finite=False, **more)
-
-    with mock.patch.object(Flight, "_sound_legs", return_value={}), mock.patch.object(Settler, "row", row):
-        yield
+    return mock.patch.object(InFlightStep, "_usual_result", InFlightStep._any_result)
 
 
 SWITCHES: dict[str, Switch] = {
@@ -73,5 +61,5 @@ SWITCHES: dict[str, Switch] = {
     "launch_depth": launch_depth,
     "prefill_ahead": prefill_ahead,
     "branches": branches,
-    "fast_acceptance": fast_acceptance,
+    "fast_results": fast_results,
 }

@@ -50,7 +50,7 @@ class ReadyCore:
     def advance(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
         deliver(self._step())
 
-    def say(self) -> list[RequestOutput]:
+    def emit(self) -> list[RequestOutput]:
         """No output is pending."""
         return []
 

@@ -32,8 +32,7 @@ from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
 from tests.kernels.twin import twin_kernels
 from tide_core.config import EngineConfig
 from tide_core.engine import assemble
-from tide_core.execution.graphs.in_flight import Flight
-from tide_core.exits.accept import Settler
+from tide_core.execution.graphs.in_flight import InFlightStep
 from tide_core.request import NO_EXITS, ExitPolicy
 
 NEEDS_A_GPU = {"attention_512", "attention_8192", "attention_32768", "router"}
@@ -158,14 +157,14 @@ def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypa
         return recorded
 
     switches = {name: record_entry(name, switch) for name, switch in SWITCHES.items()}
-    before = Flight.__dict__["_sound_legs"], Settler.__dict__["row"]
+    before = InFlightStep._usual_result
     monkeypatch.setitem(gpu.MORE_PARTS, "ablation", lambda session: ablation(session, switches))
     monkeypatch.setattr(gpu, "SMALL_SIZES", dataclasses.replace(gpu.SMALL_SIZES, batches=(1, 8)))
     code, report = run("--parts", "ablation", "--no-bars")
     assert code == 0, report
     part = report["parts"]["ablation"]
     measures, over_base = part["measures"], part["figures"]["over_base"]
-    assert {"no_change", "launch_depth", "branches", "fast_acceptance"} <= seen
+    assert {"no_change", "launch_depth", "branches", "fast_results"} <= seen
     for name in seen:
         assert over_base[name].keys() == {"1", "8"}
         assert all(ratios.keys() == {"full", "verified"} for ratios in over_base[name].values())
@@ -173,7 +172,7 @@ def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypa
     assert {key for key, measure in measures.items() if measure["value"] is None} == {
         f"without_{name}" for name in SWITCHES.keys() - seen
     }
-    assert before == (Flight.__dict__["_sound_legs"], Settler.__dict__["row"])
+    assert before is InFlightStep._usual_result
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -186,14 +185,14 @@ def test_a_switch_changes_the_engine_only_while_it_is_entered(
     assert cycles is not None
 
     def state() -> tuple[Any, ...]:
-        return (cycles.paces, cycles._branches, scheduler.keeps_standby, Settler.row, Flight._sound_legs)
+        return (cycles.depths, cycles._branches, scheduler.prefills_ahead, InFlightStep._usual_result)
 
     before = state()
     off = SWITCHES[name](parts)
     assert state() == before
     if off is None:
         assert name == "prefill_ahead"
-        assert not scheduler.keeps_standby
+        assert not scheduler.prefills_ahead
         return
     with off:
         assert (state() == before) == (name == "no_change")
@@ -343,8 +342,8 @@ def test_with_a_step_in_flight_the_device_continues_as_in_the_trace(monkeypatch:
     lengths: list[int] = []
     core = core_of(parts, observed(runner_of(parts), lambda step, result: lengths.append(len(result.tokens))))
     read = []
-    results = Flight.results
-    monkeypatch.setattr(Flight, "results", lambda self, *given: read.append(self) or results(self, *given))
+    results = InFlightStep.results
+    monkeypatch.setattr(InFlightStep, "results", lambda self, *given: read.append(self) or results(self, *given))
     with replayed.on():
         assert decode_rate(core, DRAFTING, rows=1, prompt=20, tokens=24) > 0
     assert replayed.cycles[:6] == [(3, 0), (3, 3), (3, 1)] * 2

@@ -1,1 +1,0 @@
-"""The time of the engine's host code for each row and step."""
