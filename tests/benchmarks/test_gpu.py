@@ -348,7 +348,7 @@ def test_with_a_step_in_flight_the_device_continues_as_in_the_trace(monkeypatch:
         assert decode_rate(core, DRAFTING, rows=1, prompt=20, tokens=24) > 0
     assert replayed.cycles[:6] == [(3, 0), (3, 3), (3, 1)] * 2
     assert lengths[:7] == [1, 1, 4, 2, 1, 4, 2]
-    continued = [flight for flight in read if any(row.behind >= 0 for row in flight.rows)]
+    continued = [flight for flight in read if any(row.previous >= 0 for row in flight.rows)]
     assert len(continued) >= len(read) - 3, "steps that were launched early were used"
     core.check_idle()
 
