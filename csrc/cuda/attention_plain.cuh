@@ -108,7 +108,7 @@ template <typename T>
 void launch_attention_plain(const PagedAttentionParams& p, cudaStream_t stream) {
     constexpr int64_t kCtasPerSm = 8;
     const int64_t resident = current_device("paged_attention").num_sms * kCtasPerSm;
-    launch("paged_attention", attention_plain<T>, {resident, kPlainThreads, 0, 1, Effect::kNothing}, stream,
+    launch("paged_attention", attention_plain<T>, {resident, kPlainThreads, 0, 1, Effect::kNone}, stream,
            AttentionWork(p));
 }
 

@@ -161,6 +161,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         next = {};
         known = Finder(p, shared.finder);
     }
+#else
+    refuse_architecture();
 #endif
 }
 
@@ -173,11 +175,9 @@ void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, c
     // multiprocessor and they take most of them, the kernels before and behind need room there too.
     const int64_t wanted = (pieces + device.num_sms - 1) / device.num_sms;
     const int64_t ctas = wanted < Layout::kCtasPerSm ? wanted : Layout::kCtasPerSm;
-    int of_sm = 0, reserved = 0;
-    check("paged_attention", cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.id));
-    check("paged_attention", cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device.id));
-    const int64_t room = of_sm / ctas - reserved - stream_bytes<T, Layout>(0);
-    const int64_t stages = room / (stream_bytes<T, Layout>(1) - stream_bytes<T, Layout>(0));
+    const int64_t free_bytes =
+        device.shared_bytes_per_sm / ctas - device.reserved_shared_bytes - stream_bytes<T, Layout>(0);
+    const int64_t stages = free_bytes / (stream_bytes<T, Layout>(1) - stream_bytes<T, Layout>(0));
     const int most = pieces <= device.num_sms && 2 * pieces > device.num_sms ? 2 : Layout::kMostStages;
     work.stages = static_cast<int>(stages < 1 ? 1 : stages < most ? stages : most);
     work.by_chunk = Divider(p.num_kv_heads * lane_groups(p, Layout::kLanes));
@@ -189,8 +189,8 @@ void launch_stream(StreamWork& work, bool& combined, const DeviceInfo& device, c
                 p.num_tokens * p.num_heads <= kCounters;
     combined = p.counted;
     launch("paged_attention", attention_stream<T, Layout>,
-           {grid, Layout::kThreads, stream_bytes<T, Layout>(work.stages), 1, Effect::kNothing}, stream, work);
-    if (work.joined) Settled::note_pool(stream, p.k_pool);
+           {grid, Layout::kThreads, stream_bytes<T, Layout>(work.stages), 1, Effect::kNone}, stream, work);
+    if (work.joined) StreamHistory::record_pool(stream, p.k_pool);
 }
 
 // Few lanes a piece are quickest for as long as every piece has a multiprocessor of its own; then tiles should be read
@@ -218,10 +218,10 @@ void launch_attention_stream(const PagedAttentionParams& p, const RotaryWritePar
         work.joined = true;
         work.rotary = *rotary;
         work.aligned = in_twos<T>(*rotary);
-        work.reads_ahead = Settled::may_read(stream, p.k_pool) && p.num_rows == nullptr;  // that is read as usual
+        work.reads_ahead = StreamHistory::may_read(stream, p.k_pool) && p.num_rows == nullptr;  // that is read as usual
     }
-    work.keys = map_rows("paged_attention", kType, p.k_pool, p.head_dim, kTilePositions);
-    work.values = map_rows("paged_attention", kType, p.v_pool, p.head_dim, kTilePositions);
+    work.keys = map_rows("paged_attention", kType, p.k_pool, pool_rows(p), p.head_dim, kTilePositions);
+    work.values = map_rows("paged_attention", kType, p.v_pool, pool_rows(p), p.head_dim, kTilePositions);
     if (p.head_dim == 64) return launch_stream_of<T, 64>(work, combined, stream);
     launch_stream_of<T, 128>(work, combined, stream);
 }

@@ -8,7 +8,6 @@
 
 namespace tide::cuda {
 
-constexpr int kStreamMajor = 9;            // of the compute capability
 constexpr int kStreamShared = 160 * 1024;  // bytes that a CTA may have there, at least
 constexpr int kMostJoinedQueries = 8;      // of a row, whose keys and values are new
 

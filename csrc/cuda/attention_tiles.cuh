@@ -183,6 +183,8 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) attention_tiles(const __g
         before = present;
         present = 3 - free_place - present;
     }
+#else
+    refuse_architecture();
 #endif
 }
 
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) attention_tiles(const __g
 template <typename T, typename Layout>
 bool launch_attention(const PagedAttentionParams& p, bool& combined, const DeviceInfo& device, cudaStream_t stream) {
     const int64_t needed = Layout::kSharedBytes + static_cast<int64_t>(sizeof(AttentionShared<Layout>));
-    if (needed > most_shared_bytes("paged_attention", device)) return false;
+    if (needed > device.shared_bytes) return false;
     const int64_t group = p.num_heads / p.num_kv_heads;
     const int64_t lane_groups = (p.num_tokens * group + Layout::kLanes - 1) / Layout::kLanes + p.rows;
     const int64_t most_pieces = lane_groups * p.num_kv_heads * num_chunks(p.max_context);
@@ -199,7 +201,7 @@ bool launch_attention(const PagedAttentionParams& p, bool& combined, const Devic
     work.counted = Layout::kCounts && p.num_tokens * p.num_heads <= kCounters;
     combined = work.counted;
     launch("paged_attention", attention_tiles<T, Layout>,
-           {ctas, Layout::kThreads, Layout::kSharedBytes, 1, Effect::kNothing}, stream, work);
+           {ctas, Layout::kThreads, Layout::kSharedBytes, 1, Effect::kNone}, stream, work);
     return true;
 }
 

@@ -12,8 +12,6 @@
 
 namespace tide::cuda {
 
-#if TIDE_HAS_WARPGROUP_PRODUCTS
-
 // The groups meet an even number of times in a piece; `time` is how often they have in this one.
 template <typename Layout>
 __device__ inline void groups_meet(const WideShared<Layout>& shared, int time) {
@@ -195,7 +193,7 @@ __device__ inline void attend_pieces(const StreamWork& w, const WidePlaces<Layou
             if (index % 2 == group) {
                 char* at = places.tiles + slot.at * Layout::kTileBytes;
                 const int first = tiles.position(index), last = first + (pages - 1) * kWideStep;
-                const WideTile tile = {shared_address(at), pages, first,
+                const HeldTile tile = {shared_address(at), pages, first,
                                        pages < kWidePages || first < whole_from || last + kTilePositions > whole_upto};
                 const auto await_values = [&] { wait_bytes(values + slot.at * 8, slot.phase); };
                 const auto await_keys = [&] {
@@ -218,11 +216,8 @@ __device__ inline void attend_pieces(const StreamWork& w, const WidePlaces<Layou
     }
 }
 
-#endif
-
 template <typename T, typename Layout>
 __global__ void __launch_bounds__(Layout::kAllThreads, 1) attention_wide(const __grid_constant__ StreamWork w) {
-#if TIDE_HAS_WARPGROUP_PRODUCTS
     extern __shared__ __align__(1024) char memory[];
     const WidePlaces<Layout> places(memory, w.stages);
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler sees it is one
@@ -244,14 +239,13 @@ __global__ void __launch_bounds__(Layout::kAllThreads, 1) attention_wide(const _
         if (warp == Layout::kWarps + 2) bring_queries<T, Layout>(w, places, lane);
         wait_for_previous();  // also those who had nothing to do
     }
-#endif
 }
 
 template <typename T, typename Layout>
 void launch_wide_heads(StreamWork& work, bool& combined, cudaStream_t stream) {
     const DeviceInfo device = current_device("paged_attention");
     AttentionWork& p = work.attention;
-    const int64_t stages = (most_shared_bytes("paged_attention", device) - wide_bytes<Layout>(0)) / Layout::kTileBytes;
+    const int64_t stages = (device.shared_bytes - wide_bytes<Layout>(0)) / Layout::kTileBytes;
     work.stages = static_cast<int>(stages < Layout::kMostStages ? stages : Layout::kMostStages);
     const int64_t pieces = most_pieces(p, Layout::kLanes), grid = pieces < device.num_sms ? pieces : device.num_sms;
     // To count a piece takes long: not where a CTA has many. More chunks are too much for the last CTA to add up:
@@ -261,18 +255,18 @@ void launch_wide_heads(StreamWork& work, bool& combined, cudaStream_t stream) {
                 p.num_tokens * p.num_heads < kCounters;
     combined = p.counted;
     launch("paged_attention", attention_wide<T, Layout>,
-           {grid, Layout::kAllThreads, wide_bytes<Layout>(work.stages), 1, Effect::kSettles}, stream, work);
+           {grid, Layout::kAllThreads, wide_bytes<Layout>(work.stages), 1, Effect::kPublishes}, stream, work);
 }
 
 template <typename T>
 void launch_attention_wide(const PagedAttentionParams& p, bool& combined, cudaStream_t stream) {
     constexpr DType kType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     StreamWork work(p);
-    const Ahead ahead = Settled::ahead(stream, p.k_pool, p.fresh);
-    work.reads_ahead = ahead != Ahead::kNothing && p.num_rows == nullptr;  // that number is read as usual
-    work.reads_old = work.reads_ahead && ahead == Ahead::kOld;
-    work.keys = map_eights("paged_attention", kType, p.k_pool, p.head_dim, kTilePositions);
-    work.values = map_eights("paged_attention", kType, p.v_pool, p.head_dim, kTilePositions);
+    const EarlyReads early = StreamHistory::early_reads(stream, p.k_pool, p.fresh);
+    work.reads_ahead = early != EarlyReads::kNone && p.num_rows == nullptr;  // that number is read as usual
+    work.reads_old = work.reads_ahead && early == EarlyReads::kOldPages;
+    work.keys = map_eights("paged_attention", kType, p.k_pool, pool_rows(p), p.head_dim, kTilePositions);
+    work.values = map_eights("paged_attention", kType, p.v_pool, pool_rows(p), p.head_dim, kTilePositions);
     const bool many = work.attention.group * p.max_queries > 32;
     if (p.head_dim == 64 && many) return launch_wide_heads<T, WideHeads<64, 2>>(work, combined, stream);
     if (p.head_dim == 64) return launch_wide_heads<T, WideHeads<64, 1>>(work, combined, stream);

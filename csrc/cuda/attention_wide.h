@@ -7,8 +7,6 @@
 
 namespace tide::cuda {
 
-constexpr int kWideMajor = 9;  // of the compute capability
-
 // As launch_attention_stream() with queries in place, for contexts up to kFirstLong, and with the same bits.
 template <typename T>
 void launch_attention_wide(const PagedAttentionParams& params, bool& combined, cudaStream_t stream);

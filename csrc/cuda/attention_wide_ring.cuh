@@ -30,8 +30,6 @@ constexpr int64_t wide_bytes(int stages) {
            static_cast<int64_t>(sizeof(WideShared<Layout>));
 }
 
-#if TIDE_HAS_WARPGROUP_PRODUCTS
-
 // Where things lie in the memory of a CTA.
 template <typename Layout>
 struct WidePlaces {
@@ -191,7 +189,5 @@ __device__ inline void bring_queries(const StreamWork& w, const WidePlaces<Layou
         if (!more) return;
     }
 }
-
-#endif
 
 }  // namespace tide::cuda

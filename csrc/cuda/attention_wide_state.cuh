@@ -58,12 +58,10 @@ struct WideTiles {
     }
 };
 
-#if TIDE_HAS_WARPGROUP_PRODUCTS
-
 constexpr int kWideStep = kWideTiles * kTilePositions;  // positions from a page of a tile to its next
 
 // What is to be known of a tile.
-struct WideTile {
+struct HeldTile {
     uint32_t at;       // its shared address
     int pages, first;  // how many it has; position of the first
     bool masked;       // some lane may not see all of it
@@ -94,7 +92,7 @@ struct WideState {
     // `from`: shared address of the queries; `warp`: of the group. Keys and values of the tile are there after
     // await_keys() and await_values(); any() is true for all threads of the group if it is for one.
     template <typename AwaitKeys, typename AwaitValues, typename Any>
-    __device__ void see(const ScoreScale& scale, const WideTile& tile, uint32_t from, int warp, int lane,
+    __device__ void see(const ScoreScale& scale, const HeldTile& tile, uint32_t from, int warp, int lane,
                         AwaitKeys&& await_keys, AwaitValues&& await_values, Any&& any) {
         // Read for each tile: held from one to the next they took registers, which the compiler gave to others too.
         uint4 queries[Layout::kSteps];
@@ -202,7 +200,7 @@ struct WideState {
 
     // From products to scores. Whether the base must be raised again after the first page, for what this thread knows.
     __device__ bool prepare(WideLane& of, float (&scores)[32], const float (&more)[32], const ScoreScale& scale,
-                            const WideTile& tile, int r, int lane) const {
+                            const HeldTile& tile, int r, int lane) const {
         const auto each = [&](auto&& change) {
 #pragma unroll
             for (int i = 0; i < 16; ++i) change(i / 2 * 4 + 2 * r + i % 2);
@@ -237,7 +235,7 @@ struct WideState {
     }
 
     // Weights of a page times its values. One that the tile does not have has no weight: any values will do.
-    __device__ static void add_page(float (&to)[Layout::kLines][32], const uint4& weights, const WideTile& tile,
+    __device__ static void add_page(float (&to)[Layout::kLines][32], const uint4& weights, const HeldTile& tile,
                                     int page, bool add) {
         const uint32_t values = tile.at + Layout::kPoolBytes + (page < tile.pages ? page * Layout::kPageBytes : 0);
 #pragma unroll
@@ -255,7 +253,5 @@ struct WideState {
         each_sum(r, [&](int at, int line, int i) { sums[r][at] = merger(sums[r][at], tile_sums[line][i]); });
     }
 };
-
-#endif
 
 }  // namespace tide::cuda

@@ -51,6 +51,11 @@ __host__ __device__ inline Partials partials(const PagedAttentionParams& p) {
             static_cast<int>(chunks)};
 }
 
+// Rows of a head in a pool. Kernels count them in 32 bits.
+inline int64_t pool_rows(const PagedAttentionParams& p) {
+    return p.num_blocks * p.num_kv_heads * p.block_size;
+}
+
 // The params, and what the host makes of them for the kernels. Counts of heads and positions are 32 bits wide.
 struct AttentionWork : PagedAttentionParams {
     int group, kv_heads, page_units;  // query heads of a kv head; kv heads; 8 positions each, of a page

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/branches.h"
+#include "cuda/device.h"
 #include "cuda/draw.h"
 #include "cuda/ops.h"
 #include "cuda/plan_cycle.h"
@@ -73,7 +74,7 @@ void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Addre
                      Address context_lens, Address y, Address workspace, Address num_rows, int64_t rows,
                      int64_t num_tokens, int64_t max_queries, int64_t max_context, int64_t num_heads,
                      int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks,
-                     int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
+                     int64_t num_blocks, int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
                      bool fresh, Address stream) {
     tide::cuda::PagedAttentionParams params = {};
     params.fresh = fresh;
@@ -95,6 +96,7 @@ void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Addre
     params.head_dim = head_dim;
     params.block_size = block_size;
     params.max_blocks = max_blocks;
+    params.num_blocks = num_blocks;
     params.q_token_stride = q_token_stride;
     params.q_head_stride = q_head_stride;
     params.scaling = static_cast<float>(scaling);
@@ -146,6 +148,7 @@ void attend_joined(int dtype, const HeadsTuple& q, const HeadsTuple& k, const He
     params.head_dim = head_dim;
     params.block_size = block_size;
     params.max_blocks = max_blocks;
+    params.num_blocks = num_blocks;
     params.q_token_stride = rotary.q.token_stride;
     params.q_head_stride = rotary.q.head_stride;
     params.scaling = static_cast<float>(scaling);
@@ -375,6 +378,10 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("draw", &draw, no_gil, "A place in each row of logits, drawn as its settings say.");
     m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle stay, and what comes instead of others.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
+    m.def(
+        "loaded_architecture", [] { return tide::cuda::current_device("loaded_architecture").arch; },
+        "Ten times the compute capability that the code was compiled for which the current device runs; throws where "
+        "there is none.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },
         "Compute capabilities the kernels were built for, separated by commas; the last also as PTX.");

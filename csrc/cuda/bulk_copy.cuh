@@ -12,7 +12,7 @@ namespace tide::cuda {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define TIDE_HAS_BULK_COPY 1
 #else
-#define TIDE_HAS_BULK_COPY 0  // kernels keep an empty body there
+#define TIDE_HAS_BULK_COPY 0  // kernels trap there
 #endif
 
 // Rows of half-width numbers arrive as lines of 128 bytes, a box of rows line by line, each line swizzled: its vector v
@@ -53,20 +53,20 @@ inline CUtensorMap map_boxes(const char* op, DType dtype, const void* data, int 
     return map;
 }
 
-// A pool of contiguous rows of `width` elements, a multiple of 64, read `rows` at a time.
-inline CUtensorMap map_rows(const char* op, DType dtype, const void* pool, int64_t width, int rows) {
-    constexpr cuuint64_t kAnyRows = INT32_MAX;  // the caller asks for rows of the pool alone
-    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), kAnyRows};
+// A pool of `size` contiguous rows of `width` elements, a multiple of 64, read `rows` at a time.
+inline CUtensorMap map_rows(const char* op, DType dtype, const void* pool, int64_t size, int64_t width, int rows) {
+    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(size)};
     const cuuint64_t strides[] = {static_cast<cuuint64_t>(width) * 2};
     const cuuint32_t box[] = {kLineElements, static_cast<cuuint32_t>(rows)};
     return map_boxes(op, dtype, pool, 2, sizes, strides, box);
 }
 
-// The same pool, read `rows` at a time, a multiple of 8, as one box: eight rows line by line, then the next eight.
-inline CUtensorMap map_eights(const char* op, DType dtype, const void* pool, int64_t width, int rows) {
-    constexpr cuuint64_t kAnyEights = INT32_MAX / 8;
+// The same pool, read `rows` at a time, as one box: eight rows line by line, then the next eight. `size` and `rows` are
+// multiples of 8.
+inline CUtensorMap map_eights(const char* op, DType dtype, const void* pool, int64_t size, int64_t width, int rows) {
+    const cuuint64_t eights = static_cast<cuuint64_t>(size / 8);
     const cuuint64_t row = static_cast<cuuint64_t>(width) * 2, lines = row / kLineBytes;
-    const cuuint64_t sizes[] = {kLineElements, 8, lines, kAnyEights}, strides[] = {row, kLineBytes, 8 * row};
+    const cuuint64_t sizes[] = {kLineElements, 8, lines, eights}, strides[] = {row, kLineBytes, 8 * row};
     const cuuint32_t box[] = {kLineElements, 8, static_cast<cuuint32_t>(lines), static_cast<cuuint32_t>(rows / 8)};
     return map_boxes(op, dtype, pool, 4, sizes, strides, box);
 }

@@ -13,9 +13,9 @@ __global__ void __launch_bounds__(kTeamThreads) draw_kernel(DrawParams p, int si
     Team team(reinterpret_cast<TeamMemory*>(shared), size);
     const int64_t r = blockIdx.x / size;
     const LogitRow<T> row = {static_cast<const T*>(p.logits) + r * p.logits_stride, p.width, aligned};
-    const Piece piece = piece_of(row, team);
+    const Section section = section_of(row, team);
     const RowSettings settings = RowSettings::of(p.settings, p.rows, r);
-    const Peak peak = peak_of(team, row, piece);
+    const Peak peak = peak_of(team, row, section);
     const auto write = [&](int64_t place, const Head& head, double total) {
         p.places[r] = place;
         double* numbers = p.heads + r * kHeadNumbers;
@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(kTeamThreads) draw_kernel(DrawParams p, int si
         if (team.warp() == 0 && threadIdx.x == 0) write(peak.index, {}, 0.0);
     } else {
         const Weigher weigher = Weigher::of(peak.best, settings, p.vocabulary);
-        const Head head = head_of(team, row, piece, weigher, settings, p.vocabulary);
-        const Drawn drawn = draw_from(team, row, piece, p.numbers[r], [&](T element, int64_t index) -> uint64_t {
+        const Head head = head_of(team, row, section, weigher, settings, p.vocabulary);
+        const Drawn drawn = draw_from(team, row, section, p.numbers[r], [&](T element, int64_t index) -> uint64_t {
             const float x = to_float(element);
             return head.keeps(x, index) ? weigher.final_weight(x) : 0;
         });

@@ -1,5 +1,5 @@
-// Tokens drawn at random, and drafts that were drawn judged by the rejection rule. tide_core/kernels/reference/draw.py says
-// what each means in plain Torch. Both are one launch, take the caller's stream and allocate nothing.
+// Tokens drawn at random, and drafts that were drawn judged by the rejection rule. tide_core/kernels/reference/draw.py
+// says what each means in plain Torch. Both are one launch, take the caller's stream and allocate nothing.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -91,9 +91,9 @@ struct Keys {
 };
 
 template <typename T>
-__device__ inline Peak peak_of(Team& team, const LogitRow<T>& row, const Piece& piece) {
+__device__ inline Peak peak_of(Team& team, const LogitRow<T>& row, const Section& section) {
     uint64_t most = 0;
-    each(row, piece, [&](T element, int64_t index) {
+    each(row, section, [&](T element, int64_t index) {
         const float x = to_float(element);
         const uint64_t rank = isnan(x) ? 0xffffffffu : Keys<float>::of(x);
         const uint64_t here = rank << 32 | static_cast<uint32_t>(~index);
@@ -122,7 +122,7 @@ struct Range {
 // The largest key at or above which the amounts reach what is wanted. `wanted_of(total)` says what is wanted of the
 // total, at least 1. Not reached: `above` is the total.
 template <typename T, typename Amount, typename WantedOf>
-__device__ inline Cut select(Team& team, const LogitRow<T>& row, const Piece& piece, const Range& range,
+__device__ inline Cut select(Team& team, const LogitRow<T>& row, const Section& section, const Range& range,
                              Amount&& amount, WantedOf&& wanted_of) {
     static_assert(kTeamWarps == kBins, "every warp adds up one of the bins");
     TeamMemory& memory = team.memory();
@@ -135,7 +135,7 @@ __device__ inline Cut select(Team& team, const LogitRow<T>& row, const Piece& pi
 #pragma unroll
         for (int bin = 0; bin < kBins - 1; ++bin) memory.bins[bin][threadIdx.x] = 0;
         uint64_t lowest = 0;
-        each(row, piece, [&](T element, int64_t index) {
+        each(row, section, [&](T element, int64_t index) {
             const uint32_t key = Keys<T>::of(element);
             const uint32_t rank = key > range.base ? key - range.base : 0;
             if (key <= range.floor || (!first && rank >> (shift + 4) != prefix) || index >= row.width) return;
@@ -182,16 +182,16 @@ __device__ inline Cut select(Team& team, const LogitRow<T>& row, const Piece& pi
 
 // The place of the element that is number `count` (from 1) of those with this key.
 template <typename T>
-__device__ inline int64_t place_of_equal(Team& team, const LogitRow<T>& row, const Piece& piece, uint32_t key,
+__device__ inline int64_t place_of_equal(Team& team, const LogitRow<T>& row, const Section& section, uint32_t key,
                                          uint64_t count) {
     uint64_t equal = 0;
     const auto is_equal = [&](T element, int64_t index) -> uint64_t {
         return index < row.width && Keys<T>::of(element) == key;
     };
-    each(row, piece, [&](T element, int64_t index) { equal += is_equal(element, index); });
+    each(row, section, [&](T element, int64_t index) { equal += is_equal(element, index); });
     const Shares shares = share_of_point(team, equal, [&](uint64_t) { return count - 1; });
     int64_t place = -1;
-    if (shares.warp == team.warp()) place = locate(row, piece, count - 1 - shares.before, is_equal);
+    if (shares.warp == team.warp()) place = locate(row, section, count - 1 - shares.before, is_equal);
     return static_cast<int64_t>(team.most(static_cast<uint64_t>(place + 1))) - 1;
 }
 
@@ -207,7 +207,7 @@ __device__ inline uint32_t key_below(const Weigher& weigher, double top_p, int64
 
 // What top-k and then top-p keep of a row whose largest logit is finite.
 template <typename T>
-__device__ inline Head head_of(Team& team, const LogitRow<T>& row, const Piece& piece, const Weigher& weigher,
+__device__ inline Head head_of(Team& team, const LogitRow<T>& row, const Section& section, const Weigher& weigher,
                                const RowSettings& settings, int64_t vocabulary) {
     const int64_t top_k = settings.top_k;
     if (!(0 < top_k && top_k < vocabulary) && settings.top_p >= 1.0) return {};
@@ -216,7 +216,7 @@ __device__ inline Head head_of(Team& team, const LogitRow<T>& row, const Piece& 
     uint64_t equal = 0, equals = 0;
     if (0 < top_k && top_k < row.width) {
         const Cut cut = select(
-            team, row, piece, {0, 0, top}, [](float) { return uint64_t{1}; },
+            team, row, section, {0, 0, top}, [](float) { return uint64_t{1}; },
             [&](uint64_t) { return static_cast<uint64_t>(top_k); });
         key = cut.key;
         equal = static_cast<uint64_t>(top_k) - cut.above;
@@ -225,7 +225,7 @@ __device__ inline Head head_of(Team& team, const LogitRow<T>& row, const Piece& 
     const uint64_t at_key = equal ? weigher.weight(Keys<T>::number(key)) : 0;
     const uint32_t below = key_below<T>(weigher, settings.top_p, row.width);
     const Cut cut = select(
-        team, row, piece, {key, below > key ? below : key, top}, [&](float x) { return weigher.weight(x); },
+        team, row, section, {key, below > key ? below : key, top}, [&](float x) { return weigher.weight(x); },
         [&](uint64_t above) {
             const uint64_t total = above + equal * at_key;
             const double share = ceil(static_cast<double>(static_cast<int64_t>(total)) * settings.top_p);
@@ -237,7 +237,7 @@ __device__ inline Head head_of(Team& team, const LogitRow<T>& row, const Piece& 
     const uint64_t needed = (cut.wanted - cut.above + each_weighs - 1) / each_weighs;
     if (cut.reached) equals = cut.at / each_weighs;
     const float number = Keys<T>::number(cut.key);
-    return {number, needed == equals ? INT64_MAX : place_of_equal(team, row, piece, cut.key, needed)};
+    return {number, needed == equals ? INT64_MAX : place_of_equal(team, row, section, cut.key, needed)};
 }
 
 // A point below `total` for a number in [0, 1), rounded as tide_core/sampling/draw.py rounds it.
@@ -252,13 +252,13 @@ struct Drawn {
 };
 
 template <typename T, typename Weight>
-__device__ inline Drawn draw_from(Team& team, const LogitRow<T>& row, const Piece& piece, double number,
+__device__ inline Drawn draw_from(Team& team, const LogitRow<T>& row, const Section& section, double number,
                                   Weight&& weight) {
     uint64_t sum = 0;
-    each(row, piece, [&](T element, int64_t index) { sum += weight(element, index); });
+    each(row, section, [&](T element, int64_t index) { sum += weight(element, index); });
     const Shares shares = share_of_point(team, sum, [&](uint64_t total) { return point_of(total, number); });
     if (shares.warp != team.warp()) return {shares.total, -1};
-    return {shares.total, locate(row, piece, point_of(shares.total, number) - shares.before, weight)};
+    return {shares.total, locate(row, section, point_of(shares.total, number) - shares.before, weight)};
 }
 
 }  // namespace tide::cuda

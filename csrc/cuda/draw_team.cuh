@@ -1,5 +1,5 @@
 // The CTAs that share one row of logits: a cluster on sm_90 and above, a single one elsewhere. Every warp has an
-// unbroken piece of the row. What warps tell one another are whole numbers, so the number of CTAs never shows in a
+// unbroken section of the row. What warps tell one another are whole numbers, so the number of CTAs never shows in a
 // result.
 #pragma once
 
@@ -167,13 +167,13 @@ __device__ inline Shares share_of_point(Team& team, uint64_t share, PointOf&& po
     return shares;
 }
 
-// The elements of a warp's piece.
-struct Piece {
+// The elements of a warp's section.
+struct Section {
     int64_t begin, end;
 };
 
 template <typename T>
-__device__ inline Piece piece_of(const LogitRow<T>& row, const Team& team) {
+__device__ inline Section section_of(const LogitRow<T>& row, const Team& team) {
     const int64_t whole = static_cast<int64_t>(team.warps()) * kStride;
     const int64_t span = (row.width + whole - 1) / whole * kStride, begin = span * team.warp();
     return {begin, begin + span < row.width ? begin + span : row.width};
@@ -244,23 +244,23 @@ __device__ inline RawPack<T> load_raw(const LogitRow<T>& row, int64_t at) {
     return pack;
 }
 
-// visit(element, index) for all of a warp's piece, and maybe for some past the end of the row: those are -inf.
+// visit(element, index) for all of a warp's section, and maybe for some past the end of the row: those are -inf.
 template <typename T, typename Visit>
-__device__ inline void each(const LogitRow<T>& row, const Piece& piece, Visit&& visit) {
+__device__ inline void each(const LogitRow<T>& row, const Section& section, Visit&& visit) {
 #pragma unroll 1
-    for (int64_t at = piece.begin + threadIdx.x % kWarp * kPack; at < piece.end; at += kStride) {
+    for (int64_t at = section.begin + threadIdx.x % kWarp * kPack; at < section.end; at += kStride) {
         RawPack<T> pack = load_raw(row, at);
 #pragma unroll 1
         for (int i = 0; i < kPack; ++i) visit(pack.take(), at + i);
     }
 }
 
-// Where the sum of weight(element, index) over a warp's piece passes `point`, in the lane that finds it; -1 in the
+// Where the sum of weight(element, index) over a warp's section passes `point`, in the lane that finds it; -1 in the
 // others. Called by whole warps.
 template <typename T, typename Weight>
-__device__ inline int64_t locate(const LogitRow<T>& row, const Piece& piece, uint64_t point, Weight&& weight) {
+__device__ inline int64_t locate(const LogitRow<T>& row, const Section& section, uint64_t point, Weight&& weight) {
 #pragma unroll 1
-    for (int64_t begin = piece.begin; begin < piece.end; begin += kStride) {
+    for (int64_t begin = section.begin; begin < section.end; begin += kStride) {
         const int64_t mine = begin + threadIdx.x % kWarp * kPack;
         const RawPack<T> pack = load_raw(row, mine);
         RawPack<T> left = pack;
@@ -288,7 +288,7 @@ __device__ inline int64_t locate(const LogitRow<T>& row, const Piece& piece, uin
 // CTAs for each of `rows` rows: more where there are few rows, as long as each has some work.
 inline int team_size(const char* op, int64_t rows, int64_t width) {
     const DeviceInfo device = current_device(op);
-    if (device.major < 9) return 1;
+    if (device.arch < kClusterArch) return 1;
     int size = kMostTeam;
     while (size > 1 && (rows * size > device.num_sms || width < size * kTeamWarps * kStride)) size /= 2;
     return size;

@@ -63,7 +63,7 @@ void exit_input(DType dtype, const ExitInputParams& p, cudaStream_t stream) {
                              is_aligned(p.state_norm, 0, kSize) && is_aligned(p.deep_norm, 0, kSize) &&
                              is_aligned(p.table, p.width, kSize) && is_aligned(p.y, p.y_stride, kSize);
         launch("exit_input", exit_input_kernel<T>,
-               LaunchShape{grid_of(2 * p.rows), norm_threads(p.width), 0, 1, Effect::kNothing}, stream, p, aligned);
+               LaunchShape{grid_of(2 * p.rows), norm_threads(p.width), 0, 1, Effect::kNone}, stream, p, aligned);
     });
 }
 

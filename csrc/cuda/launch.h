@@ -3,10 +3,9 @@
 // On sm_90 and above a kernel may start while the one before it still runs. Rules for every kernel:
 //   - every thread calls wait_for_previous(), also one that has nothing to do: a grid that ended without waiting
 //     would let the next grid believe that everything before it is done;
-//   - before wait_for_previous() only memory that no kernel ever writes (weights) is read, or what settled.h allows,
-//     and nothing is written;
+//   - before wait_for_previous() only weights are read, or what stream_history.h allows, and nothing is written;
 //   - let_next_start() may come first of all, because the next kernel waits for the end of this one anyway; it comes
-//     after wait_for_previous() in a kernel that settles.
+//     after wait_for_previous() in a kernel that publishes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,38 +15,14 @@
 #include <string>
 #include <utility>
 
-#include "cuda/settled.h"
+#include "cuda/device.h"
+#include "cuda/stream_history.h"
 
 namespace tide::cuda {
-
-inline void check(const char* op, cudaError_t error) {
-    if (error != cudaSuccess) throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(error));
-}
 
 // Reports and clears the error of the launch just made.
 inline void check_launch(const char* op) {
     check(op, cudaGetLastError());
-}
-
-struct DeviceInfo {
-    int id;
-    int major;  // of the compute capability
-    int num_sms;
-};
-
-inline DeviceInfo current_device(const char* op) {
-    DeviceInfo device = {};
-    check(op, cudaGetDevice(&device.id));
-    check(op, cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, device.id));
-    check(op, cudaDeviceGetAttribute(&device.num_sms, cudaDevAttrMultiProcessorCount, device.id));
-    return device;
-}
-
-// Of shared memory, that one CTA can have.
-inline int most_shared_bytes(const char* op, const DeviceInfo& device) {
-    int bytes = 0;
-    check(op, cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id));
-    return bytes;
 }
 
 struct LaunchShape {
@@ -72,12 +47,15 @@ void launch(const char* op, void (*kernel)(Formal...), const LaunchShape& shape,
     }
     cudaLaunchAttribute attributes[2];
     unsigned int count = 0;
-    if (current_device(op).major >= 9) {
+    const bool may_overlap = StreamHistory::may_overlap(stream);
+    if (current_device(op).arch >= kClusterArch) {
         // A multiprocessor must run empty before it splits its memory in another way: all kernels want the same split.
         check(op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+        if (may_overlap) {
+            attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+        }
         if (shape.cluster > 1) {
             attributes[count].id = cudaLaunchAttributeClusterDimension;
             attributes[count].val.clusterDim.x = static_cast<unsigned int>(shape.cluster);
@@ -95,10 +73,15 @@ void launch(const char* op, void (*kernel)(Formal...), const LaunchShape& shape,
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Actual>(args)...);
     cudaGetLastError();  // the same error again, if there was one
     check(op, error);
-    Settled::note(stream, shape.effect);
+    StreamHistory::record(stream, shape.effect);
 }
 
 #ifdef __CUDACC__
+
+// For what must not run in code for this architecture: the host chose a kernel that was not compiled for it.
+__device__ inline void refuse_architecture() {
+    __trap();
+}
 
 // Returns when all earlier kernels of the stream have ended and what they wrote can be seen.
 __device__ inline void wait_for_previous() {

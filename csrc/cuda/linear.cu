@@ -23,22 +23,18 @@ bool can_read(const LinearParams& p, int64_t vector, int64_t element_bytes) {
 // where the smallest one takes all rows, eight at a time.
 bool has_room(const DeviceInfo& device) {
     constexpr int kSharedBytes = 227 * 1024 / 2;
-    return most_shared_bytes("linear", device) >= kSharedBytes;
+    return device.shared_bytes >= kSharedBytes;
 }
 
 // One CTA of the deep tiles fits a multiprocessor, or two of any other, and there are clusters: sm_90 and its like.
 bool is_roomy(const DeviceInfo& device) {
     constexpr int kSharedBytes = 227 * 1024;
-    return device.major >= 9 && most_shared_bytes("linear", device) >= kSharedBytes;
+    return device.arch >= kClusterArch && device.shared_bytes >= kSharedBytes;
 }
 
 // The kernels for many rows are in the build, and run here.
 bool has_wide(const DeviceInfo& device) {
-#if TIDE_WIDE_LINEAR
-    return device.major == 9 && is_roomy(device);
-#else
-    return false;
-#endif
+    return device.sm90a && is_roomy(device);
 }
 
 int64_t count_row_tiles(const LinearParams& p) {
@@ -151,7 +147,7 @@ void linear(DType dtype, const LinearParams& params, cudaStream_t stream) {
     if (params.norm && dtype == DType::kFloat16) throw std::runtime_error("linear: float16 has no norm");
     const int64_t bytes = element_size(dtype);
     const DeviceInfo device = current_device("linear");
-    const bool tiles = dtype != DType::kFloat32 && device.major >= kTensorCoreMajor && can_read(params, kVector, bytes);
+    const bool tiles = dtype != DType::kFloat32 && device.arch >= kTensorCoreArch && can_read(params, kVector, bytes);
     if (!tiles) {
         const bool aligned = can_read(params, kPlainVector, bytes);
         return with_storage("linear", dtype, [&](auto storage) {

@@ -116,7 +116,7 @@ void launch_linear_plain(const LinearParams& p, bool aligned, cudaStream_t strea
     const int64_t columns = kPlainWarps * (p.gated ? kPlainColumns / 2 : kPlainColumns);
     const int64_t token_blocks = (p.rows + kPlainTokens - 1) / kPlainTokens;
     const LaunchShape shape = {(p.out_features + columns - 1) / columns * token_blocks, kPlainWarps * 32, 0, 1,
-                               Effect::kNothing};
+                               Effect::kNone};
     const auto run = [&](auto kernel) {
         launch("linear", kernel, shape, stream, p, static_cast<uint32_t>(token_blocks));
     };

@@ -197,6 +197,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     }
     const Outputs<Layout> outputs(p, row_block, first_token, rows);
     finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, rank, outputs, residual);
+#else
+    refuse_architecture();
 #endif
 }
 
@@ -208,7 +210,7 @@ void launch_staged(const LinearParams& p, cudaStream_t stream) {
     const int stages = std::min(Layout::kStages, kStepsPerBlock * blocks_before(p.in_features, 0));
     const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kCluster, Layout::kThreads,
-                               warp_bytes * Layout::kWarps, Layout::kCluster, Effect::kNothing};
+                               warp_bytes * Layout::kWarps, Layout::kCluster, Effect::kNone};
     launch("linear", linear_staged<T, Layout>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
 }
 

@@ -47,6 +47,8 @@ __host__ __device__ inline int blocks_before(int64_t end, int64_t begin) {
 __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#else
+    refuse_architecture();
 #endif
 }
 
@@ -56,6 +58,8 @@ __device__ inline void store_cluster(uint32_t address, uint32_t rank, float v) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+#else
+    refuse_architecture();
 #endif
 }
 
@@ -66,6 +70,8 @@ __device__ inline float load_cluster(uint32_t address, uint32_t rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+#else
+    refuse_architecture();
 #endif
     return v;
 }

@@ -243,6 +243,8 @@ __global__ void __launch_bounds__(kSlices * 32)
     // 4. The slices' sums, in order.
     const Outputs<Layout> outputs(p, row_block, first_token, rows);
     finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, 0, outputs, residual);
+#else
+    refuse_architecture();
 #endif
 }
 
@@ -271,7 +273,7 @@ template <typename T, int kRowTiles, bool kNormed, bool kShort>
 void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
     const TileLaunch<kRowTiles, kNormed> needs(p, kShort);
     const LaunchShape shape = {needs.ctas(), LinearLayout<kRowTiles, kNormed>::kThreads, needs.shared_bytes, 1,
-                               Effect::kNothing};
+                               Effect::kNone};
     launch("linear", linear_tiles<T, kRowTiles, kNormed, kShort>, shape, stream, p,
            static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes);
 }
@@ -282,7 +284,7 @@ template <typename T, int kRowTiles, bool kNormed>
 void launch_tile(const LinearParams& p, cudaStream_t stream) {
     const DeviceInfo device = current_device("linear");
     const TileLaunch<kRowTiles, kNormed> needs(p, true);
-    const int most = most_shared_bytes("linear", device), each = needs.ctas() > device.num_sms ? 2 : 1;
+    const int most = device.shared_bytes, each = needs.ctas() > device.num_sms ? 2 : 1;
     const bool is_short = blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages;
     if (is_short && each * needs.shared_bytes <= most) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
     launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);

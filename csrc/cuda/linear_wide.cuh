@@ -15,8 +15,6 @@
 
 namespace tide::cuda {
 
-#if TIDE_HAS_WARPGROUP_PRODUCTS
-
 // The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there. A
 // stage of the ring has the weight of a block; where its x is, `x_at` tells by block and slot.
 template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
@@ -141,13 +139,10 @@ __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& wo
     write_sums<T, Layout>(p, work.first_column, work.first_token, rows, total, reinterpret_cast<float*>(memory));
 }
 
-#endif
-
 template <typename T, typename Layout>
 __global__ void __launch_bounds__(Layout::kThreads, 1)
     linear_wide(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weights,
                 const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t stages, int ring_bytes) {
-#if TIDE_HAS_WARPGROUP_PRODUCTS
     extern __shared__ __align__(1024) char memory[];
     const uint32_t tile = blockIdx.x / Layout::kSplit, base = shared_address(memory);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
@@ -175,7 +170,6 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
         wait_for_previous();
         if (Layout::kSplit > 1 && work.first_token < count_rows(p.num_rows, p.rows)) cluster_barrier();
     }
-#endif
 }
 
 // Rows as they are; or 8 columns of y, the two halves of the weight, and as many times that as there are columns.
@@ -212,7 +206,7 @@ void launch_wide(const LinearParams& p, cudaStream_t stream) {
                                 blocks_before(p.in_features, 0) * Layout::kOwnSlices);
     const int ring_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kSplit, Layout::kThreads,
-                               ring_bytes + Layout::kHandedBytes + 16 * stages, Layout::kSplit, Effect::kNothing};
+                               ring_bytes + Layout::kHandedBytes + 16 * stages, Layout::kSplit, Effect::kNone};
     launch("linear", linear_wide<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
            static_cast<uint32_t>(stages), ring_bytes);
 }

@@ -62,8 +62,6 @@ struct BlockWalk {
     }
 };
 
-#if TIDE_HAS_WARPGROUP_PRODUCTS
-
 // A ring of stages: where the next one is, and how often the ring was gone round.
 struct WideRing {
     uint32_t stages, full, count;  // addresses of the stages and of the barriers, and how many
@@ -119,7 +117,5 @@ __device__ inline void fetch_blocks(const LinearParams& p, const CUtensorMap& we
         fetch_x(ring.slot, walk.column());
     }
 }
-
-#endif
 
 }  // namespace tide::cuda

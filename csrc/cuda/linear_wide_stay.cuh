@@ -19,8 +19,6 @@ struct StayLayout {
     static_assert(Layout::kRows == 128, "as count_stages() has it");
 };
 
-#if TIDE_HAS_WARPGROUP_PRODUCTS
-
 // What a CTA works on: tiles `first`, `first + step`, ... of `tiles`, for one block of tokens.
 struct StayWork {
     uint32_t first, step, tiles;
@@ -89,13 +87,10 @@ __device__ inline void consume_tiles(const LinearParams& p, const StayWork& work
     }
 }
 
-#endif
-
 template <typename T, typename Layout>
 __global__ void __launch_bounds__(Layout::kThreads, 1)
     linear_stay(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weights,
                 const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t tiles, uint32_t stages) {
-#if TIDE_HAS_WARPGROUP_PRODUCTS
     using Stay = StayLayout<Layout>;
     extern __shared__ __align__(1024) char memory[];
     const int blocks = count_blocks(p.in_features);
@@ -128,7 +123,6 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
         if (threadIdx.x == Layout::kConsumers) fetch_tiles<Layout>(p, weights, xs, work);
         wait_for_previous();
     }
-#endif
 }
 
 template <typename T, typename Layout>
@@ -142,7 +136,7 @@ void launch_stay(const LinearParams& p, cudaStream_t stream) {
     const int64_t each = std::max<int64_t>(1, current_device("linear").num_sms / token_blocks);
     const int64_t x_bytes = int64_t{count_blocks(p.in_features)} * Stay::kXBlockBytes;
     const int64_t bytes = stages * Stay::kStageBytes + x_bytes + Layout::kSumBytes + 16 * stages + 8;
-    const LaunchShape shape = {std::min(tiles, each) * token_blocks, Layout::kThreads, bytes, 1, Effect::kNothing};
+    const LaunchShape shape = {std::min(tiles, each) * token_blocks, Layout::kThreads, bytes, 1, Effect::kNone};
     launch("linear", linear_stay<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
            static_cast<uint32_t>(tiles), static_cast<uint32_t>(stages));
 }

@@ -98,7 +98,7 @@ void nth_best(DType dtype, const NthBestParams& params, cudaStream_t stream) {
     if (params.rows <= 0 || params.width <= 0) return;
     with_storage("nth_best", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
-        launch("nth_best", nth_best_kernel<T>, LaunchShape{grid_of(params.rows), kThreads, 0, 1, Effect::kSettles},
+        launch("nth_best", nth_best_kernel<T>, LaunchShape{grid_of(params.rows), kThreads, 0, 1, Effect::kPublishes},
                stream, params, is_aligned(params.x, params.x_stride, sizeof(T)));
     });
 }

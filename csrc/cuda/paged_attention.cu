@@ -42,7 +42,7 @@ void launch_combine(const PagedAttentionParams& p, cudaStream_t stream) {
     constexpr int64_t kMostAtOnce = 16;
     const int64_t queries = p.max_queries < 1 ? 1 : p.max_queries < kMostAtOnce ? p.max_queries : kMostAtOnce;
     const int64_t ctas = (p.rows * p.num_heads * queries + kCombineWarps - 1) / kCombineWarps;
-    launch("paged_attention", combine_lanes<T>, {ctas, kCombineWarps * 32, 0, 1, Effect::kNothing}, stream,
+    launch("paged_attention", combine_lanes<T>, {ctas, kCombineWarps * 32, 0, 1, Effect::kNone}, stream,
            AttentionWork(p), static_cast<uint32_t>(queries));
 }
 
@@ -51,23 +51,19 @@ bool is_aligned(const void* pointer) {
 }
 
 bool can_use_tiles(const PagedAttentionParams& p) {
-    return current_device("paged_attention").major >= kTensorCoreMajor && p.q_token_stride % kVector == 0 &&
+    return current_device("paged_attention").arch >= kTensorCoreArch && p.q_token_stride % kVector == 0 &&
            p.q_head_stride % kVector == 0 && is_aligned(p.q) && is_aligned(p.k_pool) && is_aligned(p.v_pool) &&
            is_aligned(p.out);
 }
 
-// Whether the wide kernels are in the build, run here, and should be faster: where few lanes a piece would make more
-// pieces than there are multiprocessors. Bits are the same.
+// Whether the wide kernels run here and should be faster: where few lanes a piece would make more pieces than there are
+// multiprocessors. Bits are the same.
 bool is_wide(const PagedAttentionParams& p, const RotaryWriteParams* rotary) {
-#if TIDE_WIDE_ATTENTION
     constexpr int kFewLanes = 8;
     const DeviceInfo device = current_device("paged_attention");
     const AttentionWork work(p);
-    return device.major == kWideMajor && rotary == nullptr && p.max_context <= kFirstLong &&
-           p.max_queries * work.group > kFewLanes && most_pieces(work, kFewLanes) > device.num_sms;
-#else
-    return false;
-#endif
+    return device.sm90a && rotary == nullptr && p.max_context <= kFirstLong && p.max_queries * work.group > kFewLanes &&
+           most_pieces(work, kFewLanes) > device.num_sms;
 }
 
 void launch_stream(DType dtype, const PagedAttentionParams& p, const RotaryWriteParams* rotary, bool& combined,
@@ -96,12 +92,19 @@ void combine_if_needed(DType dtype, const PagedAttentionParams& p, bool combined
                  [&](auto storage) { launch_combine<typename decltype(storage)::Type>(p, stream); });
 }
 
+// Kernels count positions and rows of a pool in 32 bits.
+void check_sizes(const char* op, const PagedAttentionParams& p) {
+    if (p.max_context > INT32_MAX) throw std::runtime_error(std::string(op) + ": max_context is too large");
+    if (pool_rows(p) <= 0 || pool_rows(p) > INT32_MAX)
+        throw std::runtime_error(std::string(op) + ": a pool has 1 to 2^31 - 1 rows of a head");
+}
+
 }  // namespace
 
 bool takes_joined(int64_t head_dim, int64_t block_size) {
     const DeviceInfo device = current_device("attend_joined");
     return (head_dim == 64 || head_dim == 128) && block_size > 0 && block_size % 16 == 0 &&
-           device.major >= kStreamMajor && most_shared_bytes("attend_joined", device) >= kStreamShared;
+           device.arch >= kClusterArch && device.shared_bytes >= kStreamShared;
 }
 
 size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t head_dim, int64_t max_context) {
@@ -112,9 +115,9 @@ size_t paged_attention_workspace(int64_t num_tokens, int64_t num_heads, int64_t 
 
 void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream) {
     if (params.rows <= 0 || params.num_tokens <= 0 || params.max_context <= 0) return;
+    check_sizes("paged_attention", params);
     if (params.head_dim % kVector != 0 || params.head_dim > kMaxHeadDim)
         throw std::runtime_error("paged_attention: head_dim must be a multiple of 8, at most 256");
-    if (params.max_context > INT32_MAX) throw std::runtime_error("paged_attention: max_context is too large");
     if (params.block_size <= 0 || params.block_size % AttentionWork::kPageUnit != 0)
         throw std::runtime_error("paged_attention: block_size must be a multiple of 8");
     bool combined = false;
@@ -128,7 +131,7 @@ void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream
 void attend_joined(DType dtype, const PagedAttentionParams& params, const RotaryWriteParams& rotary,
                    cudaStream_t stream) {
     if (params.rows <= 0 || params.num_tokens <= 0 || params.max_context <= 0) return;
-    if (params.max_context > INT32_MAX) throw std::runtime_error("attend_joined: max_context is too large");
+    check_sizes("attend_joined", params);
     if (dtype == DType::kFloat32 || !takes_joined(params.head_dim, params.block_size) || !is_aligned(params.k_pool) ||
         !is_aligned(params.v_pool) || !is_aligned(params.out))
         throw std::runtime_error(

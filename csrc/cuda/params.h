@@ -54,6 +54,7 @@ struct PagedAttentionParams {
     int64_t head_dim;
     int64_t block_size;  // a multiple of 8
     int64_t max_blocks;
+    int64_t num_blocks;  // of a pool, which has less than 2^31 rows of a head
     int64_t q_token_stride;
     int64_t q_head_stride;
     float scaling;

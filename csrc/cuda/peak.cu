@@ -116,6 +116,7 @@ __device__ void finish_row(const PeakParams& p, int64_t row, uint32_t chunk, uin
             last = count_last(p.counters + row, chunks);
         }
         if (!__shfl_sync(kAllLanes, last, 0)) return;
+        __syncwarp();  // what lane 0 has seen after its fence, all lanes see
         part = joined_chunks(parts, chunks);
     }
     if (threadIdx.x == 0) write_row(p, row, part);
@@ -154,8 +155,8 @@ void peak(DType dtype, const PeakParams& p, cudaStream_t stream) {
     const int64_t chunks = (p.width + kChunk - 1) / kChunk;
     with_storage("peak", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
-        launch("peak", peak_kernel<T>, LaunchShape{grid_of(p.rows * chunks), kThreads, 0, 1, Effect::kSettles}, stream,
-               p, static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
+        launch("peak", peak_kernel<T>, LaunchShape{grid_of(p.rows * chunks), kThreads, 0, 1, Effect::kPublishes},
+               stream, p, static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
     });
 }
 

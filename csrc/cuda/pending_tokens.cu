@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) pending_tokens_kernel(PendingTokensP
 void pending_tokens(const PendingTokensParams& params, cudaStream_t stream) {
     const int64_t count = params.drafts * params.rows + params.tokens;
     if (count <= 0) return;
-    const LaunchShape shape = {grid_of((count + kThreads - 1) / kThreads), kThreads, 0, 1, Effect::kSettles};
+    const LaunchShape shape = {grid_of((count + kThreads - 1) / kThreads), kThreads, 0, 1, Effect::kPublishes};
     launch("pending_tokens", pending_tokens_kernel, shape, stream, params);
 }
 

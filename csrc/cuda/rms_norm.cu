@@ -56,7 +56,7 @@ void rms_norm(DType dtype, const RmsNormParams& p, cudaStream_t stream) {
                              is_aligned(p.weight, 0, sizeof(T));
         const int threads = norm_threads(p.width);
         const auto kernel = packs_of(p.width) <= threads ? rms_norm_kernel<T, true> : rms_norm_kernel<T, false>;
-        launch("rms_norm", kernel, LaunchShape{grid_of(p.rows), threads, 0, 1, Effect::kNothing}, stream, p, aligned);
+        launch("rms_norm", kernel, LaunchShape{grid_of(p.rows), threads, 0, 1, Effect::kNone}, stream, p, aligned);
     });
 }
 

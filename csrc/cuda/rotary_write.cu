@@ -45,10 +45,10 @@ void rotary_write(DType dtype, const RotaryWriteParams& p, cudaStream_t stream) 
     with_storage("rotary_write", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         launch("rotary_write", rotary_write_kernel<T>,
-               LaunchShape{grid_of((tasks + kWarps - 1) / kWarps), kWarps * kWarp, 0, 1, Effect::kSettles}, stream, p,
+               LaunchShape{grid_of((tasks + kWarps - 1) / kWarps), kWarps * kWarp, 0, 1, Effect::kPublishes}, stream, p,
                Divider(p.q.heads + p.k.heads + p.v.heads), Divider(p.block_size > 0 ? p.block_size : 1), in_twos<T>(p));
     });
-    if (p.k_pool != nullptr) Settled::note_fresh(stream, p.k_pool);
+    if (p.k_pool != nullptr) StreamHistory::record_new_tokens(stream, p.k_pool);
 }
 
 }  // namespace tide::cuda

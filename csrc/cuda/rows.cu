@@ -58,8 +58,8 @@ void launch_rows(RowsParams p, int64_t row_bytes, int64_t x_bytes, int64_t y_byt
     p.x_stride = x_bytes / kUnit;
     p.y_stride = y_bytes / kUnit;
     const int64_t tiles_per_row = (p.width + kThreads - 1) / kThreads;
-    const bool settles = !kScatter && !Settled::is_settled(stream);
-    const Effect effect = kScatter ? Effect::kWrites : settles ? Effect::kSettles : Effect::kNothing;
+    const bool settles = !kScatter && !StreamHistory::is_published(stream);
+    const Effect effect = kScatter ? Effect::kWrites : settles ? Effect::kPublishes : Effect::kNone;
     launch(kScatter ? "scatter_rows" : "gather_rows", rows_kernel<Unit, kScatter>,
            LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, effect}, stream, p, tiles_per_row, settles);
 }

@@ -40,7 +40,7 @@ void silu_mul(DType dtype, const SiluMulParams& p, cudaStream_t stream) {
         const bool aligned = is_aligned(p.gate, p.gate_stride, sizeof(T)) && is_aligned(p.up, p.up_stride, sizeof(T)) &&
                              is_aligned(p.y, p.y_stride, sizeof(T));
         launch("silu_mul", silu_mul_kernel<T>,
-               LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, Effect::kNothing}, stream, p, tiles_per_row,
+               LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, Effect::kNone}, stream, p, tiles_per_row,
                aligned);
     });
 }

@@ -10,9 +10,8 @@ namespace tide::cuda {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define TIDE_HAS_TENSOR_CORE_PATH 1
 #else
-#define TIDE_HAS_TENSOR_CORE_PATH 0  // kernels keep an empty body there, the host takes the plain ones
+#define TIDE_HAS_TENSOR_CORE_PATH 0  // kernels trap there: the host takes the plain ones
 #endif
-constexpr int kTensorCoreMajor = 8;  // of the compute capability
 
 // The 16 bytes of eight half-width numbers.
 constexpr int kVectorBytes = 16;

@@ -71,13 +71,13 @@ __device__ bool is_drafted(const VerifyDrawnParams& p, int64_t row, int64_t ahea
 
 // The token to be said, in at least one lane of the team, -1 in the others.
 template <typename T>
-__device__ int64_t judged(Team& team, const VerifyDrawnParams& p, const LogitRow<T>& row, const Piece& piece,
+__device__ int64_t judged(Team& team, const VerifyDrawnParams& p, const LogitRow<T>& row, const Section& section,
                           Chances<T> full, int64_t source, const RowSettings& settings) {
     const auto weight = [&](T element, int64_t index) { return full.weight(element, index); };
     const int64_t r = source % p.rows, ahead = source / p.rows;
-    if (!is_drafted(p, r, ahead, settings.least)) return draw_from(team, row, piece, p.plain[source], weight).place;
+    if (!is_drafted(p, r, ahead, settings.least)) return draw_from(team, row, section, p.plain[source], weight).place;
     uint64_t sum = 0;
-    each(row, piece, [&](T element, int64_t index) { sum += weight(element, index); });
+    each(row, section, [&](T element, int64_t index) { sum += weight(element, index); });
     const Shares shares = share_of_point(team, sum, [](uint64_t) { return uint64_t{0}; });
     full.total = Divisor::of(static_cast<double>(static_cast<int64_t>(shares.total)));
     const Proposal<T> proposal = proposal_of<T>(p, source, settings);
@@ -93,7 +93,7 @@ __device__ int64_t judged(Team& team, const VerifyDrawnParams& p, const LogitRow
     };
     double largest = 0.0;
     uint64_t least = 1;  // a weight whose chance alone may be more than the largest rest so far
-    each(row, piece, [&](T element, int64_t index) {
+    each(row, section, [&](T element, int64_t index) {
         if (full.weight(element, index) < least) return;
         const double here = rest(element, index);
         if (here <= largest) return;
@@ -106,7 +106,7 @@ __device__ int64_t judged(Team& team, const VerifyDrawnParams& p, const LogitRow
     if (most <= 0.0) return draft;  // the exit covers full depth up to rounding, so the draft is as good as any
     const Divisor by = Divisor::of(most);
     const double size = full.weigher.size();
-    return draw_from(team, row, piece, p.residual[source],
+    return draw_from(team, row, section, p.residual[source],
                      [&](T element, int64_t index) {
                          return static_cast<uint64_t>(static_cast<int64_t>(by.divides(rest(element, index)) * size));
                      })
@@ -129,17 +129,17 @@ __global__ void __launch_bounds__(kTeamThreads) verify_kernel(VerifyDrawnParams 
         return;  // the whole team, and nobody has said anything
     }
     const LogitRow<T> row = {static_cast<const T*>(p.logits) + t * p.logits_stride, p.vocabulary, aligned};
-    const Piece piece = piece_of(row, team);
+    const Section section = section_of(row, team);
     const int64_t source = p.sources[t];
     const RowSettings settings = RowSettings::of(p.settings, p.rows, source % p.rows);
-    const Peak peak = peak_of(team, row, piece);
+    const Peak peak = peak_of(team, row, section);
     if (first) p.best[t] = peak.best;
     if (settings.temperature == 0.0 || !peak.is_finite()) {
         if (first) p.ids[t] = peak.index;
     } else {
         const Weigher weigher = Weigher::of(peak.best, settings, p.vocabulary);
-        const Head head = head_of(team, row, piece, weigher, settings, p.vocabulary);
-        const int64_t token = judged<T>(team, p, row, piece, {weigher, head, Divisor::of(1.0)}, source, settings);
+        const Head head = head_of(team, row, section, weigher, settings, p.vocabulary);
+        const int64_t token = judged<T>(team, p, row, section, {weigher, head, Divisor::of(1.0)}, source, settings);
         if (token >= 0) p.ids[t] = token;
     }
     team.barrier();

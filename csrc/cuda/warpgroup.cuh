@@ -7,13 +7,9 @@
 
 namespace tide::cuda {
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define TIDE_HAS_WARPGROUP_PRODUCTS 1
-#else
-#define TIDE_HAS_WARPGROUP_PRODUCTS 0  // kernels keep an empty body there
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "these sources are for sm_90a alone"
 #endif
-
-#if TIDE_HAS_WARPGROUP_PRODUCTS
 
 // How the tensor cores are told of lines that begin at `address`: swizzled, 8 rows in 1024 bytes, the next 8 rows
 // `eights` times as far.
@@ -114,7 +110,5 @@ __device__ inline void multiply_held(float (&c)[32], const uint4& a, uint64_t b,
 #undef TIDE_NUMBERS_32
 #undef TIDE_NUMBERS_64
 #undef TIDE_NUMBERS_128
-
-#endif
 
 }  // namespace tide::cuda

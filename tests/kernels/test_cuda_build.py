@@ -35,21 +35,21 @@ print("devices", module.device_count(), "architectures", module.architectures())
 if module.device_count() == 0:
     from tests.kernels.library_cases import library_cases
     from tests.kernels.test_cuda_checks import ARGUMENTS
-    from tide_core.kernels import cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined
+    from tide_core.kernels.cuda import attention, branches, cycle, draw, exits, joined, ops
     from tide_core.kernels.reference.draw import DrawnCycle
-    for wrappers in (cuda, cuda_attention, cuda_branches, cuda_cycle, cuda_draw, cuda_exits, cuda_joined):
+    for wrappers in (attention, branches, cycle, draw, exits, joined, ops):
         wrappers.home = lambda tensor: tensor.device
         wrappers.module = lambda: module
-        wrappers.launch = lambda device, op, *arguments: getattr(module, op)(*arguments, 0)
+        wrappers.launch = lambda device, op, *arguments, counters=None: getattr(module, op)(*arguments, 0)
     def of_a_cycle(run, op, change=lambda *given: given):
         return op, lambda: run(*change(*library_cases("cpu")[op]))
     def copy_slots(pools, source, target, block_size, *claims):
-        cuda_branches.slot_copier(pools, block_size)(source, target, cuda_branches.Claims(*claims))
-    calls = [(op, lambda op=op: getattr(cuda, op)(**ARGUMENTS[op]())) for op in ARGUMENTS]
-    calls += [of_a_cycle(getattr(cuda_cycle, op), op) for op in ("plan_cycle", "carry_on", "pending_tokens")]
-    calls += [of_a_cycle(cuda_branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
-    calls += [of_a_cycle(cuda_draw.draw, "draw")]
-    calls += [of_a_cycle(cuda_draw.verify_drawn, "verify_drawn", lambda logits, *of: (logits, DrawnCycle(*of)))]
+        branches.slot_copier(pools, block_size)(source, target, branches.Claims(*claims))
+    calls = [(op, lambda op=op: getattr(ops, op)(**ARGUMENTS[op]())) for op in ARGUMENTS]
+    calls += [of_a_cycle(getattr(cycle, op), op) for op in ("plan_cycle", "carry_on", "pending_tokens")]
+    calls += [of_a_cycle(branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
+    calls += [of_a_cycle(draw.draw, "draw")]
+    calls += [of_a_cycle(draw.verify_drawn, "verify_drawn", lambda logits, *of: (logits, DrawnCycle(*of)))]
     for op, call in calls:
         try:
             call()
@@ -104,10 +104,10 @@ def binaries(module: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.timeout(900)
 def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built: Path) -> None:
-    sources = list((ROOT / "csrc" / "cuda").glob("*.cu"))
-    wide = [source for source in sources if "_wide_" in source.name]  # for 9.0 alone, so without PTX
-    everywhere = len(sources) - len(wide)
-    assert wide
+    sources = [path for path in (ROOT / "csrc" / "cuda").glob("*.cu") if path.name != "without_sm90a.cu"]
+    only_90a = [source for source in sources if "_sm90a" in source.name]  # without PTX
+    everywhere = len(sources) - len(only_90a)
+    assert only_90a
     assert sorted(binaries(built)) == sorted([("cubin", 90)] * len(sources) + [("ptx", 90)] * everywhere)
 
 

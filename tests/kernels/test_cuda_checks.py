@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,10 @@ from tide_core import kernels
 from tide_core.kernels import select
 from tide_core.kernels.cuda import attention as cuda_attention
 from tide_core.kernels.cuda import branches as cuda_branches
+from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda import exits as cuda_exits
 from tide_core.kernels.cuda import joined as cuda_joined
+from tide_core.kernels.cuda import launch as cuda_launch
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference.ops import Peaks, RouterWeights
 
@@ -35,7 +38,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     )
     for module in (cuda, cuda_attention, cuda_branches, cuda_exits, cuda_joined):
         monkeypatch.setattr(module, "home", lambda tensor: tensor.device)
-        monkeypatch.setattr(module, "launch", lambda device, op, *arguments: seen.append((op, arguments)))
+        monkeypatch.setattr(module, "launch", lambda device, op, *arguments, **_: seen.append((op, arguments)))
         monkeypatch.setattr(module, "module", lambda: sizes, raising=False)
     return seen
 
@@ -453,29 +456,62 @@ def test_positions_past_the_block_tables_are_not_asked_for(launches: Launches) -
     assert [arguments[10:14] for _, arguments in launches] == [(2, 3, 2, 48), (2, 3, 3, 7)]
 
 
-@pytest.mark.parametrize(
-    ("built", "capability", "runs"),
-    [
-        ("90", (9, 0), True),
-        ("90", (10, 0), True),
-        ("90", (8, 9), False),
-        ("80,90", (8, 9), True),
-        ("86,90", (8, 0), False),
-        ("75,80,86,89,90,100,120", (10, 3), True),
-        ("75,120", (7, 0), False),
-    ],
-)
-def test_the_module_runs_on_later_gpus_of_its_generations_and_on_all_after_the_newest(
-    monkeypatch: pytest.MonkeyPatch, built: str, capability: tuple[int, int], runs: bool
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A GPU of compute capability 9.0 that runs code compiled for the given architecture; 0: there is none."""
+
+    def loaded(architecture: int) -> int:
+        if architecture == 0:
+            raise RuntimeError("loaded_architecture: the CUDA module has no code for this device")
+        return architecture
+
+    def make(architecture: int) -> None:
+        module = SimpleNamespace(architectures=lambda: "80,86", loaded_architecture=lambda: loaded(architecture))
+        monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", module)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    for cached in (select._import_error, select._log_once):
+        cached.cache_clear()
+    yield make
+    for cached in (select._import_error, select._log_once):
+        cached.cache_clear()
+
+
+def test_a_module_without_code_for_the_gpu_cannot_run(a_gpu: Callable[[int], None]) -> None:
+    a_gpu(0)
+    reason = str(kernels.cuda_obstacle())
+    assert "the CUDA module was built for 80,86, not for compute capability 9.0" in reason
+
+
+@pytest.mark.parametrize(("architecture", "warns"), [(90, False), (86, True), (80, True)])
+def test_a_module_for_an_older_generation_runs_and_says_what_would_be_faster(
+    a_gpu: Callable[[int], None], caplog: pytest.LogCaptureFixture, architecture: int, warns: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", SimpleNamespace(architectures=lambda: built))
-    select._import_error.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    obstacle = kernels.cuda_obstacle()
-    select._import_error.cache_clear()
-    assert (obstacle is None) == runs
-    assert runs or f"compute capability {capability[0]}.{capability[1]}" in str(obstacle)
+    a_gpu(architecture)
+    assert kernels.cuda_obstacle() is None
+    with caplog.at_level("WARNING", logger="tide"):
+        kernels.select_kernels("auto", "cuda")
+    assert ("a build with TIDE_CUDA_ARCHS=90 is faster" in caplog.text) == warns
+
+
+def test_counters_are_cleared_when_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("top2: out of memory")
+
+    monkeypatch.setattr(cuda_launch, "module", lambda: SimpleNamespace(peak=fail))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    counters = torch.ones(3, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda_launch.launch(torch.device("cuda", 0), "peak", counters=counters)
+    assert counters.tolist() == [0, 0, 0]
+
+
+def test_a_pool_of_more_rows_than_32_bits_count_is_refused() -> None:
+    assert cuda_checks.pool_size_fault((2**20, 8, 256, 64)) is not None
+    assert cuda_checks.pool_size_fault((2**20, 8, 128, 64)) is None
 
 
 def test_a_module_that_was_never_built_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

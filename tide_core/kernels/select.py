@@ -33,6 +33,7 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
     obstacle = cuda_obstacle(device) if kind == "cuda" else native_obstacle(kind)
     if obstacle is None and not cpu:
         _log_once(f"kernels: cuda, {'as configured' if choice == 'native' else 'on the GPU'}")
+        _warn_if_older(torch.device(device))
         return cuda_kernels()
     if obstacle is None:
         native = importlib.import_module("tide_core.kernels.cpu.ops")
@@ -125,12 +126,33 @@ def cuda_obstacle(device: torch.device | str = "cuda") -> str | None:
         return f"the CUDA module cannot be imported ({error})"
     if not torch.cuda.is_available():
         return "no CUDA device can be used"
-    built = [int(arch) for arch in importlib.import_module(_CUDA_MODULE).architectures().split(",")]
-    major, minor = torch.cuda.get_device_capability(device)
-    # Code runs on later devices of its own generation, PTX (there is that of the newest) on all later ones.
-    if any(arch // 10 == major and arch % 10 <= minor for arch in built) or built[-1] <= 10 * major + minor:
-        return None
-    return f"the CUDA module was built for {built}, not for compute capability {major}.{minor}"
+    try:
+        loaded_architecture(device)
+    except RuntimeError as error:
+        built = importlib.import_module(_CUDA_MODULE).architectures()
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the CUDA module was built for {built}, not for compute capability {major}.{minor} ({error})"
+    return None
+
+
+def loaded_architecture(device: torch.device) -> int:
+    """Ten times the compute capability that the code which runs on `device` was compiled for: kernels are chosen by it.
+
+    Raises RuntimeError where the build has no such code."""
+    with torch.cuda.device(device):
+        architecture: int = importlib.import_module(_CUDA_MODULE).loaded_architecture()
+    return architecture
+
+
+def _warn_if_older(device: torch.device) -> None:
+    """A build for an older generation is right and slow: it has none of the kernels of the newer one."""
+    built, (major, minor) = loaded_architecture(device), torch.cuda.get_device_capability(device)
+    if built // 10 < major:
+        _log_once(
+            f"kernels: a GPU of compute capability {major}.{minor} runs kernels for {built // 10}.{built % 10}; "
+            f"a build with TIDE_CUDA_ARCHS={major}{minor} is faster",
+            logging.WARNING,
+        )
 
 
 @functools.cache

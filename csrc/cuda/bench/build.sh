@@ -9,9 +9,10 @@ for source in csrc/cuda/*.cu csrc/cuda/bench/*.cu; do
     object=build/bench_$(basename "$source" .cu).o
     flags="-gencode arch=compute_$arch,code=sm_$arch"
     case $arch:$source in
-        90:*wide*) flags="-gencode arch=compute_90a,code=sm_90a" ;;
-        90:*/linear.cu) flags="$flags -DTIDE_WIDE_LINEAR" ;;
-        90:*/paged_attention.cu) flags="$flags -DTIDE_WIDE_ATTENTION" ;;
+        90:*/without_sm90a.cu) continue ;;
+        90:*_sm90a*) flags="-gencode arch=compute_90a,code=sm_90a" ;;
+        *:*/without_sm90a.cu) ;;
+        *:*_sm90a*) continue ;;
     esac
     # shellcheck disable=SC2086  # several words
     nvcc -O3 -std=c++17 -Icsrc $flags -c "$source" -o "$object" &

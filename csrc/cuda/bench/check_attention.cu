@@ -130,6 +130,7 @@ void check_case(const Case& c) {
     p.head_dim = c.dim;
     p.block_size = c.block_size;
     p.max_blocks = max_blocks;
+    p.num_blocks = num_blocks;
     p.q_token_stride = q_stride;
     p.q_head_stride = c.dim;
     p.scaling = 1.0f / std::sqrt(static_cast<float>(c.dim));

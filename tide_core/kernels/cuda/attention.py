@@ -163,12 +163,14 @@ def paged_attention(
             head_dim,
             block_size,
             max_blocks,
+            k_pool.shape[0],
             q.stride(0),
             q.stride(1),
             scaling,
             window,
             softcap,
             fresh,
+            counters=workspace,
         )
     return y
 

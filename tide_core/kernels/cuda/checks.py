@@ -5,6 +5,8 @@ Rows may have a stride. `out` and `num_rows` are checked like every other argume
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -111,6 +113,13 @@ def paged_attention_faults(
         yield ValueError(f"q: got heads of {q.shape[2]} elements, expected a multiple of 8 up to {MAX_HEAD_DIM}")
     if k_pool.shape[2] == 0 or k_pool.shape[2] % 8:
         yield ValueError(f"k_pool: got blocks of {k_pool.shape[2]} positions, expected a multiple of 8")
+    yield pool_size_fault(tuple(k_pool.shape))
+
+
+def pool_size_fault(shape: tuple[int, ...]) -> Exception | None:
+    """Why a pool of this shape is too large: the kernels count its rows of a head in 32 bits."""
+    rows = math.prod(shape[:3])
+    return None if rows < 2**31 else ValueError(f"k_pool: got {rows} rows of a head, expected less than 2**31")
 
 
 def joined_fault(k_pool: Tensor, v_pool: Tensor) -> Exception | None:

@@ -57,6 +57,7 @@ def peak(
             rows,
             width,
             row_stride(logits),
+            counters=scratch.counters,
         )
     return peaks
 
@@ -98,6 +99,7 @@ def router(
             row_stride(features),
             bottleneck,
             weights.eps,
+            counters=scratch.counters,
         )
     return scores, flags
 

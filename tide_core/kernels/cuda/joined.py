@@ -100,5 +100,6 @@ def attend_joined(
             scaling,
             window,
             softcap,
+            counters=workspace,
         )
     return y

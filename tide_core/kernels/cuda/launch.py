@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from types import ModuleType
@@ -36,14 +37,23 @@ def home(tensor: Tensor) -> torch.device:
     return tensor.device if tensor.is_cuda else torch.device("cuda")
 
 
-def launch(device: torch.device, op: str, *arguments: object) -> None:
-    """Runs an op of the module on the current stream of `device`."""
+def launch(device: torch.device, op: str, *arguments: object, counters: Tensor | None = None) -> None:
+    """Runs an op of the module on the current stream of `device`.
+
+    `counters`: memory whose counters the op expects to be 0 and leaves at 0. If the op fails it is cleared, so that a
+    caller who goes on does not count from where a broken call stopped."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    if torch.cuda.current_device() == device.index:
-        getattr(module(), op)(*arguments, stream)
-    else:
-        with torch.cuda.device(device):
+    try:
+        if torch.cuda.current_device() == device.index:
             getattr(module(), op)(*arguments, stream)
+        else:
+            with torch.cuda.device(device):
+                getattr(module(), op)(*arguments, stream)
+    except RuntimeError:
+        if counters is not None:
+            with contextlib.suppress(RuntimeError):  # a device that failed stays failed: the first error counts
+                counters.zero_()
+        raise
 
 
 def at(tensor: Tensor | None) -> int:
