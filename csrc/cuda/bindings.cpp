@@ -4,12 +4,12 @@
 
 #include <string>
 
-#include "cuda/branches.h"
-#include "cuda/device.h"
-#include "cuda/draw.h"
-#include "cuda/ops.h"
-#include "cuda/plan_cycle.h"
-#include "cuda/small_ops.h"
+#include "cuda/cycle/cycle.h"
+#include "cuda/common/device.h"
+#include "cuda/cycle/draw.h"
+#include "cuda/linear/linear.h"
+#include "cuda/attention/attention.h"
+#include "cuda/small/ops.h"
 #include "released_gil.h"
 
 namespace py = pybind11;

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# The codes of csrc/kernels/dtype.h.
+# The codes of csrc/dtype.h.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/attention_work.cuh"
+#include "cuda/attention/work.cuh"
 #include "cuda/bench/support.cuh"
 
 namespace tide::cuda::bench {

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/attention_work.cuh"
+#include "cuda/attention/work.cuh"
 #include "cuda/bench/support.cuh"
-#include "cuda/small_ops.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {

@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/linear_tiles.h"
+#include "cuda/linear/tiles.h"
 
 namespace tide::cuda::bench {
 namespace {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/small_ops.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {

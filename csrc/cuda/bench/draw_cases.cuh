@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/bench/support.cuh"
-#include "cuda/draw.h"
+#include "cuda/cycle/draw.h"
 
 namespace tide::cuda::bench {
 

@@ -8,11 +8,12 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/convert.cuh"
-#include "cuda/launch.h"
-#include "cuda/linear_tiles.h"
-#include "cuda/linear_wide.h"
-#include "cuda/ops.h"
+#include "cuda/common/convert.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/linear/tiles.h"
+#include "cuda/linear/wide.h"
+#include "cuda/linear/linear.h"
+#include "cuda/attention/attention.h"
 
 namespace tide::cuda::bench {
 

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/small_ops.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {

@@ -1,6 +1,6 @@
 // When an LM head should go the way of many rows. One JSON line a case.
 #include "cuda/bench/support.cuh"
-#include "cuda/linear_tiles.h"
+#include "cuda/linear/tiles.h"
 
 namespace tide::cuda::bench {
 namespace {

@@ -1,6 +1,6 @@
 // Which tile suits the linears of a narrow model, where a launch is a matter of latency. One JSON line a case.
 #include "cuda/bench/support.cuh"
-#include "cuda/linear_tiles.h"
+#include "cuda/linear/tiles.h"
 
 namespace tide::cuda::bench {
 namespace {

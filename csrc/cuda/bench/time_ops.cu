@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/linear_tiles.h"
-#include "cuda/small_ops.h"
+#include "cuda/linear/tiles.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {

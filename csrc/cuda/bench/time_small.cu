@@ -1,6 +1,6 @@
 // How long the ops around the exits take, one after another in captured graphs.
 #include "cuda/bench/support.cuh"
-#include "cuda/small_ops.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {

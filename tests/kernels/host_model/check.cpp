@@ -17,7 +17,7 @@
 #include <string>
 #include <thread>
 
-#include "cuda/launch.h"
+#include "cuda/common/launch.h"
 
 namespace tide::cuda {
 

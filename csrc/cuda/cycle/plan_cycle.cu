@@ -1,0 +1,245 @@
+// All indices of a cycle from what the host says of its rows, and where they go on. One CTA, a thread for each row.
+#include "cuda/common/block.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/cycle/cycle.h"
+
+namespace tide::cuda {
+namespace {
+
+constexpr int32_t kKeepsDrafts = 1;  // how a row may leave early: its drafts are kept where full depth says the same
+
+// Where the positions of a row lie in the pool, one behind another from the first one asked for: one division, and a
+// read for each block. Slots, rows and tokens are counted in 32 bits here: what is wider takes several times as long to
+// divide.
+class Walk {
+  public:
+    // A row that does not exist has no blocks: nothing is read.
+    __device__ Walk(const int32_t* blocks, int32_t block_size, int32_t position, bool exists)
+        : blocks_(blocks), block_size_(block_size), block_(position / block_size) {
+        offset_ = position - block_ * block_size;
+        base_ = exists ? blocks_[block_] * block_size_ : 0;
+    }
+    __device__ int32_t slot() const { return base_ + offset_; }
+    // Of the position before; of the first one itself, where there is none.
+    __device__ int32_t slot_before() const {
+        if (offset_ > 0) return base_ + offset_ - 1;
+        return block_ > 0 ? (blocks_[block_ - 1] + 1) * block_size_ - 1 : slot();
+    }
+    // To the next position, which must have a block.
+    __device__ void step() {
+        if (++offset_ < block_size_) return;
+        offset_ = 0;
+        base_ = blocks_[++block_] * block_size_;
+    }
+
+  private:
+    const int32_t* blocks_;
+    int32_t block_size_, block_, offset_, base_;
+};
+
+// The sum of `count` over this thread's row and those before it, and the same of all rows in `sums`.
+__device__ int32_t scan(int32_t count, int32_t* sums) {
+    __shared__ int32_t of_warps[kMostCycleRows / kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    int32_t sum = count;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+        const int32_t before = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += before;
+    }
+    if (lane == kWarp - 1) of_warps[warp] = sum;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) sum += of_warps[w];
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    return sum;
+}
+
+// A branch writes into blocks of its own from the newest token on. What lies before that in the first of them is copied
+// there, and what the branch has written is copied to the row if it was right.
+struct Branch {
+    const int32_t* own;  // the blocks of the row itself
+    int32_t* mine;
+    int32_t block_size;
+
+    __device__ void take_blocks(int32_t start, int32_t end, int32_t first_spare) const {
+        const int32_t first = start / block_size;
+        for (int32_t block = first; block <= end / block_size; ++block) mine[block] = first_spare + block - first;
+    }
+    // Pairs of slots, [2, width] from and to.
+    __device__ void copy_before(int32_t start, int32_t* pairs, int32_t width) const {
+        const int32_t block = start / block_size, from = own[block] * block_size, to = mine[block] * block_size;
+        for (int32_t i = 0; i < start - block * block_size; ++i) {
+            pairs[i] = from + i;
+            pairs[width + i] = to + i;
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCycleParams p) {
+    __shared__ int32_t sums[kMostCycleRows];
+    let_next_start();
+    wait_for_previous();
+    const int32_t rows = static_cast<int32_t>(p.rows), drafts = static_cast<int32_t>(p.drafts), r = threadIdx.x;
+    const int32_t tokens = rows * (drafts + 1), block_size = static_cast<int32_t>(p.block_size);
+    const int32_t branches = static_cast<int32_t>(p.branches);
+    const bool exists = r < rows;
+    int32_t newest = exists ? p.about[r] : 0, start = exists ? p.about[rows + r] : 0;
+    const int32_t count = exists ? p.about[2 * rows + r] : -1, tracked = exists ? p.about[3 * rows + r] : 0;
+    if (start < 0) {  // as the cycle before left it, at this place
+        const int32_t place = -1 - start;
+        newest = p.carried[place];
+        start = p.carried[kMostCycleRows + place];
+    }
+    const int32_t first = r - r % branches;  // the row itself, of which this may be a branch
+    const bool is_branch = count >= 0 && r > first;
+    const Branch branch = {p.tables + first * p.blocks, p.tables + r * p.blocks, block_size};
+    if (is_branch) {
+        const int32_t number = r / branches * (branches - 1) + r - first - 1;
+        branch.take_blocks(start, start + count, static_cast<int32_t>(p.first_spare) + kBlocksPerBranch * number);
+    }
+    const Walk begins_at(p.tables + r * p.blocks, block_size, start, count >= 0);
+
+    int64_t* newest_ids = p.wide;
+    int64_t* draft_deep_slots = newest_ids + rows;
+    int64_t* draft_positions = draft_deep_slots + rows;
+    int64_t* draft_slots = draft_positions + drafts * rows;
+    int64_t* draft_distances = draft_slots + drafts * rows;
+    int64_t* positions = draft_distances + drafts * rows;
+    int64_t* slots = positions + tokens;
+    int64_t* sources = slots + tokens;
+    int64_t* kept_slots = sources + tokens;
+    int64_t* deep_slots = kept_slots + tokens;
+    int64_t* distances = deep_slots + tokens;
+    int32_t* draft_starts = p.narrow;
+    int32_t* draft_lens = draft_starts + drafts * (rows + 1);
+    int32_t* starts = draft_lens + drafts * rows;
+    int32_t* lens = starts + rows + 1;
+    int32_t* copies = lens + rows;  // [2, rows * block_size]
+    const int32_t num_copies = rows * block_size;
+    int32_t* returns = copies + 2 * num_copies;  // [4, tokens]
+
+    // 1. The draft passes: one token of every row that still drafts.
+    if (exists) {
+        newest_ids[r] = newest;
+        draft_deep_slots[r] = count >= 0 && start > 0 ? begins_at.slot_before() : 0;
+    }
+    Walk walk = begins_at;
+    for (int32_t ahead = 0; ahead < drafts; ++ahead) {
+        const bool drafting = count > ahead;
+        const int active = __syncthreads_count(drafting);
+        if (!exists) continue;
+        const int32_t at = ahead * rows + r, place = drafting ? start + ahead : 0;
+        draft_positions[at] = place;
+        draft_slots[at] = drafting ? walk.slot() : -1;
+        if (count > ahead + 1) walk.step();
+        draft_distances[at] = count >= 0 && start > 0 ? ahead + 1 : 0;
+        draft_lens[at] = drafting ? place + 1 : 0;
+        int32_t* begins = draft_starts + ahead * (rows + 1);
+        if (r == 0) begins[0] = 0;
+        begins[r + 1] = r + 1 < active ? r + 1 : active;
+    }
+
+    // 2. The deep pass: the newest token of every row and what it drafts.
+    const int32_t end = scan(count + 1, sums), begin = end - (count + 1);
+    const int32_t total = sums[kMostCycleRows - 1];
+    if (exists) {
+        if (r == 0) starts[0] = 0;
+        starts[r + 1] = end;
+        lens[r] = count < 0 ? 0 : start + count + 1;
+    }
+    walk = begins_at;
+    int32_t before = count >= 0 ? walk.slot_before() : 0;
+    for (int32_t ahead = 0; ahead <= count; ++ahead) {
+        const int32_t at = begin + ahead, place = start + ahead, slot = walk.slot();
+        positions[at] = place;
+        slots[at] = slot;
+        sources[at] = ahead * rows + r;
+        kept_slots[at] = tracked ? slot : -1;
+        deep_slots[at] = before;
+        distances[at] = place > 0;
+        before = slot;
+        if (ahead < count) walk.step();
+    }
+    for (int32_t at = total + r; at < tokens; at += kMostCycleRows) {
+        positions[at] = sources[at] = deep_slots[at] = distances[at] = 0;
+        slots[at] = kept_slots[at] = -1;
+    }
+
+    // 3. Branches: the way there and back.
+    if (branches <= 1) return;
+    for (int32_t at = r; at < 2 * num_copies; at += kMostCycleRows) copies[at] = -1;
+    for (int32_t at = r; at < 4 * tokens; at += kMostCycleRows) returns[at] = at < 2 * tokens ? -1 : 0;
+    __syncthreads();
+    if (!is_branch) return;
+    branch.copy_before(start, copies + r * block_size, num_copies);
+    if (tracked != kKeepsDrafts) return;
+    Walk own(branch.own, block_size, start, true);
+    walk = begins_at;
+    for (int32_t ahead = 0; ahead <= count; ++ahead) {
+        const int32_t at = begin + ahead;
+        returns[at] = walk.slot();
+        returns[tokens + at] = own.slot();
+        returns[2 * tokens + at] = sums[first] - (count + 1);  // where it is said what follows the newest token
+        returns[3 * tokens + at] = r;                          // where the branch has tried a token
+        if (ahead == count) break;
+        walk.step();
+        own.step();
+    }
+}
+
+__global__ void __launch_bounds__(kMostCycleRows) carry_on_kernel(CarryOnParams p) {
+    wait_for_previous();
+    let_next_start();
+    const int32_t rows = static_cast<int32_t>(p.rows), r = threadIdx.x;
+    const int32_t branches = static_cast<int32_t>(p.branches);
+    if (r >= rows) return;
+    const int32_t count = p.about[2 * rows + r];
+    int64_t token = 0, position = 0;
+    if (count >= 0) {
+        const int32_t first = r - r % branches;
+        const int64_t right = p.following[p.starts[first]];
+        int32_t place = first;
+        if (p.about[3 * rows + r] == kKeepsDrafts) {
+            for (int32_t branch = first + branches - 1; branch >= first; --branch)
+                if (p.drafts > 0 && p.drafted[branch] == right) place = branch;
+        }
+        const int32_t begin = p.starts[place];
+        int32_t taken = 0;
+        for (bool right = true; right && taken < count;) {  // several are asked for at once
+            constexpr int32_t kAtOnce = 4;
+            int64_t drafted[kAtOnce], said[kAtOnce];
+#pragma unroll
+            for (int32_t i = 0; i < kAtOnce; ++i) {
+                const int32_t ahead = min(taken + i, count - 1);
+                drafted[i] = p.drafted[ahead * rows + place];
+                said[i] = p.following[begin + ahead];
+            }
+#pragma unroll
+            for (int32_t i = 0; i < kAtOnce; ++i) {
+                right = right && taken < count && drafted[i] == said[i];
+                taken += right;
+            }
+        }
+        token = p.following[begin + taken];
+        position = p.positions[begin] + taken + 1;
+    }
+    p.carried[r] = static_cast<int32_t>(token);
+    p.carried[kMostCycleRows + r] = static_cast<int32_t>(position);
+    p.next[r] = token;
+    p.next[rows + r] = position;
+}
+
+}  // namespace
+
+void plan_cycle(const PlanCycleParams& params, cudaStream_t stream) {
+    if (params.rows <= 0) return;
+    launch("plan_cycle", plan_cycle_kernel, LaunchShape{1, kMostCycleRows}, stream, params);
+}
+
+void carry_on(const CarryOnParams& params, cudaStream_t stream) {
+    if (params.rows <= 0) return;
+    launch("carry_on", carry_on_kernel, LaunchShape{1, kMostCycleRows}, stream, params);
+}
+
+}  // namespace tide::cuda
