@@ -20,7 +20,7 @@ from tests.gpu.op_cases import (
     randn,
 )
 from tests.kernels.kernel_cases import DTYPES, TOLERANCES
-from tests.kernels.library_cases import library_cases, router_weights
+from tests.kernels.cycle_arguments import router_weights
 from tide_core.kernels import cuda_obstacle
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference import ops as reference
@@ -290,14 +290,6 @@ def test_an_op_runs_on_the_current_stream() -> None:
         assert not stream.query(), "it was not waited for"
     stream.synchronize()
     assert_same([result], [expected])
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("name", list(library_cases("cpu")))
-def test_torch_sees_the_op_as_it_is(name: str, dtype: torch.dtype) -> None:
-    from tide_core.kernels import library  # noqa: F401
-
-    torch.library.opcheck(getattr(torch.ops.tide, name).default, library_cases(DEVICE, dtype)[name])
 
 
 def test_rows_may_be_computed_in_place() -> None:
