@@ -4,11 +4,11 @@
 
 #include <string>
 
-#include "cuda/cycle/cycle.h"
+#include "cuda/attention/attention.h"
 #include "cuda/common/device.h"
+#include "cuda/cycle/cycle.h"
 #include "cuda/cycle/draw.h"
 #include "cuda/linear/linear.h"
-#include "cuda/attention/attention.h"
 #include "cuda/small/ops.h"
 #include "released_gil.h"
 
@@ -73,11 +73,11 @@ void linear(int dtype, Address x, Address weight, Address bias, Address norm, Ad
 void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,
                      Address context_lens, Address y, Address workspace, Address num_rows, int64_t rows,
                      int64_t num_tokens, int64_t max_queries, int64_t max_context, int64_t num_heads,
-                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks,
-                     int64_t num_blocks, int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
-                     bool fresh, Address stream) {
+                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks, int64_t num_blocks,
+                     int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
+                     bool queries_are_new, Address stream) {
     tide::cuda::PagedAttentionParams params = {};
-    params.fresh = fresh;
+    params.queries_are_new = queries_are_new;
     params.q = in(q);
     params.k_pool = in(k_pool);
     params.v_pool = in(v_pool);
@@ -259,19 +259,20 @@ void exit_input(int dtype, Address states, Address state_norm, Address deep, Add
                            stream_of(stream));
 }
 
-void plan_cycle(Address about, Address carried, Address tables, Address wide, Address narrow, int64_t rows,
+void plan_cycle(Address row_meta, Address next_state, Address tables, Address wide, Address narrow, int64_t rows,
                 int64_t drafts, int64_t blocks, int64_t block_size, int64_t branches, int64_t first_spare,
                 Address stream) {
-    tide::cuda::plan_cycle({in<int32_t>(about), in<int32_t>(carried), out<int32_t>(tables), out<int64_t>(wide),
+    tide::cuda::plan_cycle({in<int32_t>(row_meta), in<int32_t>(next_state), out<int32_t>(tables), out<int64_t>(wide),
                             out<int32_t>(narrow), rows, drafts, blocks, block_size, branches, first_spare},
                            stream_of(stream));
 }
 
-void carry_on(Address about, Address starts, Address positions, Address drafted, Address following, Address carried,
-              Address next, int64_t rows, int64_t drafts, int64_t branches, Address stream) {
-    tide::cuda::carry_on({in<int32_t>(about), in<int32_t>(starts), in<int64_t>(positions), in<int64_t>(drafted),
-                          in<int64_t>(following), out<int32_t>(carried), out<int64_t>(next), rows, drafts, branches},
-                         stream_of(stream));
+void advance_rows(Address row_meta, Address starts, Address positions, Address drafted, Address following,
+                  Address next_state, Address next, int64_t rows, int64_t drafts, int64_t branches, Address stream) {
+    tide::cuda::advance_rows(
+        {in<int32_t>(row_meta), in<int32_t>(starts), in<int64_t>(positions), in<int64_t>(drafted),
+         in<int64_t>(following), out<int32_t>(next_state), out<int64_t>(next), rows, drafts, branches},
+        stream_of(stream));
 }
 
 void pending_tokens(Address newest, Address places, Address shortlist, Address sources, Address drafted,
@@ -287,10 +288,10 @@ void nth_best(int dtype, Address x, Address ranks, Address index, int64_t rows, 
                          stream_of(stream));
 }
 
-void copy_slots(Address pools, Address from, Address to, Address claims, Address said, Address tried, int64_t num_pools,
-                int64_t count, int64_t block_size, int64_t unit, Address stream) {
+void copy_slots(Address pools, Address from, Address to, Address claims, Address target_ids, Address draft_ids,
+                int64_t num_pools, int64_t count, int64_t block_size, int64_t unit, Address stream) {
     tide::cuda::copy_slots({in<tide::cuda::SlotPool>(pools), in<int32_t>(from), in<int32_t>(to), in<int32_t>(claims),
-                            in<int64_t>(said), in<int64_t>(tried), num_pools, count, block_size, unit},
+                            in<int64_t>(target_ids), in<int64_t>(draft_ids), num_pools, count, block_size, unit},
                            stream_of(stream));
 }
 
@@ -367,10 +368,11 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("router", &router, no_gil, "Scores of a router and whether they reach their thresholds.");
     m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
-    m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from what is said of its rows.");
+    m.def("plan_cycle", &plan_cycle, no_gil,
+          "The indices of every pass of a cycle, from what is target_ids of its rows.");
     m.def("pending_tokens", &pending_tokens, no_gil,
           "The tokens that the drafts of a cycle are, and of its deep pass.");
-    m.def("carry_on", &carry_on, no_gil, "Where the rows of a cycle go on: next token and its position.");
+    m.def("carry_on", &advance_rows, no_gil, "Where the rows of a cycle go on: next token and its position.");
     m.def("nth_best", &nth_best, no_gil, "Where the number of some rank stands in each row.");
     m.def("copy_slots", &copy_slots, no_gil, "Slots of all pools to other slots.");
     m.def("exit_input", &exit_input, no_gil,

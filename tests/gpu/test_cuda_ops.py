@@ -19,8 +19,8 @@ from tests.gpu.op_cases import (
     indices,
     randn,
 )
-from tests.kernels.kernel_cases import DTYPES, TOLERANCES
 from tests.kernels.cycle_arguments import router_weights
+from tests.kernels.kernel_cases import DTYPES, TOLERANCES
 from tide_core.kernels import cuda_obstacle
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference import ops as reference

@@ -22,7 +22,7 @@ def router_weights(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 
 
 def cycle_arguments(device: str, dtype: torch.dtype = torch.float32) -> dict[str, tuple[Any, ...]]:
-    """By the name of the op; those of `copy_slots` are the pools, the block size, and what the copier is called with."""
+    """By the name of the op; for `copy_slots` the pools, the block size, and what the copier is called with."""
 
     def empty(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.kernel_cases import PagedCase
 from tests.kernels.cycle_arguments import BOTTLENECK, ROWS, WIDTH, router_weights
+from tests.kernels.kernel_cases import PagedCase
 from tide_core import kernels
 from tide_core.kernels import select
 from tide_core.kernels.cuda import attention as cuda_attention

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+
+from tide_core.kernels.reference import cycle
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(__file__).parent / "host_model"
@@ -30,6 +34,23 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
     def run(script: str) -> list[str]:
         done = subprocess.run([str(program), *script.split()], capture_output=True, text=True, timeout=60, check=True)
         return done.stdout.split()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[str]]]:
+    """The lines of a table of the host side, by word."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("host_model") / "tables"
+    command = [compiler, "-std=c++17", f"-I{MODEL}", f"-I{ROOT / 'csrc'}", str(MODEL / "tables.cpp")]
+    subprocess.run([*command, "-o", str(program)], check=True)
+
+    def run(table: str) -> list[list[str]]:
+        done = subprocess.run([str(program), *table.split()], capture_output=True, text=True, timeout=60, check=True)
+        return [line.split() for line in done.stdout.splitlines()]
 
     return run
 
@@ -136,6 +157,29 @@ def test_streams_devices_and_threads_do_not_publish_for_each_other(answers: Answ
     assert answers(f"{captured} publishes 0 device 1 may-read 0 7 device 0 may-read 0 7") == [False, True]
     assert answers(f"{captured} writes 0 device 1 publishes 0 device 0 may-read 0 7") == [False]
     assert answers(f"{captured} publishes 1 elsewhere 1 7 may-read 1 7") == [False, True]
+
+
+@pytest.mark.parametrize("normed", [0, 1])
+def test_every_tile_of_the_linear_that_is_built_is_chosen_and_no_other(
+    tables: Callable[[str], list[list[str]]], normed: int
+) -> None:
+    built, chosen = tables(f"tiles 90 {227 * 1024} {normed}")
+    assert sorted(built) == sorted(chosen)
+    for arch, shared in ((80, 163), (89, 99), (75, 64)):
+        built, chosen = tables(f"tiles {arch} {shared * 1024} {normed}")
+        assert set(chosen) <= set(built)
+        assert not [tile for tile in chosen if "/2" in tile], "clusters need 9.0"
+
+
+@pytest.mark.parametrize(("rows", "drafts", "branch_size"), [(1, 1, 0), (3, 2, 16), (5, 0, 0), (8, 7, 0), (4, 3, 8)])
+def test_the_plan_of_a_cycle_lies_where_python_reads_it(
+    tables: Callable[[str], list[list[str]]], rows: int, drafts: int, branch_size: int
+) -> None:
+    (found,) = tables(f"plan {rows} {drafts} {branch_size}")
+    volumes = [math.prod(shape) for shape in cycle.part_shapes(rows, drafts, branch_size)]
+    wide, narrow = volumes[: cycle.NUM_WIDE], volumes[cycle.NUM_WIDE :]
+    expected = [*accumulate(wide, initial=0), *accumulate(narrow, initial=0)]
+    assert [int(offset) for offset in found] == expected
 
 
 def test_no_type_is_defined_twice_outside_of_a_source_of_its_own() -> None:

@@ -1,9 +1,9 @@
 // Loading, storing and rounding of vectors for every storage type.
 #pragma once
 
-#include "dtype.h"
 #include "cpu/kernels/narrow.h"
 #include "cpu/kernels/vec.h"
+#include "dtype.h"
 
 namespace tide::TIDE_ISA {
 

@@ -7,8 +7,8 @@
 // this file.
 #pragma once
 
-#include "dtype.h"
 #include "cpu/kernels/tile_ops.h"
+#include "dtype.h"
 
 namespace tide::TIDE_ISA {
 

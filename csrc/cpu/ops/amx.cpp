@@ -1,8 +1,8 @@
-#include "cpu/ops/instruction_set.h"
-
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "cpu/ops/instruction_set.h"
 
 namespace tide {
 namespace {

@@ -4,7 +4,6 @@
 #include <cstdlib>
 #include <stdexcept>
 
-
 namespace tide {
 namespace {
 

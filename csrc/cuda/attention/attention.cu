@@ -1,9 +1,9 @@
 // Which kernel paged attention gets, and the sum of its chunks. The kernel depends on dtype, head size and alignment,
 // never on the rows.
-#include "cuda/attention/store.cuh"
-#include "cuda/attention/plain.cuh"
-#include "cuda/attention/kernels.h"
 #include "cuda/attention/attention.h"
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/plain.cuh"
+#include "cuda/attention/store.cuh"
 #include "cuda/common/ptx/tensor_core.cuh"
 
 namespace tide::cuda {
@@ -14,7 +14,7 @@ constexpr int kCombineWarps = 4;
 // A warp per row, query head and query.
 template <typename T>
 __global__ void __launch_bounds__(kCombineWarps * 32)
-    combine_lanes(const __grid_constant__ AttentionWork p, uint32_t queries_at_once) {
+    combine_chunks_kernel(const __grid_constant__ AttentionWork p, uint32_t queries_at_once) {
     const int64_t index = int64_t{blockIdx.x} * kCombineWarps + threadIdx.x / 32;
     const int64_t turn = index / p.num_heads, row = turn / queries_at_once;
     const Partials from = partials(p);
@@ -37,10 +37,11 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
 
 template <typename T>
 void launch_combine(const PagedAttentionParams& p, cudaStream_t stream) {
-    constexpr int64_t kMostAtOnce = 16;
-    const int64_t queries = p.max_queries < 1 ? 1 : p.max_queries < kMostAtOnce ? p.max_queries : kMostAtOnce;
+    const int64_t queries = p.max_queries < 1                              ? 1
+                            : p.max_queries < tuning::kMostCombinedQueries ? p.max_queries
+                                                                           : tuning::kMostCombinedQueries;
     const int64_t ctas = (p.rows * p.num_heads * queries + kCombineWarps - 1) / kCombineWarps;
-    launch("paged_attention", combine_lanes<T>, {ctas, kCombineWarps * 32, 0, 1, Effect::kNone}, stream,
+    launch("paged_attention", combine_chunks_kernel<T>, {ctas, kCombineWarps * 32, 0, 1, Effect::kNone}, stream,
            AttentionWork(p), static_cast<uint32_t>(queries));
 }
 
@@ -54,14 +55,14 @@ bool can_use_tiles(const PagedAttentionParams& p) {
            is_aligned(p.out);
 }
 
-// Whether the wide kernels run here and should be faster: where few lanes a piece would make more pieces than there are
-// multiprocessors. Bits are the same.
+// Whether the wide kernels run here and should be faster: where few query heads a piece would make more pieces than
+// there are multiprocessors. Bits are the same.
 bool is_wide(const PagedAttentionParams& p, const RotaryWriteParams* rotary) {
-    constexpr int kFewLanes = 8;
     const DeviceInfo device = current_device("paged_attention");
     const AttentionWork work(p);
-    return device.sm90a && rotary == nullptr && p.max_context <= kFirstLong && p.max_queries * work.group > kFewLanes &&
-           most_pieces(work, kFewLanes) > device.num_sms;
+    return device.sm90a && rotary == nullptr && p.max_context <= kFirstLong &&
+           p.max_queries * work.heads_per_kv > tuning::kNarrowQueryHeads &&
+           most_pieces(work, tuning::kNarrowQueryHeads) > device.num_sms;
 }
 
 void launch_stream(DType dtype, const PagedAttentionParams& p, const RotaryWriteParams* rotary, bool& combined,

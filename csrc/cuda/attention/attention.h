@@ -28,8 +28,8 @@ struct PagedAttentionParams {
     const int32_t* query_starts;  // [rows + 1]
     const int32_t* context_lens;  // [rows]
     void* out;                    // [T, num_heads, head_dim], contiguous
-    void* workspace;              // paged_attention_workspace(...) bytes, 16-byte aligned, cleared once (see ops.h)
-    const int32_t* num_rows;      // [1] or null
+    void* workspace;          // paged_attention_workspace(...) bytes, 16-byte aligned, cleared once (accumulate ops.h)
+    const int32_t* num_rows;  // [1] or null
     int64_t rows;
     int64_t num_tokens;   // T: query_starts[rows] is at most this
     int64_t max_queries;  // the most queries a row has; more are right but slow
@@ -43,9 +43,9 @@ struct PagedAttentionParams {
     int64_t q_token_stride;
     int64_t q_head_stride;
     float scaling;
-    int64_t window;  // <= 0: none
-    float softcap;   // <= 0: none
-    bool fresh;      // the launch before it wrote K and V of these queries, and no other pages
+    int64_t window;        // <= 0: none
+    float softcap;         // <= 0: none
+    bool queries_are_new;  // the launch before it wrote K and V of these queries, and no other pages
 };
 
 // head_dim: a multiple of 8 up to 256. Half-width types need q, its strides and the pools to be 16-byte aligned for
@@ -53,7 +53,7 @@ struct PagedAttentionParams {
 void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream);
 
 // rotary_write, then paged_attention of its queries, with the same bits, in one launch. `rotary` has no q_out and no
-// num_rows; a token that no row owns is neither read nor written. Half-width numbers, and what takes_joined() takes;
+// num_rows; a token that no row owns is neither read nor written. Half-width indices, and what takes_joined() takes;
 // else it throws.
 void attend_joined(DType dtype, const PagedAttentionParams& params, const RotaryWriteParams& rotary,
                    cudaStream_t stream);

@@ -16,8 +16,8 @@ struct StreamWork {
     AttentionWork attention;
     RotaryWriteParams rotary = {};
     bool joined = false, aligned = true;
-    bool reads_ahead = false;  // indices and pages, before wait_for_previous()
-    bool reads_old = false;    // with it: not those of the queries' own positions, which the kernel before writes
+    bool reads_early = false;      // indices and pages, before wait_for_previous()
+    bool reads_old_pages = false;  // with it: not those of the queries' own positions, which the kernel before writes
     CUtensorMap keys = {}, values = {};
     ScoreScale scale;
     Divider by_chunk = Divider(1);  // by the pieces of a chunk, where all rows have max_queries
@@ -39,9 +39,9 @@ struct NewPositions {
 };
 
 // From there on tiles are not yet what they must be.
-__device__ inline int mended_from(const StreamWork& w, const Piece& piece) {
-    const NewPositions fresh(w, piece);
-    return fresh.count > 0 ? min(fresh.first, piece.end()) : piece.end();
+__device__ inline int patched_from(const StreamWork& w, const Piece& piece) {
+    const NewPositions new_positions(w, piece);
+    return new_positions.count > 0 ? min(new_positions.first, piece.end()) : piece.end();
 }
 
 // Made ahead of the tiles: the new heads of a piece.
@@ -88,10 +88,10 @@ class NewTokens {
     int position_, slot_;  // of the token that has this thread's number
 };
 
-// A thread's elements of the heads of a projection, normed and turned as rotary_write does. They are loaded as they lie
-// in memory and widened when they are turned: loads do not wait for each other.
+// A thread's elements of the heads of a projection, normed and rotated as rotary_write does. They are loaded as they
+// lie in memory and widened when they are rotated: loads do not wait for each other.
 template <typename T, int kDim>
-class HeadTurner {
+class HeadRotator {
   public:
     static constexpr int kTeam = kDim / 4;        // threads of a head
     static constexpr int kTeams = kWarp / kTeam;  // of a warp
@@ -103,7 +103,7 @@ class HeadTurner {
         bool placed;
     };
 
-    __device__ explicit HeadTurner(const StreamWork& w) : w_(w), at_(2 * (threadIdx.x % kTeam)) {}
+    __device__ explicit HeadRotator(const StreamWork& w) : w_(w), at_(2 * (threadIdx.x % kTeam)) {}
 
     // Of the warp, that this thread belongs to.
     __device__ static int team() { return threadIdx.x % kWarp / kTeam; }
@@ -133,7 +133,7 @@ class HeadTurner {
             const float scale = norm_scale<kTeam>(add_squares(x, 0.0f), kDim, w_.rotary.eps);
             if (norm != nullptr) x = normed<T>(x, scale, widen(raw.norm));
         }
-        return turned<T>(x, raw.placed ? Angles{widen(raw.cos), widen(raw.sin)} : Angles{missing, missing});
+        return rotated<T>(x, raw.placed ? Angles{widen(raw.cos), widen(raw.sin)} : Angles{missing, missing});
     }
     // store(dim, two elements from there on), twice.
     template <typename Store>
@@ -148,9 +148,9 @@ class HeadTurner {
 };
 
 __device__ inline int64_t query_offset(const AttentionWork& p, const Piece& piece, int row) {
-    const int index = piece.first_lane + row, query = p.by_group(index);
+    const int index = piece.first_query_head + row, query = p.by_heads_per_kv(index);
     return int64_t{piece.first_query + query} * p.q_token_stride +
-           (piece.kv_head * p.group + index - query * p.group) * p.q_head_stride;
+           (piece.kv_head * p.heads_per_kv + index - query * p.heads_per_kv) * p.q_head_stride;
 }
 
 // Starts the copy of the at-th vector of a piece's queries to its place in `queries`.
@@ -158,53 +158,53 @@ template <typename T, typename Layout>
 __device__ inline void copy_query_vector(const AttentionWork& p, const Piece& piece, char* queries, int at) {
     constexpr int kVectors = Layout::kDim / kVector;
     const int row = at / kVectors, vector = at % kVectors;
-    const bool exists = row < piece.num_lanes;
+    const bool exists = row < piece.num_query_heads;
     const int64_t offset = exists ? query_offset(p, piece, row) + vector * kVector : 0;
-    copy_async_or_zero(shared_address(queries) + line_offset(Layout::kLanes, row, vector),
+    copy_async_or_zero(shared_address(queries) + line_offset(Layout::kQueryHeads, row, vector),
                        static_cast<const T*>(p.q) + offset, exists);
 }
 
-// Starts the copy of a piece's queries as lines to `queries`, lanes that do not exist as zeros.
+// Starts the copy of a piece's queries as lines to `queries`, query heads that do not exist as zeros.
 template <typename T, typename Layout>
 __device__ inline void copy_queries(const AttentionWork& p, const Piece& piece, char* queries) {
-    constexpr int kAll = Layout::kLanes * (Layout::kDim / kVector);
+    constexpr int kAll = Layout::kQueryHeads * (Layout::kDim / kVector);
 #pragma unroll
     for (int at = threadIdx.x; at < kAll; at += Layout::kThreads) copy_query_vector<T, Layout>(p, piece, queries, at);
 }
 
-// The same of a joined pass; and the piece's new heads, one to a warp, which the first piece of their lanes also writes
-// to the pools. A warp has kRows queries and perhaps a key, with its value; its teams take them in turn, all of them by
-// the same code.
+// The same of a joined pass; and the piece's new heads, one to a warp, which the first piece of their query heads also
+// writes to the pools. A warp has kRows queries and perhaps a key, with its value; its teams take them in turn, all of
+// them by the same code.
 template <typename T, typename Layout>
-__device__ inline void make_heads(const StreamWork& w, const Piece& piece, const NewPositions& fresh,
+__device__ inline void make_heads(const StreamWork& w, const Piece& piece, const NewPositions& new_positions,
                                   const NewTokens<Layout::kHoldsPiece>& tokens, char* queries,
                                   NewHeads<T, Layout::kDim>& heads, int warp) {
-    constexpr int kDim = Layout::kDim, kRows = Layout::kLanes / Layout::kWarps;
+    constexpr int kDim = Layout::kDim, kRows = Layout::kQueryHeads / Layout::kWarps;
     static_assert(kMostJoinedQueries == Layout::kWarps);
-    using Turner = HeadTurner<T, kDim>;
-    constexpr int kTurns = (kRows + Turner::kTeams) / Turner::kTeams;  // kRows queries and a key
+    using Rotator = HeadRotator<T, kDim>;
+    constexpr int kTurns = (kRows + Rotator::kTeams) / Rotator::kTeams;  // kRows queries and a key
     const AttentionWork& p = w.attention;
     const RotaryWriteParams& r = w.rotary;
-    const Turner turner(w);
-    const int mine = Layout::kWarps - 1 - warp, new_token = fresh.token + mine;
+    const Rotator rotator(w);
+    const int mine = Layout::kWarps - 1 - warp, new_token = new_positions.token + mine;
     const int slot = tokens.slot(r, new_token);
-    typename Turner::Raw raw[kTurns] = {};
-    typename Turner::RawPair raw_value = {};
-    const auto task_of = [](int turn) { return turn * Turner::kTeams + Turner::team(); };
-    const auto makes_key = [&](int turn) { return task_of(turn) == kRows && mine < fresh.count; };
+    typename Rotator::Raw raw[kTurns] = {};
+    typename Rotator::RawPair raw_value = {};
+    const auto task_of = [](int turn) { return turn * Rotator::kTeams + Rotator::team(); };
+    const auto makes_key = [&](int turn) { return task_of(turn) == kRows && mine < new_positions.count; };
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
         const int row = warp * kRows + task_of(turn);
-        const bool key = makes_key(turn), query = task_of(turn) < kRows && row < piece.num_lanes;
+        const bool key = makes_key(turn), query = task_of(turn) < kRows && row < piece.num_query_heads;
         const int position =
-            tokens.position(r, key ? new_token : piece.first_query + p.by_group(piece.first_lane + row));
+            tokens.position(r, key ? new_token : piece.first_query + p.by_heads_per_kv(piece.first_query_head + row));
         const T* head =
             key ? head_of<T>(r.k, new_token, piece.kv_head) : static_cast<const T*>(p.q) + query_offset(p, piece, row);
         if (!query && !key) continue;
-        raw[turn] = turner.load(head, position, key ? r.k_norm : r.q_norm);
-        if (key) raw_value = turner.load(head_of<T>(r.v, new_token, piece.kv_head));
+        raw[turn] = rotator.load(head, position, key ? r.k_norm : r.q_norm);
+        if (key) raw_value = rotator.load(head_of<T>(r.v, new_token, piece.kv_head));
     }
-    const bool written = piece.first_lane == 0 && slot >= 0;
+    const bool written = piece.first_query_head == 0 && slot >= 0;
     const auto in_pool = [&](void* pool) {  // the place of the new head
         const int block = p.by_page_units(max(slot, 0) / AttentionWork::kPageUnit);
         const int64_t first = int64_t{block} * p.kv_heads + piece.kv_head - block;
@@ -214,45 +214,45 @@ __device__ inline void make_heads(const StreamWork& w, const Piece& piece, const
     for (int turn = 0; turn < kTurns; ++turn) {
         const int row = warp * kRows + task_of(turn);
         const bool key = makes_key(turn), query = task_of(turn) < kRows;
-        HeadPair pair = turner.turn(raw[turn], query ? r.q_norm : r.k_norm);
-        if (query && row >= piece.num_lanes) pair = {};
-        turner.each(pair, [&](int dim, Two two) {
-            char* place_of_query = queries + line_offset(Layout::kLanes, row, dim / kVector) + dim % kVector * 2;
+        HeadPair pair = rotator.turn(raw[turn], query ? r.q_norm : r.k_norm);
+        if (query && row >= piece.num_query_heads) pair = {};
+        rotator.each(pair, [&](int dim, Two two) {
+            char* place_of_query = queries + line_offset(Layout::kQueryHeads, row, dim / kVector) + dim % kVector * 2;
             T* to = query ? reinterpret_cast<T*>(place_of_query) : heads.keys[mine] + dim;
             if (query || key) store_two(to, two, 2, true);
             if (key && written) store_two(in_pool(r.k_pool) + dim, two, 2, true);
         });
         if (!key) continue;
-        turner.each(turner.widen(raw_value), [&](int dim, Two two) {
+        rotator.each(rotator.widen(raw_value), [&](int dim, Two two) {
             store_two(heads.values[mine] + dim, two, 2, true);
             if (written) store_two(in_pool(r.v_pool) + dim, two, 2, true);
         });
-        if (threadIdx.x % Turner::kTeam == 0) heads.slots[mine] = slot;
+        if (threadIdx.x % Rotator::kTeam == 0) heads.slots[mine] = slot;
     }
 }
 
 // Makes the tile of 16 positions from `begin` on what it must be: new heads where the pass has tokens, and zeros for
-// values past the end, which nobody may multiply with. `row`: where the tile lies in the pools, in rows of a head.
+// values past the end, which must not be multiplied with. `row`: where the tile lies in the pools, in rows of a head.
 template <typename T, typename Layout>
-__device__ inline void mend_tile(const StreamWork& w, const Piece& piece, const NewHeads<T, Layout::kDim>& heads,
-                                 char* tile, int begin, int row, int lane) {
+__device__ inline void patch_tile(const StreamWork& w, const Piece& piece, const NewHeads<T, Layout::kDim>& heads,
+                                  char* tile, int begin, int row, int lane) {
     constexpr int kVectors = Layout::kDim / kVector;
-    const NewPositions fresh(w, piece);
+    const NewPositions new_positions(w, piece);
     const AttentionWork& p = w.attention;
     // New head `lane` is of use if its slot is the place that the tile has for its position: else the page's own stays.
-    const int at = fresh.first + lane - begin, page = p.by_page_units((row + at) / AttentionWork::kPageUnit);
+    const int at = new_positions.first + lane - begin, page = p.by_page_units((row + at) / AttentionWork::kPageUnit);
     const int others = page - p.by_kv_heads(page);  // pages before this one that are not of this head
-    const bool used = lane < fresh.count && at >= 0 && at < kTilePositions &&
+    const bool used = lane < new_positions.count && at >= 0 && at < kTilePositions &&
                       heads.slots[lane] == row + at - others * p.page_units * AttentionWork::kPageUnit;
     const unsigned int all_used = __ballot_sync(~0u, used);
 #pragma unroll 4
-    for (int v = lane; v < fresh.count * 2 * kVectors; v += 32) {
+    for (int v = lane; v < new_positions.count * 2 * kVectors; v += 32) {
         const int i = v / (2 * kVectors), vector = v % kVectors;
         const bool value = v / kVectors % 2 != 0;
         if (!(all_used >> i & 1)) continue;
         const T* from = (value ? heads.values[i] : heads.keys[i]) + vector * kVector;
         *reinterpret_cast<uint4*>(tile + (value ? Layout::kPoolBytes : 0) +
-                                  line_offset(kTilePositions, fresh.first + i - begin, vector)) =
+                                  line_offset(kTilePositions, new_positions.first + i - begin, vector)) =
             *reinterpret_cast<const uint4*>(from);
     }
     const int missing = max(begin + kTilePositions - piece.end(), 0);

@@ -26,7 +26,7 @@ template <typename T>
 void launch_attention_stream(const PagedAttentionParams& params, const RotaryWriteParams* rotary, bool& combined,
                              cudaStream_t stream);
 
-// The launch of the wide attention, for many lanes a piece, which 9.0 alone has.
+// The launch of the wide attention, for many query heads a piece, which 9.0 alone has.
 
 // As launch_attention_stream() with queries in place, for contexts up to kFirstLong, and with the same bits.
 template <typename T>

@@ -1,6 +1,6 @@
 // Paged attention for everything the tensor-core kernel does not take: float32, loose alignment, old devices.
 //
-// A warp owns one lane (query head of a query) and walks its chunk 32 positions at a time: eight threads share a
+// A warp owns one head of a query and walks its chunk 32 positions at a time: eight threads share a
 // score, then every thread keeps one position's weight and a few dims of the sum.
 #pragma once
 
@@ -9,15 +9,15 @@
 
 namespace tide::cuda {
 
-constexpr int kPlainLanes = 4;  // warps of a CTA
-constexpr int kPlainThreads = kPlainLanes * 32;
+constexpr int kPlainQueryHeads = 4;  // warps of a CTA
+constexpr int kPlainThreads = kPlainQueryHeads * 32;
 constexpr int kMaxHeadDim = 256;
 constexpr int kDimsPerThread = kMaxHeadDim / 32;
 constexpr int kDimsPerEighth = kMaxHeadDim / 8;
 
 template <typename T>
 __global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_constant__ AttentionWork p) {
-    __shared__ PieceFinder<kPlainThreads, kPlainLanes> finder;
+    __shared__ PieceFinder<kPlainThreads, kPlainQueryHeads> finder;
     const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int dims = static_cast<int>(p.head_dim), block_size = static_cast<int>(p.block_size);
     const T* keys = static_cast<const T*>(p.k_pool);
@@ -30,15 +30,15 @@ __global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_co
     const int total_pieces = finder.total();
     for (int64_t index = blockIdx.x; index < total_pieces; index += gridDim.x) {
         const Piece piece = finder.find(p, static_cast<int>(index));
-        if (warp >= piece.num_lanes) continue;  // the same for the whole warp
-        const Lane lane = lane_of(p, piece, warp);
-        if (!lane.sees(piece.chunk)) continue;
-        const int64_t partial = lane.row(p) * to.chunks + piece.chunk;
+        if (warp >= piece.num_query_heads) continue;  // the same for the whole warp
+        const QueryHead query_head = query_head_of(p, piece, warp);
+        if (!query_head.covers(piece.chunk)) continue;
+        const int64_t partial = query_head.row(p) * to.chunks + piece.chunk;
         const int begin = chunk_begin(piece.chunk);
-        const int end = min(chunk_begin(piece.chunk + 1), lane.span.high);
+        const int end = min(chunk_begin(piece.chunk + 1), query_head.span.high);
         const int32_t* table = p.block_tables + int64_t{piece.row} * p.max_blocks;
-        const T* query =
-            static_cast<const T*>(p.q) + int64_t{lane.token} * p.q_token_stride + lane.head * p.q_head_stride;
+        const T* query = static_cast<const T*>(p.q) + int64_t{query_head.token} * p.q_token_stride +
+                         query_head.head * p.q_head_stride;
         float q[kDimsPerEighth];
 #pragma unroll
         for (int i = 0; i < kDimsPerEighth; ++i) {
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_co
             q[i] = dim < dims ? to_float(query[dim]) : 0.0f;
         }
 
-        float sums[kDimsPerThread] = {}, peak = kNothing, total = 0.0f;
+        float sums[kDimsPerThread] = {}, max_score = kNothing, total = 0.0f;
         for (int first = begin; first < end; first += 32) {
-            if (first + 32 <= lane.span.low) continue;
+            if (first + 32 <= query_head.span.low) continue;
             const int position = min(first + thread, end - 1);
             const int64_t block = table[position / block_size];
             const int64_t place =
@@ -67,13 +67,13 @@ __global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_co
                 const float mine = __shfl_sync(~0u, dot, thread % 4 * 8);
                 if (thread / 4 == four) score = scale(mine);
             }
-            if (first + thread < lane.span.low || first + thread >= end) score = kNothing;
+            if (first + thread < query_head.span.low || first + thread >= end) score = kNothing;
             float highest = score;
 #pragma unroll
             for (int step = 16; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
-            highest = fmaxf(highest, peak);
-            const float shrink = exp2f(peak - base_of(highest)), weight = exp2f(score - base_of(highest));
-            peak = highest;
+            highest = fmaxf(highest, max_score);
+            const float shrink = exp2f(max_score - base_of(highest)), weight = exp2f(score - base_of(highest));
+            max_score = highest;
             float added = weight;
 #pragma unroll
             for (int step = 16; step > 0; step /= 2) added += __shfl_xor_sync(~0u, added, step);
@@ -94,20 +94,19 @@ __global__ void __launch_bounds__(kPlainThreads) attention_plain(const __grid_co
         for (int i = 0; i < kDimsPerThread; ++i) {
             const int dim = i * 32 + thread;
             if (dim >= dims) continue;
-            if (lane.is_whole()) {
-                static_cast<T*>(p.out)[lane.row(p) * p.head_dim + dim] = from_float<T>(sums[i] * inverse);
+            if (query_head.is_whole()) {
+                static_cast<T*>(p.out)[query_head.row(p) * p.head_dim + dim] = from_float<T>(sums[i] * inverse);
             } else {
                 to.sums[partial * p.head_dim + dim] = sums[i];
             }
         }
-        if (!lane.is_whole() && thread == 0) to.stats[partial] = make_float2(peak, total);
+        if (!query_head.is_whole() && thread == 0) to.stats[partial] = make_float2(max_score, total);
     }
 }
 
 template <typename T>
 void launch_attention_plain(const PagedAttentionParams& p, cudaStream_t stream) {
-    constexpr int64_t kCtasPerSm = 8;
-    const int64_t resident = current_device("paged_attention").num_sms * kCtasPerSm;
+    const int64_t resident = current_device("paged_attention").num_sms * tuning::kPlainCtasPerSm;
     launch("paged_attention", attention_plain<T>, {resident, kPlainThreads, 0, 1, Effect::kNone}, stream,
            AttentionWork(p));
 }

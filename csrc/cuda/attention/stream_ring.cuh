@@ -9,13 +9,13 @@ namespace tide::cuda {
 
 // One warp's tiles of a piece: every kWarps-th, without those that lie before all windows.
 struct StreamTiles {
-    int begin, end;    // position of the first tile, and of the one after the last
-    int count, asked;  // tiles; those whose copy was started
-    int row;           // of the tile that has this thread's number: where it lies in the pools, in rows of a head
+    int begin, end;        // position of the first tile, and of the one after the last
+    int count, requested;  // tiles; those whose copy was started
+    int row;               // of the tile that has this thread's number: where it lies in the pools, in rows of a head
 
     template <typename Layout>
     __device__ int turn_of(int first) const {
-        return count - (end - first) / Layout::kTurnPositions;
+        return count - (end - first) / Layout::kStridePositions;
     }
 };
 
@@ -48,14 +48,14 @@ __device__ inline StreamTiles stream_tiles_of(const AttentionWork& p, const Piec
                                               int warp, int lane, const IndexReader& read = {}) {
     constexpr int kWarps = Layout::kWarps;
     const int begin = piece.begin(), end = piece.end();
-    const int low = span_of(p, piece.position_of(p.by_group(piece.first_lane))).low;
+    const int low = span_of(p, piece.position_of(p.by_heads_per_kv(piece.first_query_head))).low;
     const int skipped = max(low - begin, 0) / kTilePositions;
     const int first = warp + max(skipped - warp + kWarps - 1, 0) / kWarps * kWarps;
     const int num_tiles = (end - begin + kTilePositions - 1) / kTilePositions;
     const int count = max(num_tiles - first + kWarps - 1, 0) / kWarps, from = begin + first * kTilePositions;
-    StreamTiles tiles = {from, from + count * Layout::kTurnPositions, count, 0, 0};
+    StreamTiles tiles = {from, from + count * Layout::kStridePositions, count, 0, 0};
     if (lane >= tiles.count) return tiles;
-    tiles.row = pool_row(p, piece, guess, tiles.begin + lane * Layout::kTurnPositions, read);
+    tiles.row = pool_row(p, piece, guess, tiles.begin + lane * Layout::kStridePositions, read);
     return tiles;
 }
 
@@ -72,12 +72,12 @@ class Ring {
     }
 
     // Asks for as many tiles as there is room for: of the present piece, then of the next.
-    __device__ void ask(StreamTiles& tiles, StreamTiles& next, int lane) {
+    __device__ void request(StreamTiles& tiles, StreamTiles& next, int lane) {
 #pragma unroll 1
         while (open_ < w_.stages) {
-            const bool ahead = tiles.asked == tiles.count;
-            if (ahead && next.asked == next.count) return;
-            const int row = __shfl_sync(~0u, ahead ? next.row : tiles.row, ahead ? next.asked : tiles.asked);
+            const bool ahead = tiles.requested == tiles.count;
+            if (ahead && next.requested == next.count) return;
+            const int row = __shfl_sync(~0u, ahead ? next.row : tiles.row, ahead ? next.requested : tiles.requested);
             if (lane == 0) {
                 const uint64_t policy = read_once_policy();
                 const uint32_t to = tiles_ + filled_ * Layout::kTileBytes, barrier = arrived_ + filled_ * 8;
@@ -91,7 +91,7 @@ class Ring {
                              barrier, policy);
             }
             if (++filled_ == w_.stages) filled_ = 0;
-            (ahead ? next.asked : tiles.asked) += 1;
+            (ahead ? next.requested : tiles.requested) += 1;
             ++open_;
         }
     }
@@ -114,7 +114,7 @@ class Ring {
   private:
     const StreamWork& w_;
     const uint32_t tiles_, arrived_;
-    int filled_ = 0, emptied_ = 0, open_ = 0;  // the places to fill and to read next; tiles asked for and not read
+    int filled_ = 0, emptied_ = 0, open_ = 0;  // the places to fill and to read next; tiles requested for and not read
     uint32_t phase_ = 0;
 };
 

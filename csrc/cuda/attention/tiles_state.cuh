@@ -14,15 +14,15 @@ namespace tide::cuda {
 
 constexpr int kTilePositions = 16;
 
-// kDim: head_dim rounded up to 64, 96, 128 or 256. kLaneTiles: 16 lanes each. kSmall: for devices with little shared
-// memory. The warps divide a chunk among them, so numbers depend on kDim and kSmall, but not on kLaneTiles.
+// kDim: head_dim rounded up to 64, 96, 128 or 256. kQueryTiles: 16 query heads each. kSmall: for devices with little
+// shared memory. The warps divide a chunk among them, so indices depend on kDim and kSmall, but not on kQueryTiles.
 template <int kDim_, int kLaneTiles_, bool kSmall>
 struct AttentionLayout {
-    static constexpr int kDim = kDim_, kLaneTiles = kLaneTiles_, kLanes = kLaneTiles * 16;
+    static constexpr int kDim = kDim_, kQueryTiles = kLaneTiles_, kQueryHeads = kQueryTiles * 16;
     static constexpr int kWarps = (kSmall ? 4 : 8) / (kDim > 128 ? 2 : 1);
     static constexpr int kThreads = kWarps * 32;
-    static constexpr int kTurnPositions = kWarps * kTilePositions;  // from a tile of a warp to its next
-    static constexpr bool kCounts = kLaneTiles == 1;                // can add up the chunks of its lanes
+    static constexpr int kStridePositions = kWarps * kTilePositions;  // from a tile of a warp to its next
+    static constexpr bool kCounts = kQueryTiles == 1;                 // can add up the chunks of its query heads
     static constexpr int kKeyVectors = kDim / kVector;
     static constexpr int kValueBlocks = (kDim + 63) / 64;
     static constexpr int kValueVectors = kValueBlocks * 8;
@@ -31,9 +31,10 @@ struct AttentionLayout {
     static constexpr int kStageBytes = kKeyBytes + kValueBytes;
     static constexpr int kStages = kDim <= 64 ? 4 : 2;
     static constexpr int kWarpBytes = kStages * kStageBytes;
-    static constexpr int kQueryBytes = kLanes * kKeyVectors * kVectorBytes;  // of a piece; the next one has its own
-    static constexpr int kSumRows = kSmall ? 1 : 2;                  // 8 lanes each, whose sums the warps add at once
-    static constexpr int kSumStride = kValueBlocks * 64;             // floats of a lane
+    static constexpr int kQueryBytes =
+        kQueryHeads * kKeyVectors * kVectorBytes;         // of a piece; the next one has its own
+    static constexpr int kSumRows = kSmall ? 1 : 2;       // 8 query heads each, whose sums the warps add at once
+    static constexpr int kSumStride = kValueBlocks * 64;  // floats of a query head
     static constexpr int kSumBytes = kSumRows * 8 * kSumStride * 4;  // of a warp
     static constexpr int kSharedBytes = kWarps * (kWarpBytes + kSumBytes) + 2 * kQueryBytes;
     static_assert(kLargestChunk / kTilePositions / kWarps <= 32, "a thread of a warp knows the pages of one tile");
@@ -59,17 +60,18 @@ __device__ inline int sum_index(int lane, int dim) {
 
 #if TIDE_HAS_TENSOR_CORE_PATH
 
-// Starts the copy of a piece's queries; lanes that do not exist become zero.
+// Starts the copy of a piece's queries; query heads that do not exist become zero.
 template <typename Layout>
 __device__ inline void copy_queries(const AttentionWork& p, const Piece& piece, uint32_t to) {
-    constexpr int kVectors = Layout::kLanes * Layout::kKeyVectors;
+    constexpr int kVectors = Layout::kQueryHeads * Layout::kKeyVectors;
 #pragma unroll 1  // once or twice
     for (int i = threadIdx.x; i < kVectors; i += Layout::kThreads) {
         const int row = i / Layout::kKeyVectors, vector = i % Layout::kKeyVectors;
-        const int index = piece.first_lane + row, query = p.by_group(index);
-        const bool exists = row < piece.num_lanes && vector * kVector < p.head_dim;
+        const int index = piece.first_query_head + row, query = p.by_heads_per_kv(index);
+        const bool exists = row < piece.num_query_heads && vector * kVector < p.head_dim;
         const int64_t offset = (piece.first_query + query) * p.q_token_stride +
-                               (piece.kv_head * p.group + index - query * p.group) * p.q_head_stride + vector * kVector;
+                               (piece.kv_head * p.heads_per_kv + index - query * p.heads_per_kv) * p.q_head_stride +
+                               vector * kVector;
         copy_async_or_zero(to + key_offset<Layout::kKeyVectors>(row, vector),
                            static_cast<const char*>(p.q) + (exists ? offset * 2 : 0), exists);
     }
@@ -82,8 +84,8 @@ __device__ inline void copy_positions(const char* const (&from)[2], int dims, in
                                       uint64_t policy) {
     constexpr int kVectors = kValues ? Layout::kValueVectors : Layout::kKeyVectors;
     constexpr int kSteps = kTilePositions * kVectors / 32;
-#pragma unroll(kExact || (Layout::kDim == 96 && Layout::kLaneTiles == 1) \
-                   ? kSteps                                              \
+#pragma unroll(kExact || (Layout::kDim == 96 && Layout::kQueryTiles == 1) \
+                   ? kSteps                                               \
                    : 1)  // little code for heads that are not made
     for (int i = 0; i < kSteps; ++i) {
         const int at = i * 32 + lane, position = at / kVectors, vector = at % kVectors;
@@ -123,7 +125,7 @@ __device__ inline void copy_tile(const AttentionWork& p, const int (&pages)[2], 
 
 #endif
 
-// What one warp of the tensor-core attention keeps: the 16 rows of a product are lanes (query, head of the group).
+// What one warp of the tensor-core attention keeps: the 16 rows of a product are query heads (query, head).
 //
 // scores = Q K^T: thread t of a quad holds dims 8t to 8t + 7 of each 32, of Q and of K alike, so one vector feeds two
 // products. out = P V: column g of product j is dim 8g + j, so one vector of V feeds eight products; neighbouring
@@ -131,24 +133,24 @@ __device__ inline void copy_tile(const AttentionWork& p, const int (&pages)[2], 
 
 #if TIDE_HAS_TENSOR_CORE_PATH
 
-// One warp's online softmax over its tiles. Index [2 * m + r]: lane 16 m + 8 r + g.
+// One warp's online softmax over its tiles. Index [2 * m + r]: query head 16 m + 8 r + g.
 template <typename T, typename Layout>
 struct WarpState {
-    static constexpr int kDim = Layout::kDim, kLaneTiles = Layout::kLaneTiles;
-    float sums[kLaneTiles][Layout::kValueBlocks][8][4] = {};
-    float peaks[2 * kLaneTiles];
-    float totals[2 * kLaneTiles] = {};  // of this thread's positions only
+    static constexpr int kDim = Layout::kDim, kQueryTiles = Layout::kQueryTiles;
+    float sums[kQueryTiles][Layout::kValueBlocks][8][4] = {};
+    float max_scores[2 * kQueryTiles];
+    float totals[2 * kQueryTiles] = {};  // of this thread's positions only
 
     __device__ WarpState() {
 #pragma unroll
-        for (float& peak : peaks) peak = kNothing;
+        for (float& max_score : max_scores) max_score = kNothing;
     }
 
-    // `queries` and `tile` are shared addresses. `masked`: some lane does not see all of the 16 positions from
-    // `first` on; lanes see the `seen` positions before their `ends`.
-    __device__ void see(uint32_t queries, uint32_t tile, const ScoreScale& scale, bool masked, int first,
-                        const int (&ends)[2 * kLaneTiles], int seen, int g, int t) {
-        float scores[kLaneTiles][2][4] = {};
+    // `queries` and `tile` are shared addresses. `masked`: some query head does not see all of the 16 positions from
+    // `first` on; query heads see the `visible` positions before their `ends`.
+    __device__ void accumulate(uint32_t queries, uint32_t tile, const ScoreScale& scale, bool masked, int first,
+                               const int (&ends)[2 * kQueryTiles], int visible, int g, int t) {
+        float scores[kQueryTiles][2][4] = {};
 #pragma unroll(kDim > 128 ? 2 : kDim / 32)  // wide heads have no registers left for addresses
         for (int j = 0; j < kDim / 32; ++j) {
             uint4 key[2];
@@ -156,7 +158,7 @@ struct WarpState {
             for (int n = 0; n < 2; ++n)
                 key[n] = load_shared(tile + key_offset<Layout::kKeyVectors>(n * 8 + g, j * 4 + t));
 #pragma unroll
-            for (int m = 0; m < kLaneTiles; ++m) {
+            for (int m = 0; m < kQueryTiles; ++m) {
                 const uint4 low = load_shared(queries + key_offset<Layout::kKeyVectors>(m * 16 + g, j * 4 + t));
                 const uint4 high = load_shared(queries + key_offset<Layout::kKeyVectors>(m * 16 + g + 8, j * 4 + t));
 #pragma unroll
@@ -167,11 +169,11 @@ struct WarpState {
                     multiply_tile(scores[m][n], low.z, high.z, low.w, high.w, key[n].z, key[n].w, T{});
             }
         }
-        uint32_t weights[kLaneTiles][4];
+        uint32_t weights[kQueryTiles][4];
         bool grew = false;
-        float shrink[2 * kLaneTiles];
+        float shrink[2 * kQueryTiles];
 #pragma unroll
-        for (int m = 0; m < kLaneTiles; ++m) {
+        for (int m = 0; m < kQueryTiles; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int row = 2 * m + r;
@@ -182,17 +184,17 @@ struct WarpState {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int position = first + i / 2 * 8 + t * 2 + i % 2;
-                        if (position >= ends[row] || position < ends[row] - seen) v[i] = kNothing;
+                        if (position >= ends[row] || position < ends[row] - visible) v[i] = kNothing;
                     }
                 }
-                float peak = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
-                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
-                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-                peak = fmaxf(peak, peaks[row]);
-                const float base = base_of(peak);
-                shrink[row] = exp2_fast(peaks[row] - base);
-                grew |= peak != peaks[row];
-                peaks[row] = peak;
+                float max_score = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
+                max_score = fmaxf(max_score, __shfl_xor_sync(~0u, max_score, 1));
+                max_score = fmaxf(max_score, __shfl_xor_sync(~0u, max_score, 2));
+                max_score = fmaxf(max_score, max_scores[row]);
+                const float base = base_of(max_score);
+                shrink[row] = exp2_fast(max_scores[row] - base);
+                grew |= max_score != max_scores[row];
+                max_scores[row] = max_score;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) v[i] = exp2_fast(v[i] - base);
                 totals[row] = totals[row] * shrink[row] + ((v[0] + v[1]) + (v[2] + v[3]));
@@ -202,7 +204,7 @@ struct WarpState {
         }
         if (__any_sync(~0u, grew)) {  // else all factors are one
 #pragma unroll
-            for (int m = 0; m < kLaneTiles; ++m) {
+            for (int m = 0; m < kQueryTiles; ++m) {
 #pragma unroll
                 for (int b = 0; b < Layout::kValueBlocks; ++b) {
 #pragma unroll
@@ -226,23 +228,23 @@ struct WarpState {
                 const uint32_t b0 = __byte_perm(word(value[0], j / 2), word(value[1], j / 2), pick);
                 const uint32_t b1 = __byte_perm(word(value[2], j / 2), word(value[3], j / 2), pick);
 #pragma unroll
-                for (int m = 0; m < kLaneTiles; ++m)
+                for (int m = 0; m < kQueryTiles; ++m)
                     multiply_tile(sums[m][b][j], weights[m][0], weights[m][1], weights[m][2], weights[m][3], b0, b1,
                                   T{});
             }
         }
     }
 
-    // Sums [lane][dim] and stats [lane] of the 8 * kSumRows lanes from 8 * first_row on, to shared memory.
-    __device__ void leave(float* to, float2* stats, int first_row, int num_lanes, int g, int t) {
+    // Sums [lane][dim] and stats [lane] of the 8 * kSumRows query heads from 8 * first_row on, to shared memory.
+    __device__ void store_partial(float* to, float2* stats, int first_row, int num_query_heads, int g, int t) {
 #pragma unroll
         for (int r = 0; r < Layout::kSumRows; ++r) {
             const int row = first_row + r, lane = r * 8 + g;
             float total = totals[row];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            if (row * 8 + g >= num_lanes) continue;
-            if (t == 0) stats[lane] = make_float2(peaks[row], total);
+            if (row * 8 + g >= num_query_heads) continue;
+            if (t == 0) stats[lane] = make_float2(max_scores[row], total);
 #pragma unroll
             for (int b = 0; b < Layout::kValueBlocks; ++b) {
 #pragma unroll

@@ -1,60 +1,60 @@
-// What the wide attention shares, and the three warps that bring keys, values and queries.
+// What the wide attention shares, and the three producer warps for keys, values and queries.
 //
-//     shared:  a ring of tiles (keys, values), queries of two pieces, what a group hands over, WideShared
+//     shared:  a ring of tiles (keys, values), queries of two pieces, what a warpgroup hands over, WideShared
 //
 // They run ahead of the warps that multiply, on into the pieces that follow: two as far as the ring has room, the third
 // by one piece. Some multiprocessors are further from memory than others, so pieces are not dealt out in advance: when
-// all keys of a piece are on their way, the warp that brings them takes the next one, and tells the other two.
+// all keys of a piece are on their way, their producer claims the next piece and posts its index for the other two.
 #pragma once
 
-#include "cuda/attention/work.cuh"
 #include "cuda/attention/wide_state.cuh"
+#include "cuda/attention/work.cuh"
 
 namespace tide::cuda {
 
 template <typename Layout>
 struct WideShared {
-    float2 stats[Layout::kGroups][Layout::kLanes];
+    float2 stats[Layout::kWarpgroups][Layout::kQueryHeads];
     uint64_t keys[Layout::kMostStages], values[Layout::kMostStages], free[Layout::kMostStages];  // of the ring
     uint64_t known[2], done[2];                                                                  // of the pieces
-    uint64_t named[2], noted[2];                                                                 // of their numbers
-    uint64_t met;                                                                                // of the groups
-    Piece pieces[2];  // the present one and the next; the one after the last has no lanes
-    int numbers[2];
+    uint64_t index_posted[2], index_read[2];                                                     // of their indices
+    uint64_t sync_barrier;                                                                       // of the warpgroups
+    Piece pieces[2];  // the present one and the next; the one after the last has no query heads
+    int indices[2];
     bool is_last;
 };
 
 template <typename Layout>
 constexpr int64_t wide_bytes(int stages) {
-    return int64_t{stages} * Layout::kTileBytes + 2 * Layout::kQueryBytes + Layout::kHandedBytes +
+    return int64_t{stages} * Layout::kTileBytes + 2 * Layout::kQueryBytes + Layout::kExchangedBytes +
            static_cast<int64_t>(sizeof(WideShared<Layout>));
 }
 
 // Where things lie in the memory of a CTA.
 template <typename Layout>
 struct WidePlaces {
-    char *tiles, *queries, *handed;
+    char *tiles, *queries, *exchanged;
     WideShared<Layout>& shared;
 
     __device__ WidePlaces(char* memory, int stages)
         : tiles(memory),
           queries(memory + stages * Layout::kTileBytes),
-          handed(queries + 2 * Layout::kQueryBytes),
-          shared(*reinterpret_cast<WideShared<Layout>*>(handed + Layout::kHandedBytes)) {}
+          exchanged(queries + 2 * Layout::kQueryBytes),
+          shared(*reinterpret_cast<WideShared<Layout>*>(exchanged + Layout::kExchangedBytes)) {}
 
     __device__ void start_barriers(int stages) const {
         for (int i = 0; i < stages; ++i) {
             start_barrier(shared_address(shared.keys + i));
             start_barrier(shared_address(shared.values + i));
-            start_barrier(shared_address(shared.free + i), Layout::kGroupThreads / 32);
+            start_barrier(shared_address(shared.free + i), kWarpgroupThreads / 32);
         }
         for (int i = 0; i < 2; ++i) {
             start_barrier(shared_address(shared.known + i), 1 + 32);
             start_barrier(shared_address(shared.done + i), Layout::kThreads);
-            start_barrier(shared_address(shared.named + i));
-            start_barrier(shared_address(shared.noted + i), 2);
+            start_barrier(shared_address(shared.index_posted + i));
+            start_barrier(shared_address(shared.index_read + i), 2);
         }
-        start_barrier(shared_address(&shared.met), Layout::kThreads);
+        start_barrier(shared_address(&shared.sync_barrier), Layout::kThreads);
         show_barriers();
     }
 };
@@ -71,9 +71,9 @@ struct WideSlot {
     }
 };
 
-// The next piece that nobody has taken, for a CTA that had one. Each of these takes one that does not exist, and the
+// The next piece that no CTA has claimed, for a CTA that had one. Each of these claims one that does not exist, and the
 // last of them leaves the counter as it was.
-__device__ inline int take_piece(const AttentionWork& p, int total, int lane) {
+__device__ inline int claim_piece(const AttentionWork& p, int total, int lane) {
     int taken = 0;
     if (lane == 0) {
         int32_t* counter = partials(p).counters + kCounters - 1;
@@ -85,50 +85,50 @@ __device__ inline int take_piece(const AttentionWork& p, int total, int lane) {
 
 // Tells the number of the CTA's piece `turn`, the first of which all know.
 template <typename Layout>
-__device__ inline void tell_number(WideShared<Layout>& shared, int turn, int number, int lane) {
+__device__ inline void post_piece_index(WideShared<Layout>& shared, int turn, int number, int lane) {
     const int at = (turn - 1) % 2;
-    wait_bytes(shared_address(shared.noted + at), ((turn - 1) / 2 & 1) ^ 1);
+    wait_bytes(shared_address(shared.index_read + at), ((turn - 1) / 2 & 1) ^ 1);
     if (lane != 0) return;
-    shared.numbers[at] = number;
-    arrive_at(shared_address(shared.named + at));
+    shared.indices[at] = number;
+    arrive_at(shared_address(shared.index_posted + at));
 }
 
 template <typename Layout>
-__device__ inline int hear_number(WideShared<Layout>& shared, int turn, int lane) {
+__device__ inline int read_piece_index(WideShared<Layout>& shared, int turn, int lane) {
     if (turn == 0) return blockIdx.x;
     const int at = (turn - 1) % 2;
-    wait_bytes(shared_address(shared.named + at), (turn - 1) / 2 & 1);
+    wait_bytes(shared_address(shared.index_posted + at), (turn - 1) / 2 & 1);
     int number = 0;
     if (lane == 0) {
-        number = shared.numbers[at];
-        arrive_at(shared_address(shared.noted + at));
+        number = shared.indices[at];
+        arrive_at(shared_address(shared.index_read + at));
     }
     return __shfl_sync(~0u, number, 0);
 }
 
 // A warp that asks the copy engine for the keys or the values of all tiles of the CTA; `to`: of the first place.
-// `takes`: it is the one that takes the pieces.
+// `claims`: it is the one that claims the pieces.
 template <typename Layout>
-__device__ inline void bring_tiles(const StreamWork& w, const WidePlaces<Layout>& places, const CUtensorMap& map,
-                                   const char* to, const uint64_t* arrived, bool takes, int lane) {
+__device__ inline void produce_tiles(const StreamWork& w, const WidePlaces<Layout>& places, const CUtensorMap& map,
+                                     const char* to, const uint64_t* arrived, bool claims, int lane) {
     static_assert(kWideTiles * kWidePages == 32);  // a thread knows one page
     const AttentionWork& p = w.attention;
-    if (w.reads_ahead) {
+    if (w.reads_early) {
         order_copies_after_stores();
     } else {
         wait_for_previous();
     }
-    const WarpFinder<Layout::kLanes> finder(p, {w.reads_ahead});
+    const WarpFinder<Layout::kQueryHeads> finder(p, {w.reads_early});
     const uint64_t policy = read_once_policy();
     const uint32_t full = shared_address(arrived), free = shared_address(places.shared.free), base = shared_address(to);
     WideSlot slot;
     for (int turn = 0, number = blockIdx.x; number < finder.total(); ++turn) {
-        const IndexReader read = {w.reads_ahead && turn == 0};
+        const IndexReader read = {w.reads_early && turn == 0};
         const Piece piece = finder.find(p, number, read);
         const WideTiles tiles(p, piece);
         const bool exists = lane >= tiles.first && lane < tiles.upto;
         const int mine = exists ? pool_row(p, piece, {-1, 0}, tiles.begin + lane * kTilePositions, read) : 0;
-        if (turn == 0 && w.reads_old && tiles.end > piece.position_of(0)) wait_for_previous();
+        if (turn == 0 && w.reads_old_pages && tiles.end > piece.position_of(0)) wait_for_previous();
 #pragma unroll 1
         for (int tile = 0; tile < kWideTiles; ++tile) {
             const int pages = tiles.pages(tile), skipped = tiles.skipped(tile);
@@ -151,11 +151,11 @@ __device__ inline void bring_tiles(const StreamWork& w, const WidePlaces<Layout>
             slot.next(w.stages);
         }
         if (turn == 0) wait_for_previous();  // it may still take pieces, and write pages that come now
-        if (takes) {
-            number = take_piece(p, finder.total(), lane);
-            tell_number(places.shared, turn + 1, number, lane);
+        if (claims) {
+            number = claim_piece(p, finder.total(), lane);
+            post_piece_index(places.shared, turn + 1, number, lane);
         } else {
-            number = hear_number(places.shared, turn + 1, lane);
+            number = read_piece_index(places.shared, turn + 1, lane);
         }
     }
 }
@@ -165,16 +165,16 @@ __device__ inline void arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// A warp that says which pieces there are, and brings their queries.
+// The producer of the pieces and their queries.
 template <typename T, typename Layout>
-__device__ inline void bring_queries(const StreamWork& w, const WidePlaces<Layout>& places, int lane) {
+__device__ inline void produce_queries(const StreamWork& w, const WidePlaces<Layout>& places, int lane) {
     constexpr int kVectors = Layout::kDim / kVector;
     const AttentionWork& p = w.attention;
-    if (!w.reads_ahead) wait_for_previous();
-    const WarpFinder<Layout::kLanes> finder(p, {w.reads_ahead});
+    if (!w.reads_early) wait_for_previous();
+    const WarpFinder<Layout::kQueryHeads> finder(p, {w.reads_early});
     wait_for_previous();  // for queries
     for (int turn = 0;; ++turn) {
-        const int at = turn % 2, number = hear_number(places.shared, turn, lane);
+        const int at = turn % 2, number = read_piece_index(places.shared, turn, lane);
         const uint32_t known = shared_address(places.shared.known + at);
         const bool more = number < finder.total();
         const Piece piece = more ? finder.find(p, number) : Piece{};
@@ -183,7 +183,7 @@ __device__ inline void bring_queries(const StreamWork& w, const WidePlaces<Layou
             places.shared.pieces[at] = piece;
             arrive_at(known);
         }
-        for (int i = lane; i < piece.num_lanes * kVectors; i += 32)
+        for (int i = lane; i < piece.num_query_heads * kVectors; i += 32)
             copy_query_vector<T, Layout>(p, piece, places.queries + at * Layout::kQueryBytes, i);
         arrive_after_copies(known);
         if (!more) return;

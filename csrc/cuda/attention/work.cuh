@@ -1,14 +1,15 @@
 // How paged attention is cut into pieces, and how a warp finds the pieces that are its CTA's own.
 //
 // The context is cut into chunks whose borders depend on the position alone, so a query adds up the same chunks in the
-// same order whatever else is in the batch. A piece is one chunk of one row for one kv head and up to kLanes of its
-// lanes; a lane is one query head of one query, lane = query * group + head within the group. A fixed number of CTAs
+// same order whatever else is in the batch. A piece is one chunk of one row for one kv head and up to kQueryHeads of
+// its query heads. A query head is one head of one query: index = query * heads_per_kv + head. A fixed number of CTAs
 // walks the list of pieces, which exists only as a sum over the rows: the grid needs no host knowledge of lengths.
 #pragma once
 
+#include "cuda/attention/attention.h"
 #include "cuda/common/divider.h"
 #include "cuda/common/launch.h"
-#include "cuda/attention/attention.h"
+#include "cuda/common/tuning.h"
 
 namespace tide::cuda {
 
@@ -58,59 +59,62 @@ inline int64_t pool_rows(const PagedAttentionParams& p) {
 
 // The params, and what the host makes of them for the kernels. Counts of heads and positions are 32 bits wide.
 struct AttentionWork : PagedAttentionParams {
-    int group, kv_heads, page_units;  // query heads of a kv head; kv heads; 8 positions each, of a page
-    int seen;                         // the most positions a query sees
-    Divider by_group, by_kv_heads, by_page_units;
-    bool counted = false;  // chunks are counted, and whoever stores the last one adds them up
+    int heads_per_kv, kv_heads, page_units;  // query heads of a kv head; kv heads; 8 positions each, of a page
+    int visible;                             // the most positions a query covers
+    Divider by_heads_per_kv, by_kv_heads, by_page_units;
+    bool counted = false;  // chunks are counted, and the CTA that stores the last one adds them up
 
     explicit AttentionWork(const PagedAttentionParams& p)
         : PagedAttentionParams(p),
-          group(static_cast<int>(p.num_heads / p.num_kv_heads)),
+          heads_per_kv(static_cast<int>(p.num_heads / p.num_kv_heads)),
           kv_heads(static_cast<int>(p.num_kv_heads)),
           page_units(static_cast<int>(p.block_size / kPageUnit)),
-          seen(p.window > 0 && p.window < INT32_MAX ? static_cast<int>(p.window) : INT32_MAX),
-          by_group(group),
+          visible(p.window > 0 && p.window < INT32_MAX ? static_cast<int>(p.window) : INT32_MAX),
+          by_heads_per_kv(heads_per_kv),
           by_kv_heads(kv_heads),
           by_page_units(page_units) {}
 
     static constexpr int kPageUnit = 8;
 };
 
-// Positions [low, high) that a query at `position` sees.
+// Positions [low, high) that a query at `position` covers.
 struct Span {
     int low, high;
 };
 
 __host__ __device__ inline Span span_of(const AttentionWork& p, int position) {
-    const int low = position + 1 - p.seen;
+    const int low = position + 1 - p.visible;
     return {low > 0 ? low : 0, position + 1};
 }
 
-// One row: its queries are the last of `length` positions and see chunks first_chunk to last_chunk.
+// One row: its queries are the last of `length` positions and accumulate chunks first_chunk to last_chunk.
 struct RowWork {
     int first_query, num_queries, length;
-    int first_chunk, last_chunk, lanes;  // lanes of one kv head
+    int first_chunk, last_chunk, query_heads;  // query heads of one kv head
 
     __device__ RowWork(const AttentionWork& p, int first_query, int num_queries, int length)
-        : first_query(first_query), num_queries(num_queries), length(length), lanes(num_queries * p.group) {
+        : first_query(first_query),
+          num_queries(num_queries),
+          length(length),
+          query_heads(num_queries * p.heads_per_kv) {
         first_chunk = chunk_of(span_of(p, max(length - num_queries, 0)).low);
         last_chunk = chunk_of(max(length - 1, 0));
     }
-    template <int kLanes>
-    __device__ int num_groups() const {
-        return (lanes + kLanes - 1) / kLanes;
+    template <int kQueryHeads>
+    __device__ int num_head_blocks() const {
+        return (query_heads + kQueryHeads - 1) / kQueryHeads;
     }
-    template <int kLanes>
+    template <int kQueryHeads>
     __device__ int num_pieces(const AttentionWork& p) const {
         if (num_queries <= 0 || length <= 0) return 0;
-        return (last_chunk - first_chunk + 1) * num_groups<kLanes>() * p.kv_heads;
+        return (last_chunk - first_chunk + 1) * num_head_blocks<kQueryHeads>() * p.kv_heads;
     }
 };
 
 struct Piece {
     int row, first_query, num_queries, length;
-    int kv_head, chunk, first_lane, num_lanes;
-    int num_chunks;  // that the queries of the row see, all together
+    int kv_head, chunk, first_query_head, num_query_heads;
+    int num_chunks;  // that the queries of the row accumulate, all together
 
     __device__ int begin() const { return chunk_begin(chunk); }
     __device__ int end() const { return min(chunk_begin(chunk + 1), length); }
@@ -134,11 +138,11 @@ __device__ inline RowWork read_row(const AttentionWork& p, int row, const IndexR
 }
 
 // The piece of a row that `rest` others of it come before.
-template <int kLanes>
+template <int kQueryHeads>
 __device__ inline Piece piece_of(const AttentionWork& p, const RowWork& work, int row, int rest) {
-    const int groups = work.template num_groups<kLanes>();
-    const int head_and_chunk = groups == 1 ? rest : rest / groups;
-    const int first_lane = (rest - head_and_chunk * groups) * kLanes;
+    const int blocks = work.template num_head_blocks<kQueryHeads>();
+    const int head_and_chunk = blocks == 1 ? rest : rest / blocks;
+    const int first_query_head = (rest - head_and_chunk * blocks) * kQueryHeads;
     const int chunk = p.by_kv_heads(head_and_chunk);
     return {row,
             work.first_query,
@@ -146,14 +150,14 @@ __device__ inline Piece piece_of(const AttentionWork& p, const RowWork& work, in
             work.length,
             head_and_chunk - chunk * p.kv_heads,
             work.first_chunk + chunk,
-            first_lane,
-            min(kLanes, work.lanes - first_lane),
+            first_query_head,
+            min(kQueryHeads, work.query_heads - first_query_head),
             work.last_chunk - work.first_chunk + 1};
 }
 
 // Thread i counts the pieces of the i-th share of neighbouring rows. All of it lies in shared memory: the kernels need
 // their registers for sums. There are less than 2^31 pieces, for each is a page of memory or more.
-template <int kThreads, int kLanes>
+template <int kThreads, int kQueryHeads>
 struct PieceFinder {
     alignas(16) int warp_totals[kThreads / 32];  // read several at once, and nothing else with them
     int begins[kThreads + 1];                    // pieces of the shares before, and of all
@@ -167,7 +171,7 @@ struct PieceFinder {
         int upto = 0;
         for (int row = first_row; row < last_row; ++row) {
             const RowWork work = read_row(p, row);  // without waiting for true_rows
-            upto += row < true_rows ? work.template num_pieces<kLanes>(p) : 0;
+            upto += row < true_rows ? work.template num_pieces<kQueryHeads>(p) : 0;
             if (row > first_row) continue;
             first_rows[threadIdx.x][0] = work.first_query;
             first_rows[threadIdx.x][1] = work.num_queries;
@@ -199,9 +203,9 @@ struct PieceFinder {
         int row = rows_per_thread(p) * share, rest = index - begins[share];
         const int* first = first_rows[share];
         RowWork work(p, first[0], first[1], first[2]);
-        for (int pieces; rest >= (pieces = work.template num_pieces<kLanes>(p)); rest -= pieces)
+        for (int pieces; rest >= (pieces = work.template num_pieces<kQueryHeads>(p)); rest -= pieces)
             work = read_row(p, ++row);
-        return piece_of<kLanes>(p, work, row, rest);
+        return piece_of<kQueryHeads>(p, work, row, rest);
     }
 
     __device__ static int rows_per_thread(const AttentionWork& p) {
@@ -209,36 +213,37 @@ struct PieceFinder {
     }
 };
 
-// How often the lanes of a row are divided, where a piece has up to `lanes`.
-inline int64_t lane_groups(const AttentionWork& p, int lanes) {
-    const int64_t groups = (p.max_queries * p.group + lanes - 1) / lanes;
-    return groups < 1 ? 1 : groups;
+// How often the query heads of a row are divided, where a piece has up to `query heads`.
+inline int64_t query_head_blocks(const AttentionWork& p, int query_heads) {
+    const int64_t blocks = (p.max_queries * p.heads_per_kv + query_heads - 1) / query_heads;
+    return blocks < 1 ? 1 : blocks;
 }
 
 // The most pieces that there may be; more are right but slow.
-inline int64_t most_pieces(const AttentionWork& p, int lanes) {
-    const int64_t by_row = p.rows * lane_groups(p, lanes), by_token = p.rows + p.num_tokens * p.group / lanes;
+inline int64_t most_pieces(const AttentionWork& p, int query_heads) {
+    const int64_t by_row = p.rows * query_head_blocks(p, query_heads),
+                  by_token = p.rows + p.num_tokens * p.heads_per_kv / query_heads;
     return (by_row < by_token ? by_row : by_token) * p.num_kv_heads * num_chunks(p.max_context);
 }
 
-// A lane of a piece: a query head of a query, the positions it sees and the chunks they lie in. A lane that sees one
-// chunk only has its result at once; the others leave a partial one.
-struct Lane {
+// One head of one query: the positions it sees and the chunks they lie in. If it sees one chunk only, its result is
+// complete at once; else it stores a partial one.
+struct QueryHead {
     int token, head;
     Span span;
     int first_chunk, last_chunk;
 
-    __device__ bool sees(int chunk) const { return first_chunk <= chunk && chunk <= last_chunk; }
+    __device__ bool covers(int chunk) const { return first_chunk <= chunk && chunk <= last_chunk; }
     __device__ bool is_whole() const { return first_chunk == last_chunk; }
     __device__ int64_t row(const AttentionWork& p) const { return int64_t{token} * p.num_heads + head; }
 };
 
-// `lane` is below piece.num_lanes.
-__device__ inline Lane lane_of(const AttentionWork& p, const Piece& piece, int lane) {
-    const int index = piece.first_lane + lane, query = p.by_group(index);
+// `lane` is below piece.num_query heads.
+__device__ inline QueryHead query_head_of(const AttentionWork& p, const Piece& piece, int lane) {
+    const int index = piece.first_query_head + lane, query = p.by_heads_per_kv(index);
     const Span span = span_of(p, piece.position_of(query));
-    return {piece.first_query + query, piece.kv_head * p.group + index - query * p.group, span, chunk_of(span.low),
-            chunk_of(max(span.high - 1, 0))};
+    return {piece.first_query + query, piece.kv_head * p.heads_per_kv + index - query * p.heads_per_kv, span,
+            chunk_of(span.low), chunk_of(max(span.high - 1, 0))};
 }
 
 __device__ inline float exp2_fast(float v) {
@@ -273,14 +278,14 @@ struct ScoreScale {
 
 constexpr float kNothing = -INFINITY;  // the largest score of no scores
 
-// What to subtract from scores whose largest is `peak`.
-__device__ inline float base_of(float peak) {
-    return peak == kNothing ? 0.0f : peak;
+// What to subtract from scores whose largest is `max_score`.
+__device__ inline float base_of(float max_score) {
+    return max_score == kNothing ? 0.0f : max_score;
 }
 
 // How a warp finds pieces by itself: lane i knows the i-th share of neighbouring rows. No barrier, no shared memory.
 
-template <int kLanes>
+template <int kQueryHeads>
 class WarpFinder {
   public:
     // All lanes of the warp, when what rows are is written.
@@ -291,7 +296,7 @@ class WarpFinder {
         int mine = 0;
         for (int row = share_ * lane; row < min(share_ * (lane + 1), rows); ++row) {
             const RowWork work = read_row(p, row, read);  // without waiting for true_rows
-            mine += row < true_rows ? work.num_pieces<kLanes>(p) : 0;
+            mine += row < true_rows ? work.num_pieces<kQueryHeads>(p) : 0;
             if (row > share_ * lane) continue;
             first_ = work.first_query;
             queries_ = work.num_queries;
@@ -333,8 +338,9 @@ class WarpFinder {
         int row = share_ * share, rest = index - __shfl_sync(~0u, before_, share);
         RowWork work(p, __shfl_sync(~0u, first_, share), __shfl_sync(~0u, queries_, share),
                      __shfl_sync(~0u, length_, share));
-        for (int pieces; rest >= (pieces = work.num_pieces<kLanes>(p)); rest -= pieces) work = read_row(p, ++row, read);
-        return piece_of<kLanes>(p, work, row, rest);
+        for (int pieces; rest >= (pieces = work.num_pieces<kQueryHeads>(p)); rest -= pieces)
+            work = read_row(p, ++row, read);
+        return piece_of<kQueryHeads>(p, work, row, rest);
     }
 
   private:

@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/linear/tiles.h"
+#include "cuda/linear/kernels.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -144,19 +144,12 @@ void check_case(const Case& c) {
     same("nothing", 0, 0, 0, false, op);
     if constexpr (sizeof(T) == 2) {
         if (c.k % 8 != 0) return;
-        std::vector<LinearTile> tiles = {{1, 1}, {2, 1}};
-        for (const int token_tiles : {1, 2, 4, 8}) {
-            for (const int row_tiles : {1, 2, 3, 4}) tiles.push_back({row_tiles, token_tiles, 1, true});
-            tiles.push_back({4, token_tiles, 2, true});
-            if (token_tiles == 1) continue;
-            for (const int row_tiles : {2, 3}) tiles.push_back({row_tiles, token_tiles, 1, true, true});
-            tiles.push_back({4, token_tiles, 2, true, true});
-        }
-        for (const LinearTile& tile : tiles) {
+        for (const LinearTile& tile : kLinearTiles) {
+            if (p.norm && !has_normed_kernel(tile)) continue;
             same("tile " + name_of(tile), 5, 64, 43, false,
                  [&](const LinearParams& q) { launch_tiles<T>(q, tile, nullptr); });
         }
-        if (!takes_wide(p, current_device("bench"))) return;
+        if (!supports_wide(p, current_device("bench"))) return;
         for (const WideTile& tile : wide_tiles(p)) {
             const auto wide = [&](const LinearParams& q) { launch_linear_wide<T>(q, tile, nullptr); };
             for (const int64_t rows : {1, 24, 200, 1030}) same(name_of(tile), 0, rows, rows, false, wide);

@@ -8,12 +8,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "cuda/attention/attention.h"
 #include "cuda/common/convert.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/linear/tiles.h"
-#include "cuda/linear/wide.h"
+#include "cuda/linear/kernels.h"
 #include "cuda/linear/linear.h"
-#include "cuda/attention/attention.h"
 
 namespace tide::cuda::bench {
 
@@ -150,14 +149,15 @@ inline std::string name_of(const LinearTile& tile) {
 
 // Groups x tokens / CTAs that split the slices.
 inline std::string name_of(const WideTile& tile) {
-    return "wide " + std::to_string(tile.groups) + "x" + std::to_string(tile.tokens) + "/" +
-           std::to_string(tile.split) + (tile.stays ? " stays" : "");
+    return "wide " + std::to_string(tile.warpgroups) + "x" + std::to_string(tile.tokens) + "/" +
+           std::to_string(tile.split) + (tile.persistent ? " stays" : "");
 }
 
 inline std::vector<WideTile> wide_tiles(const LinearParams& p) {
     std::vector<WideTile> tiles = {{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}};
     for (const int tokens : {32, 64}) {
-        if (!p.gated && count_stages(p.in_features, tokens) >= kFewestStages) tiles.push_back({2, tokens, 1, true});
+        if (!p.gated && count_stages(p.in_features, tokens) >= tuning::kFewestStages)
+            tiles.push_back({2, tokens, 1, true});
     }
     return tiles;
 }

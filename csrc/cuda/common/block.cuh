@@ -3,10 +3,9 @@
 
 #include <cstdint>
 
-namespace tide::cuda {
+#include "cuda/common/limits.h"
 
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
+namespace tide::cuda {
 
 // Of all lanes of a warp, or of each team of neighbours in it.
 template <int kTeam = kWarp>

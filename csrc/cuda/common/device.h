@@ -11,15 +11,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/common/limits.h"
+
 namespace tide::cuda {
 
 inline void check(const char* op, cudaError_t error) {
     if (error != cudaSuccess) throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(error));
 }
-
-// Architectures as `__CUDA_ARCH__` / 10: compute capability 9.0 is 90.
-constexpr int kTensorCoreArch = 80;  // products of bfloat16, asynchronous copies
-constexpr int kClusterArch = 90;     // clusters, the copy engine, programmatic dependent launch
 
 struct DeviceInfo {
     int id;

@@ -39,8 +39,7 @@ void launch(const char* op, void (*kernel)(Formal...), const LaunchShape& shape,
             Actual&&... args) {
     if (shape.grid <= 0) return;
     if (shape.grid > INT32_MAX) throw std::runtime_error(std::string(op) + ": too many rows for one launch");
-    constexpr int64_t kAlwaysAllowed = 48 * 1024;
-    if (shape.shared_bytes > kAlwaysAllowed) {
+    if (shape.shared_bytes > kSharedWithoutOptIn) {
         check(op,
               cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    static_cast<int>(shape.shared_bytes)));

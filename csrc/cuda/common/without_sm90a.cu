@@ -2,7 +2,7 @@
 #include "cuda/attention/kernels.h"
 #include "cuda/common/convert.cuh"
 #include "cuda/common/device.h"
-#include "cuda/linear/wide.h"
+#include "cuda/linear/kernels.h"
 
 namespace tide::cuda {
 

@@ -1,7 +1,7 @@
 // Slots of all pools at once, a warp for each slot of each pool.
 #include "cuda/common/block.cuh"
-#include "cuda/cycle/cycle.h"
 #include "cuda/common/launch.h"
+#include "cuda/cycle/cycle.h"
 
 namespace tide::cuda {
 namespace {
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) copy_slots_kernel(CopySlotsPara
         const SlotPool pool = p.pools[task - copy * num_pools];
         const int32_t from = p.from[copy], to = p.to[copy];
         if (from < 0 || to < 0) continue;
-        if (p.claims != nullptr && p.said[p.claims[copy]] != p.tried[p.claims[p.count + copy]]) continue;
+        if (p.claims != nullptr && p.target_ids[p.claims[copy]] != p.draft_ids[p.claims[p.count + copy]]) continue;
         const int32_t units = static_cast<int32_t>(pool.bytes / static_cast<int64_t>(sizeof(Unit)));
         const auto place = [&](int32_t slot) {  // of the first head
             const int32_t block = slot / block_size;

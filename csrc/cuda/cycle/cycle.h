@@ -13,12 +13,12 @@ constexpr int kMostCycleRows = 256;
 constexpr int kBlocksPerBranch = 2;  // a branch has fewer drafts than a block has slots
 
 struct PlanCycleParams {
-    const int32_t* about;    // [4, rows]: newest token, its position, drafts (-1: no row), how it may leave early
-    const int32_t* carried;  // [2, kMostCycleRows]: tokens and positions, for rows whose own are not known yet
-    int32_t* tables;         // [rows, blocks]; branches get blocks of their own here
-    int64_t* wide;           // the 64-bit parts, one behind another
-    int32_t* narrow;         // the 32-bit parts
-    int64_t rows;            // at most kMostCycleRows, by falling number of drafts
+    const int32_t* row_meta;    // [4, rows]: newest token, its position, drafts (-1: no row), how it may leave early
+    const int32_t* next_state;  // [2, kMostCycleRows]: tokens and positions, for rows whose own are not known yet
+    int32_t* tables;            // [rows, blocks]; branches get blocks of their own here
+    int64_t* wide;              // the 64-bit parts, one behind another
+    int32_t* narrow;            // the 32-bit parts
+    int64_t rows;               // at most kMostCycleRows, by falling number of drafts
     int64_t drafts;
     int64_t blocks;
     int64_t block_size;
@@ -28,7 +28,8 @@ struct PlanCycleParams {
 
 void plan_cycle(const PlanCycleParams& params, cudaStream_t stream);
 
-// Drafts are said as places in the shortlist. `sources` counts newest tokens and drafts as one [drafts + 1, rows].
+// Drafts are target_ids as places in the shortlist. `sources` counts newest tokens and drafts as one [drafts + 1,
+// rows].
 struct PendingTokensParams {
     const int64_t* newest;     // [rows]
     const int64_t* places;     // [drafts, rows]
@@ -44,20 +45,20 @@ struct PendingTokensParams {
 void pending_tokens(const PendingTokensParams& params, cudaStream_t stream);
 
 // Where the rows of a cycle go on: the token that follows the last draft that is right, and its position.
-struct CarryOnParams {
-    const int32_t* about;      // as above
+struct AdvanceRowsParams {
+    const int32_t* row_meta;   // as above
     const int32_t* starts;     // [rows + 1], from here on as the plan has them
     const int64_t* positions;  // [tokens]
     const int64_t* drafted;    // [drafts, rows]
     const int64_t* following;  // [tokens]
-    int32_t* carried;          // [2, kMostCycleRows]
+    int32_t* next_state;       // [2, kMostCycleRows]
     int64_t* next;             // [2, rows], the same again
     int64_t rows;
     int64_t drafts;
     int64_t branches;
 };
 
-void carry_on(const CarryOnParams& params, cudaStream_t stream);
+void advance_rows(const AdvanceRowsParams& params, cudaStream_t stream);
 
 // What branches of a draft need: the n-th best token of a row, and K, V and states of some tokens in other slots.
 
@@ -82,14 +83,14 @@ struct SlotPool {
 };
 
 // What lies in slot from[i] of every pool goes to slot to[i]; a pair with a negative slot is skipped. No slot that is
-// written is read. With `claims` only where said[claims[i]] is tried[claims[count + i]].
+// written is read. With `claims` only where target_ids[claims[i]] is draft_ids[claims[count + i]].
 struct CopySlotsParams {
     const SlotPool* pools;  // on the device
     const int32_t* from;    // [count]
     const int32_t* to;      // [count]
     const int32_t* claims;  // [2, count], or null
-    const int64_t* said;
-    const int64_t* tried;
+    const int64_t* target_ids;
+    const int64_t* draft_ids;
     int64_t num_pools;
     int64_t count;
     int64_t block_size;

@@ -15,19 +15,19 @@ __global__ void __launch_bounds__(kTeamThreads) draw_kernel(DrawParams p, int si
     const LogitRow<T> row = {static_cast<const T*>(p.logits) + r * p.logits_stride, p.width, aligned};
     const Section section = section_of(row, team);
     const RowSettings settings = RowSettings::of(p.settings, p.rows, r);
-    const Peak peak = peak_of(team, row, section);
+    const Largest largest = largest_of(team, row, section);
     const auto write = [&](int64_t place, const Head& head, double total) {
         p.places[r] = place;
         double* numbers = p.heads + r * kHeadNumbers;
-        numbers[0] = peak.best;
+        numbers[0] = largest.best;
         numbers[1] = head.cut;
         numbers[2] = static_cast<double>(head.last < p.width ? head.last : p.width);
         numbers[3] = total;
     };
-    if (settings.temperature == 0.0 || !peak.is_finite()) {
-        if (team.warp() == 0 && threadIdx.x == 0) write(peak.index, {}, 0.0);
+    if (settings.temperature == 0.0 || !largest.is_finite()) {
+        if (team.warp() == 0 && threadIdx.x == 0) write(largest.index, {}, 0.0);
     } else {
-        const Weigher weigher = Weigher::of(peak.best, settings, p.vocabulary);
+        const Weigher weigher = Weigher::of(largest.best, settings, p.vocabulary);
         const Head head = head_of(team, row, section, weigher, settings, p.vocabulary);
         const Drawn drawn = draw_from(team, row, section, p.numbers[r], [&](T element, int64_t index) -> uint64_t {
             const float x = to_float(element);

@@ -21,7 +21,7 @@ struct RowSettings {
 };
 
 // The largest logit of a row; NaN stands above every number, and of equals the first counts.
-struct Peak {
+struct Largest {
     float best;
     int64_t index;
 
@@ -91,7 +91,7 @@ struct Keys {
 };
 
 template <typename T>
-__device__ inline Peak peak_of(Team& team, const LogitRow<T>& row, const Section& section) {
+__device__ inline Largest largest_of(Team& team, const LogitRow<T>& row, const Section& section) {
     uint64_t most = 0;
     each(row, section, [&](T element, int64_t index) {
         const float x = to_float(element);
@@ -157,12 +157,12 @@ __device__ inline Cut select(Team& team, const LogitRow<T>& row, const Section& 
 #pragma unroll
             for (int i = 0; i < kTeamThreads / kWarp; ++i) sum += memory.bins[warp - 1][i * kWarp + lane];
         }
-        team.say(Team::warp_total(sum));
+        team.post(Team::warp_total(sum));
         // Bins from the highest down, one a lane.
         uint64_t mine = 0;
 #pragma unroll
         for (int i = 0; i < kMostTeam / 2; ++i) {
-            mine += team.heard_or_0((2 * i + lane / kBins) * kTeamWarps + kBins - 1 - lane % kBins);
+            mine += team.posted_or_0((2 * i + lane / kBins) * kTeamWarps + kBins - 1 - lane % kBins);
         }
         mine += __shfl_xor_sync(kAllLanes, mine, kBins);
         if (lane >= kBins) mine = 0;
@@ -245,7 +245,7 @@ __device__ inline uint64_t point_of(uint64_t total, double number) {
     return static_cast<uint64_t>(static_cast<int64_t>(static_cast<double>(static_cast<int64_t>(total)) * number));
 }
 
-// Inverse CDF in the order of places. The place is said in one lane of the team, -1 in all others.
+// Inverse CDF in the order of places. The place is values in one lane of the team, -1 in all others.
 struct Drawn {
     uint64_t total;
     int64_t place;

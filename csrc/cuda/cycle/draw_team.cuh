@@ -18,11 +18,11 @@ constexpr int kBins = 16;
 constexpr int64_t kStride = kWarp * kPack;  // elements that a warp reads at once
 
 struct TeamMemory {
-    uint64_t said[2][kTeamWarps];  // in turns, so that one barrier for each exchange is enough
+    uint64_t values[2][kTeamWarps];  // in turns, so that one barrier for each exchange is enough
     uint64_t lowest[kTeamWarps];
     uint64_t bins[kBins - 1][kTeamThreads];  // a column for each thread; the lowest bin is in its registers
 };
-static_assert(sizeof(TeamMemory) <= 64 * 1024, "a CTA has no more on sm_75");
+static_assert(sizeof(TeamMemory) <= kSharedOfCta75);
 
 template <typename T>
 struct LogitRow {
@@ -43,16 +43,16 @@ class Team {
     __device__ int warps() const { return size_ * kTeamWarps; }
     __device__ TeamMemory& memory() const { return *memory_; }
 
-    // Every warp says one number; returns when all have been said.
-    __device__ void say(uint64_t number) {
+    // Every warp says one number; returns when all have been values.
+    __device__ void post(uint64_t number) {
         turn_ ^= 1;
-        if (threadIdx.x % kWarp == 0) memory_->said[turn_][threadIdx.x / kWarp] = number;
+        if (threadIdx.x % kWarp == 0) memory_->values[turn_][threadIdx.x / kWarp] = number;
         barrier();
     }
 
-    // What a warp of the team said last.
-    __device__ uint64_t heard(int warp) const {
-        const uint64_t* here = &memory_->said[turn_][warp % kTeamWarps];
+    // What a warp of the team values last.
+    __device__ uint64_t posted(int warp) const {
+        const uint64_t* here = &memory_->values[turn_][warp % kTeamWarps];
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
         const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(here));
         uint32_t there;
@@ -66,12 +66,12 @@ class Team {
     }
 
     // The same, and 0 for a warp that there is not. No branch: several of them wait for other CTAs at once.
-    __device__ uint64_t heard_or_0(int warp) const {
-        const uint64_t number = heard(warp < warps() ? warp : 0);
+    __device__ uint64_t posted_or_0(int warp) const {
+        const uint64_t number = posted(warp < warps() ? warp : 0);
         return warp < warps() ? number : 0;
     }
 
-    // A CTA must not end while others still read what it said.
+    // A CTA must not end while others still read what it values.
     __device__ void barrier() const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
         if (size_ > 1) {
@@ -82,12 +82,12 @@ class Team {
         __syncthreads();
     }
 
-    // The largest of what the warps of the team say.
+    // The largest of what the warps of the team post.
     __device__ uint64_t most(uint64_t number) {
-        say(warp_most(number));
+        post(warp_most(number));
         uint64_t found = 0;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) found = max(found, heard_or_0(threadIdx.x % kWarp + i * kWarp));
+        for (int i = 0; i < kEach; ++i) found = max(found, posted_or_0(threadIdx.x % kWarp + i * kWarp));
         return warp_most(found);
     }
 
@@ -135,13 +135,13 @@ struct Shares {
 // Every warp has a share. `point_of(total)` is below the total, unless that is 0.
 template <typename PointOf>
 __device__ inline Shares share_of_point(Team& team, uint64_t share, PointOf&& point_of) {
-    team.say(Team::warp_total(share));
+    team.post(Team::warp_total(share));
     constexpr int kEach = Team::kEach;
     const int lane = threadIdx.x % kWarp;
     uint64_t mine[kEach], sum = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        mine[i] = team.heard_or_0(lane * kEach + i);
+        mine[i] = team.posted_or_0(lane * kEach + i);
         sum += mine[i];
     }
     uint64_t reached = Team::warp_scan(sum);

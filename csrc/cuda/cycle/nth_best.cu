@@ -2,10 +2,10 @@
 // of a row are found in one pass over it, and numbers are compared as integers in the same order, which a warp compares
 // in one instruction. Few ask for more: each further one takes another pass.
 #include "cuda/common/block.cuh"
-#include "cuda/cycle/cycle.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/ordered.cuh"
 #include "cuda/common/pack.cuh"
+#include "cuda/cycle/cycle.h"
 
 namespace tide::cuda {
 namespace {
@@ -63,7 +63,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) nth_best_kernel(NthBestParams p, bool aligned) {
     __shared__ FirstTwo of_warps[kWarps];
     wait_for_previous();
-    let_next_start();  // drafts follow one another: it settles
+    let_next_start();  // drafts follow one another: it publishes
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const T* x = static_cast<const T*>(p.x) + row * p.x_stride;

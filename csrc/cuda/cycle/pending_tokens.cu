@@ -10,7 +10,7 @@ constexpr int kThreads = 128;
 
 __global__ void __launch_bounds__(kThreads) pending_tokens_kernel(PendingTokensParams p) {
     wait_for_previous();
-    let_next_start();  // the deep pass follows: it settles
+    let_next_start();  // the deep pass follows: it publishes
     const int64_t drafts = p.drafts * p.rows, count = drafts + p.tokens, step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
         if (i < drafts) {

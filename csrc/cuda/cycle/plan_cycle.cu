@@ -2,6 +2,7 @@
 #include "cuda/common/block.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/cycle/cycle.h"
+#include "cuda/cycle/plan_layout.h"
 
 namespace tide::cuda {
 namespace {
@@ -84,12 +85,12 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
     const int32_t tokens = rows * (drafts + 1), block_size = static_cast<int32_t>(p.block_size);
     const int32_t branches = static_cast<int32_t>(p.branches);
     const bool exists = r < rows;
-    int32_t newest = exists ? p.about[r] : 0, start = exists ? p.about[rows + r] : 0;
-    const int32_t count = exists ? p.about[2 * rows + r] : -1, tracked = exists ? p.about[3 * rows + r] : 0;
+    int32_t newest = exists ? p.row_meta[r] : 0, start = exists ? p.row_meta[rows + r] : 0;
+    const int32_t count = exists ? p.row_meta[2 * rows + r] : -1, tracked = exists ? p.row_meta[3 * rows + r] : 0;
     if (start < 0) {  // as the cycle before left it, at this place
         const int32_t place = -1 - start;
-        newest = p.carried[place];
-        start = p.carried[kMostCycleRows + place];
+        newest = p.next_state[place];
+        start = p.next_state[kMostCycleRows + place];
     }
     const int32_t first = r - r % branches;  // the row itself, of which this may be a branch
     const bool is_branch = count >= 0 && r > first;
@@ -100,42 +101,26 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
     }
     const Walk begins_at(p.tables + r * p.blocks, block_size, start, count >= 0);
 
-    int64_t* newest_ids = p.wide;
-    int64_t* draft_deep_slots = newest_ids + rows;
-    int64_t* draft_positions = draft_deep_slots + rows;
-    int64_t* draft_slots = draft_positions + drafts * rows;
-    int64_t* draft_distances = draft_slots + drafts * rows;
-    int64_t* positions = draft_distances + drafts * rows;
-    int64_t* slots = positions + tokens;
-    int64_t* sources = slots + tokens;
-    int64_t* kept_slots = sources + tokens;
-    int64_t* deep_slots = kept_slots + tokens;
-    int64_t* distances = deep_slots + tokens;
-    int32_t* draft_starts = p.narrow;
-    int32_t* draft_lens = draft_starts + drafts * (rows + 1);
-    int32_t* starts = draft_lens + drafts * rows;
-    int32_t* lens = starts + rows + 1;
-    int32_t* copies = lens + rows;  // [2, rows * block_size]
+    const CyclePlan plan(p.wide, p.narrow, rows, drafts, branches > 1 ? block_size : 0);
     const int32_t num_copies = rows * block_size;
-    int32_t* returns = copies + 2 * num_copies;  // [4, tokens]
 
     // 1. The draft passes: one token of every row that still drafts.
     if (exists) {
-        newest_ids[r] = newest;
-        draft_deep_slots[r] = count >= 0 && start > 0 ? begins_at.slot_before() : 0;
+        plan.newest[r] = newest;
+        plan.draft_deep_slots[r] = count >= 0 && start > 0 ? begins_at.slot_before() : 0;
     }
     Walk walk = begins_at;
-    for (int32_t ahead = 0; ahead < drafts; ++ahead) {
-        const bool drafting = count > ahead;
+    for (int32_t draft = 0; draft < drafts; ++draft) {
+        const bool drafting = count > draft;
         const int active = __syncthreads_count(drafting);
         if (!exists) continue;
-        const int32_t at = ahead * rows + r, place = drafting ? start + ahead : 0;
-        draft_positions[at] = place;
-        draft_slots[at] = drafting ? walk.slot() : -1;
-        if (count > ahead + 1) walk.step();
-        draft_distances[at] = count >= 0 && start > 0 ? ahead + 1 : 0;
-        draft_lens[at] = drafting ? place + 1 : 0;
-        int32_t* begins = draft_starts + ahead * (rows + 1);
+        const int32_t at = draft * rows + r, place = drafting ? start + draft : 0;
+        plan.draft_positions[at] = place;
+        plan.draft_slots[at] = drafting ? walk.slot() : -1;
+        if (count > draft + 1) walk.step();
+        plan.draft_distances[at] = count >= 0 && start > 0 ? draft + 1 : 0;
+        plan.draft_lens[at] = drafting ? place + 1 : 0;
+        int32_t* begins = plan.draft_starts + draft * (rows + 1);
         if (r == 0) begins[0] = 0;
         begins[r + 1] = r + 1 < active ? r + 1 : active;
     }
@@ -144,88 +129,89 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
     const int32_t end = scan(count + 1, sums), begin = end - (count + 1);
     const int32_t total = sums[kMostCycleRows - 1];
     if (exists) {
-        if (r == 0) starts[0] = 0;
-        starts[r + 1] = end;
-        lens[r] = count < 0 ? 0 : start + count + 1;
+        if (r == 0) plan.starts[0] = 0;
+        plan.starts[r + 1] = end;
+        plan.lens[r] = count < 0 ? 0 : start + count + 1;
     }
     walk = begins_at;
     int32_t before = count >= 0 ? walk.slot_before() : 0;
-    for (int32_t ahead = 0; ahead <= count; ++ahead) {
-        const int32_t at = begin + ahead, place = start + ahead, slot = walk.slot();
-        positions[at] = place;
-        slots[at] = slot;
-        sources[at] = ahead * rows + r;
-        kept_slots[at] = tracked ? slot : -1;
-        deep_slots[at] = before;
-        distances[at] = place > 0;
+    for (int32_t draft = 0; draft <= count; ++draft) {
+        const int32_t at = begin + draft, place = start + draft, slot = walk.slot();
+        plan.positions[at] = place;
+        plan.slots[at] = slot;
+        plan.sources[at] = draft * rows + r;
+        plan.kept_slots[at] = tracked ? slot : -1;
+        plan.deep_slots[at] = before;
+        plan.distances[at] = place > 0;
         before = slot;
-        if (ahead < count) walk.step();
+        if (draft < count) walk.step();
     }
     for (int32_t at = total + r; at < tokens; at += kMostCycleRows) {
-        positions[at] = sources[at] = deep_slots[at] = distances[at] = 0;
-        slots[at] = kept_slots[at] = -1;
+        plan.positions[at] = plan.sources[at] = plan.deep_slots[at] = plan.distances[at] = 0;
+        plan.slots[at] = plan.kept_slots[at] = -1;
     }
 
     // 3. Branches: the way there and back.
     if (branches <= 1) return;
-    for (int32_t at = r; at < 2 * num_copies; at += kMostCycleRows) copies[at] = -1;
-    for (int32_t at = r; at < 4 * tokens; at += kMostCycleRows) returns[at] = at < 2 * tokens ? -1 : 0;
+    for (int32_t at = r; at < 2 * num_copies; at += kMostCycleRows) plan.copies[at] = -1;
+    for (int32_t at = r; at < 4 * tokens; at += kMostCycleRows) plan.returns[at] = at < 2 * tokens ? -1 : 0;
     __syncthreads();
     if (!is_branch) return;
-    branch.copy_before(start, copies + r * block_size, num_copies);
+    branch.copy_before(start, plan.copies + r * block_size, num_copies);
     if (tracked != kKeepsDrafts) return;
     Walk own(branch.own, block_size, start, true);
     walk = begins_at;
-    for (int32_t ahead = 0; ahead <= count; ++ahead) {
-        const int32_t at = begin + ahead;
-        returns[at] = walk.slot();
-        returns[tokens + at] = own.slot();
-        returns[2 * tokens + at] = sums[first] - (count + 1);  // where it is said what follows the newest token
-        returns[3 * tokens + at] = r;                          // where the branch has tried a token
-        if (ahead == count) break;
+    for (int32_t draft = 0; draft <= count; ++draft) {
+        const int32_t at = begin + draft;
+        plan.returns[at] = walk.slot();
+        plan.returns[tokens + at] = own.slot();
+        plan.returns[2 * tokens + at] =
+            sums[first] - (count + 1);      // where it is target_ids what follows the newest token
+        plan.returns[3 * tokens + at] = r;  // where the branch has draft_ids a token
+        if (draft == count) break;
         walk.step();
         own.step();
     }
 }
 
-__global__ void __launch_bounds__(kMostCycleRows) carry_on_kernel(CarryOnParams p) {
+__global__ void __launch_bounds__(kMostCycleRows) advance_rows_kernel(AdvanceRowsParams p) {
     wait_for_previous();
     let_next_start();
     const int32_t rows = static_cast<int32_t>(p.rows), r = threadIdx.x;
     const int32_t branches = static_cast<int32_t>(p.branches);
     if (r >= rows) return;
-    const int32_t count = p.about[2 * rows + r];
+    const int32_t count = p.row_meta[2 * rows + r];
     int64_t token = 0, position = 0;
     if (count >= 0) {
         const int32_t first = r - r % branches;
         const int64_t right = p.following[p.starts[first]];
         int32_t place = first;
-        if (p.about[3 * rows + r] == kKeepsDrafts) {
+        if (p.row_meta[3 * rows + r] == kKeepsDrafts) {
             for (int32_t branch = first + branches - 1; branch >= first; --branch)
                 if (p.drafts > 0 && p.drafted[branch] == right) place = branch;
         }
         const int32_t begin = p.starts[place];
-        int32_t taken = 0;
-        for (bool right = true; right && taken < count;) {  // several are asked for at once
+        int32_t accepted = 0;
+        for (bool right = true; right && accepted < count;) {  // several are asked for at once
             constexpr int32_t kAtOnce = 4;
-            int64_t drafted[kAtOnce], said[kAtOnce];
+            int64_t drafted[kAtOnce], target_ids[kAtOnce];
 #pragma unroll
             for (int32_t i = 0; i < kAtOnce; ++i) {
-                const int32_t ahead = min(taken + i, count - 1);
-                drafted[i] = p.drafted[ahead * rows + place];
-                said[i] = p.following[begin + ahead];
+                const int32_t draft = min(accepted + i, count - 1);
+                drafted[i] = p.drafted[draft * rows + place];
+                target_ids[i] = p.following[begin + draft];
             }
 #pragma unroll
             for (int32_t i = 0; i < kAtOnce; ++i) {
-                right = right && taken < count && drafted[i] == said[i];
-                taken += right;
+                right = right && accepted < count && drafted[i] == target_ids[i];
+                accepted += right;
             }
         }
-        token = p.following[begin + taken];
-        position = p.positions[begin] + taken + 1;
+        token = p.following[begin + accepted];
+        position = p.positions[begin] + accepted + 1;
     }
-    p.carried[r] = static_cast<int32_t>(token);
-    p.carried[kMostCycleRows + r] = static_cast<int32_t>(position);
+    p.next_state[r] = static_cast<int32_t>(token);
+    p.next_state[kMostCycleRows + r] = static_cast<int32_t>(position);
     p.next[r] = token;
     p.next[rows + r] = position;
 }
@@ -237,9 +223,9 @@ void plan_cycle(const PlanCycleParams& params, cudaStream_t stream) {
     launch("plan_cycle", plan_cycle_kernel, LaunchShape{1, kMostCycleRows}, stream, params);
 }
 
-void carry_on(const CarryOnParams& params, cudaStream_t stream) {
+void advance_rows(const AdvanceRowsParams& params, cudaStream_t stream) {
     if (params.rows <= 0) return;
-    launch("carry_on", carry_on_kernel, LaunchShape{1, kMostCycleRows}, stream, params);
+    launch("advance_rows", advance_rows_kernel, LaunchShape{1, kMostCycleRows}, stream, params);
 }
 
 }  // namespace tide::cuda

@@ -69,10 +69,11 @@ __device__ bool is_drafted(const VerifyDrawnParams& p, int64_t row, int64_t ahea
     return true;
 }
 
-// The token to be said, in at least one lane of the team, -1 in the others.
+// The token to be values, in at least one lane of the team, -1 in the others.
 template <typename T>
-__device__ int64_t judged(Team& team, const VerifyDrawnParams& p, const LogitRow<T>& row, const Section& section,
-                          Chances<T> full, int64_t source, const RowSettings& settings) {
+__device__ int64_t verified_token(Team& team, const VerifyDrawnParams& p, const LogitRow<T>& row,
+                                  const Section& section, Chances<T> full, int64_t source,
+                                  const RowSettings& settings) {
     const auto weight = [&](T element, int64_t index) { return full.weight(element, index); };
     const int64_t r = source % p.rows, ahead = source / p.rows;
     if (!is_drafted(p, r, ahead, settings.least)) return draw_from(team, row, section, p.plain[source], weight).place;
@@ -126,20 +127,21 @@ __global__ void __launch_bounds__(kTeamThreads) verify_kernel(VerifyDrawnParams 
             p.best[t] = 0.0f;
             p.ids[t] = 0;
         }
-        return;  // the whole team, and nobody has said anything
+        return;  // the whole team, and nobody has values anything
     }
     const LogitRow<T> row = {static_cast<const T*>(p.logits) + t * p.logits_stride, p.vocabulary, aligned};
     const Section section = section_of(row, team);
     const int64_t source = p.sources[t];
     const RowSettings settings = RowSettings::of(p.settings, p.rows, source % p.rows);
-    const Peak peak = peak_of(team, row, section);
-    if (first) p.best[t] = peak.best;
-    if (settings.temperature == 0.0 || !peak.is_finite()) {
-        if (first) p.ids[t] = peak.index;
+    const Largest largest = largest_of(team, row, section);
+    if (first) p.best[t] = largest.best;
+    if (settings.temperature == 0.0 || !largest.is_finite()) {
+        if (first) p.ids[t] = largest.index;
     } else {
-        const Weigher weigher = Weigher::of(peak.best, settings, p.vocabulary);
+        const Weigher weigher = Weigher::of(largest.best, settings, p.vocabulary);
         const Head head = head_of(team, row, section, weigher, settings, p.vocabulary);
-        const int64_t token = judged<T>(team, p, row, section, {weigher, head, Divisor::of(1.0)}, source, settings);
+        const int64_t token =
+            verified_token<T>(team, p, row, section, {weigher, head, Divisor::of(1.0)}, source, settings);
         if (token >= 0) p.ids[t] = token;
     }
     team.barrier();

@@ -6,8 +6,8 @@
 // at a time and then slice by slice, as the products are, so that they are the same in every tile.
 #pragma once
 
-#include "cuda/linear/linear.h"
 #include "cuda/common/ptx/tensor_core.cuh"
+#include "cuda/linear/linear.h"
 
 namespace tide::cuda {
 

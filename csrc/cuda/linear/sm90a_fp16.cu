@@ -1,4 +1,4 @@
-#include "cuda/linear/wide_stay.cuh"
+#include "cuda/linear/wide_persistent.cuh"
 
 namespace tide::cuda {
 

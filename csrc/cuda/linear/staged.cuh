@@ -28,7 +28,7 @@ struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed> {
     static constexpr int kStageBytes = kNormOffset + (kNormed ? kStepColumns * 2 : 0);
     static constexpr int kCtasPerSm = kDeep || kRowTiles * kTokenTiles > 16 ? 1 : 2;  // the latter by registers
     using Shape = LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed>;
-    static constexpr int kWarpBytes = 227 * 1024 / Shape::kWarps / (kDeep ? 1 : 2);  // one or two CTAs fit sm_90
+    static constexpr int kWarpBytes = kSharedOfCta90 / Shape::kWarps / (kDeep ? 1 : 2);  // one or two CTAs fit sm_90
     static constexpr int kStages = std::min(kDeep ? 8 : 6, kWarpBytes / kStageBytes);
 };
 
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     const uint32_t mine = shared_address(shared) + warp * warp_bytes, to_lane = staged_offset(lane / 4, lane % 4);
     const StagedWeight<kRowTiles> weight(p, row_block, slice_begin, lane);
     const auto first_column = [](int step) {  // of the step, from the begin of the slice
-        return static_cast<int64_t>(step / kStepsPerBlock) * kTurnColumns + step % kStepsPerBlock * kStepColumns;
+        return static_cast<int64_t>(step / kStepsPerBlock) * kStrideColumns + step % kStepsPerBlock * kStepColumns;
     };
     int whole = count;  // steps whose columns all exist
     while (whole > 0 && slice_begin + first_column(whole - 1) + kStepColumns > p.in_features) --whole;
@@ -212,29 +212,6 @@ void launch_staged(const LinearParams& p, cudaStream_t stream) {
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kCluster, Layout::kThreads,
                                warp_bytes * Layout::kWarps, Layout::kCluster, Effect::kNone};
     launch("linear", linear_staged<T, Layout>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
-}
-
-template <typename T, int kTokenTiles, bool kDeep, bool kNormed>
-void launch_staged_rows(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
-    // Four row tiles with eight token tiles would not fit the registers.
-    constexpr int kMost = kTokenTiles == kMaxTokenTiles ? 3 : 4;
-    if (tile.cluster == 2) return launch_staged<T, StagedLayout<kMost, kTokenTiles, 2, kDeep, kNormed>>(p, stream);
-    switch (tile.row_tiles) {
-        case 1:
-            return launch_staged<T, StagedLayout<1, kTokenTiles, 1, false, kNormed>>(p, stream);
-        case 2:
-            return launch_staged<T, StagedLayout<2, kTokenTiles, 1, kDeep, kNormed>>(p, stream);
-        case 3:
-            return launch_staged<T, StagedLayout<3, kTokenTiles, 1, kDeep, kNormed>>(p, stream);
-        default:
-            return launch_staged<T, StagedLayout<kMost, kTokenTiles, 1, false, kNormed>>(p, stream);
-    }
-}
-
-template <typename T, int kTokenTiles, bool kNormed>
-void launch_staged_tokens(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
-    if (tile.deep) return launch_staged_rows<T, kTokenTiles, true, kNormed>(p, tile, stream);
-    launch_staged_rows<T, kTokenTiles, false, kNormed>(p, tile, stream);
 }
 
 }  // namespace tide::cuda

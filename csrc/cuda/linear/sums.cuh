@@ -2,19 +2,19 @@
 //
 // Each output is the sum of its slices in order, and a slice the sum of its products, 16 neighbouring columns at a
 // time, in order: whatever the kernel, the tile, the other rows or their number, the bits are the same. 16 neighbours,
-// because the products of four warps (warpgroup.cuh) take no others; ldmatrix hands them to those of one.
+// because the products of four warps (warpgroup.cuh) take no others; ldmatrix sends them to those of one.
 #pragma once
 
 #include "cuda/common/launch.h"
+#include "cuda/common/ptx/tensor_core.cuh"
+#include "cuda/linear/kernels.h"
 #include "cuda/linear/norm.cuh"
 #include "cuda/linear/output.cuh"
-#include "cuda/linear/tiles.h"
-#include "cuda/common/ptx/tensor_core.cuh"
 
 namespace tide::cuda {
 
-constexpr int kBlockColumns = 64;                      // slice s is made of the blocks s, s + kSlices, ...
-constexpr int kTurnColumns = kSlices * kBlockColumns;  // from a block of a slice to its next
+constexpr int kBlockColumns = 64;                        // slice s is made of the blocks s, s + kSlices, ...
+constexpr int kStrideColumns = kSlices * kBlockColumns;  // from a block of a slice to its next
 constexpr int kTileRows = 16;
 constexpr int kTileTokens = 8;
 
@@ -38,7 +38,7 @@ __host__ __device__ inline int count_blocks(int64_t in_features) {
 
 // Blocks of the slice that begin before column `end`, for a slice that begins at `begin`.
 __host__ __device__ inline int blocks_before(int64_t end, int64_t begin) {
-    return end > begin ? static_cast<int>((end - begin + kTurnColumns - 1) / kTurnColumns) : 0;
+    return end > begin ? static_cast<int>((end - begin + kStrideColumns - 1) / kStrideColumns) : 0;
 }
 
 #if TIDE_HAS_TENSOR_CORE_PATH

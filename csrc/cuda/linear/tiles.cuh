@@ -7,7 +7,7 @@
 //     stage, per 16 weight rows:  row i = 8 vectors of 16 bytes, vector v at v ^ i % 8 (no bank conflicts)
 //     then, with a norm:          8 vectors of its weight
 //
-// x goes to registers, one block ahead, and from there through shared memory too, which hands it out as the products
+// x goes to registers, one block ahead, and from there through shared memory too, which sends it out as the products
 // want it. Where a slice is short (kShort: a stage for each of its blocks) all of x is asked for at once: a wait for
 // memory instead of one for every block, which is most of the time of a small model's linear. Stages, each with its x,
 // then lie as the blocks do in a row of the weight: with 9 blocks, of which one slice has two, they take little more
@@ -18,6 +18,8 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "cuda/linear/staged.cuh"
 #include "cuda/linear/sums.cuh"
@@ -64,7 +66,7 @@ struct WeightStream {
                 copy_async(targets[i % 2] + i * (kTileBytes / kLoadsPerTile),
                            source + offset(i / kLoadsPerTile, i % kLoadsPerTile));
         } else {
-            const bool in_columns = block * kTurnColumns < columns;
+            const bool in_columns = block * kStrideColumns < columns;
 #pragma unroll
             for (int i = 0; i < kRowTiles * kLoadsPerTile; ++i) {
                 const bool here = in_columns && (valid >> i & 1);
@@ -136,7 +138,8 @@ __global__ void __launch_bounds__(kSlices * 32)
     const auto copy_stage = [&](int b, uint32_t stage) {
         weight.copy(b, stage, b < full_blocks);
         if constexpr (kNormed)
-            copy_norm<kBlockColumns / kVector>(p, slice_begin + int64_t{b} * kTurnColumns, stage + Layout::kNormOffset);
+            copy_norm<kBlockColumns / kVector>(p, slice_begin + int64_t{b} * kStrideColumns,
+                                               stage + Layout::kNormOffset);
     };
 #pragma unroll 1  // little code: it is fetched while nothing else can be done
     for (int s = 0; s < kStages; ++s) {
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(kSlices * 32)
     const auto fetch_x = [&](int ahead, int b) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int64_t offset = int64_t{b} * kTurnColumns + half * (kBlockColumns / 2);
+            const int64_t offset = int64_t{b} * kStrideColumns + half * (kBlockColumns / 2);
             xs[ahead][half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
         }
     };
@@ -174,11 +177,11 @@ __global__ void __launch_bounds__(kSlices * 32)
     RowSquares<1> squares;
     const int row = lane % 8, matrix = lane / 8;
     const uint32_t weight_at = (row + matrix % 2 * 8) * kRowBytes;
-    // Vector v of row r of x lies at v ^ turned(r): two rows that are written together are in different banks, and so
+    // Vector v of row r of x lies at v ^ swizzled(r): two rows that are written together are in different banks, and so
     // are eight that are read together.
-    const auto turned = [](int r) { return r % 2 * 4 + r / 2; };
-    const uint32_t x_to = x_stage + g * kRowBytes + (t ^ turned(g)) * kVectorBytes;
-    const uint32_t x_at = x_stage + row * kRowBytes + (matrix ^ turned(row)) * kVectorBytes;
+    const auto swizzled = [](int r) { return r % 2 * 4 + r / 2; };
+    const uint32_t x_to = x_stage + g * kRowBytes + (t ^ swizzled(g)) * kVectorBytes;
+    const uint32_t x_at = x_stage + row * kRowBytes + (matrix ^ swizzled(row)) * kVectorBytes;
     const auto store_x = [&](int b) {
         store_shared(x_to + b * kStageStep, xs[b][0]);
         store_shared((x_to + b * kStageStep) ^ 4 * kVectorBytes, xs[b][1]);
@@ -278,7 +281,7 @@ void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
            static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes);
 }
 
-// All of x at once, unless the room for it takes more than there is, or keeps two CTAs from sharing a multiprocessor
+// All of x at once, unless the room for it receives more than there is, or keeps two CTAs from sharing a multiprocessor
 // where there are more of them than those.
 template <typename T, int kRowTiles, bool kNormed>
 void launch_tile(const LinearParams& p, cudaStream_t stream) {
@@ -290,20 +293,34 @@ void launch_tile(const LinearParams& p, cudaStream_t stream) {
     launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);
 }
 
+// Whether tile kIndex of kLinearTiles is the one, and was launched.
+template <typename T, bool kNormed, size_t kIndex>
+bool launch_if_chosen(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
+    constexpr LinearTile kTile = kLinearTiles[kIndex];
+    if constexpr (kNormed && !has_normed_kernel(kTile)) {
+        return false;
+    } else {
+        if (!(tile == kTile)) return false;
+        if constexpr (kTile.staged) {
+            using Layout = StagedLayout<kTile.row_tiles, kTile.token_tiles, kTile.cluster, kTile.deep, kNormed>;
+            launch_staged<T, Layout>(p, stream);
+        } else {
+            launch_tile<T, kTile.row_tiles, kNormed>(p, stream);
+        }
+        return true;
+    }
+}
+
+template <typename T, bool kNormed, size_t... kIndices>
+bool launch_chosen(const LinearParams& p, const LinearTile& tile, cudaStream_t stream,
+                   std::index_sequence<kIndices...>) {
+    return (launch_if_chosen<T, kNormed, kIndices>(p, tile, stream) || ...);
+}
+
 template <typename T, bool kNormed>
 void launch_linear_tiles(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
-    switch (tile.token_tiles) {
-        case 1:
-            if (tile.staged) return launch_staged_rows<T, 1, false, kNormed>(p, tile, stream);
-            if (tile.row_tiles == 1) return launch_tile<T, 1, kNormed>(p, stream);
-            return launch_tile<T, 2, kNormed>(p, stream);
-        case 2:
-            return launch_staged_tokens<T, 2, kNormed>(p, tile, stream);
-        case 4:
-            return launch_staged_tokens<T, 4, kNormed>(p, tile, stream);
-        default:
-            return launch_staged_tokens<T, 8, kNormed>(p, tile, stream);
-    }
+    if (!launch_chosen<T, kNormed>(p, tile, stream, std::make_index_sequence<std::size(kLinearTiles)>()))
+        throw std::logic_error("linear: a tile was chosen that is not built");
 }
 
 }  // namespace tide::cuda

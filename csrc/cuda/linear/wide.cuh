@@ -6,7 +6,7 @@
 // in order. A slice is every eighth block. To read memory in long runs nonetheless, as many slices as there are
 // registers for are summed side by side; what is left comes in further passes.
 //
-// Where there are few weight rows two CTAs, a cluster, split the slices: the first hands its sums to the second.
+// Where there are few weight rows two CTAs, a cluster, split the slices: the first sends its sums to the second.
 //
 // Rows of x from num_rows on may be read; they touch no other row's sums.
 #pragma once
@@ -20,8 +20,8 @@ namespace tide::cuda {
 template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
 __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
                                   Begin&& begin) {
-    const uint32_t weight_at = ring.stages + threadIdx.x / kGroupThreads * kGroupRows * kLineBytes;
-    const auto leave = [&](uint32_t slot) {
+    const uint32_t weight_at = ring.stages + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kLineBytes;
+    const auto release = [&](uint32_t slot) {
         if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
     };
     uint32_t used = ring.count;  // the stage whose products are open; none yet
@@ -37,9 +37,9 @@ __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring,
         close_products();
         wait_products<Layout::kOpen>();
         if constexpr (Layout::kOpen == 0) {
-            leave(ring.slot);
+            release(ring.slot);
         } else {
-            if (used < ring.count) leave(used);
+            if (used < ring.count) release(used);
             used = ring.slot;
         }
         ring.next();
@@ -78,7 +78,7 @@ __device__ inline void consumer_barrier() {
 template <typename T, typename Layout>
 __device__ inline void write_sums(const LinearParams& p, int64_t first_column, int64_t first_token, int64_t rows,
                                   const float (&total)[Layout::kSums], float* ordered) {
-    consumer_barrier<Layout>();  // nobody needs what is there any more
+    consumer_barrier<Layout>();  // the memory is free again
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * kTileRows + lane / 4;
 #pragma unroll
     for (int i = 0; i < Layout::kSums; ++i) {
@@ -110,15 +110,15 @@ __device__ inline void write_sums(const LinearParams& p, int64_t first_column, i
     }
 }
 
-// The warps that multiply. Two CTAs that split the slices meet, all their threads, when the first has handed over its
-// sums. It could leave without waiting, but racecheck hangs on a thread that arrives and leaves.
+// The consumer warps. Two CTAs that split the slices meet, all their threads, when the first has handed over its
+// sums. It could release without waiting, but racecheck hangs on a thread that arrives and leaves.
 template <typename T, typename Layout>
-__device__ inline void consume(const LinearParams& p, const WideWork<Layout>& work, char* memory, int handed_offset) {
+__device__ inline void consume(const LinearParams& p, const WideWork<Layout>& work, char* memory, int partial_offset) {
     wait_for_previous();
     const int64_t rows = count_rows(p.num_rows, p.rows);
     if (work.first_token >= rows) return;
-    const bool hands = Layout::kSplit > 1 && work.part == 0, takes = Layout::kSplit > 1 && !hands;
-    const auto handed_at = [&](int i) { return handed_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
+    const bool sends = Layout::kSplit > 1 && work.part == 0, receives = Layout::kSplit > 1 && !sends;
+    const auto partial_at = [&](int i) { return partial_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
     const auto x_at = [&](int, uint32_t slot) {
         return work.ring.stages + slot * Layout::kStageBytes + Layout::kXOffset;
     };
@@ -126,14 +126,14 @@ __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& wo
     float total[Layout::kSums];
     sum_blocks<T, Layout, Layout::kStageBytes>(
         total, ring, work.part, work.blocks, x_at, [&](float (&sums)[Layout::kSums]) {
-            if (takes) cluster_barrier();
+            if (receives) cluster_barrier();
 #pragma unroll
             for (int i = 0; i < Layout::kSums; ++i)
-                sums[i] = takes ? *reinterpret_cast<float*>(memory + handed_at(i)) : 0.0f;
+                sums[i] = receives ? *reinterpret_cast<float*>(memory + partial_at(i)) : 0.0f;
         });
-    if (hands) {
+    if (sends) {
 #pragma unroll
-        for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + handed_at(i), 1, total[i]);
+        for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + partial_at(i), 1, total[i]);
         return cluster_barrier();
     }
     write_sums<T, Layout>(p, work.first_column, work.first_token, rows, total, reinterpret_cast<float*>(memory));
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
                                    count_blocks(p.in_features),
                                    int64_t{tile / token_blocks} * columns,
                                    int64_t{tile % token_blocks} * Layout::kTokens,
-                                   {base, base + ring_bytes + Layout::kHandedBytes, stages}};
+                                   {base, base + ring_bytes + Layout::kPartialBytes, stages}};
     if (threadIdx.x == Layout::kConsumers) {
         for (uint32_t i = 0; i < stages; ++i) {
             start_barrier(work.ring.full + i * 8);
@@ -162,11 +162,11 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
     if constexpr (Layout::kSplit > 1) cluster_barrier();  // both are here to be written to
     let_next_start();
     if (threadIdx.x < Layout::kConsumers) {
-        if constexpr (Layout::kGivesAway) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        if constexpr (Layout::kGivesAway) take_registers<kLinearConsumerRegisters>();
         consume<T, Layout>(p, work, memory, ring_bytes);
     } else {
-        if constexpr (Layout::kGivesAway) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == Layout::kConsumers) fetch_blocks<Layout>(p, weights, xs, work);
+        if constexpr (Layout::kGivesAway) give_registers<kLinearProducerRegisters>();
+        if (threadIdx.x == Layout::kConsumers) produce_blocks<Layout>(p, weights, xs, work);
         wait_for_previous();
         if (Layout::kSplit > 1 && work.first_token < count_rows(p.num_rows, p.rows)) cluster_barrier();
     }
@@ -202,11 +202,11 @@ void launch_wide(const LinearParams& p, cudaStream_t stream) {
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
-    const int stages = std::min((kWideBytes - Layout::kHandedBytes) / Layout::kStageBytes,
+    const int stages = std::min((kWideBytes - Layout::kPartialBytes) / Layout::kStageBytes,
                                 blocks_before(p.in_features, 0) * Layout::kOwnSlices);
     const int ring_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kSplit, Layout::kThreads,
-                               ring_bytes + Layout::kHandedBytes + 16 * stages, Layout::kSplit, Effect::kNone};
+                               ring_bytes + Layout::kPartialBytes + 16 * stages, Layout::kSplit, Effect::kNone};
     launch("linear", linear_wide<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
            static_cast<uint32_t>(stages), ring_bytes);
 }

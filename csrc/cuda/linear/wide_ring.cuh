@@ -8,19 +8,17 @@
 
 #include <algorithm>
 
-#include "cuda/linear/sums.cuh"
-#include "cuda/linear/wide.h"
 #include "cuda/common/ptx/warpgroup.cuh"
+#include "cuda/linear/kernels.h"
+#include "cuda/linear/sums.cuh"
 
 namespace tide::cuda {
 
-constexpr int kGroupRows = 64, kGroupThreads = 128;  // of four warps
-
-template <int kGroups_, int kTokens_, int kSplit_>
+template <int kWarpgroups_, int kTokens_, int kSplit_>
 struct WideLayout {
-    static constexpr int kGroups = kGroups_, kTokens = kTokens_, kSplit = kSplit_;
-    static constexpr int kRows = kGroups * kGroupRows;
-    static constexpr int kConsumers = kGroups * kGroupThreads;
+    static constexpr int kWarpgroups = kWarpgroups_, kTokens = kTokens_, kSplit = kSplit_;
+    static constexpr int kRows = kWarpgroups * kWarpgroupRows;
+    static constexpr int kConsumers = kWarpgroups * kWarpgroupThreads;
     static constexpr int kSums = kTokens / 2;  // of a thread, for one slice
     static constexpr int kOwnSlices = kSlices / kSplit;
     static constexpr int kAtOnce = std::min(kOwnSlices, 128 / kSums);
@@ -31,11 +29,11 @@ struct WideLayout {
     static constexpr int kStageBytes = kXOffset + kTokens * kLineBytes;
     static constexpr int kSumStride = kRows + 4;  // floats, where outputs are put in order; the 4 are for the banks
     static constexpr int kSumBytes = kTokens * kSumStride * 4;
-    static constexpr int kHandedBytes = kSplit > 1 ? kSums * kConsumers * 4 : 0;
+    static constexpr int kPartialBytes = kSplit > 1 ? kSums * kConsumers * 4 : 0;
     // Registers are dealt out to four warps at a time. Where the products need many, the others give theirs away.
     static constexpr int kRegisters = (kAtOnce + (kPasses > 1)) * kSums + 32;  // about
-    static constexpr bool kGivesAway = kGroups == 2 && kRegisters > 160;
-    static constexpr int kThreads = kConsumers + (kGivesAway ? kGroupThreads : 32);
+    static constexpr bool kGivesAway = kWarpgroups == 2 && kRegisters > 160;
+    static constexpr int kThreads = kConsumers + (kGivesAway ? kWarpgroupThreads : 32);
 };
 
 // The blocks of a CTA in the order in which they are summed.
@@ -83,10 +81,10 @@ struct WideWork {
     WideRing ring;
 };
 
-// The one thread that asks for the copies. The first stages' weights come before what earlier kernels wrote.
+// The producer: one thread requests all copies. The first stages' weights come before what earlier kernels wrote.
 template <typename Layout>
-__device__ inline void fetch_blocks(const LinearParams& p, const CUtensorMap& weights, const CUtensorMap& xs,
-                                    const WideWork<Layout>& work) {
+__device__ inline void produce_blocks(const LinearParams& p, const CUtensorMap& weights, const CUtensorMap& xs,
+                                      const WideWork<Layout>& work) {
     const int row = static_cast<int>(p.gated ? 0 : work.first_column);
     const int group = static_cast<int>(p.gated ? work.first_column / 8 : 0);
     const int token = static_cast<int>(work.first_token);
@@ -107,7 +105,7 @@ __device__ inline void fetch_blocks(const LinearParams& p, const CUtensorMap& we
     for (; begun < ring.count && !ahead.is_done(); ++begun, ahead.next()) fetch_weight(begun, ahead.column());
     wait_for_previous();
     for (uint32_t slot = 0; slot < begun; ++slot, walk.next()) fetch_x(slot, walk.column());
-    if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // nobody leaves before what was asked for has come
+    if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // no CTA may end before its copies have arrived
         for (uint32_t slot = 0; slot < begun; ++slot) wait_bytes(ring.full + slot * 8, 0);
         return;
     }

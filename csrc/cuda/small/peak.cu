@@ -126,7 +126,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, uint32_t chunks, bool aligned) {
     __shared__ Part warps[kWarps];
     wait_for_previous();
-    let_next_start();  // drafts follow one another: it settles
+    let_next_start();  // drafts follow one another: it publishes
     const int64_t tasks = count_rows(p.num_rows, p.rows) * chunks;
     for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
         const int64_t row = task / chunks, chunk = task - row * chunks;

@@ -10,7 +10,7 @@
 
 namespace tide::cuda {
 
-constexpr int64_t kTurnStep = 2 * kWarp;
+constexpr int64_t kRotateStep = 2 * kWarp;
 
 struct Two {
     float a, b;
@@ -42,7 +42,7 @@ __device__ inline void store_two(T* to, Two value, int64_t count, bool aligned) 
 
 // a * b + c * d with every step rounded
 template <typename T>
-__device__ inline float turned(float a, float b, float c, float d) {
+__device__ inline float rotated(float a, float b, float c, float d) {
     return round_to<T>(__fadd_rn(round_to<T>(__fmul_rn(a, b)), round_to<T>(__fmul_rn(c, d))));
 }
 
@@ -93,35 +93,35 @@ __device__ inline Angles load_angles(const RotaryWriteParams& p, int64_t dim, in
 }
 
 template <typename T>
-__device__ inline HeadPair turned(const HeadPair& x, const Angles& angles) {
+__device__ inline HeadPair rotated(const HeadPair& x, const Angles& angles) {
     const auto& [cos, sin] = angles;
     return {
-        {turned<T>(x.low.a, cos.low.a, -x.high.a, sin.low.a), turned<T>(x.low.b, cos.low.b, -x.high.b, sin.low.b)},
-        {turned<T>(x.high.a, cos.high.a, x.low.a, sin.high.a), turned<T>(x.high.b, cos.high.b, x.low.b, sin.high.b)}};
+        {rotated<T>(x.low.a, cos.low.a, -x.high.a, sin.low.a), rotated<T>(x.low.b, cos.low.b, -x.high.b, sin.low.b)},
+        {rotated<T>(x.high.a, cos.high.a, x.low.a, sin.high.a), rotated<T>(x.high.b, cos.high.b, x.low.b, sin.high.b)}};
 }
 
 template <typename T>
 __device__ inline void copy_head(const T* x, T* y, int64_t dim, bool aligned) {
-    for (int64_t at = 2 * (threadIdx.x % kWarp); at < dim; at += kTurnStep)
+    for (int64_t at = 2 * (threadIdx.x % kWarp); at < dim; at += kRotateStep)
         store_two(y + at, load_two(x + at, dim - at, aligned), dim - at, aligned);
 }
 
 template <typename T>
-__device__ inline void turn_head(const RotaryWriteParams& p, const T* x, T* y, const T* norm, int64_t position,
-                                 bool aligned) {
+__device__ inline void rotate_head(const RotaryWriteParams& p, const T* x, T* y, const T* norm, int64_t position,
+                                   bool aligned) {
     if (p.cos == nullptr && norm == nullptr) return copy_head(x, y, p.key_dim, aligned);
     const int64_t half = p.key_dim / 2, first = 2 * (threadIdx.x % kWarp);
     float scale = 1.0f;
     if (norm != nullptr) {
         float squares = 0.0f;
-        for (int64_t at = first; at < half; at += kTurnStep)
+        for (int64_t at = first; at < half; at += kRotateStep)
             squares = add_squares(load_pair(x, half, at, aligned), squares);
         scale = norm_scale(squares, p.key_dim, p.eps);
     }
-    for (int64_t at = first; at < half; at += kTurnStep) {
+    for (int64_t at = first; at < half; at += kRotateStep) {
         HeadPair pair = load_pair(x, half, at, aligned);
         if (norm != nullptr) pair = normed<T>(pair, scale, load_pair(norm, half, at, aligned));
-        if (p.cos != nullptr) pair = turned<T>(pair, load_angles<T>(p, p.key_dim, position, at, aligned));
+        if (p.cos != nullptr) pair = rotated<T>(pair, load_angles<T>(p, p.key_dim, position, at, aligned));
         store_two(y + at, pair.low, half - at, aligned);
         store_two(y + half + at, pair.high, half - at, aligned);
     }

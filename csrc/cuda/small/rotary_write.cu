@@ -1,7 +1,7 @@
 // Norm, rotary positions and page writes of the projections of one attention layer. A warp for each head of a token.
 #include "cuda/common/launch.h"
-#include "cuda/small/rotary_head.cuh"
 #include "cuda/small/ops.h"
+#include "cuda/small/rotary_head.cuh"
 
 namespace tide::cuda {
 namespace {
@@ -21,14 +21,14 @@ __global__ void __launch_bounds__(kWarps* kWarp)
         const int64_t position = p.positions == nullptr ? token : p.positions[token];
         if (head < p.q.heads) {
             T* y = static_cast<T*>(p.q_out) + token * p.q_out_token_stride + head * p.q_out_head_stride;
-            turn_head(p, head_of<T>(p.q, token, head), y, static_cast<const T*>(p.q_norm), position, aligned);
+            rotate_head(p, head_of<T>(p.q, token, head), y, static_cast<const T*>(p.q_norm), position, aligned);
             continue;
         }
         const int64_t slot = p.slots[token], k_head = head - p.q.heads, v_head = k_head - p.k.heads;
         if (k_head < p.k.heads) {
             T* y = place_of<T>(p, by_block, p.k_pool, p.k.heads, slot, k_head, p.key_dim);
             if (y == nullptr) continue;
-            turn_head(p, head_of<T>(p.k, token, k_head), y, static_cast<const T*>(p.k_norm), position, aligned);
+            rotate_head(p, head_of<T>(p.k, token, k_head), y, static_cast<const T*>(p.k_norm), position, aligned);
         } else {
             T* y = place_of<T>(p, by_block, p.v_pool, p.v.heads, slot, v_head, p.value_dim);
             if (y != nullptr) copy_head(head_of<T>(p.v, token, v_head), y, p.value_dim, aligned);

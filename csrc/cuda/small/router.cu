@@ -6,6 +6,7 @@
 #include "cuda/common/block.cuh"
 #include "cuda/common/convert.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/tuning.h"
 #include "cuda/small/ops.h"
 
 namespace tide::cuda {
@@ -201,7 +202,7 @@ void launch_tile(const RouterParams& p, bool aligned, cudaStream_t stream) {
 
 void router(DType dtype, const RouterParams& p, cudaStream_t stream) {
     if (p.rows == 0) return;
-    const int64_t busy = int64_t{current_device("router").num_sms} * 3 / 4;
+    const int64_t busy = int64_t{current_device("router").num_sms} * tuning::kBusyQuarters / 4;
     with_storage("router", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         const auto pairs = [](const void* data, int64_t stride, int64_t bytes) {

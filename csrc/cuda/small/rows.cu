@@ -1,5 +1,5 @@
 // Copies of whole rows by index. Bytes are moved as they are, in the widest units that the rows allow. A pass begins
-// with a gather, of its tokens' embeddings: it settles what was written before, if that is not settled yet.
+// with a gather, of its tokens' embeddings: it publishes what was written before, if that is not settled yet.
 #include "cuda/common/block.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/small/ops.h"
@@ -31,10 +31,10 @@ __device__ uint4 zero<uint4>() {
 
 // Width and strides in units; a CTA takes up to `kThreads` units of a row at a time.
 template <typename Unit, bool kScatter>
-__global__ void __launch_bounds__(kThreads) rows_kernel(RowsParams p, int64_t tiles_per_row, bool settles) {
-    if (!settles) let_next_start();
+__global__ void __launch_bounds__(kThreads) rows_kernel(RowsParams p, int64_t tiles_per_row, bool publishes) {
+    if (!publishes) let_next_start();
     wait_for_previous();
-    if (settles) let_next_start();
+    if (publishes) let_next_start();
     const int64_t tiles = count_rows(p.num_rows, p.rows) * tiles_per_row;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int64_t row = tile / tiles_per_row, at = (tile - row * tiles_per_row) * kThreads + threadIdx.x;
@@ -58,10 +58,10 @@ void launch_rows(RowsParams p, int64_t row_bytes, int64_t x_bytes, int64_t y_byt
     p.x_stride = x_bytes / kUnit;
     p.y_stride = y_bytes / kUnit;
     const int64_t tiles_per_row = (p.width + kThreads - 1) / kThreads;
-    const bool settles = !kScatter && !StreamHistory::is_published(stream);
-    const Effect effect = kScatter ? Effect::kWrites : settles ? Effect::kPublishes : Effect::kNone;
+    const bool publishes = !kScatter && !StreamHistory::is_published(stream);
+    const Effect effect = kScatter ? Effect::kWrites : publishes ? Effect::kPublishes : Effect::kNone;
     launch(kScatter ? "scatter_rows" : "gather_rows", rows_kernel<Unit, kScatter>,
-           LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, effect}, stream, p, tiles_per_row, settles);
+           LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, effect}, stream, p, tiles_per_row, publishes);
 }
 
 template <bool kScatter>

@@ -11,6 +11,16 @@ namespace tide::cuda {
 #error "these sources are for sm_90a alone"
 #endif
 
+// The registers of each thread of the warpgroup from here on: more, or fewer.
+template <int kCount>
+__device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
 // How the tensor cores are told of lines that begin at `address`: swizzled, 8 rows in 1024 bytes, the next 8 rows
 // `eights` times as far.
 __device__ inline uint64_t lines_at(uint32_t address, int eights = 1) {
@@ -34,12 +44,12 @@ __device__ inline void wait_products() {
 
 // Numbers that products write or read are what they are here: the compiler knows nothing of products that are open.
 template <int kCount>
-__device__ inline void settle(float (&numbers)[kCount]) {
+__device__ inline void pin_registers(float (&numbers)[kCount]) {
 #pragma unroll
     for (float& number : numbers) asm volatile("" : "+f"(number)::"memory");
 }
 template <int kCount>
-__device__ inline void settle(uint4 (&vectors)[kCount]) {
+__device__ inline void pin_registers(uint4 (&vectors)[kCount]) {
 #pragma unroll
     for (uint4& v : vectors) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
 }
@@ -90,17 +100,18 @@ __device__ inline void multiply_lines(float (&c)[64], uint64_t a, uint64_t b, __
 }
 
 // The same with 16 columns of a in registers, those of multiply_tile() for each warp's 16 rows. `add`: to c, which else
-// may hold anything. kTurned: b is 16 lines of 64 numbers, which are its columns.
+// may hold anything. kTransposed: b is 16 lines of 64 numbers, which are its columns.
 #define TIDE_HELD_PRODUCT(type)                                                                                \
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
                  "." type " {" TIDE_NUMBERS_64 "}, {%32, %33, %34, %35}, %36, add, 1, 1, %38; }"               \
                  : TIDE_EIGHT(c, 0), TIDE_EIGHT(c, 8), TIDE_EIGHT(c, 16), TIDE_EIGHT(c, 24)                    \
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(add)), "n"(kTurned ? 1 : 0))
-template <bool kTurned>
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(add)),                 \
+                   "n"(kTransposed ? 1 : 0))
+template <bool kTransposed>
 __device__ inline void multiply_held(float (&c)[32], const uint4& a, uint64_t b, bool add, __nv_bfloat16) {
     TIDE_HELD_PRODUCT("bf16");
 }
-template <bool kTurned>
+template <bool kTransposed>
 __device__ inline void multiply_held(float (&c)[32], const uint4& a, uint64_t b, bool add, __half) {
     TIDE_HELD_PRODUCT("f16");
 }

@@ -1,5 +1,5 @@
 // The linear for many rows, where there are more tiles than multiprocessors and a row of x is short: an LM head. A CTA
-// stays and takes one tile of the weight after another. Its x stays too, all columns of it; while the sums of a tile
+// stays and receives one tile of the weight after another. Its x stays too, all columns of it; while the sums of a tile
 // are put in order and written, the weight of the next is on its way.
 //
 //     shared:  stages of weight, 64 rows x 128 bytes for each group of warps; x, a block of columns after another;
@@ -13,14 +13,14 @@
 namespace tide::cuda {
 
 template <typename Layout>
-struct StayLayout {
+struct PersistentLayout {
     static constexpr int kStageBytes = Layout::kRows * kLineBytes, kXBlockBytes = Layout::kTokens * kLineBytes;
     static_assert(Layout::kSplit == 1 && Layout::kOpen == 0, "a tile leaves all its stages");
     static_assert(Layout::kRows == 128, "as count_stages() has it");
 };
 
 // What a CTA works on: tiles `first`, `first + step`, ... of `tiles`, for one block of tokens.
-struct StayWork {
+struct PersistentWork {
     uint32_t first, step, tiles;
     int64_t first_token;
     int blocks;          // of in_features
@@ -28,18 +28,18 @@ struct StayWork {
     WideRing ring;
 };
 
-// The one thread that asks for the copies. The first stages' weights come before what earlier kernels wrote.
+// The producer: one thread requests all copies. The first stages' weights come before what earlier kernels wrote.
 template <typename Layout>
-__device__ inline void fetch_tiles(const LinearParams& p, const CUtensorMap& weights, const CUtensorMap& xs,
-                                   const StayWork& work) {
-    using Stay = StayLayout<Layout>;
+__device__ inline void produce_tiles(const LinearParams& p, const CUtensorMap& weights, const CUtensorMap& xs,
+                                     const PersistentWork& work) {
+    using Persistent = PersistentLayout<Layout>;
     WideRing ring = work.ring;
     BlockWalk<Layout> walk(work.blocks, 0);
     uint32_t tile = work.first;
     const auto fetch = [&](uint32_t slot) {  // the next block
-        expect_bytes(ring.full + slot * 8, Stay::kStageBytes);
-        copy_box(ring.stages + slot * Stay::kStageBytes, weights, walk.column(), static_cast<int>(tile * Layout::kRows),
-                 0, 0, ring.full + slot * 8);
+        expect_bytes(ring.full + slot * 8, Persistent::kStageBytes);
+        copy_box(ring.stages + slot * Persistent::kStageBytes, weights, walk.column(),
+                 static_cast<int>(tile * Layout::kRows), 0, 0, ring.full + slot * 8);
         walk.next();
         if (!walk.is_done()) return;
         walk = BlockWalk<Layout>(work.blocks, 0);
@@ -50,14 +50,14 @@ __device__ inline void fetch_tiles(const LinearParams& p, const CUtensorMap& wei
     uint32_t begun = 0;
     for (; begun < ring.count && tile < work.tiles; ++begun) fetch(begun);
     wait_for_previous();
-    if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // nobody leaves before what was asked for has come
+    if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // no CTA may end before its copies have arrived
         for (uint32_t slot = 0; slot < begun; ++slot) wait_bytes(ring.full + slot * 8, 0);
         return;
     }
-    expect_bytes(work.x_full, work.blocks * Stay::kXBlockBytes);
+    expect_bytes(work.x_full, work.blocks * Persistent::kXBlockBytes);
     for (int block = 0; block < work.blocks; ++block) {
-        copy_box(work.x + block * Stay::kXBlockBytes, xs, block * kBlockColumns, static_cast<int>(work.first_token), 0,
-                 0, work.x_full);
+        copy_box(work.x + block * Persistent::kXBlockBytes, xs, block * kBlockColumns,
+                 static_cast<int>(work.first_token), 0, 0, work.x_full);
     }
     for (; tile < work.tiles; ring.next()) {
         wait_bytes(ring.free() + ring.slot * 8, ring.phase);
@@ -65,10 +65,10 @@ __device__ inline void fetch_tiles(const LinearParams& p, const CUtensorMap& wei
     }
 }
 
-// The warps that multiply.
+// The consumer warps.
 template <typename T, typename Layout>
-__device__ inline void consume_tiles(const LinearParams& p, const StayWork& work, float* ordered) {
-    using Stay = StayLayout<Layout>;
+__device__ inline void consume_tiles(const LinearParams& p, const PersistentWork& work, float* ordered) {
+    using Persistent = PersistentLayout<Layout>;
     wait_for_previous();
     const int64_t rows = count_rows(p.num_rows, p.rows);
     if (work.first_token >= rows) return;
@@ -76,9 +76,9 @@ __device__ inline void consume_tiles(const LinearParams& p, const StayWork& work
     WideRing ring = work.ring;
     for (uint32_t tile = work.first; tile < work.tiles; tile += work.step) {
         float total[Layout::kSums];
-        sum_blocks<T, Layout, Stay::kStageBytes>(
+        sum_blocks<T, Layout, Persistent::kStageBytes>(
             total, ring, 0, work.blocks,
-            [&](int block, uint32_t) { return work.x + static_cast<uint32_t>(block) * Stay::kXBlockBytes; },
+            [&](int block, uint32_t) { return work.x + static_cast<uint32_t>(block) * Persistent::kXBlockBytes; },
             [](float (&sums)[Layout::kSums]) {
 #pragma unroll
                 for (float& sum : sums) sum = 0.0f;
@@ -89,22 +89,22 @@ __device__ inline void consume_tiles(const LinearParams& p, const StayWork& work
 
 template <typename T, typename Layout>
 __global__ void __launch_bounds__(Layout::kThreads, 1)
-    linear_stay(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weights,
-                const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t tiles, uint32_t stages) {
-    using Stay = StayLayout<Layout>;
+    linear_persistent(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weights,
+                      const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t tiles, uint32_t stages) {
+    using Persistent = PersistentLayout<Layout>;
     extern __shared__ __align__(1024) char memory[];
     const int blocks = count_blocks(p.in_features);
-    const uint32_t base = shared_address(memory), x_offset = stages * Stay::kStageBytes;
-    const uint32_t sums_offset = x_offset + static_cast<uint32_t>(blocks) * Stay::kXBlockBytes;
+    const uint32_t base = shared_address(memory), x_offset = stages * Persistent::kStageBytes;
+    const uint32_t sums_offset = x_offset + static_cast<uint32_t>(blocks) * Persistent::kXBlockBytes;
     const uint32_t barriers = base + sums_offset + Layout::kSumBytes;
-    const StayWork work = {blockIdx.x / token_blocks,
-                           gridDim.x / token_blocks,
-                           tiles,
-                           int64_t{blockIdx.x % token_blocks} * Layout::kTokens,
-                           blocks,
-                           base + x_offset,
-                           barriers + 16 * stages,
-                           {base, barriers, stages}};
+    const PersistentWork work = {blockIdx.x / token_blocks,
+                                 gridDim.x / token_blocks,
+                                 tiles,
+                                 int64_t{blockIdx.x % token_blocks} * Layout::kTokens,
+                                 blocks,
+                                 base + x_offset,
+                                 barriers + 16 * stages,
+                                 {base, barriers, stages}};
     if (threadIdx.x == Layout::kConsumers) {
         for (uint32_t i = 0; i < stages; ++i) {
             start_barrier(work.ring.full + i * 8);
@@ -116,28 +116,28 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
     __syncthreads();
     let_next_start();
     if (threadIdx.x < Layout::kConsumers) {
-        if constexpr (Layout::kGivesAway) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        if constexpr (Layout::kGivesAway) take_registers<kLinearConsumerRegisters>();
         consume_tiles<T, Layout>(p, work, reinterpret_cast<float*>(memory + sums_offset));
     } else {
-        if constexpr (Layout::kGivesAway) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == Layout::kConsumers) fetch_tiles<Layout>(p, weights, xs, work);
+        if constexpr (Layout::kGivesAway) give_registers<kLinearProducerRegisters>();
+        if (threadIdx.x == Layout::kConsumers) produce_tiles<Layout>(p, weights, xs, work);
         wait_for_previous();
     }
 }
 
 template <typename T, typename Layout>
-void launch_stay(const LinearParams& p, cudaStream_t stream) {
-    using Stay = StayLayout<Layout>;
+void launch_persistent(const LinearParams& p, cudaStream_t stream) {
+    using Persistent = PersistentLayout<Layout>;
     const int64_t stages = count_stages(p.in_features, Layout::kTokens);
-    if (p.gated || stages < kFewestStages) throw std::runtime_error("linear: x has no room to stay");
+    if (p.gated || stages < tuning::kFewestStages) throw std::runtime_error("linear: x has no room to stay");
     const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
     const int64_t tiles = (p.out_features + Layout::kRows - 1) / Layout::kRows;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
     const int64_t each = std::max<int64_t>(1, current_device("linear").num_sms / token_blocks);
-    const int64_t x_bytes = int64_t{count_blocks(p.in_features)} * Stay::kXBlockBytes;
-    const int64_t bytes = stages * Stay::kStageBytes + x_bytes + Layout::kSumBytes + 16 * stages + 8;
+    const int64_t x_bytes = int64_t{count_blocks(p.in_features)} * Persistent::kXBlockBytes;
+    const int64_t bytes = stages * Persistent::kStageBytes + x_bytes + Layout::kSumBytes + 16 * stages + 8;
     const LaunchShape shape = {std::min(tiles, each) * token_blocks, Layout::kThreads, bytes, 1, Effect::kNone};
-    launch("linear", linear_stay<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
+    launch("linear", linear_persistent<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
            static_cast<uint32_t>(tiles), static_cast<uint32_t>(stages));
 }
 
@@ -145,10 +145,10 @@ void launch_stay(const LinearParams& p, cudaStream_t stream) {
 
 template <typename T>
 void launch_linear_wide(const LinearParams& p, const WideTile& tile, cudaStream_t stream) {
-    const bool one = tile.groups == 1, split = tile.split == 2;
-    if (tile.stays) {
-        if (tile.tokens == 32) return launch_stay<T, WideLayout<2, 32, 1>>(p, stream);
-        return launch_stay<T, WideLayout<2, 64, 1>>(p, stream);
+    const bool one = tile.warpgroups == 1, split = tile.split == 2;
+    if (tile.persistent) {
+        if (tile.tokens == 32) return launch_persistent<T, WideLayout<2, 32, 1>>(p, stream);
+        return launch_persistent<T, WideLayout<2, 64, 1>>(p, stream);
     }
     switch (tile.tokens) {
         case 32:
