@@ -1,4 +1,4 @@
-// Storage types. Arithmetic is always float32; these only say how a number lies in memory.
+// Storage types. Arithmetic is always float32; these only define how a number lies in memory.
 #pragma once
 
 #include <cstdint>

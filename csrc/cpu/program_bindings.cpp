@@ -88,7 +88,7 @@ py::tuple run(tide::Program& program, const std::vector<Address>& external, cons
 void bind_program(py::module_& m) {
     using tide::Program;
     py::class_<Program>(m, "Program",
-                        "A fixed list of ops over buffers of its own; csrc/ops/program.h says what each means.")
+                        "A fixed list of ops over buffers of its own; csrc/cpu/ops/program.h documents each.")
         .def(py::init<>())
         .def("add_buffer", &Program::add_buffer)
         .def("rms_norm",

@@ -204,12 +204,12 @@ void rotary_write(int dtype, const HeadsTuple& q, const HeadsTuple& k, const Hea
     tide::cuda::rotary_write(dtype_of(dtype), params, stream_of(stream));
 }
 
-void peak(int dtype, Address x, Address best, Address index, Address second, Address sum, Address partials,
-          Address counters, Address num_rows, int64_t rows, int64_t width, int64_t x_stride, Address stream) {
-    tide::cuda::peak(dtype_of(dtype),
-                     {in(x), out<float>(best), out<int64_t>(index), out<float>(second), out<float>(sum), out(partials),
-                      out<uint32_t>(counters), in<int32_t>(num_rows), rows, width, x_stride},
-                     stream_of(stream));
+void top2_logsumexp(int dtype, Address x, Address best, Address index, Address second, Address sum, Address partials,
+                    Address counters, Address num_rows, int64_t rows, int64_t width, int64_t x_stride, Address stream) {
+    tide::cuda::top2_logsumexp(dtype_of(dtype),
+                               {in(x), out<float>(best), out<int64_t>(index), out<float>(second), out<float>(sum),
+                                out(partials), out<uint32_t>(counters), in<int32_t>(num_rows), rows, width, x_stride},
+                               stream_of(stream));
 }
 
 void router(int dtype, Address features, Address best, Address second, Address sum, Address norm, Address down,
@@ -356,29 +356,30 @@ PYBIND11_MODULE(_cuda, m) {
     m.def(
         "attend_joined", &attend_joined, no_gil,
         "Norm, rotary positions and page writes of a joined projection, and attention of its queries, in one launch.");
-    m.def("takes_joined", &tide::cuda::takes_joined,
+    m.def("supports_joined", &tide::cuda::supports_joined,
           "Whether attend_joined runs on the current device with heads and blocks of these sizes.");
     m.def("paged_attention_workspace", &tide::cuda::paged_attention_workspace,
           "Bytes of workspace for calls with at most so many tokens, heads, elements of a head and positions.");
     m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows, those that an index names.");
     m.def("silu_mul", &silu_mul, no_gil, "y = silu(gate) * up over rows.");
     m.def("rotary_write", &rotary_write, no_gil, "Norm and rotary positions of q and k; k and v go to their pages.");
-    m.def("peak", &peak, no_gil, "Largest number of each row, its index, the second, and the sum of exp(x - best).");
-    m.def("peak_partials", &tide::cuda::peak_partials, "Bytes of partials that peak needs.");
+    m.def("top2_logsumexp", &top2_logsumexp, no_gil,
+          "Largest number of each row, its index, the second, and the sum of exp(x - best).");
+    m.def("top2_logsumexp_partials", &tide::cuda::top2_logsumexp_partials,
+          "Bytes of partials that top2_logsumexp needs.");
     m.def("router", &router, no_gil, "Scores of a router and whether they reach their thresholds.");
     m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
-    m.def("plan_cycle", &plan_cycle, no_gil,
-          "The indices of every pass of a cycle, from what is target_ids of its rows.");
-    m.def("pending_tokens", &pending_tokens, no_gil,
-          "The tokens that the drafts of a cycle are, and of its deep pass.");
-    m.def("carry_on", &advance_rows, no_gil, "Where the rows of a cycle go on: next token and its position.");
-    m.def("nth_best", &nth_best, no_gil, "Where the number of some rank stands in each row.");
-    m.def("copy_slots", &copy_slots, no_gil, "Slots of all pools to other slots.");
+    m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from the metadata of its rows.");
+    m.def("pending_tokens", &pending_tokens, no_gil, "The token ids of the drafts of a cycle and of its deep pass.");
+    m.def("advance_rows", &advance_rows, no_gil,
+          "The state in which the next cycle finds each row: token and position.");
+    m.def("nth_best", &nth_best, no_gil, "The index of the number of a given rank in each row.");
+    m.def("copy_slots", &copy_slots, no_gil, "Copies slots of all pools to other slots.");
     m.def("exit_input", &exit_input, no_gil,
-          "Normed states beside normed deep states, plus the row of their distance.");
-    m.def("draw", &draw, no_gil, "A place in each row of logits, drawn as its settings say.");
-    m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle stay, and what comes instead of others.");
+          "Normed states next to normed deep states, plus the row of their distance.");
+    m.def("draw", &draw, no_gil, "A place in each row of logits, drawn by its settings.");
+    m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle are accepted, and what replaces the others.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
     m.def(
         "loaded_architecture", [] { return tide::cuda::current_device("loaded_architecture").arch; },

@@ -33,7 +33,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """The wrappers take CPU tensors for a GPU's, and what they launch is written down instead."""
     seen: Launches = []
     sizes = SimpleNamespace(
-        peak_partials=lambda rows, width: 16 * rows,
+        top2_logsumexp_partials=lambda rows, width: 16 * rows,
         paged_attention_workspace=lambda *counts: 64,
     )
     for module in (cuda, cuda_attention, cuda_branches, cuda_exits, cuda_joined):

@@ -1,6 +1,6 @@
 """The ops the engine runs, in three versions: plain Torch (`reference/`), native CPU code (`cpu/`) and CUDA (`cuda/`).
 
-`ops.py` names them, `select.py` chooses a version for a device.
+`ops.py` declares them, `select.py` chooses a version for a device.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _log = logging.getLogger("tide")
 
 
 def select_kernels(choice: str, device: torch.device | str) -> Kernels:
-    """The ops for `device`. "auto" takes native where it can and says in the log, once, what it took and why."""
+    """The ops for `device`. "auto" prefers native ones; the choice and its reason are logged once."""
     if choice not in KERNELS:
         raise ConfigError("kernels", choice, f"one of {', '.join(KERNELS)}")
     if choice == "reference":
@@ -47,7 +47,7 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
 
 
 def cuda_kernels() -> CudaKernels:
-    """The CUDA ops, or Torch's where a step has more rows than they are made for."""
+    """The CUDA ops, or Torch's for steps with more rows than they support."""
     cuda = importlib.import_module("tide_core.kernels.cuda.ops")
     cycle = importlib.import_module("tide_core.kernels.cuda.cycle")
     branches = importlib.import_module("tide_core.kernels.cuda.branches")
@@ -92,14 +92,14 @@ def reference_kernels() -> Kernels:
 
 @functools.cache
 def native_digest() -> str:
-    """Of the files of the native modules, so that timings of another build are told apart; empty without any."""
+    """A hash of the native modules' files, which separates timings of different builds; empty without any."""
     built = [name for name in (_NATIVE_MODULE, _CUDA_MODULE) if _import_error(name) is None]
     raw = b"".join(Path(importlib.import_module(name).__file__ or "").read_bytes() for name in built)
     return hashlib.sha256(raw).hexdigest()[:16] if built else ""
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that share one native call, the caller included; does nothing where there is no native module."""
+    """Set the threads that share one native call, the caller included; does nothing without a native module."""
     if _import_error() is None:
         importlib.import_module(_NATIVE_MODULE).set_num_threads(count)
 

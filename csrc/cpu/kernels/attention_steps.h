@@ -42,31 +42,31 @@ void score_rows(const float* q, const float* keys, int64_t key_dim, int64_t firs
 // Turns the scores of slots [first, last) into probabilities and rescales what was summed before if a
 // larger score came. Slots outside the range get probability 0.
 TIDE_INLINE void soften(const PagedAttentionParams& p, float* scores, int64_t stride, int64_t first, int64_t last,
-                        float* peak, float* total, float* sums) {
+                        float* max_score, float* total, float* sums) {
     constexpr float kUnseen = -__builtin_inff();
     for (int64_t slot = 0; slot < first; ++slot) scores[slot] = kUnseen;
     for (int64_t slot = last; slot < stride; ++slot) scores[slot] = kUnseen;
-    Vec peaks = splat(*peak);
+    Vec max_scores = splat(*max_score);
     for (int64_t slot = 0; slot < stride; slot += kLanes) {
         const Vec raw = load(scores + slot);
         Vec s = raw * p.scaling;
         if (p.softcap > 0.0f) s = p.softcap * vector_tanh(s / p.softcap);
         s = select(raw == kUnseen, raw, s);
-        peaks = vector_max(s, peaks);
+        max_scores = vector_max(s, max_scores);
         store(scores + slot, s);
     }
-    float new_peak = *peak;
-    for (int lane = 0; lane < kLanes; ++lane) new_peak = peaks[lane] > new_peak ? peaks[lane] : new_peak;
-    if (new_peak > *peak) {
-        const float shrink = vector_exp(splat(*peak - new_peak))[0];
+    float new_max = *max_score;
+    for (int lane = 0; lane < kLanes; ++lane) new_max = max_scores[lane] > new_max ? max_scores[lane] : new_max;
+    if (new_max > *max_score) {
+        const float shrink = vector_exp(splat(*max_score - new_max))[0];
         *total *= shrink;
         for (int64_t d = 0; d < p.value_dim; ++d) sums[d] *= shrink;
-        *peak = new_peak;
+        *max_score = new_max;
     }
     Vec page_total = {};
     for (int64_t slot = 0; slot < stride; slot += kLanes) {
         const Vec s = load(scores + slot);
-        const Vec probability = select(s == kUnseen, Vec{}, vector_exp(s - new_peak));
+        const Vec probability = select(s == kUnseen, Vec{}, vector_exp(s - new_max));
         store(scores + slot, probability);
         page_total += probability;
     }

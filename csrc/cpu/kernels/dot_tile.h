@@ -17,7 +17,7 @@ constexpr int64_t kCacheLineBytes = 64;
 template <typename T>
 constexpr int64_t kPrefetchSegment = kCacheLineBytes / static_cast<int64_t>(sizeof(T));
 
-// While a tile walks its kCols rows of w, it asks for the rows behind them in the order they lie in memory.
+// While a tile walks its kCols rows of w, it prefetches the rows after them in the order they lie in memory.
 // Processors do not foresee the jump from one short weight row to the next; asking, into the second-level
 // cache, gained 20% at one row of x and 45% at four (Neoverse-N1, float32, 576 columns, cold weights).
 // Addresses past the end are fine: a prefetch never faults.

@@ -29,7 +29,7 @@ int64_t attention_scratch_floats(const PagedAttentionParams& params, int64_t max
 
 // float32 alone: what they read is the end of a computation.
 float maximum(const float* x, int64_t count);
-Peak peak(const float* x, int64_t count);
+Top2 top2_logsumexp(const float* x, int64_t count);
 
 }  // namespace tide::TIDE_ISA
 

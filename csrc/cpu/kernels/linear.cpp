@@ -1,7 +1,7 @@
 // y = x weight^T + bias, one dot product per output (see dot_tile.h).
 //
 // Decoding is bound by reading weights: a strip of a few weight rows is read from memory once and meets
-// every row of x while it lies in the first-level cache. The first rows to meet it ask for the strip behind it:
+// every row of x while it lies in the first-level cache. The first rows to meet it prefetch the strip after it:
 // early enough to have arrived when its turn comes, and spread over the walk of a whole tile.
 #include "cpu/kernels/convert.h"
 #include "cpu/kernels/dot_tile.h"

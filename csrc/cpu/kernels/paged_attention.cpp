@@ -23,13 +23,13 @@ TIDE_INLINE int64_t round_up(int64_t count) {
 // Float32 working memory of one task. A "lane" below is one query head of one query:
 // query * group + head within the group.
 struct Scratch {
-    float* q;       // [lanes, key_dim]
-    float* scores;  // [lanes, score_stride] scores of one page, then probabilities
-    float* sums;    // [lanes, value_dim] probabilities times values so far
-    float* peaks;   // [lanes] largest score so far
-    float* totals;  // [lanes] sum of probabilities so far
-    float* keys;    // [block_size, key_dim] the page in float32, unused for float32 pools
-    float* values;  // [block_size, value_dim]
+    float* q;           // [lanes, key_dim]
+    float* scores;      // [lanes, score_stride] scores of one page, then probabilities
+    float* sums;        // [lanes, value_dim] probabilities times values so far
+    float* max_scores;  // [lanes] largest score so far
+    float* totals;      // [lanes] sum of probabilities so far
+    float* keys;        // [block_size, key_dim] the page in float32, unused for float32 pools
+    float* values;      // [block_size, value_dim]
     int64_t score_stride;
 };
 
@@ -45,7 +45,7 @@ int64_t lay_out(const PagedAttentionParams& p, int64_t num_queries, float* memor
     scratch->q = take(lanes * p.key_dim);
     scratch->scores = take(lanes * scratch->score_stride);
     scratch->sums = take(lanes * p.value_dim);
-    scratch->peaks = take(lanes);
+    scratch->max_scores = take(lanes);
     scratch->totals = take(lanes);
     scratch->keys = take(p.block_size * p.key_dim);
     scratch->values = take(p.block_size * p.value_dim);
@@ -78,7 +78,7 @@ void begin_task(const PagedAttentionParams& p, const AttentionTask& task, int64_
         const T* q = static_cast<const T*>(p.q) + (task.first_query + lane / group) * p.q_token_stride +
                      (task.kv_head * group + lane % group) * p.q_head_stride;
         convert_to_float(q, s.q + lane * p.key_dim, p.key_dim);
-        s.peaks[lane] = -__builtin_inff();
+        s.max_scores[lane] = -__builtin_inff();
         s.totals[lane] = 0.0f;
     }
     for (int64_t i = 0; i < task.num_queries * group * p.value_dim; ++i) s.sums[i] = 0.0f;
@@ -88,7 +88,7 @@ void begin_task(const PagedAttentionParams& p, const AttentionTask& task, int64_
 TIDE_INLINE void attend_page(const PagedAttentionParams& p, int64_t first_lane, int64_t group, const float* values,
                              int64_t first, int64_t last, const Scratch& s) {
     for (int64_t lane = first_lane; lane < first_lane + group; ++lane) {
-        soften(p, s.scores + lane * s.score_stride, s.score_stride, first, last, s.peaks + lane, s.totals + lane,
+        soften(p, s.scores + lane * s.score_stride, s.score_stride, first, last, s.max_scores + lane, s.totals + lane,
                s.sums + lane * p.value_dim);
     }
     for_row_blocks(group, [&](auto count, int64_t head) __attribute__((always_inline)) {

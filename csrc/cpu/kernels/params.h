@@ -1,4 +1,4 @@
-// What each kernel is told. Pointers are raw, counts and strides are in elements.
+// The arguments of each kernel. Pointers are raw, counts and strides are in elements.
 #pragma once
 
 #include <stdint.h>
@@ -86,7 +86,7 @@ struct AttentionTask {
 };
 
 // The largest of some numbers (NaN if any is), the largest of the others, and the sum of exp(x - best).
-struct Peak {
+struct Top2 {
     float best;
     float second;
     float sum;

@@ -39,7 +39,7 @@ TIDE_INLINE void store(Half* p, Vec v) {
     __builtin_memcpy(p, &s, sizeof(s));
 }
 
-// The first `count` (< kLanes) elements; the other lanes are zero and the memory behind is not read.
+// The first `count` (< kLanes) elements; the other lanes are zero and the memory after them is not read.
 template <typename T>
 TIDE_INLINE Vec load_partial(const T* p, int64_t count) {
     T lanes[kLanes] = {};

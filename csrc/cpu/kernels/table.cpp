@@ -21,7 +21,7 @@ const KernelTable& kernel_table() {
         {paged_attention<float>, paged_attention<Half>, paged_attention<BFloat16>},
         attention_scratch_floats,
         maximum,
-        peak,
+        top2_logsumexp,
     };
     return table;
 }

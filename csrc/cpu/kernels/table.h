@@ -39,7 +39,7 @@ struct KernelTable {
     int64_t (*attention_scratch_floats)(const PagedAttentionParams&, int64_t max_queries);
     // The largest of `count` numbers: NaN if any is, -inf of none.
     float (*maximum)(const float* x, int64_t count);
-    Peak (*peak)(const float* x, int64_t count);
+    Top2 (*top2_logsumexp)(const float* x, int64_t count);
 };
 
 namespace baseline {

@@ -17,7 +17,7 @@ constexpr int64_t kStepDepth = 32;    // along k; of a weight row one cache line
 constexpr int64_t kStepBytes = 64;    // of a weight row
 constexpr int64_t kTileFloats = 256;  // sums of one tile, in rows of 16 tokens
 constexpr int64_t kTileBytes = 1024;  // of weights or sums
-constexpr int kMaxWeightTiles = 4;    // beside one tile of tokens; two beside two
+constexpr int kMaxWeightTiles = 4;    // with one tile of tokens; two with two
 constexpr int64_t kSumsRowBytes = 64;
 
 // The tiles of this thread: 0 to 3 sums, 4 and 5 weights, 6 and 7 tokens, of which there are `width` in a tile. Given
@@ -44,7 +44,7 @@ class Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
-// kWeights tiles of weights below one another, beside one or two tiles of tokens. Of sums, one tile of weights has
+// kWeights tiles of weights below one another, next to one or two tiles of tokens. Of sums, one tile of weights has
 // `token_tiles` neighbours in memory. The tile numbers must be literals.
 template <int kWeights, int kTokens>
 TIDE_INLINE void begin_sums() {

@@ -53,13 +53,13 @@ int64_t index_of(const float* row, int64_t width, int64_t chunk, float wanted) {
     return start + index_in(row + start, std::min(kChunk, width - start), wanted);
 }
 
-// The peak of a whole row from those of its chunks.
-Peak joined(const Peak* peaks, int64_t chunks, int64_t found) {
-    Peak all = {peaks[found].best, peaks[found].second, 0.0f};
+// The result of a whole row from those of its chunks.
+Top2 joined(const Top2* parts, int64_t chunks, int64_t found) {
+    Top2 all = {parts[found].best, parts[found].second, 0.0f};
     double sum = 0.0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        if (chunk != found) all.second = std::max(all.second, peaks[chunk].best);
-        sum += static_cast<double>(peaks[chunk].sum) * std::exp(static_cast<double>(peaks[chunk].best) - all.best);
+        if (chunk != found) all.second = std::max(all.second, parts[chunk].best);
+        sum += static_cast<double>(parts[chunk].sum) * std::exp(static_cast<double>(parts[chunk].best) - all.best);
     }
     all.sum = static_cast<float>(sum);
     return all;
@@ -87,16 +87,17 @@ void best(const float* x, int64_t rows, int64_t width, float* maxima, int64_t* i
 void confidence(const float* logits, int64_t rows, int64_t width, float* out, int64_t out_stride, int64_t* indices) {
     require(rows >= 0 && width > 0, "confidence: rows must not be negative and must hold a number");
     const int64_t chunks = chunks_of(width);
-    thread_local std::vector<Peak> memory;
+    thread_local std::vector<Top2> memory;
     memory.resize(rows * chunks);
-    Peak* peaks = memory.data();
+    Top2* parts = memory.data();
     const KernelTable& table = kernels();
-    for_each_chunk(logits, rows, width, 1,
-                   [&](int64_t i, const float* numbers, int64_t count) { peaks[i] = table.peak(numbers, count); });
+    for_each_chunk(logits, rows, width, 1, [&](int64_t i, const float* numbers, int64_t count) {
+        parts[i] = table.top2_logsumexp(numbers, count);
+    });
     for (int64_t row = 0; row < rows; ++row) {
-        const Peak* mine = peaks + row * chunks;
+        const Top2* mine = parts + row * chunks;
         const int64_t chunk = best_chunk(chunks, [&](int64_t i) { return mine[i].best; });
-        const Peak all = joined(mine, chunks, chunk);
+        const Top2 all = joined(mine, chunks, chunk);
         out[row * out_stride] = -std::log(all.sum);
         out[row * out_stride + 1] = all.best - all.second;
         indices[row] = index_of(logits + row * width, width, chunk, all.best);

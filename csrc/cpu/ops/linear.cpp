@@ -43,7 +43,7 @@ void linear(DType dtype, DType weight_dtype, const void* x, const void* weight, 
     const int index = dtype_index(dtype);
     const bool narrow_weight = dtype == DType::kFloat32 && weight_dtype == DType::kBFloat16;
     require(narrow_weight || weight_dtype == dtype,
-            "linear: weight must be of the dtype of x, or bfloat16 beside float32");
+            "linear: weight must be of the dtype of x, or bfloat16 with float32");
     require(rows >= 0 && in_features >= 0 && out_features >= 0, "linear: sizes must not be negative");
     if (rows == 0 || out_features == 0) return;
     const KernelTable& table = kernels();

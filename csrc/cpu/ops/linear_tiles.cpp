@@ -22,7 +22,7 @@ int64_t columns_per_piece(const TileLinearParams& params) {
     if (params.in_features * params.out_features * token_tiles < kMinParallelWork) return params.out_features;
     const int64_t share = params.out_features / (kPiecesPerThread * num_threads()) / kTile * kTile;
     const int64_t most = token_tiles > 2 ? kMaxColumnsOfSums : params.out_features;
-    // Two tiles of weights beside two of tokens read the least.
+    // Two tiles of weights with two of tokens read the least.
     const int64_t least = token_tiles > 1 && params.out_features >= 2 * kTile * num_threads() ? 2 * kTile : kTile;
     return std::clamp(token_tiles > 1 ? share / (2 * kTile) * (2 * kTile) : share, least, std::max(least, most));
 }

@@ -50,7 +50,7 @@ void paged_attention(DType dtype, const PagedAttentionParams& params, const int3
 void best(const float* x, int64_t rows, int64_t width, float* maxima, int64_t* indices);
 
 // logits [rows, width] float32: the log-probability of each row's best one and its lead over the second, to
-// out[row * out_stride] and the number behind it; its index, the lowest among equals, to indices. What is not a number
+// out[row * out_stride] and the number after it; its index, the lowest among equals, to indices. What is not a number
 // makes the log-probability none. Batch-invariant.
 void confidence(const float* logits, int64_t rows, int64_t width, float* out, int64_t out_stride, int64_t* indices);
 

@@ -31,7 +31,7 @@ struct Pools {
     int64_t value_dim;
 };
 
-// What a run is told of its T tokens in R rows. Null for what no step reads.
+// What a run knows of its T tokens in R rows. Null for what no step reads.
 struct Call {
     int64_t num_tokens;
     int64_t num_rows;
@@ -46,13 +46,13 @@ struct Call {
     bool each;                    // every token is chosen, not the last of each row alone
 };
 
-// What a run leaves beside its external buffers, of the chosen tokens in order; empty where no step makes it.
+// What a run returns next to its external buffers, of the chosen tokens in order; empty where no step makes it.
 struct Outcome {
     std::vector<float> results;
     std::vector<int64_t> best;  // indices that `confidence` found
 };
 
-// Steps are added once, in the order they run in; a step that cannot be right is refused then. Safe beside other
+// Steps are added once, in the order they run in; a step that cannot be right is refused then. Safe next to other
 // programs in other threads; calls of one and the same take turns.
 class Program {
   public:

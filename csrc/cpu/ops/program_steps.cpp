@@ -137,7 +137,7 @@ void Program::add_distance(const float* table, int64_t num_rows, Columns y) {
 void Program::rotary(const float* cos, const float* sin, int64_t num_positions, int64_t dim, Columns x) {
     check(x);
     require(cos && sin && dim > 0 && dim % 2 == 0 && x.width % dim == 0, "program: rotary needs heads of even size");
-    require(!buffers_[x.buffer].chosen, "program: rotary takes all tokens");
+    require(!buffers_[x.buffer].chosen, "program: rotary needs all tokens");
     steps_.push_back([=] {
         require(call_.positions, "program: positions must be given");
         check_indices("positions", call_.positions, call_.num_tokens, num_positions);
@@ -153,7 +153,7 @@ void Program::write_kv(Columns k, Columns v, const Pools& pools) {
     check(k);
     check(v);
     check_pools(pools);
-    require(!buffers_[k.buffer].chosen && !buffers_[v.buffer].chosen, "program: write_kv takes all tokens");
+    require(!buffers_[k.buffer].chosen && !buffers_[v.buffer].chosen, "program: write_kv needs all tokens");
     require(k.width == pools.num_kv_heads * pools.key_dim && v.width == pools.num_kv_heads * pools.value_dim,
             "program: k and v must fit the pools");
     steps_.push_back([=] {
@@ -169,7 +169,7 @@ void Program::paged_attention(Columns q, const Pools& pools, float scaling, Colu
     check(q);
     check(y);
     check_pools(pools);
-    require(!buffers_[q.buffer].chosen && !buffers_[y.buffer].chosen, "program: attention takes all tokens");
+    require(!buffers_[q.buffer].chosen && !buffers_[y.buffer].chosen, "program: attention needs all tokens");
     const int64_t num_heads = q.width / pools.key_dim;
     require(q.width % pools.key_dim == 0 && num_heads % pools.num_kv_heads == 0,
             "program: q must hold whole groups of heads");

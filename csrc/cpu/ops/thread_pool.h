@@ -26,7 +26,7 @@ class RangeBody {
 
 // Calls body over [0, count) in pieces of `grain`, on this thread and on idle workers. Each thread has a
 // stretch of neighbouring pieces and helps the others when it is done: a thread that lost its core finds
-// the work done, and nobody waits for a worker that has not begun. If another thread is
+// the work done, and no caller waits for a worker that has not begun. If another thread is
 // already using the pool, the whole range runs on the calling thread. `body` must not throw.
 void parallel_for(int64_t count, int64_t grain, const RangeBody& body);
 

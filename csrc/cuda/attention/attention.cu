@@ -77,7 +77,7 @@ void launch_stream(DType dtype, const PagedAttentionParams& p, const RotaryWrite
 
 bool launched_tiles(DType dtype, const PagedAttentionParams& p, bool& combined, cudaStream_t stream) {
     if (dtype == DType::kFloat32 || !can_use_tiles(p)) return false;
-    if (takes_joined(p.head_dim, p.block_size)) {
+    if (supports_joined(p.head_dim, p.block_size)) {
         launch_stream(dtype, p, nullptr, combined, stream);
         return true;
     }
@@ -100,7 +100,7 @@ void check_sizes(const char* op, const PagedAttentionParams& p) {
 
 }  // namespace
 
-bool takes_joined(int64_t head_dim, int64_t block_size) {
+bool supports_joined(int64_t head_dim, int64_t block_size) {
     const DeviceInfo device = current_device("attend_joined");
     return (head_dim == 64 || head_dim == 128) && block_size > 0 && block_size % 16 == 0 &&
            device.arch >= kClusterArch && device.shared_bytes >= kStreamShared;
@@ -131,8 +131,8 @@ void attend_joined(DType dtype, const PagedAttentionParams& params, const Rotary
                    cudaStream_t stream) {
     if (params.rows <= 0 || params.num_tokens <= 0 || params.max_context <= 0) return;
     check_sizes("attend_joined", params);
-    if (dtype == DType::kFloat32 || !takes_joined(params.head_dim, params.block_size) || !is_aligned(params.k_pool) ||
-        !is_aligned(params.v_pool) || !is_aligned(params.out))
+    if (dtype == DType::kFloat32 || !supports_joined(params.head_dim, params.block_size) ||
+        !is_aligned(params.k_pool) || !is_aligned(params.v_pool) || !is_aligned(params.out))
         throw std::runtime_error(
             "attend_joined: needs half-width heads of 64 or 128, blocks of whole 16 positions and compute capability "
             "9");

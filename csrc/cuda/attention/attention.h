@@ -53,14 +53,14 @@ struct PagedAttentionParams {
 void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream);
 
 // rotary_write, then paged_attention of its queries, with the same bits, in one launch. `rotary` has no q_out and no
-// num_rows; a token that no row owns is neither read nor written. Half-width indices, and what takes_joined() takes;
-// else it throws.
+// num_rows; a token that no row owns is neither read nor written. Half-width types, and what supports_joined()
+// supports; else it throws.
 void attend_joined(DType dtype, const PagedAttentionParams& params, const RotaryWriteParams& rotary,
                    cudaStream_t stream);
 
 // Whether the current device streams such pages: heads of 64 or 128, blocks of whole 16 positions, compute capability 9
 // or above and the shared memory for it. Never depends on the rows.
-bool takes_joined(int64_t head_dim, int64_t block_size);
+bool supports_joined(int64_t head_dim, int64_t block_size);
 
 // Bytes of workspace that serve any call with at most these counts. Its first 256 KiB are counters of the calls: the
 // caller clears them once, before the first call; every call leaves them cleared. Calls that share it must not overlap.

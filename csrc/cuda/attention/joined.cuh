@@ -44,7 +44,7 @@ __device__ inline int patched_from(const StreamWork& w, const Piece& piece) {
     return new_positions.count > 0 ? min(new_positions.first, piece.end()) : piece.end();
 }
 
-// Made ahead of the tiles: the new heads of a piece.
+// The new heads of a piece, made before its tiles are read.
 template <typename T, int kDim>
 struct NewHeads {
     alignas(16) T keys[kMostJoinedQueries][kDim];

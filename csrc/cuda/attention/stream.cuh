@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         }
         if (turn == 0) {
             wait_for_previous();
-            let_next_start();  // not earlier: kernels would queue up a layer ahead, in each other's way
+            let_next_start();  // not earlier: kernels of later layers would occupy the multiprocessors
         }
         const Piece& piece = Layout::kHoldsPiece ? held : pieces[turn % 2];
         char* my_queries = queries + turn % 2 * Layout::kQueryBytes;

@@ -71,13 +71,14 @@ class Ring {
         __syncwarp();
     }
 
-    // Asks for as many tiles as there is room for: of the present piece, then of the next.
+    // Requests as many tiles as the ring has free slots for: of the present piece, then of the next.
     __device__ void request(StreamTiles& tiles, StreamTiles& next, int lane) {
 #pragma unroll 1
         while (open_ < w_.stages) {
-            const bool ahead = tiles.requested == tiles.count;
-            if (ahead && next.requested == next.count) return;
-            const int row = __shfl_sync(~0u, ahead ? next.row : tiles.row, ahead ? next.requested : tiles.requested);
+            const bool is_next = tiles.requested == tiles.count;
+            if (is_next && next.requested == next.count) return;
+            const int row =
+                __shfl_sync(~0u, is_next ? next.row : tiles.row, is_next ? next.requested : tiles.requested);
             if (lane == 0) {
                 const uint64_t policy = read_once_policy();
                 const uint32_t to = tiles_ + filled_ * Layout::kTileBytes, barrier = arrived_ + filled_ * 8;
@@ -91,7 +92,7 @@ class Ring {
                              barrier, policy);
             }
             if (++filled_ == w_.stages) filled_ = 0;
-            (ahead ? next.requested : tiles.requested) += 1;
+            (is_next ? next.requested : tiles.requested) += 1;
             ++open_;
         }
     }

@@ -117,15 +117,15 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) attention_tiles(const __g
         for (int turn = 0;; ++turn) {
 #pragma unroll 1
             while (open < kStages && (requested < now.count || requested_next < next.count)) {
-                const bool ahead = requested == now.count;
-                const int tile = ahead ? requested_next : requested;
-                const int pages[2] = {__shfl_sync(~0u, ahead ? next.pages[0] : now.pages[0], tile),
-                                      __shfl_sync(~0u, ahead ? next.pages[1] : now.pages[1], tile)};
-                const int left = ahead ? next.end - next.begin : now.end - now.begin;
+                const bool is_next = requested == now.count;
+                const int tile = is_next ? requested_next : requested;
+                const int pages[2] = {__shfl_sync(~0u, is_next ? next.pages[0] : now.pages[0], tile),
+                                      __shfl_sync(~0u, is_next ? next.pages[1] : now.pages[1], tile)};
+                const int left = is_next ? next.end - next.begin : now.end - now.begin;
                 const int free = slot + open < kStages ? slot + open : slot + open - kStages;
                 copy_tile<Layout>(p, pages, left - tile * Layout::kStridePositions, ring + free * Layout::kStageBytes,
                                   lane, policy);
-                ++(ahead ? requested_next : requested);
+                ++(is_next ? requested_next : requested);
                 close_copy_group();
                 ++open;
             }

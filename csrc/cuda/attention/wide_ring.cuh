@@ -2,7 +2,7 @@
 //
 //     shared:  a ring of tiles (keys, values), queries of two pieces, what a warpgroup hands over, WideShared
 //
-// They run ahead of the warps that multiply, on into the pieces that follow: two as far as the ring has room, the third
+// They run before the consumers, on into the pieces that follow: two as far as the ring has free slots, the third
 // by one piece. Some multiprocessors are further from memory than others, so pieces are not dealt out in advance: when
 // all keys of a piece are on their way, their producer claims the next piece and posts its index for the other two.
 #pragma once

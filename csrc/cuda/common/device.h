@@ -2,7 +2,7 @@
 //
 // The choice depends on what the loaded code was compiled for, not on what the device could run: a build for 8.0 runs
 // on a 9.0 device as PTX that the driver translates, and `__CUDA_ARCH__` was 800 when it was made. Kernels for 9.0 are
-// empty there. A probe kernel in each set of sources (probe.cu, probe_sm90a.cu) tells what was loaded.
+// empty there. A probe kernel in each set of sources (probe.cu, probe_sm90a.cu) shows what was loaded.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,7 +26,7 @@ struct DeviceInfo {
     int num_sms;
     int shared_bytes;           // of shared memory, that one CTA can have
     int shared_bytes_per_sm;    // that all CTAs of a multiprocessor have together
-    int reserved_shared_bytes;  // of these, that the system takes for each CTA
+    int reserved_shared_bytes;  // of these, that the system reserves for each CTA
 };
 
 // Kernels that do nothing, one in each set of sources. `sm90a_probe` is null where those were not built.

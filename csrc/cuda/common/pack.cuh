@@ -23,7 +23,7 @@ inline int64_t packs_of(int64_t width) {
     return (width + kPack - 1) / kPack;
 }
 
-// `count` elements from `from`, at most 8, the rest `missing`. `aligned` says that 16 bytes at a time may be read.
+// `count` elements from `from`, at most 8, the rest `missing`. `aligned`: 16 bytes may be read at a time.
 template <typename T>
 __device__ inline Pack load_pack(const T* from, int64_t count, bool aligned, float missing = 0.0f) {
     Pack pack;

@@ -11,7 +11,7 @@
 // that publishes. Kernels of others (Torch) are seen too: in a stream that is captured the last node is then not ours,
 // and nothing counts as published. Outside of a capture nothing of the kind can be seen, and launches do not overlap.
 //
-// Weights are read before the wait without a question: nobody may write them inside of a capture.
+// Weights are always read before the wait: they must not be written inside of a capture.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// The indices of a cycle, made on the device. tide_core/kernels/reference/cycle.py says what each part means.
+// The indices of a cycle, made on the device. tide_core/kernels/reference/cycle.py defines each part.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,19 +16,19 @@ struct PlanCycleParams {
     const int32_t* row_meta;    // [4, rows]: newest token, its position, drafts (-1: no row), how it may leave early
     const int32_t* next_state;  // [2, kMostCycleRows]: tokens and positions, for rows whose own are not known yet
     int32_t* tables;            // [rows, blocks]; branches get blocks of their own here
-    int64_t* wide;              // the 64-bit parts, one behind another
+    int64_t* wide;              // the 64-bit parts, one after another
     int32_t* narrow;            // the 32-bit parts
     int64_t rows;               // at most kMostCycleRows, by falling number of drafts
     int64_t drafts;
     int64_t blocks;
     int64_t block_size;
-    int64_t branches;     // that each row is there with, one behind another
+    int64_t branches;     // of each row, one after another
     int64_t first_spare;  // the first of the blocks that are for branches
 };
 
 void plan_cycle(const PlanCycleParams& params, cudaStream_t stream);
 
-// Drafts are target_ids as places in the shortlist. `sources` counts newest tokens and drafts as one [drafts + 1,
+// Drafts are given as places in the shortlist. `sources` counts newest tokens and drafts as one [drafts + 1,
 // rows].
 struct PendingTokensParams {
     const int64_t* newest;     // [rows]

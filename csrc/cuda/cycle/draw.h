@@ -1,5 +1,5 @@
-// Tokens drawn at random, and drafts that were drawn judged by the rejection rule. tide_core/kernels/reference/draw.py
-// says what each means in plain Torch. Both are one launch, take the caller's stream and allocate nothing.
+// Tokens drawn at random, and drawn drafts verified by the rejection rule. tide_core/kernels/reference/draw.py defines
+// both in plain Torch. Both are one launch, take the caller's stream and allocate nothing.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,7 +28,7 @@ struct DrawParams {
 
 struct VerifyDrawnParams {
     const void* logits;         // [tokens, vocabulary] at full depth
-    const int64_t* sources;     // [tokens] ahead * rows + row
+    const int64_t* sources;     // [tokens] draft * rows + row
     const int32_t* num_tokens;  // [1] the tokens that belong to rows; the others are left 0
     const int32_t* counts;      // [rows] drafts of each row
     const double* settings;     // [kDrawSettings, rows]

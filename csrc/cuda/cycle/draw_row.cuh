@@ -119,7 +119,7 @@ struct Range {
     uint32_t floor, base, top;
 };
 
-// The largest key at or above which the amounts reach what is wanted. `wanted_of(total)` says what is wanted of the
+// The largest key at or above which the amounts reach what is wanted. `wanted_of(total)` returns what is wanted of the
 // total, at least 1. Not reached: `above` is the total.
 template <typename T, typename Amount, typename WantedOf>
 __device__ inline Cut select(Team& team, const LogitRow<T>& row, const Section& section, const Range& range,
@@ -196,7 +196,7 @@ __device__ inline int64_t place_of_equal(Team& team, const LogitRow<T>& row, con
 }
 
 // A key that what top-p keeps lies above: all tokens below it together weigh less than may be left out, even if the
-// likeliest one has no other beside it.
+// likeliest one is alone.
 template <typename T>
 __device__ inline uint32_t key_below(const Weigher& weigher, double top_p, int64_t width) {
     if (top_p > 0.999999) return 0;  // what may be left out is not much more than rounding
@@ -245,7 +245,7 @@ __device__ inline uint64_t point_of(uint64_t total, double number) {
     return static_cast<uint64_t>(static_cast<int64_t>(static_cast<double>(static_cast<int64_t>(total)) * number));
 }
 
-// Inverse CDF in the order of places. The place is values in one lane of the team, -1 in all others.
+// Inverse CDF in the order of places. One lane of the team gets the place, all others -1.
 struct Drawn {
     uint64_t total;
     int64_t place;

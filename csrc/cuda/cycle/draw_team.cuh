@@ -1,5 +1,5 @@
 // The CTAs that share one row of logits: a cluster on sm_90 and above, a single one elsewhere. Every warp has an
-// unbroken section of the row. What warps tell one another are whole numbers, so the number of CTAs never shows in a
+// unbroken section of the row. Warps exchange whole numbers, so the number of CTAs never shows in a
 // result.
 #pragma once
 
@@ -43,7 +43,7 @@ class Team {
     __device__ int warps() const { return size_ * kTeamWarps; }
     __device__ TeamMemory& memory() const { return *memory_; }
 
-    // Every warp says one number; returns when all have been values.
+    // Every warp posts one number; returns when all have.
     __device__ void post(uint64_t number) {
         turn_ ^= 1;
         if (threadIdx.x % kWarp == 0) memory_->values[turn_][threadIdx.x / kWarp] = number;
@@ -125,7 +125,7 @@ class Team {
     int size_, rank_, turn_ = 0;
 };
 
-// What the warps of a team have, one behind another.
+// The shares of the warps of a team, one after another.
 struct Shares {
     uint64_t total;
     int warp;         // the one whose share a point falls into

@@ -1,4 +1,4 @@
-// The n-th best of a row; a CTA for each row. Drafts wait for it, one behind another, so it does little: the first two
+// The n-th best of a row; a CTA for each row. Each draft waits for it, so it does little: the first two
 // of a row are found in one pass over it, and numbers are compared as integers in the same order, which a warp compares
 // in one instruction. Few ask for more: each further one takes another pass.
 #include "cuda/common/block.cuh"
@@ -48,9 +48,9 @@ __device__ FirstTwo warp_first_two(const FirstTwo& mine) {
     return all;
 }
 
-// What comes first of all that stands behind `last`.
+// The first of all that rank after `last`.
 template <typename T>
-__device__ Found first_behind(const T* x, int64_t width, const Found& last) {
+__device__ Found first_after(const T* x, int64_t width, const Found& last) {
     Found mine = kNone;
     for (int64_t at = threadIdx.x; at < width; at += kThreads) {
         const Found next = {key_of(to_float(x[at])), static_cast<uint32_t>(at)};
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) nth_best_kernel(NthBestParams p, boo
         };
         const FirstTwo two = of_all(mine);
         Found found = rank > 0 ? two.second : two.first;
-        for (int32_t further = 1; further < rank; ++further) found = of_all({first_behind(x, p.width, found)}).first;
+        for (int32_t further = 1; further < rank; ++further) found = of_all({first_after(x, p.width, found)}).first;
         if (threadIdx.x == 0) p.index[row] = found.place;
     }
 }

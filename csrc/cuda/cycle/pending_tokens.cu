@@ -1,4 +1,4 @@
-// From what the draft passes of a cycle say to the tokens of its deep pass.
+// From the drafts of a cycle to the tokens of its deep pass.
 #include "cuda/common/block.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/cycle/cycle.h"

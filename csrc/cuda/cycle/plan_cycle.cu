@@ -1,4 +1,5 @@
-// All indices of a cycle from what the host says of its rows, and where they go on. One CTA, a thread for each row.
+// All indices of a cycle from the metadata of its rows, and the state of the rows for the next cycle. One CTA, a thread
+// for each row.
 #include "cuda/common/block.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/cycle/cycle.h"
@@ -7,11 +8,12 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int32_t kKeepsDrafts = 1;  // how a row may leave early: its drafts are kept where full depth says the same
+constexpr int32_t kKeepsDrafts =
+    1;  // how a row may leave early: drafts are accepted where full depth gives the same token
 
-// Where the positions of a row lie in the pool, one behind another from the first one asked for: one division, and a
-// read for each block. Slots, rows and tokens are counted in 32 bits here: what is wider takes several times as long to
-// divide.
+// The slots of a row's positions, one after another from a first one: one division, and a
+// read for each block. Slots, rows and tokens are counted in 32 bits here: a wider number takes several times as long
+// to divide.
 class Walk {
   public:
     // A row that does not exist has no blocks: nothing is read.
@@ -165,9 +167,8 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
         const int32_t at = begin + draft;
         plan.returns[at] = walk.slot();
         plan.returns[tokens + at] = own.slot();
-        plan.returns[2 * tokens + at] =
-            sums[first] - (count + 1);      // where it is target_ids what follows the newest token
-        plan.returns[3 * tokens + at] = r;  // where the branch has draft_ids a token
+        plan.returns[2 * tokens + at] = sums[first] - (count + 1);  // index of the token that follows the newest one
+        plan.returns[3 * tokens + at] = r;                          // index of the branch's first draft
         if (draft == count) break;
         walk.step();
         own.step();

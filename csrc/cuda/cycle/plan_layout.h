@@ -1,5 +1,5 @@
 // Where the parts of a cycle's plan lie in its two buffers. tide_core/kernels/reference/cycle.py (CycleParts) has the
-// same parts in the same order, and says what each means; a test compares both.
+// same parts in the same order, and documents each; a test compares both.
 #pragma once
 
 #include <cstdint>

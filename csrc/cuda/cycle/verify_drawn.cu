@@ -1,4 +1,4 @@
-// What full depth says behind every token of a cycle: whether the draft that follows it stays, and if not what comes
+// The token of full depth after every token of a cycle: whether the draft there is accepted, and if not what comes
 // instead. Drawn drafts by the rejection rule of tide_core/exits/verify.py, all else by a plain choice.
 #include "cuda/cycle/draw_row.cuh"
 
@@ -60,9 +60,9 @@ __device__ Proposal<T> proposal_of(const VerifyDrawnParams& p, int64_t source, c
 }
 
 // Whether a draft follows the token: the row has one there, and every score up to it is a number that is high enough.
-__device__ bool is_drafted(const VerifyDrawnParams& p, int64_t row, int64_t ahead, double least) {
-    if (ahead >= p.counts[row]) return false;
-    for (int64_t before = 0; before <= ahead; ++before) {
+__device__ bool is_drafted(const VerifyDrawnParams& p, int64_t row, int64_t draft_index, double least) {
+    if (draft_index >= p.counts[row]) return false;
+    for (int64_t before = 0; before <= draft_index; ++before) {
         const float score = p.scores[before * p.rows + row];
         if (!isfinite(score) || !(score >= least)) return false;
     }
@@ -75,8 +75,9 @@ __device__ int64_t verified_token(Team& team, const VerifyDrawnParams& p, const 
                                   const Section& section, Chances<T> full, int64_t source,
                                   const RowSettings& settings) {
     const auto weight = [&](T element, int64_t index) { return full.weight(element, index); };
-    const int64_t r = source % p.rows, ahead = source / p.rows;
-    if (!is_drafted(p, r, ahead, settings.least)) return draw_from(team, row, section, p.plain[source], weight).place;
+    const int64_t r = source % p.rows, draft_index = source / p.rows;
+    if (!is_drafted(p, r, draft_index, settings.least))
+        return draw_from(team, row, section, p.plain[source], weight).place;
     uint64_t sum = 0;
     each(row, section, [&](T element, int64_t index) { sum += weight(element, index); });
     const Shares shares = share_of_point(team, sum, [](uint64_t) { return uint64_t{0}; });
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kTeamThreads) verify_kernel(VerifyDrawnParams 
             p.best[t] = 0.0f;
             p.ids[t] = 0;
         }
-        return;  // the whole team, and nobody has values anything
+        return;  // the whole team, before any exchange
     }
     const LogitRow<T> row = {static_cast<const T*>(p.logits) + t * p.logits_stride, p.vocabulary, aligned};
     const Section section = section_of(row, team);

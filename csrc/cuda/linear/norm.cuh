@@ -58,7 +58,7 @@ __device__ inline uint4 multiply_vector(const uint4& x, const uint4& weight) {
             multiply_pair(x.w, weight.w)};
 }
 
-// Copies 8 * kVectors of the norm's weights behind the weights of a stage, lane i vector i. No kernel writes them, so
+// Copies 8 * kVectors of the norm's weights after the weights of a stage, lane i vector i. No kernel writes them, so
 // they may be read before wait_for_previous().
 template <int kVectors>
 __device__ inline void copy_norm(const LinearParams& p, int64_t first_column, uint32_t to) {

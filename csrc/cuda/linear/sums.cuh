@@ -26,8 +26,8 @@ struct LinearShape {
     static constexpr int kWarps = kSlices / kCluster;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kTokens = kTokenTiles * kTileTokens;
-    static constexpr int kSquares = kRowTiles * kTileRows;  // where a token's sum of squares stands, behind its sums
-    static constexpr int kSumStride = kSquares + 4;         // floats; the 4 keep quads in different banks
+    static constexpr int kSquares = kRowTiles * kTileRows;      // index of a token's sum of squares, after its sums
+    static constexpr int kSumStride = kSquares + 4;             // floats; the 4 keep quads in different banks
     static constexpr int kSumBytes = kTokens * kSumStride * 4;  // of one warp
 };
 

@@ -7,7 +7,7 @@
 //     stage, per 16 weight rows:  row i = 8 vectors of 16 bytes, vector v at v ^ i % 8 (no bank conflicts)
 //     then, with a norm:          8 vectors of its weight
 //
-// x goes to registers, one block ahead, and from there through shared memory too, which sends it out as the products
+// x goes to registers, one block early, and from there through shared memory too, which hands it out as the products
 // want it. Where a slice is short (kShort: a stage for each of its blocks) all of x is asked for at once: a wait for
 // memory instead of one for every block, which is most of the time of a small model's linear. Stages, each with its x,
 // then lie as the blocks do in a row of the weight: with 9 blocks, of which one slice has two, they take little more
@@ -35,7 +35,7 @@ struct LinearLayout : LinearShape<kRowTiles, 1, 1, kNormed> {
     static constexpr int kStages = kRowTiles % 2 ? 4 : 3;
     static constexpr int kNormOffset = kRowTiles * kTileBytes;
     static constexpr int kStageBytes = kNormOffset + (kNormed ? kRowBytes : 0);
-    static constexpr int kXBytes = kTileTokens * kRowBytes;  // 64 columns of 8 rows of x, behind the stages
+    static constexpr int kXBytes = kTileTokens * kRowBytes;  // 64 columns of 8 rows of x, after the stages
     static constexpr int kBlockBytes = kStageBytes + kXBytes;
     static_assert(kBlockBytes >= LinearLayout::kSumBytes);
 };
@@ -159,17 +159,17 @@ __global__ void __launch_bounds__(kSlices * 32)
     const char* x = static_cast<const char*>(p.x) + ((first_token + g) * p.x_stride + first_k) * 2;
     const int64_t x_columns = p.in_features - first_k;
     const bool exists = first_token + g < rows;
-    constexpr int kBlocksAhead = kShort ? kStages : 1;
-    uint4 xs[kBlocksAhead][2];
-    const auto fetch_x = [&](int ahead, int b) {
+    constexpr int kBlocksInFlight = kShort ? kStages : 1;
+    uint4 xs[kBlocksInFlight][2];
+    const auto fetch_x = [&](int slot_of_x, int b) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int64_t offset = int64_t{b} * kStrideColumns + half * (kBlockColumns / 2);
-            xs[ahead][half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
+            xs[slot_of_x][half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
         }
     };
 #pragma unroll
-    for (int b = 0; b < kBlocksAhead; ++b) fetch_x(b, b);
+    for (int b = 0; b < kBlocksInFlight; ++b) fetch_x(b, b);
     const T residual = Outputs<Layout>(p, row_block, first_token, rows).template residual<T>(p, threadIdx.x);
 
     // 3. The slice: 64 columns a turn.
@@ -281,7 +281,7 @@ void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
            static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes);
 }
 
-// All of x at once, unless the room for it receives more than there is, or keeps two CTAs from sharing a multiprocessor
+// All of x at once, unless its buffer needs more than there is, or keeps two CTAs from sharing a multiprocessor
 // where there are more of them than those.
 template <typename T, int kRowTiles, bool kNormed>
 void launch_tile(const LinearParams& p, cudaStream_t stream) {

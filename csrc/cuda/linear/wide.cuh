@@ -16,7 +16,7 @@
 namespace tide::cuda {
 
 // The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there. A
-// stage of the ring has the weight of a block; where its x is, `x_at` tells by block and slot.
+// stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot.
 template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
 __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
                                   Begin&& begin) {

@@ -1,5 +1,5 @@
 // The linear for many rows, where there are more tiles than multiprocessors and a row of x is short: an LM head. A CTA
-// stays and receives one tile of the weight after another. Its x stays too, all columns of it; while the sums of a tile
+// stays and takes one tile of the weight after another. Its x stays too, all columns of it; while the sums of a tile
 // are put in order and written, the weight of the next is on its way.
 //
 //     shared:  stages of weight, 64 rows x 128 bytes for each group of warps; x, a block of columns after another;
@@ -129,7 +129,7 @@ template <typename T, typename Layout>
 void launch_persistent(const LinearParams& p, cudaStream_t stream) {
     using Persistent = PersistentLayout<Layout>;
     const int64_t stages = count_stages(p.in_features, Layout::kTokens);
-    if (p.gated || stages < tuning::kFewestStages) throw std::runtime_error("linear: x has no room to stay");
+    if (p.gated || stages < tuning::kFewestStages) throw std::runtime_error("linear: x does not fit next to the ring");
     const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
     const int64_t tiles = (p.out_features + Layout::kRows - 1) / Layout::kRows;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;

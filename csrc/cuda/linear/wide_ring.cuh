@@ -100,9 +100,10 @@ __device__ inline void produce_blocks(const LinearParams& p, const CUtensorMap& 
     };
     fetch_map(weights);
     fetch_map(xs);
-    BlockWalk<Layout> ahead = walk;
+    BlockWalk<Layout> first_walk = walk;
     uint32_t begun = 0;
-    for (; begun < ring.count && !ahead.is_done(); ++begun, ahead.next()) fetch_weight(begun, ahead.column());
+    for (; begun < ring.count && !first_walk.is_done(); ++begun, first_walk.next())
+        fetch_weight(begun, first_walk.column());
     wait_for_previous();
     for (uint32_t slot = 0; slot < begun; ++slot, walk.next()) fetch_x(slot, walk.column());
     if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // no CTA may end before its copies have arrived

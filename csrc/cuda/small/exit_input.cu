@@ -1,4 +1,4 @@
-// What an exit head is fed with: the normed state beside the normed deep state, plus what the distance between them
+// The input of an exit head: the normed state next to the normed deep state, plus what the distance between them
 // adds. A CTA for each half of a row.
 #include "cuda/common/launch.h"
 #include "cuda/small/norm_row.cuh"

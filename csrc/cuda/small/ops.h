@@ -1,5 +1,5 @@
 // The small ops. Each is one launch, takes the caller's stream and allocates nothing.
-// What the small ops are told. Pointers are raw and on the device, counts and strides are in elements.
+// Pointers are raw and on the device, counts and strides are in elements.
 // `num_rows`, where not null, holds the true number of rows, at most `rows`: nothing past it is read or written.
 #pragma once
 
@@ -72,13 +72,13 @@ struct RotaryWriteParams {
 };
 
 // How each row of logits ends. Order: a NaN stands above every number, and of equals the first.
-struct PeakParams {
+struct Top2LogsumexpParams {
     const void* x;       // [rows, width]
     float* best;         // [rows]
     int64_t* index;      // [rows] where the best stands
     float* second;       // [rows] the largest of the others, -inf where there are none
     float* sum;          // [rows] of exp(x - best)
-    void* partials;      // peak_partials(rows, width) bytes
+    void* partials;      // top2_logsumexp_partials(rows, width) bytes
     uint32_t* counters;  // [rows], all zero, and zero again afterwards
     const int32_t* num_rows;
     int64_t rows;
@@ -89,7 +89,7 @@ struct PeakParams {
 // The router of tide_core/exits/artefact/router.py; its weights are float32.
 struct RouterParams {
     const void* features;     // [rows, width]
-    const float* best;        // [rows], as peak leaves them
+    const float* best;        // [rows], as top2_logsumexp writes them
     const float* second;      // [rows]
     const float* sum;         // [rows]
     const float* norm;        // [width]
@@ -154,8 +154,8 @@ void gather_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
 void scatter_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
 void exit_input(DType dtype, const ExitInputParams& params, cudaStream_t stream);
 
-void peak(DType dtype, const PeakParams& params, cudaStream_t stream);
-int64_t peak_partials(int64_t rows, int64_t width);  // bytes
+void top2_logsumexp(DType dtype, const Top2LogsumexpParams& params, cudaStream_t stream);
+int64_t top2_logsumexp_partials(int64_t rows, int64_t width);  // bytes
 void router(DType dtype, const RouterParams& params, cudaStream_t stream);
 
 }  // namespace tide::cuda

@@ -1,5 +1,5 @@
 // Copies of whole rows by index. Bytes are moved as they are, in the widest units that the rows allow. A pass begins
-// with a gather, of its tokens' embeddings: it publishes what was written before, if that is not settled yet.
+// with a gather of its tokens' embeddings, which publishes what was written before if nothing else has.
 #include "cuda/common/block.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/small/ops.h"

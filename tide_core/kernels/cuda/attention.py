@@ -1,4 +1,4 @@
-"""Attention on a GPU: rotary positions, pages and what reads them. See `tide_core.kernels.cuda.ops`."""
+"""Attention on a GPU: rotary positions, page writes and paged attention. See `tide_core.kernels.cuda.ops`."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def paged_attention(
 
 
 def heads_of(x: Tensor) -> _Heads:
-    """As the CUDA module is told of `x` [T, H, D]."""
+    """`x` [T, H, D] as the CUDA module expects it."""
     return x.data_ptr(), x.shape[1], x.stride(0), x.stride(1)
 
 

@@ -1,4 +1,4 @@
-"""What branches of a draft need, on a GPU. See `tide_core.kernels.reference.branches`."""
+"""Ops for branches of a draft, on a GPU. See `tide_core.kernels.reference.branches`."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from tide_core.kernels.reference import cycle as cycle_plan
 def pending_tokens(
     newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
 ) -> None:
-    """Which tokens the drafts at these `places` [K, R] of the shortlist are, into `drafted` [K, R], and those of the
-    deep pass, into `token_ids` [T]; all int64."""
+    """Write the token ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep
+    pass into `token_ids` [T]; all int64."""
     device = home(newest)
     checks.refuse([checks.dims_fault("places", places, 2), checks.dims_fault("sources", sources, 1)])
     drafts, rows, tokens = *places.shape, sources.shape[0]
-    for name, tensor, shape, said in (
+    for name, tensor, shape, letters in (
         ("newest", newest, (rows,), "[R]"),
         ("places", places, (drafts, rows), "[K, R]"),
         ("shortlist", shortlist, (shortlist.numel(),), "[S]"),
@@ -26,7 +26,7 @@ def pending_tokens(
         ("drafted", drafted, (drafts, rows), "[K, R]"),
         ("token_ids", token_ids, (tokens,), "[T]"),
     ):
-        checks.refuse(checks.exact_faults(name, tensor, torch.int64, shape, said, device))
+        checks.refuse(checks.exact_faults(name, tensor, torch.int64, shape, letters, device))
     addresses = (at(part) for part in (newest, places, shortlist, sources, drafted, token_ids))
     launch(device, "pending_tokens", *addresses, rows, drafts, tokens)
 
@@ -41,11 +41,11 @@ def carry_on(
     carried: Tensor,
     following_rows: Tensor,
 ) -> None:
-    """Where each row goes on, into `carried` [2, MOST_ROWS], int32, and into `following_rows` [2, R], int64."""
+    """Each row's state for the next cycle, into `carried` [2, MOST_ROWS], int32, and `following_rows` [2, R], int64."""
     device = home(about)
     checks.refuse([checks.dims_fault("about", about, 2), checks.dims_fault("drafted", drafted, 2)])
     rows, drafts, tokens = about.shape[1], drafted.shape[0], following.numel()
-    for name, tensor, kind, shape, said in (
+    for name, tensor, kind, shape, letters in (
         ("about", about, torch.int32, (4, rows), "[4, R]"),
         ("starts", starts, torch.int32, (rows + 1,), "[R + 1]"),
         ("positions", positions, torch.int64, (tokens,), "[T]"),
@@ -54,10 +54,10 @@ def carry_on(
         ("carried", carried, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
         ("following_rows", following_rows, torch.int64, (2, rows), "[2, R]"),
     ):
-        checks.refuse(checks.exact_faults(name, tensor, kind, shape, said, device))
+        checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
     _refuse_rows(about)
     addresses = (at(part) for part in (about, starts, positions, drafted, following, carried, following_rows))
-    launch(device, "carry_on", *addresses, rows, drafts, branches)
+    launch(device, "advance_rows", *addresses, rows, drafts, branches)
 
 
 def plan_cycle(
@@ -71,8 +71,8 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from what is said `about` the rows [4, R], what was `carried` [2, MOST_ROWS] and their blocks
-    [R, B], int32 all; branches get blocks of their own in `tables`."""
+    """Fill both buffers from the metadata of the rows, `about` [4, R], the state `carried` [2, MOST_ROWS] from the
+    previous cycle and their blocks [R, B], all int32; branches get blocks of their own in `tables`."""
     device = home(about)
     checks.refuse([checks.dims_fault("about", about, 2), checks.dims_fault("tables", tables, 2)])
     rows, blocks = about.shape[1], tables.shape[1]
@@ -89,6 +89,6 @@ def plan_cycle(
 
 
 def _refuse_rows(about: Tensor) -> None:
-    """More than the kernels have threads for."""
+    """Refuse more rows than the kernels have threads for."""
     if about.shape[1] > cycle_plan.MOST_ROWS:
         checks.refuse([checks.shape_error("about", about, f"[4, R] with at most {cycle_plan.MOST_ROWS} rows")])

@@ -38,7 +38,7 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
 
 
 def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
-    """The largest of each row of `logits` [T, V], and the token to be said there."""
+    """The largest of each row of `logits` [T, V], and the token to output there."""
     device = home(logits)
     checks.refuse(_logits_faults(logits, device))
     checks.refuse(_cycle_faults(logits, cycle, device))

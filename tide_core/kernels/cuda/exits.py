@@ -1,4 +1,4 @@
-"""What exits need on a GPU: inputs of heads, peaks of logits, scores of routers, rows by index.
+"""Ops of exits on a GPU: inputs of heads, top-2 and log-sum-exp of logits, scores of routers, rows by index.
 
 See `tide_core.kernels.cuda.ops`."""
 
@@ -28,7 +28,7 @@ class Scratch:
     @classmethod
     def sized(cls, device: torch.device, rows: int, *, vocabulary: int = 1, bottleneck: int = 0) -> Scratch:
         """For calls with at most these counts; an op that is not called may be left out."""
-        size = max(module().peak_partials(rows, vocabulary), 4 * rows * bottleneck)
+        size = max(module().top2_logsumexp_partials(rows, vocabulary), 4 * rows * bottleneck)
         return cls(
             torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
         )
@@ -37,17 +37,17 @@ class Scratch:
 def peak(
     logits: Tensor, scratch: Scratch | None = None, *, num_rows: Tensor | None = None, out: Peaks | None = None
 ) -> Peaks:
-    """How each row of `logits` [R, V] ends: best, its index, second and sum of exp(x - best), [R] each."""
+    """Of each row of `logits` [R, V]: best, its index, second and sum of exp(x - best), [R] each."""
     device = home(logits)
     checks.refuse(cuda_checks.peak_faults(logits, device))
     rows, width = logits.shape
     peaks = _peaks(out, rows, num_rows, device)
     if rows:
         scratch = scratch or Scratch.sized(device, rows, vocabulary=width)
-        _refuse_small(scratch, module().peak_partials(rows, width), rows, device)
+        _refuse_small(scratch, module().top2_logsumexp_partials(rows, width), rows, device)
         launch(
             device,
-            "peak",
+            "top2_logsumexp",
             _DTYPE_CODES[logits.dtype],
             at(logits),
             *(at(part) for part in peaks),
@@ -107,7 +107,7 @@ def router(
 def judge(
     features: Tensor, logits: Tensor, weights: RouterWeights, scratch: Scratch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Scores [R] and where the best of `logits` [R, V] stands, [R]."""
+    """Scores [R] and the index of the best of `logits` [R, V], [R]."""
     peaks = peak(logits, scratch=scratch)
     return router(features, peaks, weights, scratch=scratch)[0], peaks.best_at
 
@@ -153,7 +153,7 @@ def exit_input(
     num_rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What an exit head is fed with, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
+    """The input of an exit head, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
     device = home(states)
     checks.refuse(
         cuda_checks.exit_input_faults(

@@ -1,4 +1,4 @@
-"""Attention from the joined projection on, in one launch, for passes of few queries. See `cuda.ops`."""
+"""Rotation, page writes and attention of a joined projection in one launch, for few queries. See `cuda.ops`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tide_core.kernels.cuda.launch import at, home, launch, module, result
 
 
 def takes_joined(k_pool: Tensor, v_pool: Tensor) -> bool:
-    """Whether `attend_joined` knows keys and values as these pools hold them, on their device."""
+    """Whether `attend_joined` supports pools such as these, on their device."""
     if cuda_checks.joined_fault(k_pool, v_pool) is not None or not k_pool.is_cuda:
         return False
     with torch.cuda.device(k_pool.device):
-        return bool(module().takes_joined(k_pool.shape[3], k_pool.shape[2]))
+        return bool(module().supports_joined(k_pool.shape[3], k_pool.shape[2]))
 
 
 def attend_joined(

@@ -1,4 +1,4 @@
-"""What every CUDA wrapper does: find the module, hand over addresses, and launch on the caller's stream."""
+"""What every CUDA wrapper uses: the module, addresses of tensors, and a launch on the caller's stream."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 
 MOST_ROWS = 256
-"""Up to so many our linear is used everywhere, which is all that a cycle has: a row gets the same bits in every step,
-so that what is verified is what full depth would say. Of more, which prompts have, see `fast_for_many_rows`."""
+"""Up to so many rows, the most of a cycle, our linear is always used: a row gets the same bits in every step, so that
+verification gives what full depth gives. For more rows, which prompts have, see `fast_for_many_rows`."""
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def fast_for_many_rows(device: torch.device) -> bool:
 
 
 def home(tensor: Tensor) -> torch.device:
-    """Where the tensors of a call must be: on the GPU of the first one, on any if that is on none."""
+    """The device of a call: the GPU of its first tensor, or any GPU if that is on none."""
     return tensor.device if tensor.is_cuda else torch.device("cuda")
 
 

@@ -1,6 +1,6 @@
 """The ops on a GPU, by the CUDA module. For inference only: no gradient flows through them.
 
-`reference.ops` says what each op means. A row's result is bitwise the same alone and in any batch. Every
+`reference.ops` defines each op. A row's result is bitwise the same alone and in any batch. Every
 op runs on the current stream, waits for nothing and can be captured in a graph. With `out` it allocates nothing.
 
 `num_rows` [1], int32 on the device, is the true number of rows where only the device knows it: rows past it are neither
@@ -110,7 +110,7 @@ def linear(
 
 
 def linear_of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` by ours, or by Torch's where ours would be slow for so many rows."""
+    """Our `linear`, or Torch's where ours is slow for so many rows."""
     return linear(x, weight, bias) if _is_ours(x) else F.linear(x, weight, bias)
 
 
@@ -123,8 +123,8 @@ def fused_linear_of_any(
     gated: bool = False,
     norm: Norm | None = None,
 ) -> Tensor:
-    """`linear` with what stands around it, likewise. Of wide rows the norm is a launch of its own: the products would
-    lose more time. It is one or the other for all steps of a model, so that bits never depend on the rows."""
+    """`linear` fused with its norm, gate and residual, likewise. For wide rows the norm is a launch of its own: that
+    is faster. A model always uses the same of both, so that bits never depend on the rows."""
     if norm is not None and x.shape[-1] > WIDEST_NORMED:
         x, norm = rms_norm(x, *norm), None
     if _is_ours(x):
@@ -133,8 +133,8 @@ def fused_linear_of_any(
 
 
 def _is_ours(x: Tensor) -> bool:
-    """By rows only where ours has no kernel for many: elsewhere a row's bits must not depend on their number. Narrow
-    rows come with a norm inside, which that kernel does not take."""
+    """True for few rows, and for many where we have a kernel for them: it gives a row the same bits. Narrow rows have a
+    fused norm, which that kernel does not support."""
     width = x.shape[-1]
     if x.numel() <= MOST_ROWS * width:
         return True
@@ -142,7 +142,7 @@ def _is_ours(x: Tensor) -> bool:
 
 
 def takes(k_pool: Tensor, v_pool: Tensor) -> bool:
-    """Whether attention knows heads and pages of these sizes."""
+    """Whether attention supports heads and pages of these sizes."""
     _, _, block_size, head_dim = k_pool.shape
     fits = head_dim % 8 == 0 and head_dim <= cuda_checks.MAX_HEAD_DIM and block_size % 8 == 0
     return fits and k_pool.shape == v_pool.shape

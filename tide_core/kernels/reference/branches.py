@@ -1,4 +1,4 @@
-"""What branches of a draft need, in plain Torch: see `tide_core.execution.graphs.branches`."""
+"""Ops for branches of a draft, in plain Torch: see `tide_core.execution.graphs.branches`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Claims(NamedTuple):
-    """What must be true for each of N pairs of slots: that what was said at one place was tried at another."""
+    """A condition for each of N pairs of slots: a token of full depth equals a drafted token."""
 
     places: Tensor
     """[2, N] int32: in `said`, and in `tried`. They must exist."""

@@ -64,7 +64,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Copies `k` [T, H, Dk] and `v` [T, H, Dv] into the pools [num_blocks, H, block_size, D], in place.
 
-    `slots` [T] says where: block * block_size + offset. A token with a negative slot is skipped.
+    `slots` [T]: block * block_size + offset. A token with a negative slot is skipped.
     """
     block_size = k_pool.shape[2]
     kept = slots >= 0
@@ -248,7 +248,7 @@ class RouterWeights(NamedTuple):
 
 def peak(logits: Tensor, scratch: object = None, *, out: Peaks | None = None) -> Peaks:
     """The largest number of each row of `logits` [R, V] and where it first stands, the largest of the others, and the
-    sum of exp(x - best), in float32. A NaN stands above every number; beside a best that is not finite the sum is NaN.
+    sum of exp(x - best), in float32. A NaN ranks above every number; if the best is not finite the sum is NaN.
     `scratch` is of no use here."""
     wide = logits.float()
     best, best_at = wide.max(-1, keepdim=True)
@@ -266,7 +266,7 @@ def router(features: Tensor, peaks: Peaks, weights: RouterWeights) -> Tensor:
 
 
 def judge(features: Tensor, logits: Tensor, weights: RouterWeights, scratch: object = None) -> tuple[Tensor, Tensor]:
-    """`router` on `peak`: scores [R] and where the best of `logits` [R, V] stands. `scratch` is of no use here."""
+    """`router` on `peak`: scores [R] and the index of the best of `logits` [R, V]. `scratch` is not used here."""
     peaks = peak(logits)
     return router(features, peaks, weights), peaks.best_at
 
@@ -305,10 +305,10 @@ def exit_input(
     table: Tensor,
     eps: float,
 ) -> Tensor:
-    """What an exit head is fed with, [T, 2 D]: the normed `states` [T, D] beside the normed rows `deep_slots` [T] of
+    """The input of an exit head, [T, 2 D]: the normed `states` [T, D] next to the normed rows `deep_slots` [T] of
     `deep_states` [N, D], plus row `distances` [T], or the last, of `table` [M + 1, 2 D].
 
-    A distance of 0 says that there is no deep state: zeros stand for it, whatever the slot."""
+    A distance of 0 means that there is no deep state: it is zeros, whatever the slot."""
     deep = gather_rows(deep_states, deep_slots.masked_fill(distances <= 0, -1))
     both = torch.cat((rms_norm(states, state_norm, eps), rms_norm(deep, deep_norm, eps)), -1)
     return both + table[distances.clamp(0, table.shape[0] - 1)]

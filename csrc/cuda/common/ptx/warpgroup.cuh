@@ -21,7 +21,7 @@ __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// How the tensor cores are told of lines that begin at `address`: swizzled, 8 rows in 1024 bytes, the next 8 rows
+// The descriptor of lines that begin at `address`: swizzled, 8 rows in 1024 bytes, the next 8 rows
 // `eights` times as far.
 __device__ inline uint64_t lines_at(uint32_t address, int eights = 1) {
     constexpr uint64_t kSwizzled = uint64_t{1} << 62, kEightRows = uint64_t{8 * kLineBytes / 16} << 32;

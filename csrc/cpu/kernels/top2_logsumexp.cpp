@@ -1,4 +1,4 @@
-// How a row of logits ends: its largest number, the one behind it, and the sum of all exponentials.
+// Of a row of logits: the largest number, the second, and the sum of all exponentials.
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/vector_math.h"
 
@@ -42,7 +42,7 @@ float maximum(const float* x, int64_t count) {
     return lane_max(max_or_nan(max_or_nan(best[0], best[1]), max_or_nan(best[2], best[3])));
 }
 
-Peak peak(const float* x, int64_t count) {
+Top2 top2_logsumexp(const float* x, int64_t count) {
     const float best = maximum(x, count);
     const float base = best == kLowest ? 0.0f : best;  // -inf minus itself is no number
     Vec below = splat(kLowest), sum = {};

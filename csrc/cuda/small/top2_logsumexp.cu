@@ -1,4 +1,4 @@
-// How a row of logits ends: its largest number and where it stands, the one behind it, and the sum of all exponentials.
+// Of each row of logits: the largest number and its index, the second, and the sum of all exponentials.
 // Rows are cut into chunks at fixed places, a CTA for each, and the last CTA of a row to finish joins its chunks in
 // their order: one launch fills the device even for one row of a whole vocabulary, and a row's result never depends on
 // how many rows there are. Numbers are compared as integers in the same order, which a warp compares in one
@@ -98,7 +98,7 @@ __device__ Part joined_chunks(const Part* parts, uint32_t chunks) {
     return warp_joined(mine);
 }
 
-__device__ void write_row(const PeakParams& p, int64_t row, const Part& all) {
+__device__ void write_row(const Top2LogsumexpParams& p, int64_t row, const Part& all) {
     const float best = number_of(all.best);
     p.best[row] = best;
     p.second[row] = number_of(all.second);
@@ -107,7 +107,7 @@ __device__ void write_row(const PeakParams& p, int64_t row, const Part& all) {
 }
 
 // By one warp, with the part of its own CTA; only the last CTA of a row knows the row.
-__device__ void finish_row(const PeakParams& p, int64_t row, uint32_t chunk, uint32_t chunks, Part part) {
+__device__ void finish_row(const Top2LogsumexpParams& p, int64_t row, uint32_t chunk, uint32_t chunks, Part part) {
     if (chunks > 1) {
         Part* parts = static_cast<Part*>(p.partials) + row * chunks;
         bool last = false;
@@ -123,7 +123,8 @@ __device__ void finish_row(const PeakParams& p, int64_t row, uint32_t chunk, uin
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, uint32_t chunks, bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+    top2_logsumexp_kernel(Top2LogsumexpParams p, uint32_t chunks, bool aligned) {
     __shared__ Part warps[kWarps];
     wait_for_previous();
     let_next_start();  // drafts follow one another: it publishes
@@ -145,18 +146,19 @@ __global__ void __launch_bounds__(kThreads) peak_kernel(PeakParams p, uint32_t c
 
 }  // namespace
 
-int64_t peak_partials(int64_t rows, int64_t width) {
+int64_t top2_logsumexp_partials(int64_t rows, int64_t width) {
     const int64_t chunks = (width + kChunk - 1) / kChunk;
     return chunks == 1 ? 0 : rows * chunks * static_cast<int64_t>(sizeof(Part));
 }
 
-void peak(DType dtype, const PeakParams& p, cudaStream_t stream) {
+void top2_logsumexp(DType dtype, const Top2LogsumexpParams& p, cudaStream_t stream) {
     if (p.rows == 0 || p.width == 0) return;
     const int64_t chunks = (p.width + kChunk - 1) / kChunk;
-    with_storage("peak", dtype, [&](auto storage) {
+    with_storage("top2_logsumexp", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
-        launch("peak", peak_kernel<T>, LaunchShape{grid_of(p.rows * chunks), kThreads, 0, 1, Effect::kPublishes},
-               stream, p, static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
+        launch("top2_logsumexp", top2_logsumexp_kernel<T>,
+               LaunchShape{grid_of(p.rows * chunks), kThreads, 0, 1, Effect::kPublishes}, stream, p,
+               static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
     });
 }
 
