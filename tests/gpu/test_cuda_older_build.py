@@ -16,12 +16,12 @@ import pybind11
 import pytest
 import torch
 
-from tide_core.kernels import cuda_obstacle
+from tide_core.kernels import cuda_unsupported_reason
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+    pytest.mark.skipif(cuda_unsupported_reason() is not None, reason=str(cuda_unsupported_reason())),
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler"),
 ]
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ def cycle_arguments(device: str, dtype: torch.dtype = torch.float32) -> dict[str
     def integers(values: list[Any], kind: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=kind, device=device)
 
-    row_meta, carried = integers([[7], [3], [2], [1]], torch.int32), integers([[5] * 256] * 2, torch.int32)
+    row_meta, next_state = integers([[7], [3], [2], [1]], torch.int32), integers([[5] * 256] * 2, torch.int32)
     logits = torch.randn(ROWS, VOCABULARY, device=device).to(dtype)
     pools = [torch.randn(BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, device=device).to(dtype) for _ in range(2)]
     claims = Claims(integers([[0, 0], [1, 1]], torch.int32), integers([5]), integers([4, 5]))
@@ -38,10 +38,10 @@ def cycle_arguments(device: str, dtype: torch.dtype = torch.float32) -> dict[str
     num_wide, num_narrow = sizes(1, 2)
     plan = empty(num_wide), torch.zeros(num_narrow, dtype=torch.int32, device=device)
     return {
-        "plan_cycle": (row_meta, carried, integers([[3]], torch.int32), BLOCK_SIZE, 2, *plan),
-        "carry_on": (
+        "plan_cycle": (row_meta, next_state, integers([[3]], torch.int32), BLOCK_SIZE, 2, *plan),
+        "advance_rows": (
             *(row_meta, integers([0, 3], torch.int32), integers([3, 4, 5]), integers([[6], [9]])),
-            *(integers([6, 8, 9]), 1, carried, empty(2, 1)),
+            *(integers([6, 8, 9]), 1, next_state, empty(2, 1)),
         ),
         "pending_tokens": (
             *(integers(ids) for ids in ([7, 3], [[1, 0], [2, 2]], [40, 41, 42], [0, 2, 4, 1, 5])),

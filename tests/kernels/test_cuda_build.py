@@ -37,7 +37,7 @@ if module.device_count() == 0:
     from tests.kernels.test_cuda_checks import ARGUMENTS
     from tide_core.kernels.cuda import attention, branches, cycle, draw, exits, joined, ops
     for wrappers in (attention, branches, cycle, draw, exits, joined, ops):
-        wrappers.home = lambda tensor: tensor.device
+        wrappers.device_of = lambda tensor: tensor.device
         wrappers.module = lambda: module
         wrappers.launch = lambda device, op, *arguments, counters=None: getattr(module, op)(*arguments, 0)
     def of_a_cycle(run, op):
@@ -45,7 +45,7 @@ if module.device_count() == 0:
     def copy_slots(pools, block_size, *slots):
         branches.slot_copier(pools, block_size)(*slots)
     calls = [(op, lambda op=op: getattr(ops, op)(**ARGUMENTS[op]())) for op in ARGUMENTS]
-    calls += [of_a_cycle(getattr(cycle, op), op) for op in ("plan_cycle", "carry_on", "pending_tokens")]
+    calls += [of_a_cycle(getattr(cycle, op), op) for op in ("plan_cycle", "advance_rows", "pending_tokens")]
     calls += [of_a_cycle(branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
     calls += [of_a_cycle(draw.draw, "draw"), of_a_cycle(draw.verify_drawn, "verify_drawn")]
     for op, call in calls:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tide_core.kernels.reference.branches import CopySlots
 from tide_core.kernels.reference.draw import DrawnCycle
-from tide_core.kernels.reference.ops import Norm, Peaks, RouterWeights
+from tide_core.kernels.reference.ops import Norm, RouterWeights, Top2
 
 
 class LinearOp(Protocol):
@@ -106,7 +106,7 @@ class AttendOp(Protocol):
         max_queries: int,
         max_context: int,
         workspace: Tensor,
-        fresh: bool = False,
+        queries_are_new: bool = False,
     ) -> Tensor: ...
 
 
@@ -161,13 +161,13 @@ class CudaKernels(Kernels):
     attention_workspace: Callable[..., Tensor]
     """For `attend` and `attend_joined`: the most tokens, query heads, elements of a head and positions; where; and as
     `held` one that is handed back where it is large enough."""
-    peak: Callable[..., Peaks]
+    top2_logsumexp: Callable[..., Top2]
     """Of logits, with a scratch and an optional `out`."""
     router: Callable[..., tuple[Tensor, Tensor | None]]
     """Of features, top-2 and weights, with an optional `scratch` and `out`."""
-    judge: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
-    judge_scratch: Callable[..., Any]
-    """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    score: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
+    score_scratch: Callable[..., Any]
+    """For `top2_logsumexp` and `score`: where, rows, and by name `vocabulary` and `bottleneck`."""
     exit_input: ExitInputOp
     norm_into: Callable[..., Tensor]
     """`rms_norm` with an optional `out`."""
@@ -176,7 +176,7 @@ class CudaKernels(Kernels):
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    carry_on: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    advance_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
     """Defined in `tide_core.kernels.reference.cycle`."""
     nth_best: Callable[..., Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], CopySlots]
@@ -184,9 +184,9 @@ class CudaKernels(Kernels):
     draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
     """Defined in `tide_core.kernels.reference.draw`."""
-    takes: Callable[[Tensor, Tensor], bool]
+    supports: Callable[[Tensor, Tensor], bool]
     """Whether `attend` supports pools such as these."""
     attend_joined: AttendJoinedOp
     """`rotary_write`, then `attend`, for rows of few queries."""
-    takes_joined: Callable[[Tensor, Tensor], bool]
+    supports_joined: Callable[[Tensor, Tensor], bool]
     """Whether `attend_joined` does; else use the two ops."""

@@ -30,19 +30,19 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
         return reference_kernels()
     kind = torch.device(device).type
     cpu = kind == "cpu"
-    obstacle = cuda_obstacle(device) if kind == "cuda" else native_obstacle(kind)
-    if obstacle is None and not cpu:
+    reason = cuda_unsupported_reason(device) if kind == "cuda" else native_unsupported_reason(kind)
+    if reason is None and not cpu:
         _log_once(f"kernels: cuda, {'as configured' if choice == 'native' else 'on the GPU'}")
         _warn_if_older(torch.device(device))
         return cuda_kernels()
-    if obstacle is None:
+    if reason is None:
         native = importlib.import_module("tide_core.kernels.cpu.ops")
         instruction_set = importlib.import_module(_NATIVE_MODULE).instruction_set()
         _log_once(f"kernels: native ({instruction_set}), {'as configured' if choice == 'native' else 'on the cpu'}")
         return _kernels("native", native)
     if choice == "native":
-        raise ConfigError("kernels", "native", f"auto or reference here: {obstacle}")
-    _log_once(f"kernels: reference, because {obstacle}", logging.WARNING if cpu else logging.INFO)
+        raise ConfigError("kernels", "native", f"auto or reference here: {reason}")
+    _log_once(f"kernels: reference, because {reason}", logging.WARNING if cpu else logging.INFO)
     return reference_kernels()
 
 
@@ -64,24 +64,24 @@ def cuda_kernels() -> CudaKernels:
         rotary_write=cuda.rotary_write,
         attend=cuda.paged_attention,
         attention_workspace=cuda.attention_workspace,
-        peak=cuda.peak,
+        top2_logsumexp=cuda.top2_logsumexp,
         router=cuda.router,
-        judge=cuda.judge,
-        judge_scratch=cuda.Scratch.sized,
+        score=cuda.score,
+        score_scratch=cuda.Scratch.sized,
         exit_input=cuda.exit_input,
         norm_into=cuda.rms_norm,
         embed=cuda.embed,
         scatter_rows=cuda.scatter_rows,
         plan_cycle=cycle.plan_cycle,
         pending_tokens=cycle.pending_tokens,
-        carry_on=cycle.carry_on,
+        advance_rows=cycle.advance_rows,
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
         draw=draws.draw,
         verify_drawn=draws.verify_drawn,
-        takes=cuda.takes,
+        supports=cuda.supports,
         attend_joined=cuda.attend_joined,
-        takes_joined=cuda.takes_joined,
+        supports_joined=cuda.supports_joined,
     )
 
 
@@ -108,7 +108,7 @@ def _kernels(name: str, ops: ModuleType) -> Kernels:
     return Kernels(name, ops.linear, ops.rms_norm, ops.silu_mul, ops.rotary, ops.write_kv, ops.paged_attention)
 
 
-def native_obstacle(device_type: str) -> str | None:
+def native_unsupported_reason(device_type: str) -> str | None:
     """Why native cannot run, or None."""
     if device_type != "cpu":
         return f"the native kernels run on the cpu, not on {device_type}"
@@ -116,7 +116,7 @@ def native_obstacle(device_type: str) -> str | None:
     return None if error is None else f"the native module cannot be imported ({error})"
 
 
-def cuda_obstacle(device: torch.device | str = "cuda") -> str | None:
+def cuda_unsupported_reason(device: torch.device | str = "cuda") -> str | None:
     """Why the CUDA ops cannot run on `device`, or None."""
     device = torch.device(device)
     if device.type != "cuda":

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from tide_core.kernels import checks
-from tide_core.kernels.cuda.launch import at, home, launch
+from tide_core.kernels.cuda.launch import device_of, launch, ptr
 from tide_core.kernels.reference import cycle as cycle_plan
 
 
 def pending_tokens(
     newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
 ) -> None:
-    """Write the token ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep
-    pass into `token_ids` [T]; all int64."""
-    device = home(newest)
+    """Write the ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep pass
+    into `token_ids` [T]; all int64."""
+    device = device_of(newest)
     checks.refuse([checks.dims_fault("places", places, 2), checks.dims_fault("sources", sources, 1)])
     drafts, rows, tokens = *places.shape, sources.shape[0]
     for name, tensor, shape, letters in (
@@ -27,42 +27,42 @@ def pending_tokens(
         ("token_ids", token_ids, (tokens,), "[T]"),
     ):
         checks.refuse(checks.exact_faults(name, tensor, torch.int64, shape, letters, device))
-    addresses = (at(part) for part in (newest, places, shortlist, sources, drafted, token_ids))
+    addresses = (ptr(part) for part in (newest, places, shortlist, sources, drafted, token_ids))
     launch(device, "pending_tokens", *addresses, rows, drafts, tokens)
 
 
-def carry_on(
-    about: Tensor,
+def advance_rows(
+    row_meta: Tensor,
     starts: Tensor,
     positions: Tensor,
     drafted: Tensor,
     following: Tensor,
     branches: int,
-    carried: Tensor,
+    next_state: Tensor,
     following_rows: Tensor,
 ) -> None:
-    """Each row's state for the next cycle, into `carried` [2, MOST_ROWS], int32, and `following_rows` [2, R], int64."""
-    device = home(about)
-    checks.refuse([checks.dims_fault("about", about, 2), checks.dims_fault("drafted", drafted, 2)])
-    rows, drafts, tokens = about.shape[1], drafted.shape[0], following.numel()
+    """Each row's state for the next cycle: `next_state` [2, MOST_ROWS], int32, and `following_rows` [2, R], int64."""
+    device = device_of(row_meta)
+    checks.refuse([checks.dims_fault("row_meta", row_meta, 2), checks.dims_fault("drafted", drafted, 2)])
+    rows, drafts, tokens = row_meta.shape[1], drafted.shape[0], following.numel()
     for name, tensor, kind, shape, letters in (
-        ("about", about, torch.int32, (4, rows), "[4, R]"),
+        ("row_meta", row_meta, torch.int32, (4, rows), "[4, R]"),
         ("starts", starts, torch.int32, (rows + 1,), "[R + 1]"),
         ("positions", positions, torch.int64, (tokens,), "[T]"),
         ("drafted", drafted, torch.int64, (drafts, rows), "[K, R]"),
         ("following", following, torch.int64, (tokens,), "[T]"),
-        ("carried", carried, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
+        ("next_state", next_state, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
         ("following_rows", following_rows, torch.int64, (2, rows), "[2, R]"),
     ):
         checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
-    _refuse_rows(about)
-    addresses = (at(part) for part in (about, starts, positions, drafted, following, carried, following_rows))
+    _refuse_rows(row_meta)
+    addresses = (ptr(part) for part in (row_meta, starts, positions, drafted, following, next_state, following_rows))
     launch(device, "advance_rows", *addresses, rows, drafts, branches)
 
 
 def plan_cycle(
-    about: Tensor,
-    carried: Tensor,
+    row_meta: Tensor,
+    next_state: Tensor,
     tables: Tensor,
     block_size: int,
     drafts: int,
@@ -71,24 +71,24 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from the metadata of the rows, `about` [4, R], the state `carried` [2, MOST_ROWS] from the
-    previous cycle and their blocks [R, B], all int32; branches get blocks of their own in `tables`."""
-    device = home(about)
-    checks.refuse([checks.dims_fault("about", about, 2), checks.dims_fault("tables", tables, 2)])
-    rows, blocks = about.shape[1], tables.shape[1]
-    _refuse_rows(about)
-    checks.refuse(checks.exact_faults("about", about, torch.int32, (4, rows), "[4, R]", device))
+    """Fill both buffers from `row_meta` [4, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    [R, B] of the rows, all int32; branches get blocks of their own in `tables`."""
+    device = device_of(row_meta)
+    checks.refuse([checks.dims_fault("row_meta", row_meta, 2), checks.dims_fault("tables", tables, 2)])
+    rows, blocks = row_meta.shape[1], tables.shape[1]
+    _refuse_rows(row_meta)
+    checks.refuse(checks.exact_faults("row_meta", row_meta, torch.int32, (4, rows), "[4, R]", device))
     most = cycle_plan.MOST_ROWS
-    checks.refuse(checks.exact_faults("carried", carried, torch.int32, (2, most), "[2, MOST_ROWS]", device))
+    checks.refuse(checks.exact_faults("next_state", next_state, torch.int32, (2, most), "[2, MOST_ROWS]", device))
     checks.refuse(checks.exact_faults("tables", tables, torch.int32, (rows, blocks), "[R, B]", device))
     num_wide, num_narrow = cycle_plan.sizes(rows, drafts, block_size if branches > 1 else 0)
     checks.refuse(checks.exact_faults("wide", wide, torch.int64, (num_wide,), "cycle_plan.sizes", device))
     checks.refuse(checks.exact_faults("narrow", narrow, torch.int32, (num_narrow,), "cycle_plan.sizes", device))
-    addresses = (at(part) for part in (about, carried, tables, wide, narrow))
+    addresses = (ptr(part) for part in (row_meta, next_state, tables, wide, narrow))
     launch(device, "plan_cycle", *addresses, rows, drafts, blocks, block_size, branches, first_spare)
 
 
-def _refuse_rows(about: Tensor) -> None:
+def _refuse_rows(row_meta: Tensor) -> None:
     """Refuse more rows than the kernels have threads for."""
-    if about.shape[1] > cycle_plan.MOST_ROWS:
-        checks.refuse([checks.shape_error("about", about, f"[4, R] with at most {cycle_plan.MOST_ROWS} rows")])
+    if row_meta.shape[1] > cycle_plan.MOST_ROWS:
+        checks.refuse([checks.shape_error("row_meta", row_meta, f"[4, R] with at most {cycle_plan.MOST_ROWS} rows")])

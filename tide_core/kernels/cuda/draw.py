@@ -8,13 +8,13 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.checks import DTYPE_CODES, Faults
 from tide_core.kernels.cuda import checks as cuda_checks
-from tide_core.kernels.cuda.launch import at, home, launch, row_stride
+from tide_core.kernels.cuda.launch import device_of, launch, ptr, row_stride
 from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_HEAD, NUM_SETTINGS, DrawnCycle
 
 
 def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """A place in each row of `logits` [R, W], and what it was drawn from, [R, 4]."""
-    device = home(logits)
+    device = device_of(logits)
     checks.refuse(_logits_faults(logits, device))
     rows, width = logits.shape
     if not width <= vocab_size <= MOST_VOCABULARY:
@@ -28,7 +28,7 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
         device,
         "draw",
         DTYPE_CODES[logits.dtype],
-        *(at(tensor) for tensor in tensors),
+        *(ptr(tensor) for tensor in tensors),
         rows,
         width,
         row_stride(logits),
@@ -39,7 +39,7 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
 
 def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
     """The largest of each row of `logits` [T, V], and the token to output there."""
-    device = home(logits)
+    device = device_of(logits)
     checks.refuse(_logits_faults(logits, device))
     checks.refuse(_cycle_faults(logits, cycle, device))
     num_tokens, vocab_size = logits.shape
@@ -50,10 +50,10 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
         device,
         "verify_drawn",
         DTYPE_CODES[logits.dtype],
-        at(logits),
-        *(at(tensor) for tensor in cycle),
-        at(best),
-        at(tokens),
+        ptr(logits),
+        *(ptr(tensor) for tensor in cycle),
+        ptr(best),
+        ptr(tokens),
         num_tokens,
         rows,
         drafts,

@@ -8,10 +8,10 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.attention import attention_workspace, heads_of
-from tide_core.kernels.cuda.launch import at, home, launch, module, result
+from tide_core.kernels.cuda.launch import device_of, launch, module, ptr, result
 
 
-def takes_joined(k_pool: Tensor, v_pool: Tensor) -> bool:
+def supports_joined(k_pool: Tensor, v_pool: Tensor) -> bool:
     """Whether `attend_joined` supports pools such as these, on their device."""
     if cuda_checks.joined_fault(k_pool, v_pool) is not None or not k_pool.is_cuda:
         return False
@@ -46,7 +46,7 @@ def attend_joined(
 
     No row may have more than `max_queries` queries, at most 8, which are the last of its positions; a slot that is
     inside the pools is the place of its position. Tokens that no row owns are neither read nor written."""
-    device = home(qkv)
+    device = device_of(qkv)
     checks.refuse(
         cuda_checks.rotary_write_faults(qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, device)
     )
@@ -74,19 +74,19 @@ def attend_joined(
             "attend_joined",
             checks.DTYPE_CODES[qkv.dtype],
             *(heads_of(part) for part in (q, k, v)),
-            at(q_norm),
-            at(k_norm),
-            at(cos),
-            at(sin),
-            at(positions),
-            at(slots),
-            at(k_pool),
-            at(v_pool),
-            at(block_tables),
-            at(query_starts),
-            at(context_lens),
-            at(y),
-            at(workspace),
+            ptr(q_norm),
+            ptr(k_norm),
+            ptr(cos),
+            ptr(sin),
+            ptr(positions),
+            ptr(slots),
+            ptr(k_pool),
+            ptr(v_pool),
+            ptr(block_tables),
+            ptr(query_starts),
+            ptr(context_lens),
+            ptr(y),
+            ptr(workspace),
             rows,
             num_tokens,
             max_queries,

@@ -32,7 +32,7 @@ def fast_for_many_rows(device: torch.device) -> bool:
     return fast
 
 
-def home(tensor: Tensor) -> torch.device:
+def device_of(tensor: Tensor) -> torch.device:
     """The device of a call: the GPU of its first tensor, or any GPU if that is on none."""
     return tensor.device if tensor.is_cuda else torch.device("cuda")
 
@@ -56,7 +56,7 @@ def launch(device: torch.device, op: str, *arguments: object, counters: Tensor |
         raise
 
 
-def at(tensor: Tensor | None) -> int:
+def ptr(tensor: Tensor | None) -> int:
     """The address of a tensor, 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 

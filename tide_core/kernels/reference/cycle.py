@@ -97,26 +97,26 @@ def split(wide: Tensor, narrow: Tensor, rows: int, drafts: int, branch_size: int
 def pending_tokens(
     newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
 ) -> None:
-    """Write the token ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep
-    pass into `token_ids` [T]; all int64."""
+    """Write the ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep pass
+    into `token_ids` [T]; all int64."""
     drafted[:] = shortlist[places]
     token_ids[:] = torch.cat((newest, drafted.flatten()))[sources]
 
 
-def carry_on(
-    about: Tensor,
+def advance_rows(
+    row_meta: Tensor,
     starts: Tensor,
     positions: Tensor,
     drafted: Tensor,
     following: Tensor,
     branches: int,
-    carried: Tensor,
+    next_state: Tensor,
     following_rows: Tensor,
 ) -> None:
     """The state of each row for the next cycle: the token that follows the newest one and all accepted drafts, and its
-    position. Into `carried` [2, MOST_ROWS], int32, and into `following_rows` [2, R], int64; zeros for no row."""
-    carried[:, : about.shape[1]] = following_rows[:] = 0
-    for r, (_, _, count, leaves) in enumerate(about.T.tolist()):
+    position. Into `next_state` [2, MOST_ROWS], int32, and into `following_rows` [2, R], int64; zeros for no row."""
+    next_state[:, : row_meta.shape[1]] = following_rows[:] = 0
+    for r, (_, _, count, leaves) in enumerate(row_meta.T.tolist()):
         if count < 0:
             continue
         place = first = r - r % branches
@@ -127,12 +127,12 @@ def carry_on(
         while taken < count and drafted[taken, place] == following[begin + taken]:
             taken += 1
         following_rows[:, r] = torch.stack((following[begin + taken], positions[begin] + taken + 1))
-        carried[:, r] = following_rows[:, r]
+        next_state[:, r] = following_rows[:, r]
 
 
 def plan_cycle(
-    about: Tensor,
-    carried: Tensor,
+    row_meta: Tensor,
+    next_state: Tensor,
     tables: Tensor,
     block_size: int,
     drafts: int,
@@ -141,15 +141,15 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from the metadata of the rows, `about` [4, R], the state `carried` [2, MOST_ROWS] from the
-    previous cycle and their blocks [R, B], all int32. With several `branches` of each row, one after another, all but
+    """Fill both buffers from `row_meta` [4, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    [R, B] of the rows, all int32. With several `branches` of each row, one after another, all but
     the first get blocks of their own in `tables`, from the spare ones."""
-    num_rows = about.shape[1]
+    num_rows = row_meta.shape[1]
     out = split(wide, narrow, num_rows, drafts, block_size if branches > 1 else 0)
-    place = (-1 - about[START]).long()
-    newest, start = torch.where(place >= 0, carried[:, place.clamp(min=0)], about[[NEWEST, START]]).long()
-    counts = about[DRAFTS].long()
-    every = torch.arange(num_rows, device=about.device)
+    place = (-1 - row_meta[START]).long()
+    newest, start = torch.where(place >= 0, next_state[:, place.clamp(min=0)], row_meta[[NEWEST, START]]).long()
+    counts = row_meta[DRAFTS].long()
+    every = torch.arange(num_rows, device=row_meta.device)
     if branches > 1:
         _branch_off(start.tolist(), counts.tolist(), tables, block_size, branches, first_spare)
 
@@ -159,33 +159,35 @@ def plan_cycle(
     known = (counts >= 0) & (start > 0)
     out.newest[:] = newest
     out.draft_deep_slots[:] = torch.where(known, slots(every, (start - 1).clamp(min=0)), 0)
-    ahead = torch.arange(drafts, device=about.device).unsqueeze(-1)
+    ahead = torch.arange(drafts, device=row_meta.device).unsqueeze(-1)
     drafting = counts > ahead
     places = torch.where(drafting, start + ahead, 0)
     out.draft_positions[:] = places
     out.draft_slots[:] = torch.where(drafting, slots(every.expand_as(places), places), -1)
     out.draft_distances[:] = torch.where(known, ahead + 1, 0)
     out.draft_lens[:] = torch.where(drafting, places + 1, 0)
-    out.draft_starts[:] = torch.minimum(torch.arange(num_rows + 1, device=about.device), drafting.sum(1, keepdim=True))
+    out.draft_starts[:] = torch.minimum(
+        torch.arange(num_rows + 1, device=row_meta.device), drafting.sum(1, keepdim=True)
+    )
 
     out.starts[:] = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
     out.lens[:] = torch.where(counts >= 0, start + counts + 1, 0)
     row_of = every.repeat_interleave(counts + 1)
-    ahead = torch.arange(len(row_of), device=about.device) - out.starts[row_of]
+    ahead = torch.arange(len(row_of), device=row_meta.device) - out.starts[row_of]
     places = start[row_of] + ahead
     here = slots(row_of, places)
     for part, values, rest in (
         (out.positions, places, 0),
         (out.slots, here, -1),
         (out.sources, ahead * num_rows + row_of, 0),
-        (out.kept_slots, torch.where(about[LEAVES][row_of] != NEVER, here, -1), -1),
+        (out.kept_slots, torch.where(row_meta[LEAVES][row_of] != NEVER, here, -1), -1),
         (out.deep_slots, slots(row_of, (places - 1).clamp(min=0)), 0),
         (out.distances, places > 0, 0),
     ):
         part[: len(row_of)] = values
         part[len(row_of) :] = rest
     if branches > 1:
-        _plan_branches(out, about[LEAVES].tolist(), start.tolist(), counts.tolist(), tables, block_size, branches)
+        _plan_branches(out, row_meta[LEAVES].tolist(), start.tolist(), counts.tolist(), tables, block_size, branches)
 
 
 def _branch_off(
