@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from benchmarks.common.shapes import BOTTLENECK, Shape
 from benchmarks.kernels.layers import BLOCK, EPS, Calls, Inputs
+from tide_core.kernels.reference import adjust as adjust_plan
 from tide_core.kernels.reference import branches as branching
 from tide_core.kernels.reference import cycle as cycle_plan
 from tide_core.kernels.reference import draw as draw_plan
 from tide_core.kernels.reference import ops as reference
 from tide_core.kernels.reference.draw import DrawnCycle
-from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kernels.reference.ops import RouterWeights, Top2
 
 DRAFTS, DRAWN_DRAFTS = 4, 3
 SETTINGS = (0.8, 0.0, 0.95, 0.0, -torch.inf)
@@ -24,22 +26,22 @@ SETTINGS = (0.8, 0.0, 0.95, 0.0, -torch.inf)
 class ExitOps(Inputs):
     """Each method makes one op at one size."""
 
-    def _peak(self, shape: Shape, rows: int) -> Calls:
+    def _top2(self, shape: Shape, rows: int) -> Calls:
         logits = self._randn(rows, shape.vocabulary, scale=3.0)
-        scratch = self.kernels.judge_scratch(self.device, rows, vocabulary=shape.vocabulary)
+        scratch = self.kernels.score_scratch(self.device, rows, vocabulary=shape.vocabulary)
         return Calls(
-            lambda i: _values(self.kernels.peak(logits, scratch)),
-            lambda i: _values(reference.peak(logits)),
+            lambda i: _values(self.kernels.top2_logsumexp(logits, scratch)),
+            lambda i: _values(reference.top2_logsumexp(logits)),
             self._bytes(logits.numel()),
         )
 
-    def _judge(self, shape: Shape, rows: int) -> Calls:
+    def _score(self, shape: Shape, rows: int) -> Calls:
         features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
         logits = self._randn(rows, shape.shortlist, scale=3.0)
-        scratch = self.kernels.judge_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
+        scratch = self.kernels.score_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
         return Calls(
-            lambda i: self.kernels.judge(features, logits, weights, scratch)[0],
-            lambda i: reference.judge(features, logits, weights)[0],
+            lambda i: self.kernels.score(features, logits, weights, scratch)[0],
+            lambda i: reference.score(features, logits, weights)[0],
             self._bytes(features.numel() + logits.numel()) + 4 * weights.down.numel(),
         )
 
@@ -48,8 +50,8 @@ class ExitOps(Inputs):
         from tide_core.kernels.cuda import ops as cuda
 
         features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
-        top2 = reference.peak(self._randn(rows, shape.shortlist, scale=3.0))
-        scratch = self.kernels.judge_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
+        top2 = reference.top2_logsumexp(self._randn(rows, shape.shortlist, scale=3.0))
+        scratch = self.kernels.score_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
         return Calls(
             lambda i: cuda.router(features, top2, weights, scratch=scratch)[0],
             lambda i: reference.router(features, top2, weights),
@@ -117,25 +119,98 @@ class ExitOps(Inputs):
             graph_reference=False,
         )
 
-    def _carry_on(self, shape: Shape, rows: int) -> Calls:
-        """The next state of rows of which some drafts are accepted."""
-        facts, tokens = [[1] * rows, [shape.context] * rows, [DRAFTS] * rows, [1] * rows], rows * (DRAFTS + 1)
-        row_meta = torch.tensor(facts, dtype=torch.int32, device=self.device)
+    def _decoding_rows(self, shape: Shape, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Metadata of rows with drafts, each with a slot for logit adjustments; starts, positions, and drafts."""
+        tokens, none = rows * (DRAFTS + 1), torch.tensor([-math.inf, math.inf]).view(torch.int32).tolist()
+        facts = [1, shape.context, DRAFTS, 1, *none, shape.context // 2, 0]
+        row_meta = torch.tensor(facts, dtype=torch.int32, device=self.device)[:, None].repeat(1, rows)
+        row_meta[cycle_plan.ADJUST_SLOT] = torch.arange(rows, device=self.device)
         starts = torch.arange(0, tokens + 1, DRAFTS + 1, dtype=torch.int32, device=self.device)
-        positions = torch.arange(tokens, device=self.device)
-        drafted = torch.randint(0, 2, (DRAFTS, rows), device=self.device)
-        following = torch.randint(0, 2, (tokens,), device=self.device)
-        next_state = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
+        positions = shape.context + torch.arange(tokens, device=self.device) % (DRAFTS + 1)
+        return row_meta, starts, positions, torch.randint(0, 2, (DRAFTS, rows), device=self.device)
+
+    def _accept_drafts(self, shape: Shape, rows: int) -> Calls:
+        """The next state of rows of which some drafts are accepted."""
+        row_meta, starts, positions, drafted = self._decoding_rows(shape, rows)
+        scores = torch.rand(DRAFTS, rows, device=self.device)
+        following = torch.randint(0, 2, (len(positions),), device=self.device)
+        carried = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
         ours, plain = (torch.zeros((2, rows), dtype=torch.int64, device=self.device) for _ in range(2))
 
-        def advance(op: Any, into: Tensor) -> Tensor:
-            op(row_meta, starts, positions, drafted, following, 1, next_state, into)
+        def accept(op: Any, into: Tensor) -> Tensor:
+            op(row_meta, starts, positions, drafted, scores, following, 1, carried, into)
             return into
 
         return Calls(
-            lambda i: advance(self.kernels.carry_on, ours),
-            lambda i: advance(cycle_plan.carry_on, plain),
-            4 * (row_meta.numel() + starts.numel() + 2 * rows) + 8 * (2 * tokens + drafted.numel() + 2 * rows),
+            lambda i: accept(self.kernels.accept_drafts, ours),
+            lambda i: accept(cycle_plan.accept_drafts, plain),
+            4 * (row_meta.numel() + starts.numel() + scores.numel() + 2 * rows) + 8 * (2 * len(positions) + 4 * rows),
+            graph_reference=False,
+        )
+
+    def _draw_numbers(self, shape: Shape, rows: int) -> Calls:
+        """The random numbers of sampled rows."""
+        row_meta, starts, positions, _ = self._decoding_rows(shape, rows)
+        keys = torch.randint(-(2**62), 2**62, (draw_plan.NUM_STREAMS, rows), device=self.device)
+        size = draw_plan.NUM_STREAMS, DRAFTS + 1, rows
+        ours, plain = (torch.zeros(size, dtype=torch.float64, device=self.device) for _ in range(2))
+
+        def draw(op: Any, into: Tensor) -> Tensor:
+            op(keys, starts, positions, row_meta, into)
+            return into
+
+        return Calls(
+            lambda i: draw(self.kernels.draw_numbers, ours),
+            lambda i: draw(draw_plan.draw_numbers, plain),
+            8 * (keys.numel() + ours.numel()),
+            graph_reference=False,
+        )
+
+    def _adjust_state(self, shape: Shape, rows: int) -> adjust_plan.AdjustState:
+        counts = torch.randint(0, 3, (rows, shape.vocabulary), device=self.device).short()
+        penalties = torch.tensor([1.1, 0.5, 0.25], dtype=torch.float64, device=self.device)[:, None].repeat(1, rows)
+        entries = torch.full((rows, 8), -1, dtype=torch.int32, device=self.device)
+        entries[:, 0] = 7
+        always = torch.full_like(entries, 2**31 - 1)
+        return adjust_plan.AdjustState(counts, penalties, entries, torch.ones(rows, 8, device=self.device), always)
+
+    def _adjust_logits(self, shape: Shape, rows: int) -> Calls:
+        """Bias and penalties of every row of a deep pass."""
+        row_meta, starts, positions, drafted = self._decoding_rows(shape, rows)
+        logits = self._randn(len(positions), shape.vocabulary)
+        every = torch.arange(len(positions), device=self.device)
+        sources = every % (DRAFTS + 1) * rows + every // (DRAFTS + 1)
+        given = logits, None, sources, starts, positions, drafted, row_meta
+        state = self._adjust_state(shape, rows)
+        ours, plain = (torch.empty(logits.shape, device=self.device) for _ in range(2))
+
+        def run(op: Any, into: Tensor) -> Tensor:
+            op(*given, state, into)
+            return into
+
+        return Calls(
+            lambda i: run(self.kernels.adjust_logits, ours),
+            lambda i: run(adjust_plan.adjust_logits, plain),
+            logits.numel() * (logits.element_size() + 2 + 4),
+            graph_reference=False,
+        )
+
+    def _count_outputs(self, shape: Shape, rows: int) -> Calls:
+        """The tokens of a cycle, counted for penalties."""
+        row_meta, starts, positions, _ = self._decoding_rows(shape, rows)
+        following = torch.randint(0, shape.vocabulary, (len(positions),), device=self.device)
+        next_state = torch.zeros((2, rows), dtype=torch.int64, device=self.device)
+        next_state[1] = shape.context + DRAFTS + 1
+        ours, plain = (torch.zeros(rows, shape.vocabulary, dtype=torch.int16, device=self.device) for _ in range(2))
+
+        def count(op: Any, into: Tensor) -> Tensor:
+            op(row_meta, starts, positions, following, next_state, into.zero_())
+            return into
+
+        return Calls(
+            lambda i: count(self.kernels.count_outputs, ours),
+            lambda i: count(adjust_plan.count_outputs, plain),
+            2 * ours.numel(),
             graph_reference=False,
         )
 
@@ -198,7 +273,7 @@ class ExitOps(Inputs):
         return RouterWeights(1 + draw(shape.hidden), down, draw(BOTTLENECK), draw(BOTTLENECK), draw(1), EPS)
 
 
-def _values(top2: Peaks) -> tuple[Tensor, Tensor, Tensor]:
+def _values(top2: Top2) -> tuple[Tensor, Tensor, Tensor]:
     """Without the index of the best: of equal logits any may be chosen."""
     return top2.best, top2.second, top2.sum
 

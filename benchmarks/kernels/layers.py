@@ -52,7 +52,7 @@ class Inputs:
         return first, second
 
     def _supports_joined(self, shape: Shape) -> bool:
-        supports: bool = self.kernels.takes_joined(*self._pools(shape, 1))
+        supports: bool = self.kernels.supports_joined(*self._pools(shape, 1))
         return supports
 
     def _slots(self, rows: int) -> Tensor:

@@ -4,12 +4,13 @@
 
 #include <string>
 
-#include "cuda/branches.h"
-#include "cuda/draw.h"
-#include "cuda/ops.h"
-#include "cuda/plan_cycle.h"
-#include "cuda/row_meta.h"
-#include "cuda/small_ops.h"
+#include "cuda/attention/attention.h"
+#include "cuda/common/device.h"
+#include "cuda/cycle/cycle.h"
+#include "cuda/cycle/draw.h"
+#include "cuda/cycle/row_meta.h"
+#include "cuda/linear/linear.h"
+#include "cuda/small/ops.h"
 #include "released_gil.h"
 
 namespace py = pybind11;
@@ -73,11 +74,11 @@ void linear(int dtype, Address x, Address weight, Address bias, Address norm, Ad
 void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,
                      Address context_lens, Address y, Address workspace, Address num_rows, int64_t rows,
                      int64_t num_tokens, int64_t max_queries, int64_t max_context, int64_t num_heads,
-                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks,
+                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks, int64_t num_blocks,
                      int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
-                     bool fresh, Address stream) {
+                     bool queries_are_new, Address stream) {
     tide::cuda::PagedAttentionParams params = {};
-    params.fresh = fresh;
+    params.queries_are_new = queries_are_new;
     params.q = in(q);
     params.k_pool = in(k_pool);
     params.v_pool = in(v_pool);
@@ -96,6 +97,7 @@ void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Addre
     params.head_dim = head_dim;
     params.block_size = block_size;
     params.max_blocks = max_blocks;
+    params.num_blocks = num_blocks;
     params.q_token_stride = q_token_stride;
     params.q_head_stride = q_head_stride;
     params.scaling = static_cast<float>(scaling);
@@ -147,6 +149,7 @@ void attend_joined(int dtype, const HeadsTuple& q, const HeadsTuple& k, const He
     params.head_dim = head_dim;
     params.block_size = block_size;
     params.max_blocks = max_blocks;
+    params.num_blocks = num_blocks;
     params.q_token_stride = rotary.q.token_stride;
     params.q_head_stride = rotary.q.head_stride;
     params.scaling = static_cast<float>(scaling);
@@ -202,12 +205,12 @@ void rotary_write(int dtype, const HeadsTuple& q, const HeadsTuple& k, const Hea
     tide::cuda::rotary_write(dtype_of(dtype), params, stream_of(stream));
 }
 
-void peak(int dtype, Address x, Address best, Address index, Address second, Address sum, Address partials,
-          Address counters, Address num_rows, int64_t rows, int64_t width, int64_t x_stride, Address stream) {
-    tide::cuda::peak(dtype_of(dtype),
-                     {in(x), out<float>(best), out<int64_t>(index), out<float>(second), out<float>(sum), out(partials),
-                      out<uint32_t>(counters), in<int32_t>(num_rows), rows, width, x_stride},
-                     stream_of(stream));
+void top2_logsumexp(int dtype, Address x, Address best, Address index, Address second, Address sum, Address partials,
+                    Address counters, Address num_rows, int64_t rows, int64_t width, int64_t x_stride, Address stream) {
+    tide::cuda::top2_logsumexp(dtype_of(dtype),
+                               {in(x), out<float>(best), out<int64_t>(index), out<float>(second), out<float>(sum),
+                                out(partials), out<uint32_t>(counters), in<int32_t>(num_rows), rows, width, x_stride},
+                               stream_of(stream));
 }
 
 void router(int dtype, Address features, Address best, Address second, Address sum, Address norm, Address down,
@@ -257,19 +260,12 @@ void exit_input(int dtype, Address states, Address state_norm, Address deep, Add
                            stream_of(stream));
 }
 
-void plan_cycle(Address about, Address carried, Address tables, Address wide, Address narrow, int64_t rows,
+void plan_cycle(Address row_meta, Address next_state, Address tables, Address wide, Address narrow, int64_t rows,
                 int64_t drafts, int64_t blocks, int64_t block_size, int64_t branches, int64_t first_spare,
                 Address stream) {
-    tide::cuda::plan_cycle({in<int32_t>(about), in<int32_t>(carried), out<int32_t>(tables), out<int64_t>(wide),
+    tide::cuda::plan_cycle({in<int32_t>(row_meta), in<int32_t>(next_state), out<int32_t>(tables), out<int64_t>(wide),
                             out<int32_t>(narrow), rows, drafts, blocks, block_size, branches, first_spare},
                            stream_of(stream));
-}
-
-void carry_on(Address about, Address starts, Address positions, Address drafted, Address following, Address carried,
-              Address next, int64_t rows, int64_t drafts, int64_t branches, Address stream) {
-    tide::cuda::carry_on({in<int32_t>(about), in<int32_t>(starts), in<int64_t>(positions), in<int64_t>(drafted),
-                          in<int64_t>(following), out<int32_t>(carried), out<int64_t>(next), rows, drafts, branches},
-                         stream_of(stream));
 }
 
 void pending_tokens(Address newest, Address places, Address shortlist, Address sources, Address drafted,
@@ -285,10 +281,10 @@ void nth_best(int dtype, Address x, Address ranks, Address index, int64_t rows, 
                          stream_of(stream));
 }
 
-void copy_slots(Address pools, Address from, Address to, Address claims, Address said, Address tried, int64_t num_pools,
-                int64_t count, int64_t block_size, int64_t unit, Address stream) {
+void copy_slots(Address pools, Address from, Address to, Address claims, Address target_ids, Address draft_ids,
+                int64_t num_pools, int64_t count, int64_t block_size, int64_t unit, Address stream) {
     tide::cuda::copy_slots({in<tide::cuda::SlotPool>(pools), in<int32_t>(from), in<int32_t>(to), in<int32_t>(claims),
-                            in<int64_t>(said), in<int64_t>(tried), num_pools, count, block_size, unit},
+                            in<int64_t>(target_ids), in<int64_t>(draft_ids), num_pools, count, block_size, unit},
                            stream_of(stream));
 }
 
@@ -406,33 +402,37 @@ PYBIND11_MODULE(_cuda, m) {
     m.def(
         "attend_joined", &attend_joined, no_gil,
         "Norm, rotary positions and page writes of a joined projection, and attention of its queries, in one launch.");
-    m.def("takes_joined", &tide::cuda::takes_joined,
+    m.def("supports_joined", &tide::cuda::supports_joined,
           "Whether attend_joined runs on the current device with heads and blocks of these sizes.");
     m.def("paged_attention_workspace", &tide::cuda::paged_attention_workspace,
           "Bytes of workspace for calls with at most so many tokens, heads, elements of a head and positions.");
     m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows, those that an index names.");
     m.def("silu_mul", &silu_mul, no_gil, "y = silu(gate) * up over rows.");
     m.def("rotary_write", &rotary_write, no_gil, "Norm and rotary positions of q and k; k and v go to their pages.");
-    m.def("peak", &peak, no_gil, "Largest number of each row, its index, the second, and the sum of exp(x - best).");
-    m.def("peak_partials", &tide::cuda::peak_partials, "Bytes of partials that peak needs.");
+    m.def("top2_logsumexp", &top2_logsumexp, no_gil,
+          "Largest number of each row, its index, the second, and the sum of exp(x - best).");
+    m.def("top2_logsumexp_partials", &tide::cuda::top2_logsumexp_partials,
+          "Bytes of partials that top2_logsumexp needs.");
     m.def("router", &router, no_gil, "Scores of a router and whether they reach their thresholds.");
     m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
-    m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from what is said of its rows.");
-    m.def("pending_tokens", &pending_tokens, no_gil,
-          "The tokens that the drafts of a cycle are, and of its deep pass.");
-    m.def("carry_on", &carry_on, no_gil, "Where the rows of a cycle go on: next token and its position.");
-    m.def("nth_best", &nth_best, no_gil, "Where the number of some rank stands in each row.");
-    m.def("copy_slots", &copy_slots, no_gil, "Slots of all pools to other slots.");
+    m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from the metadata of its rows.");
+    m.def("pending_tokens", &pending_tokens, no_gil, "The token ids of the drafts of a cycle and of its deep pass.");
+    m.def("nth_best", &nth_best, no_gil, "The index of the number of a given rank in each row.");
+    m.def("copy_slots", &copy_slots, no_gil, "Copies slots of all pools to other slots.");
     m.def("exit_input", &exit_input, no_gil,
-          "Normed states beside normed deep states, plus the row of their distance.");
-    m.def("draw", &draw, no_gil, "A place in each row of logits, drawn as its settings say.");
-    m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle stay, and what comes instead of others.");
+          "Normed states next to normed deep states, plus the row of their distance.");
+    m.def("draw", &draw, no_gil, "A place in each row of logits, drawn by its settings.");
+    m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle are accepted, and what replaces the others.");
     m.def("accept_drafts", &accept_drafts, no_gil, "The token that follows the accepted drafts of each row.");
     m.def("draw_numbers", &draw_numbers, no_gil, "The random numbers of every row in a cycle.");
     m.def("adjust_logits", &adjust_logits, no_gil, "Logits with the bias, masks and penalties of their rows.");
     m.def("count_outputs", &count_outputs, no_gil, "Counts the output tokens of a cycle, for penalties.");
     m.def("device_count", &device_count, "CUDA devices that the driver shows; 0 without a driver.");
+    m.def(
+        "loaded_architecture", [] { return tide::cuda::current_device("loaded_architecture").arch; },
+        "Ten times the compute capability that the code was compiled for which the current device runs; throws where "
+        "there is none.");
     m.def(
         "architectures", [] { return TIDE_CUDA_ARCHS; },
         "Compute capabilities the kernels were built for, separated by commas; the last also as PTX.");

@@ -22,7 +22,15 @@ from tide_core.kernels.reference import ops as reference
 
 CPU = torch.device("cpu")
 SLOW = Rates(read_bytes_per_s=1e6, flops_per_s=1e9)
-NOT_TIMED = {"name", "attention_workspace", "judge_scratch", "norm_into", "takes", "takes_joined", "paged_attention"}
+NOT_TIMED = {
+    "name",
+    "attention_workspace",
+    "score_scratch",
+    "norm_into",
+    "supports",
+    "supports_joined",
+    "paged_attention",
+}
 """Not ops of a step, or timed under another name: `paged_attention` is `attend`, `norm_into` is `rms_norm`."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels.kernel_cases import TOLERANCES
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference import ops as reference
-from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kernels.reference.ops import RouterWeights, Top2
 
 DEVICE = "cuda"
 TABLE_ROWS = 50
@@ -115,7 +115,7 @@ def rotary(dtype: torch.dtype, heads: int, dim: int) -> RowOp:
     )
 
 
-def peak(dtype: torch.dtype, width: int) -> RowOp:
+def top2_logsumexp(dtype: torch.dtype, width: int) -> RowOp:
     def results(rows: int) -> list[Tensor]:
         dtypes = (torch.float32, torch.int64, torch.float32, torch.float32)
         return [empty(rows, dtype=one) for one in dtypes]
@@ -123,8 +123,8 @@ def peak(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, width, dtype=dtype, scale=3.0)],
         results,
-        lambda given, results, num_rows: cuda.peak(given[0], num_rows=num_rows, out=Peaks(*results)),
-        lambda given: reference.peak(given[0]),
+        lambda given, results, num_rows: cuda.top2_logsumexp(given[0], num_rows=num_rows, out=Top2(*results)),
+        lambda given: reference.top2_logsumexp(given[0]),
     )
 
 
@@ -145,14 +145,14 @@ def router(dtype: torch.dtype, width: int, bottleneck: int) -> RowOp:
     def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
         features, best, second, total = given
         return cuda.router(
-            features, Peaks(best, best, second, total), weights, num_rows=num_rows, out=(results[0], None)
+            features, Top2(best, best, second, total), weights, num_rows=num_rows, out=(results[0], None)
         )
 
     return RowOp(
         inputs,
         lambda rows: [empty(rows, dtype=torch.float32)],
         run,
-        lambda given: [reference.router(given[0], Peaks(given[1], given[1], given[2], given[3]), weights)],
+        lambda given: [reference.router(given[0], Top2(given[1], given[1], given[2], given[3]), weights)],
         # The confidence is rounded to the features' type, and a logarithm may differ in its last bit.
         TOLERANCES[torch.float32] if dtype is torch.float32 else {"rtol": 0.0, "atol": 4e-3},
     )
@@ -215,11 +215,11 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "rotary 4 of 64": lambda dtype: rotary(dtype, 4, 64),
     "rotary 3 of 6": lambda dtype: rotary(dtype, 3, 6),
     "rotary 2 of 256": lambda dtype: rotary(dtype, 2, 256),
-    "peak 1": lambda dtype: peak(dtype, 1),
-    "peak 7": lambda dtype: peak(dtype, 7),
-    "peak 2048": lambda dtype: peak(dtype, 2048),
-    "peak 2049": lambda dtype: peak(dtype, 2049),
-    "peak 128256": lambda dtype: peak(dtype, 128256),
+    "top2_logsumexp 1": lambda dtype: top2_logsumexp(dtype, 1),
+    "top2_logsumexp 7": lambda dtype: top2_logsumexp(dtype, 7),
+    "top2_logsumexp 2048": lambda dtype: top2_logsumexp(dtype, 2048),
+    "top2_logsumexp 2049": lambda dtype: top2_logsumexp(dtype, 2049),
+    "top2_logsumexp 128256": lambda dtype: top2_logsumexp(dtype, 128256),
     "router 1 of 1": lambda dtype: router(dtype, 1, 1),
     "router 5 of 33": lambda dtype: router(dtype, 33, 5),
     "router 128 of 576": lambda dtype: router(dtype, 576, 128),
@@ -236,7 +236,7 @@ NARROW = [
     "rms_norm 7",
     "silu_mul 7",
     "rotary 3 of 6",
-    "peak 7",
+    "top2_logsumexp 7",
     "router 5 of 33",
     "gather_rows 3",
     "exit_input 7",

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tests.gpu.op_cases import DEVICE, assert_same, empty, randn
 from tests.kernels.kernel_cases import DTYPES, PagedCase, assert_near
-from tide_core.kernels import cuda_obstacle
+from tide_core.kernels import cuda_unsupported_reason
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference import ops as reference
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+    pytest.mark.skipif(cuda_unsupported_reason() is not None, reason=str(cuda_unsupported_reason())),
 ]
 GUARD = 77.0
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)

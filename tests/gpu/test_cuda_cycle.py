@@ -20,14 +20,16 @@ from tide_core.kernels.reference import cycle as cycle_plan
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 
 
-def same_plans(about: torch.Tensor, carried: torch.Tensor, tables: torch.Tensor, drafts: int, branches: int) -> None:
+def same_plans(
+    row_meta: torch.Tensor, next_state: torch.Tensor, tables: torch.Tensor, drafts: int, branches: int
+) -> None:
     """By the kernel and by the reference, with the tables that branches get."""
-    wide, narrow = cycle_plan.sizes(about.shape[1], drafts, BLOCK_SIZE if branches > 1 else 0)
+    wide, narrow = cycle_plan.sizes(row_meta.shape[1], drafts, BLOCK_SIZE if branches > 1 else 0)
     expected = torch.zeros(wide, dtype=torch.int64), torch.zeros(narrow, dtype=torch.int32)
     found = [torch.full_like(part, 99, device="cuda") for part in expected]
     theirs = tables.cuda()
-    cuda_cycle.plan_cycle(about.cuda(), carried.cuda(), theirs, BLOCK_SIZE, drafts, *found, branches, 900)
-    cycle_plan.plan_cycle(about, carried, tables, BLOCK_SIZE, drafts, *expected, branches, 900)
+    cuda_cycle.plan_cycle(row_meta.cuda(), next_state.cuda(), theirs, BLOCK_SIZE, drafts, *found, branches, 900)
+    cycle_plan.plan_cycle(row_meta, next_state, tables, BLOCK_SIZE, drafts, *expected, branches, 900)
     for one, other in zip((*found, theirs), (*expected, tables), strict=True):
         assert torch.equal(one.cpu(), other)
 
@@ -35,9 +37,9 @@ def same_plans(about: torch.Tensor, carried: torch.Tensor, tables: torch.Tensor,
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)
 def test_a_cycle_is_planned_as_the_reference_plans_it(num_rows: int, room: int, drafts: int, seed: int) -> None:
-    about, tables = cycle_case(seed, num_rows, room, drafts)
-    same_plans(about, no_row_carried(), tables, drafts, 1)
-    same_plans(*carried_case(seed, about), tables, drafts, 1)
+    row_meta, tables = cycle_case(seed, num_rows, room, drafts)
+    same_plans(row_meta, no_row_carried(), tables, drafts, 1)
+    same_plans(*carried_case(seed, row_meta), tables, drafts, 1)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -46,50 +48,16 @@ def test_branches_are_planned_as_the_reference_plans_them(num_rows: int, drafts:
     same_plans(*_with_carried(*branched_case(seed, num_rows, drafts, branches)), drafts, branches)
 
 
-def _with_carried(about: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return about, no_row_carried(), tables
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("num_rows", "drafts", "branches"), [(1, 0, 1), (3, 0, 1), (64, 3, 1), *BRANCHED])
-def test_rows_go_on_where_the_reference_says(num_rows: int, drafts: int, branches: int, seed: int) -> None:
-    about, _ = branched_case(seed, num_rows, drafts, branches)
-    rows, generator = about.shape[1], torch.Generator().manual_seed(seed)
-    about[2, -branches:] = -1 if num_rows > 1 and seed == 3 else drafts
-    starts = torch.nn.functional.pad((about[2] + 1).cumsum(0), (1, 0)).int()
-    positions = torch.randint(500, (rows * (drafts + 1),), generator=generator)
-    # Few tokens, so that some drafts are right.
-    drafted = torch.randint(2, (drafts, rows), generator=generator)
-    following = torch.randint(2, (rows * (drafts + 1),), generator=generator)
-    expected = no_row_carried(), torch.full((2, rows), 77)
-    found = [part.cuda() for part in expected]
-    given = about, starts, positions, drafted, following
-    cuda_cycle.carry_on(*(part.cuda() for part in given), branches, *found)
-    cycle_plan.carry_on(*given, branches, *expected)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.cpu(), other)
-
-
-@pytest.mark.parametrize("right", [3, 4, 5, 8, 9, 15])
-def test_a_row_goes_on_behind_all_drafts_that_are_right_however_many(right: int) -> None:
-    drafts = 15
-    about = torch.tensor([[7], [20], [drafts], [cycle_plan.IF_RIGHT]], dtype=torch.int32)
-    following = torch.arange(100, 100 + drafts + 1)
-    drafted = following[:drafts, None].clone()
-    drafted[right:] = 5
-    given = about, torch.tensor([0, drafts + 1], dtype=torch.int32), torch.arange(20, 36), drafted, following
-    carried, going_on = no_row_carried().cuda(), torch.zeros(2, 1, dtype=torch.int64, device="cuda")
-    cuda_cycle.carry_on(*(part.cuda() for part in given), 1, carried, going_on)
-    assert going_on.flatten().tolist() == [100 + right, 20 + right + 1]
-    assert carried[:, 0].tolist() == [100 + right, 20 + right + 1]
+def _with_carried(row_meta: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return row_meta, no_row_carried(), tables
 
 
 def test_more_rows_than_it_takes_are_refused_by_name() -> None:
-    about = torch.zeros(4, 257, dtype=torch.int32, device="cuda")
+    row_meta = torch.zeros(4, 257, dtype=torch.int32, device="cuda")
     wide, narrow = (torch.zeros(size, device="cuda") for size in cycle_plan.sizes(257, 0))
-    carried = no_row_carried().cuda()
-    with pytest.raises(ValueError, match=r"about.*at most 256 rows"):
-        cuda_cycle.plan_cycle(about, carried, torch.zeros_like(about.T), 16, 0, wide.long(), narrow.int())
+    next_state = no_row_carried().cuda()
+    with pytest.raises(ValueError, match=r"row_meta.*at most 256 rows"):
+        cuda_cycle.plan_cycle(row_meta, next_state, torch.zeros_like(row_meta.T), 16, 0, wide.long(), narrow.int())
 
 
 @pytest.mark.parametrize(("rows", "drafts"), [(1, 0), (1, 5), (24, 3), (256, 0)])

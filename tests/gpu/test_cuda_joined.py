@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tests.gpu.op_cases import DEVICE, assert_same, randn
 from tests.kernels.kernel_cases import assert_near
-from tide_core.kernels import cuda_obstacle
+from tide_core.kernels import cuda_unsupported_reason
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference import ops as reference
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+    pytest.mark.skipif(cuda_unsupported_reason() is not None, reason=str(cuda_unsupported_reason())),
 ]
 GUARD = 77.0
 HALF_WIDTH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -32,7 +32,7 @@ def _same_numbers_every_time() -> None:
 @pytest.fixture(autouse=True)
 def _a_device_that_joins() -> None:
     pool = torch.empty(1, 1, 16, 64, dtype=torch.float16, device=DEVICE)
-    if not cuda.takes_joined(pool, pool):
+    if not cuda.supports_joined(pool, pool):
         pytest.skip("this GPU has no joined attention")
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.gpu.op_cases import DEVICE, RowOp, assert_right, assert_same, linear, randn
-from tide_core.kernels import cuda_obstacle
+from tide_core.kernels import cuda_unsupported_reason
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.cuda.launch import fast_for_many_rows
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+    pytest.mark.skipif(cuda_unsupported_reason() is not None, reason=str(cuda_unsupported_reason())),
 ]
 HALF_WIDTHS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 MOST = 1024

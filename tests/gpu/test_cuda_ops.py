@@ -19,16 +19,16 @@ from tests.gpu.op_cases import (
     indices,
     randn,
 )
+from tests.kernels.cycle_arguments import router_weights
 from tests.kernels.kernel_cases import DTYPES, TOLERANCES
-from tests.kernels.library_cases import library_cases, router_weights
-from tide_core.kernels import cuda_obstacle
+from tide_core.kernels import cuda_unsupported_reason
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference import ops as reference
-from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kernels.reference.ops import RouterWeights, Top2
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+    pytest.mark.skipif(cuda_unsupported_reason() is not None, reason=str(cuda_unsupported_reason())),
 ]
 INF, NAN = math.inf, math.nan
 GUARD = 77
@@ -146,21 +146,21 @@ def test_a_captured_op_follows_its_inputs_and_the_true_number_of_rows(name: str)
     with torch.cuda.graph(graph):
         op.run(inputs, results, true_rows)
     for rows in (12, 5, 0, 12):
-        fresh = op.inputs(12)
-        for one, other in zip(inputs, fresh, strict=True):
+        others = op.inputs(12)
+        for one, other in zip(inputs, others, strict=True):
             one.copy_(other)
         for one in results:
             one.fill_(GUARD)
         true_rows.fill_(rows)
         graph.replay()
-        whole = op(fresh)
+        whole = op(others)
         assert_same([one[:rows] for one in results], [one[:rows] for one in whole])
         assert all((one[rows:] == GUARD).all() for one in results)
 
 
 @EVERY_OP
 def test_with_given_results_and_scratch_nothing_is_allocated(name: str) -> None:
-    if name.split()[0] in ("peak", "router"):
+    if name.split()[0] in ("top2_logsumexp", "router"):
         pytest.skip("its scratch has a test of its own")
     op = ROW_OPS[name](torch.bfloat16)  # a norm in front of a float16 linear has a result of its own
     inputs, results = op.inputs(7), op.results(7)
@@ -174,14 +174,14 @@ def test_one_scratch_serves_many_calls_and_its_counters_return_to_zero() -> None
     scratch = cuda.Scratch.sized(torch.device(DEVICE, 0), 40, vocabulary=50_000, bottleneck=len(weights.down))
     for rows, width in ((40, 50_000), (3, 9000), (40, 4097), (1, 50_000), (7, 11)):
         logits, features = randn(rows, width, dtype=torch.float16), randn(rows, 48, dtype=torch.float16)
-        peaks = cuda.peak(logits)
-        scores, _ = cuda.router(features, peaks, weights)
-        mine, out = Peaks(*(torch.empty_like(one) for one in peaks)), torch.empty_like(scores)
+        top2 = cuda.top2_logsumexp(logits)
+        scores, _ = cuda.router(features, top2, weights)
+        mine, out = Top2(*(torch.empty_like(one) for one in top2)), torch.empty_like(scores)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        cuda.peak(logits, scratch=scratch, out=mine)
+        cuda.top2_logsumexp(logits, scratch=scratch, out=mine)
         cuda.router(features, mine, weights, scratch=scratch, out=(out, None))
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        assert_same([*mine, out], [*peaks, scores])
+        assert_same([*mine, out], [*top2, scores])
         assert not scratch.counters.any()
 
 
@@ -194,8 +194,8 @@ def test_peaks_of_equal_infinite_and_missing_numbers(row: list[float], dtype: to
     for before, after in ((padding, 0), (0, padding), (padding, padding)):
         rows = torch.tensor([[-INF] * before + row + [-INF] * after, [0.5] * (before + len(row) + after)])
         logits = rows.to(DEVICE, dtype)
-        peaks, expected = cuda.peak(logits), reference.peak(logits.cpu())
-        for one, other in zip(peaks, expected, strict=True):
+        top2, expected = cuda.top2_logsumexp(logits), reference.top2_logsumexp(logits.cpu())
+        for one, other in zip(top2, expected, strict=True):
             torch.testing.assert_close(one.cpu(), other, equal_nan=True)
 
 
@@ -204,13 +204,13 @@ def test_a_router_flags_scores_that_reach_their_threshold_and_no_others(dtype: t
     weights = RouterWeights(*router_weights(DEVICE))
     features, logits = randn(40, 48, dtype=dtype), randn(40, 300, dtype=dtype)
     features[3] = NAN
-    peaks = cuda.peak(logits)
-    alone, none = cuda.router(features, peaks, weights)
+    top2 = cuda.top2_logsumexp(logits)
+    alone, none = cuda.router(features, top2, weights)
     assert none is None
     thresholds = alone.clone()
     thresholds[10:20] = alone[10:20].nextafter(torch.tensor(2.0, device=DEVICE))
     thresholds[20:30] = NAN
-    scores, flags = cuda.router(features, peaks, weights, thresholds)
+    scores, flags = cuda.router(features, top2, weights, thresholds)
     assert flags is not None
     torch.testing.assert_close(scores, alone, rtol=0, atol=0, equal_nan=True)
     assert flags.tolist() == [*[1] * 3, 0, *[1] * 6, *[0] * 20, *[1] * 10]
@@ -290,14 +290,6 @@ def test_an_op_runs_on_the_current_stream() -> None:
         assert not stream.query(), "it was not waited for"
     stream.synchronize()
     assert_same([result], [expected])
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("name", list(library_cases("cpu")))
-def test_torch_sees_the_op_as_it_is(name: str, dtype: torch.dtype) -> None:
-    from tide_core.kernels import library  # noqa: F401
-
-    torch.library.opcheck(getattr(torch.ops.tide, name).default, library_cases(DEVICE, dtype)[name])
 
 
 def test_rows_may_be_computed_in_place() -> None:

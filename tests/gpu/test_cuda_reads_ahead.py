@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.gpu.op_cases import DEVICE, assert_same, randn
-from tide_core.kernels import cuda_obstacle
+from tide_core.kernels import cuda_unsupported_reason
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.cuda.attention import attention_workspace
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda_obstacle() is not None, reason=str(cuda_obstacle())),
+    pytest.mark.skipif(cuda_unsupported_reason() is not None, reason=str(cuda_unsupported_reason())),
 ]
 GROUP, BLOCK, LAYERS, STEPS = 4, 16, 3, 12
 VOCABULARY = 50
@@ -27,7 +27,7 @@ VOCABULARY = 50
 def _a_device_that_joins() -> None:
     torch.manual_seed(0)
     pool = torch.empty(1, 1, 16, 64, dtype=torch.float16, device=DEVICE)
-    if not cuda.takes_joined(pool, pool):
+    if not cuda.supports_joined(pool, pool):
         pytest.skip("this GPU has no joined attention")
 
 
@@ -106,7 +106,7 @@ class Text:
         given: list[Any] = [cuda.rotary_write(*written), *pools, *rows]
         if self.waits:
             settle_nothing(qkv)
-        attended = cuda.paged_attention(*given, fresh=True, **limits)
+        attended = cuda.paged_attention(*given, queries_are_new=True, **limits)
         if self.waits:
             settle_nothing(qkv)
         again = cuda.paged_attention(*given, **limits)  # behind one that has settled what was written

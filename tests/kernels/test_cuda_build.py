@@ -33,25 +33,22 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 print("devices", module.device_count(), "architectures", module.architectures())
 if module.device_count() == 0:
-    from tests.kernels.library_cases import library_cases
+    from tests.kernels.cycle_arguments import cycle_arguments
     from tests.kernels.test_cuda_checks import ARGUMENTS
     from tests.kernels.test_row_op_checks import ROW_OPS
-    from tide_core.kernels.cuda import adjust, attention, branches as cuda_branches, cycle as cuda_cycle
-    from tide_core.kernels.cuda import draw as cuda_draw, exits, joined, ops as cuda
-    from tide_core.kernels.reference.draw import DrawnCycle
-    for wrappers in (cuda, adjust, attention, cuda_branches, cuda_cycle, cuda_draw, exits, joined):
-        wrappers.home = lambda tensor: tensor.device
+    from tide_core.kernels.cuda import adjust, attention, branches, cycle, draw, exits, joined, ops
+    for wrappers in (adjust, attention, branches, cycle, draw, exits, joined, ops):
+        wrappers.device_of = lambda tensor: tensor.device
         wrappers.module = lambda: module
-        wrappers.launch = lambda device, op, *arguments: getattr(module, op)(*arguments, 0)
-    def of_a_cycle(run, op, change=lambda *given: given):
-        return op, lambda: run(*change(*library_cases("cpu")[op]))
-    def copy_slots(pools, source, target, block_size, *claims):
-        cuda_branches.slot_copier(pools, block_size)(source, target, cuda_branches.Claims(*claims))
-    calls = [(op, lambda op=op: getattr(cuda, op)(**ARGUMENTS[op]())) for op in ARGUMENTS]
-    calls += [of_a_cycle(getattr(cuda_cycle, op), op) for op in ("plan_cycle", "carry_on", "pending_tokens")]
-    calls += [of_a_cycle(cuda_branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
-    calls += [of_a_cycle(cuda_draw.draw, "draw")]
-    calls += [of_a_cycle(cuda_draw.verify_drawn, "verify_drawn", lambda logits, *of: (logits, DrawnCycle(*of)))]
+        wrappers.launch = lambda device, op, *arguments, counters=None: getattr(module, op)(*arguments, 0)
+    def of_a_cycle(run, op):
+        return op, lambda: run(*cycle_arguments("cpu")[op])
+    def copy_slots(pools, block_size, *slots):
+        branches.slot_copier(pools, block_size)(*slots)
+    calls = [(op, lambda op=op: getattr(ops, op)(**ARGUMENTS[op]())) for op in ARGUMENTS]
+    calls += [of_a_cycle(getattr(cycle, op), op) for op in ("plan_cycle", "pending_tokens")]
+    calls += [of_a_cycle(branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
+    calls += [of_a_cycle(draw.draw, "draw"), of_a_cycle(draw.verify_drawn, "verify_drawn")]
     calls += [(op, lambda run=run, arguments=arguments: run(**arguments())) for op, (run, arguments) in ROW_OPS.items()]
     for op, call in calls:
         try:
@@ -107,10 +104,11 @@ def binaries(module: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.timeout(900)
 def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built: Path) -> None:
-    sources = list((ROOT / "csrc" / "cuda").glob("*.cu"))
-    wide = [source for source in sources if "_wide_" in source.name]  # for 9.0 alone, so without PTX
-    everywhere = len(sources) - len(wide)
-    assert wide
+    sources = [path for path in (ROOT / "csrc" / "cuda").glob("*/*.cu") if path.parent.name != "bench"]
+    sources = [path for path in sources if path.name != "without_sm90a.cu"]
+    only_90a = [path for path in sources if "sm90a" in path.name]  # without PTX
+    everywhere = len(sources) - len(only_90a)
+    assert only_90a
     assert sorted(binaries(built)) == sorted([("cubin", 90)] * len(sources) + [("ptx", 90)] * everywhere)
 
 

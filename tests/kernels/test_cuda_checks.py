@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.cycle_arguments import BOTTLENECK, ROWS, WIDTH, router_weights
 from tests.kernels.kernel_cases import PagedCase
-from tests.kernels.library_cases import BOTTLENECK, ROWS, WIDTH, router_weights
 from tide_core import kernels
 from tide_core.kernels import select
 from tide_core.kernels.cuda import attention as cuda_attention
 from tide_core.kernels.cuda import branches as cuda_branches
+from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda import exits as cuda_exits
 from tide_core.kernels.cuda import joined as cuda_joined
+from tide_core.kernels.cuda import launch as cuda_launch
 from tide_core.kernels.cuda import ops as cuda
-from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kernels.reference.ops import RouterWeights, Top2
 
 Launches = list[tuple[str, tuple[Any, ...]]]
 
@@ -30,12 +33,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """The wrappers take CPU tensors for a GPU's, and what they launch is written down instead."""
     seen: Launches = []
     sizes = SimpleNamespace(
-        peak_partials=lambda rows, width: 16 * rows,
+        top2_logsumexp_partials=lambda rows, width: 16 * rows,
         paged_attention_workspace=lambda *counts: 64,
     )
     for module in (cuda, cuda_attention, cuda_branches, cuda_exits, cuda_joined):
-        monkeypatch.setattr(module, "home", lambda tensor: tensor.device)
-        monkeypatch.setattr(module, "launch", lambda device, op, *arguments: seen.append((op, arguments)))
+        monkeypatch.setattr(module, "device_of", lambda tensor: tensor.device)
+        monkeypatch.setattr(module, "launch", lambda device, op, *arguments, **_: seen.append((op, arguments)))
         monkeypatch.setattr(module, "module", lambda: sizes, raising=False)
     return seen
 
@@ -107,13 +110,13 @@ def peak_arguments(**changed: Any) -> dict[str, Any]:
     return {"logits": torch.zeros(3, 50), **changed}
 
 
-def peaks_of(rows: int) -> Peaks:
-    return Peaks(torch.zeros(rows), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.ones(rows))
+def peaks_of(rows: int) -> Top2:
+    return Top2(torch.zeros(rows), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.ones(rows))
 
 
 def router_arguments(**changed: Any) -> dict[str, Any]:
     weights = RouterWeights(*router_weights("cpu"))
-    return {"features": torch.zeros(ROWS, WIDTH), "peaks": peaks_of(ROWS), "weights": weights, **changed}
+    return {"features": torch.zeros(ROWS, WIDTH), "top2": peaks_of(ROWS), "weights": weights, **changed}
 
 
 def gather_rows_arguments(**changed: Any) -> dict[str, Any]:
@@ -148,7 +151,7 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "write_kv": write_kv_arguments,
     "paged_attention": paged_attention_arguments,
     "attend_joined": attend_joined_arguments,
-    "peak": peak_arguments,
+    "top2_logsumexp": peak_arguments,
     "router": router_arguments,
     "gather_rows": gather_rows_arguments,
     "scatter_rows": scatter_rows_arguments,
@@ -231,11 +234,16 @@ def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> 
         ("attend_joined", {"max_queries": 9}, ValueError, "max_queries: got 9, expected 1 to 8"),
         ("attend_joined", {"workspace": torch.zeros(8, dtype=torch.uint8)}, ValueError, "workspace: got 8 elements"),
         ("attend_joined", {"out": torch.zeros(3, 12, 64).half()[:, ::2]}, ValueError, "out: got strides"),
-        ("peak", {"logits": torch.zeros(3)}, ValueError, r"logits: got shape \[3\], expected 2 dimensions"),
-        ("peak", {"logits": torch.zeros(3, 0)}, ValueError, r"logits: got shape \[3, 0\], expected rows of 1 to"),
-        ("peak", {"out": peaks_of(2)}, ValueError, r"out.best: got shape \[2\]"),
+        ("top2_logsumexp", {"logits": torch.zeros(3)}, ValueError, r"logits: got shape \[3\], expected 2 dimensions"),
+        (
+            "top2_logsumexp",
+            {"logits": torch.zeros(3, 0)},
+            ValueError,
+            r"logits: got shape \[3, 0\], expected rows of 1 to",
+        ),
+        ("top2_logsumexp", {"out": peaks_of(2)}, ValueError, r"out.best: got shape \[2\]"),
         ("router", {"features": torch.zeros(ROWS, 9)}, ValueError, r"weights.norm: got shape \[48\], expected \[D\]"),
-        ("router", {"peaks": peaks_of(2)}, ValueError, r"peaks.best: got shape \[2\]"),
+        ("router", {"top2": peaks_of(2)}, ValueError, r"top2.best: got shape \[2\]"),
         ("router", {"thresholds": torch.zeros(ROWS).double()}, TypeError, "thresholds: got torch.float64"),
         (
             "router",
@@ -322,7 +330,7 @@ def test_what_the_joined_op_does_not_know_is_refused_and_not_taken(
         cuda.attend_joined(
             **attend_joined_arguments(qkv=torch.zeros(3, 10 * width, dtype=pool.dtype), **tables, **pools)
         )
-    assert not cuda.takes_joined(pool, pool)
+    assert not cuda.supports_joined(pool, pool)
     assert launches == []
 
 
@@ -341,7 +349,7 @@ def test_a_workspace_is_handed_out_again_while_it_is_large_enough(
 def test_scratch_that_is_too_small_is_refused(launches: Launches) -> None:
     small = cuda.Scratch(torch.zeros(100, dtype=torch.uint8), torch.zeros(2, dtype=INT32))
     with pytest.raises(ValueError, match=r"scratch.counters: got 2 elements, expected at least 3"):
-        cuda.peak(torch.zeros(3, 9), scratch=small)
+        cuda.top2_logsumexp(torch.zeros(3, 9), scratch=small)
     with pytest.raises(
         ValueError, match=rf"scratch.partials: got 100 elements, expected at least {4 * 5 * BOTTLENECK}"
     ):
@@ -353,8 +361,8 @@ EMPTY = {
     "rms_norm": {"x": torch.zeros(0, 8)},
     "silu_mul": {"gate": torch.zeros(0, 8), "up": torch.zeros(0, 8)},
     "rotary": {"x": torch.zeros(0, 2, 8), "cos": torch.zeros(0, 8), "sin": torch.zeros(0, 8)},
-    "peak": {"logits": torch.zeros(0, 8)},
-    "router": {"features": torch.zeros(0, WIDTH), "peaks": peaks_of(0)},
+    "top2_logsumexp": {"logits": torch.zeros(0, 8)},
+    "router": {"features": torch.zeros(0, WIDTH), "top2": peaks_of(0)},
     "gather_rows": {"index": torch.zeros(0, dtype=INT64)},
     "scatter_rows": {"x": torch.zeros(0, 8), "index": torch.zeros(0, dtype=INT64)},
     "exit_input": {
@@ -419,8 +427,8 @@ def test_what_is_given_is_written_and_returned(launches: Launches) -> None:
     assert cuda.rms_norm(**rms_norm_arguments(out=out)) is out
     assert cuda.silu_mul(**silu_mul_arguments(out=out)) is out
     assert cuda.linear(torch.zeros(2, 3), torch.zeros(8, 3), out=out) is out
-    peaks, scores = peaks_of(3), (torch.zeros(ROWS), None)
-    assert cuda.peak(torch.zeros(3, 5), out=peaks) is peaks
+    top2, scores = peaks_of(3), (torch.zeros(ROWS), None)
+    assert cuda.top2_logsumexp(torch.zeros(3, 5), out=top2) is top2
     assert cuda.router(**router_arguments(out=scores))[0] is scores[0]
     _, (_, _, _, address, *_) = launches[0]
     assert address == out.data_ptr()
@@ -453,34 +461,67 @@ def test_positions_past_the_block_tables_are_not_asked_for(launches: Launches) -
     assert [arguments[10:14] for _, arguments in launches] == [(2, 3, 2, 48), (2, 3, 3, 7)]
 
 
-@pytest.mark.parametrize(
-    ("built", "capability", "runs"),
-    [
-        ("90", (9, 0), True),
-        ("90", (10, 0), True),
-        ("90", (8, 9), False),
-        ("80,90", (8, 9), True),
-        ("86,90", (8, 0), False),
-        ("75,80,86,89,90,100,120", (10, 3), True),
-        ("75,120", (7, 0), False),
-    ],
-)
-def test_the_module_runs_on_later_gpus_of_its_generations_and_on_all_after_the_newest(
-    monkeypatch: pytest.MonkeyPatch, built: str, capability: tuple[int, int], runs: bool
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A GPU of compute capability 9.0 that runs code compiled for the given architecture; 0: there is none."""
+
+    def loaded(architecture: int) -> int:
+        if architecture == 0:
+            raise RuntimeError("loaded_architecture: the CUDA module has no code for this device")
+        return architecture
+
+    def make(architecture: int) -> None:
+        module = SimpleNamespace(architectures=lambda: "80,86", loaded_architecture=lambda: loaded(architecture))
+        monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", module)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    for cached in (select._import_error, select._log_once):
+        cached.cache_clear()
+    yield make
+    for cached in (select._import_error, select._log_once):
+        cached.cache_clear()
+
+
+def test_a_module_without_code_for_the_gpu_cannot_run(a_gpu: Callable[[int], None]) -> None:
+    a_gpu(0)
+    reason = str(kernels.cuda_unsupported_reason())
+    assert "the CUDA module was built for 80,86, not for compute capability 9.0" in reason
+
+
+@pytest.mark.parametrize(("architecture", "warns"), [(90, False), (86, True), (80, True)])
+def test_a_module_for_an_older_generation_runs_and_says_what_would_be_faster(
+    a_gpu: Callable[[int], None], caplog: pytest.LogCaptureFixture, architecture: int, warns: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", SimpleNamespace(architectures=lambda: built))
-    select._import_error.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    obstacle = kernels.cuda_obstacle()
-    select._import_error.cache_clear()
-    assert (obstacle is None) == runs
-    assert runs or f"compute capability {capability[0]}.{capability[1]}" in str(obstacle)
+    a_gpu(architecture)
+    assert kernels.cuda_unsupported_reason() is None
+    with caplog.at_level("WARNING", logger="tide"):
+        kernels.select_kernels("auto", "cuda")
+    assert ("a build with TIDE_CUDA_ARCHS=90 is faster" in caplog.text) == warns
+
+
+def test_counters_are_cleared_when_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("top2: out of memory")
+
+    monkeypatch.setattr(cuda_launch, "module", lambda: SimpleNamespace(top2_logsumexp=fail))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    counters = torch.ones(3, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda_launch.launch(torch.device("cuda", 0), "top2_logsumexp", counters=counters)
+    assert counters.tolist() == [0, 0, 0]
+
+
+def test_a_pool_of_more_rows_than_32_bits_count_is_refused() -> None:
+    assert cuda_checks.pool_size_fault((2**20, 8, 256, 64)) is not None
+    assert cuda_checks.pool_size_fault((2**20, 8, 128, 64)) is None
 
 
 def test_a_module_that_was_never_built_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", None)
     select._import_error.cache_clear()
-    assert "the CUDA module cannot be imported" in str(kernels.cuda_obstacle())
+    assert "the CUDA module cannot be imported" in str(kernels.cuda_unsupported_reason())
     select._import_error.cache_clear()
-    assert kernels.cuda_obstacle("cpu") == "the CUDA kernels run on a GPU, not on cpu"
+    assert kernels.cuda_unsupported_reason("cpu") == "the CUDA kernels run on a GPU, not on cpu"

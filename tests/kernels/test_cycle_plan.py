@@ -20,26 +20,26 @@ from tide_core.kv.cache import RowSpan, StepIndex
 
 
 def planned(
-    about: torch.Tensor,
+    row_meta: torch.Tensor,
     tables: torch.Tensor,
     drafts: int,
     *,
     branches: int = 1,
-    carried: torch.Tensor | None = None,
+    next_state: torch.Tensor | None = None,
 ) -> cycle_plan.CycleParts:
-    room, branch_size = about.shape[1], BLOCK_SIZE if branches > 1 else 0
+    room, branch_size = row_meta.shape[1], BLOCK_SIZE if branches > 1 else 0
     wide, narrow = cycle_plan.sizes(room, drafts, branch_size)
     buffers = torch.full((wide,), 77), torch.full((narrow,), 77, dtype=torch.int32)
-    carried = no_row_carried() if carried is None else carried
-    cycle_plan.plan_cycle(about, carried, tables, BLOCK_SIZE, drafts, *buffers, branches, 900)
+    next_state = no_row_carried() if next_state is None else next_state
+    cycle_plan.plan_cycle(row_meta, next_state, tables, BLOCK_SIZE, drafts, *buffers, branches, 900)
     return cycle_plan.split(*buffers, room, drafts, branch_size)
 
 
-def spans(about: torch.Tensor, tables: torch.Tensor, num_rows: int, ahead: int | None) -> list[RowSpan]:
+def spans(row_meta: torch.Tensor, tables: torch.Tensor, num_rows: int, ahead: int | None) -> list[RowSpan]:
     """Of the draft pass `ahead`, or of the deep pass."""
     found = []
     for r in range(num_rows):
-        _, start, count, _ = about[:, r].tolist()
+        _, start, count, _ = row_meta[:, r].tolist()
         if ahead is None:
             found.append(RowSpan(tables[r].tolist(), start, count + 1))
         elif count > ahead:
@@ -51,16 +51,16 @@ def spans(about: torch.Tensor, tables: torch.Tensor, num_rows: int, ahead: int |
 def test_every_pass_has_the_indices_of_the_plain_engine_and_the_rest_belongs_to_no_row(
     num_rows: int, room: int, drafts: int
 ) -> None:
-    about, tables = cycle_case(7, num_rows, room, drafts)
-    parts = planned(about, tables, drafts)
+    row_meta, tables = cycle_case(7, num_rows, room, drafts)
+    parts = planned(row_meta, tables, drafts)
     for ahead in range(drafts):
-        index = StepIndex.build(spans(about, tables, num_rows, ahead), BLOCK_SIZE)
+        index = StepIndex.build(spans(row_meta, tables, num_rows, ahead), BLOCK_SIZE)
         active = len(index.positions)
         assert parts.draft_positions[ahead, :active].tolist() == index.positions.tolist()
         assert parts.draft_slots[ahead].tolist() == index.slots.tolist() + [-1] * (room - active)
         assert parts.draft_lens[ahead].tolist() == index.context_lens.tolist() + [0] * (room - active)
         assert parts.draft_starts[ahead].tolist() == index.query_starts.tolist() + [active] * (room - active)
-    index = StepIndex.build(spans(about, tables, num_rows, None), BLOCK_SIZE)
+    index = StepIndex.build(spans(row_meta, tables, num_rows, None), BLOCK_SIZE)
     total, rest = len(index.positions), room * (drafts + 1) - len(index.positions)
     assert parts.positions.tolist() == index.positions.tolist() + [0] * rest
     assert parts.slots.tolist() == index.slots.tolist() + [-1] * rest
@@ -70,12 +70,12 @@ def test_every_pass_has_the_indices_of_the_plain_engine_and_the_rest_belongs_to_
 
 @pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)
 def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(num_rows: int, room: int, drafts: int) -> None:
-    about, tables = cycle_case(8, num_rows, room, drafts)
-    parts = planned(about, tables, drafts)
-    assert parts.newest.tolist() == about[0].tolist()
+    row_meta, tables = cycle_case(8, num_rows, room, drafts)
+    parts = planned(row_meta, tables, drafts)
+    assert parts.newest.tolist() == row_meta[0].tolist()
     at = 0
     for r in range(num_rows):
-        _, start, count, tracked = about[:, r].tolist()
+        _, start, count, tracked = row_meta[:, r].tolist()
         slots = [tables[r, p // BLOCK_SIZE].item() * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start + count + 1)]
         assert parts.draft_deep_slots[r] == (slots[start - 1] if start else 0)
         assert parts.draft_distances[:, r].tolist() == [(ahead + 1 if start else 0) for ahead in range(drafts)]
@@ -93,10 +93,10 @@ def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(num_row
 def test_a_row_that_the_cycle_before_left_somewhere_is_planned_as_if_the_host_knew(
     num_rows: int, room: int, drafts: int
 ) -> None:
-    about, tables = cycle_case(9, num_rows, room, drafts)
-    told, carried = carried_case(9, about)
-    assert num_rows == 0 or not torch.equal(told, about)
-    expected, found = planned(about, tables, drafts), planned(told, tables, drafts, carried=carried)
+    row_meta, tables = cycle_case(9, num_rows, room, drafts)
+    told, next_state = carried_case(9, row_meta)
+    assert num_rows == 0 or not torch.equal(told, row_meta)
+    expected, found = planned(row_meta, tables, drafts), planned(told, tables, drafts, next_state=next_state)
     for name, one, other in zip(found._fields, found, expected, strict=True):
         assert torch.equal(one, other), name
 
@@ -105,12 +105,12 @@ def test_a_row_that_the_cycle_before_left_somewhere_is_planned_as_if_the_host_kn
 def test_a_branch_writes_to_blocks_of_its_own_and_comes_back_if_its_row_keeps_what_is_right(
     num_rows: int, drafts: int, branches: int
 ) -> None:
-    about, tables = branched_case(10, num_rows, drafts, branches)
+    row_meta, tables = branched_case(10, num_rows, drafts, branches)
     own = tables.clone()
-    parts = planned(about, tables, drafts, branches=branches)
+    parts = planned(row_meta, tables, drafts, branches=branches)
     spare: list[int] = []
     for r in range(num_rows * branches):
-        first, start, leaves = r - r % branches, int(about[1, r]), int(about[3, r])
+        first, start, leaves = r - r % branches, int(row_meta[1, r]), int(row_meta[3, r])
         begin, places = int(parts.starts[r]), range(start, start + drafts + 1)
         written = sorted({place // BLOCK_SIZE for place in places})
         copies = parts.copies[:, r * BLOCK_SIZE : (r + 1) * BLOCK_SIZE]
@@ -137,31 +137,3 @@ def test_a_branch_writes_to_blocks_of_its_own_and_comes_back_if_its_row_keeps_wh
             assert (returns[:2] == -1).all()
     assert len(spare) == len({*spare})
     assert all(block >= 900 for block in spare)
-
-
-@pytest.mark.parametrize("right", [0, 1, 2, 3])
-def test_a_row_goes_on_behind_the_last_draft_that_is_right(right: int) -> None:
-    about, tables = cycle_case(3, 1, 2, 3)
-    parts = planned(about, tables, 3)
-    drafted, following = torch.tensor([[11, 0], [12, 0], [13, 0]]), torch.tensor([11, 12, 13, 14, 0, 0, 0, 0])
-    if right < 3:
-        following[right] = 40
-    carried, going_on = no_row_carried(), torch.full((2, 2), 77)
-    behind = carried[:, 2:].clone()
-    cycle_plan.carry_on(about, parts.starts, parts.positions, drafted, following, 1, carried, going_on)
-    expected = [[14 if right == 3 else 40, 0], [int(about[1, 0]) + right + 1, 0]]
-    assert going_on.tolist() == expected
-    assert carried[:, :2].tolist() == expected
-    assert torch.equal(carried[:, 2:], behind)
-
-
-@pytest.mark.parametrize("leaves", [cycle_plan.IF_RIGHT, cycle_plan.FOR_GOOD])
-def test_a_row_goes_on_from_the_branch_that_was_right_unless_it_may_leave_for_good(leaves: int) -> None:
-    about, tables = branched_case(4, 1, 2, 2)
-    about[3] = leaves
-    parts = planned(about, tables, 2, branches=2)
-    drafted, following = torch.tensor([[11, 21], [12, 22]]), torch.tensor([21, 0, 0, 21, 22, 23])
-    carried, going_on = no_row_carried(), torch.zeros(2, 2, dtype=torch.int64)
-    cycle_plan.carry_on(about, parts.starts, parts.positions, drafted, following, 2, carried, going_on)
-    token, gained = (23, 3) if leaves == cycle_plan.IF_RIGHT else (21, 1)
-    assert going_on.tolist() == [[token] * 2, [int(about[1, 0]) + gained] * 2]

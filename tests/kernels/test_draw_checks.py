@@ -18,7 +18,7 @@ SHORTLIST = torch.arange(0, 50, 5)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The wrappers take CPU tensors for a GPU's, and what they launch is written down instead."""
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cuda_draw, "home", lambda tensor: tensor.device)
+    monkeypatch.setattr(cuda_draw, "device_of", lambda tensor: tensor.device)
     monkeypatch.setattr(cuda_draw, "launch", lambda device, op, *arguments: seen.append((op, *arguments)))
     return seen
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(__file__).parent / "tile_model"
-SOURCES = ("kernels/linear_tiles.cpp", "ops/linear_tiles.cpp", "ops/thread_pool.cpp")
+SOURCES = ("cpu/kernels/linear_tiles.cpp", "cpu/ops/linear_tiles.cpp", "cpu/ops/thread_pool.cpp")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("no C++ compiler")
     program = tmp_path_factory.mktemp("tile_model") / "check"
-    # The model's folder first: its kernels/tile_ops.h hides the real one.
+    # The model's folder first: its cpu/kernels/tile_ops.h hides the real one.
     options = ("-std=gnu++17", "-O1", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-DTIDE_ISA=model")
     command = [compiler, *options, f"-I{MODEL}", f"-I{ROOT / 'csrc'}", str(MODEL / "check.cpp")]
     command += [str(ROOT / "csrc" / source) for source in SOURCES]

@@ -31,15 +31,15 @@ def test_no_source_includes_a_torch_header() -> None:
 
 
 def test_kernels_and_ops_include_no_python_header() -> None:
-    for path in sources("kernels", "ops", "cuda"):
+    for path in sources("cpu/kernels", "cpu/ops", "cuda"):
         for header in includes(path) if path.name != "bindings.cpp" else []:
             assert "pybind11" not in header, f"{path.name} includes {header}"
             assert header != "Python.h", f"{path.name} includes {header}"
 
 
 def test_kernels_know_nothing_of_the_ops_above_them() -> None:
-    for path in sources("kernels"):
-        assert not [header for header in includes(path) if header.startswith("ops/")], path.name
+    for path in sources("cpu/kernels"):
+        assert not [header for header in includes(path) if header.startswith("cpu/ops/")], path.name
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")

@@ -15,7 +15,7 @@ from tide_core.exits.artefact.heads import ExitHead, HeadRMSNorm, HeadSpec
 from tide_core.exits.artefact.router import Router, confidence_of
 from tide_core.kernels.cpu.best import best
 from tide_core.kernels.reference import ops as reference
-from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kernels.reference.ops import RouterWeights, Top2
 
 INF, NAN = math.inf, math.nan
 
@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_router(dtype: torch.dtype, rows: int, width: in
     logits = (torch.randn(rows, 300) * 4).to(dtype)
     with torch.no_grad():
         expected = router.score(features, confidence_of(logits))
-    scores = reference.router(features, reference.peak(logits), weights)
+    scores = reference.router(features, reference.top2_logsumexp(logits), weights)
     assert scores.dtype is torch.float32
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=2e-5)
 
@@ -60,10 +60,10 @@ def test_a_score_that_is_no_number_reaches_no_threshold() -> None:
 @pytest.mark.parametrize("width", [2, 3, 385])
 def test_peaks_are_the_confidence_and_the_best_token(dtype: torch.dtype, width: int) -> None:
     logits = (torch.randn(9, width) * 3).to(dtype)
-    peaks = reference.peak(logits)
+    top2 = reference.top2_logsumexp(logits)
     maxima, indices = best(logits.float())
-    assert (peaks.best.tolist(), peaks.best_at.tolist()) == (maxima, indices)
-    confidence = torch.stack((-peaks.sum.log(), peaks.best - peaks.second), -1)
+    assert (top2.best.tolist(), top2.best_at.tolist()) == (maxima, indices)
+    confidence = torch.stack((-top2.sum.log(), top2.best - top2.second), -1)
     torch.testing.assert_close(confidence, confidence_of(logits))
 
 
@@ -78,8 +78,8 @@ def test_peaks_are_the_confidence_and_the_best_token(dtype: torch.dtype, width: 
     ],
 )
 def test_equal_infinite_and_missing_numbers(row: list[float], expected: tuple[float, int, float, float]) -> None:
-    peaks = reference.peak(torch.tensor([row]))
-    assert [part.item() for part in peaks] == pytest.approx(list(expected), nan_ok=True)
+    top2 = reference.top2_logsumexp(torch.tensor([row]))
+    assert [part.item() for part in top2] == pytest.approx(list(expected), nan_ok=True)
 
 
 @pytest.mark.parametrize("width", [8, 576])
@@ -173,4 +173,4 @@ def test_the_input_of_an_exit_is_what_its_head_mixes(dtype: torch.dtype) -> None
 
 
 def test_a_peak_has_the_fields_that_scores_need() -> None:
-    assert Peaks._fields == ("best", "best_at", "second", "sum")
+    assert Top2._fields == ("best", "best_at", "second", "sum")

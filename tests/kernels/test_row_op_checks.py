@@ -53,7 +53,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The wrappers take CPU tensors for a GPU's, and what they launch is written down instead."""
     seen: list[tuple[Any, ...]] = []
     for module in (cuda_adjust, cuda_cycle, cuda_draw):
-        monkeypatch.setattr(module, "home", lambda tensor: tensor.device)
+        monkeypatch.setattr(module, "device_of", lambda tensor: tensor.device)
         monkeypatch.setattr(module, "launch", lambda device, op, *arguments: seen.append((op, *arguments)))
     return seen
 

@@ -27,10 +27,10 @@ def twin_kernels() -> CudaKernels:
         return reference.rotary_write(*given, **more)
 
     def attend(
-        *tensors: Any, max_queries: int, max_context: int, workspace: torch.Tensor, fresh: bool = False
+        *tensors: Any, max_queries: int, max_context: int, workspace: torch.Tensor, queries_are_new: bool = False
     ) -> torch.Tensor:
         _, k_pool, _, tables, starts, lens, *_ = tensors
-        assert not fresh or any(pool is k_pool for pool in written), "a promise that is not kept"
+        assert not queries_are_new or any(pool is k_pool for pool in written), "a promise that is not kept"
         written.clear()
         assert int(lens.max()) <= max_context <= tables.shape[1] * tensors[1].shape[2]
         assert int(starts.diff().max()) <= max_queries
@@ -41,11 +41,11 @@ def twin_kernels() -> CudaKernels:
         q = reference.rotary_write(qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, eps)
         return attend(q, k_pool, v_pool, *rest, max_queries=max_queries, max_context=max_context, workspace=workspace)
 
-    def takes(k_pool: torch.Tensor, v_pool: torch.Tensor) -> bool:
+    def supports(k_pool: torch.Tensor, v_pool: torch.Tensor) -> bool:
         return k_pool.shape == v_pool.shape
 
-    def router(features: Any, peaks: Any, weights: Any, *, scratch: Any, out: Any) -> tuple[torch.Tensor, None]:
-        return out[0].copy_(reference.router(features, peaks, weights)), None
+    def router(features: Any, top2: Any, weights: Any, *, scratch: Any, out: Any) -> tuple[torch.Tensor, None]:
+        return out[0].copy_(reference.router(features, top2, weights)), None
 
     return CudaKernels(
         name="cuda",
@@ -59,17 +59,16 @@ def twin_kernels() -> CudaKernels:
         rotary_write=rotary_write,
         attend=attend,
         attention_workspace=workspace,
-        peak=reference.peak,
+        top2_logsumexp=reference.top2_logsumexp,
         router=router,
-        judge=reference.judge,
-        judge_scratch=workspace,
+        score=reference.score,
+        score_scratch=workspace,
         exit_input=reference.exit_input,
         norm_into=reference.norm_into,
         embed=reference.embed,
         scatter_rows=reference.scatter_rows,
         plan_cycle=cycle_plan.plan_cycle,
         pending_tokens=cycle_plan.pending_tokens,
-        carry_on=cycle_plan.carry_on,
         accept_drafts=cycle_plan.accept_drafts,
         nth_best=branching.nth_best,
         slot_copier=branching.slot_copier,
@@ -78,7 +77,7 @@ def twin_kernels() -> CudaKernels:
         adjust_logits=adjust.adjust_logits,
         count_outputs=adjust.count_outputs,
         verify_drawn=draw_plan.verify_drawn,
-        takes=takes,
+        supports=supports,
         attend_joined=attend_joined,
-        takes_joined=takes,
+        supports_joined=supports,
     )

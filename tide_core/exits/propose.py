@@ -21,7 +21,7 @@ from tide_core.exits.head_cpu import DeepSources, HeadProgram, unsupported_reaso
 from tide_core.exits.head_cuda import FusedHead
 from tide_core.exits.row_cycle import Part
 from tide_core.kernels import CudaKernels, Kernels
-from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kernels.reference.ops import RouterWeights, Top2
 from tide_core.kv.cache import PagedKV, PagedView
 from tide_core.kv.kernel_view import KernelView
 from tide_core.models.adapter import ModelAdapter, NarrowHead
@@ -58,15 +58,15 @@ class Scorer:
         first, second, third, fourth, fifth = (tensor.detach().float().contiguous() for tensor in tensors)
         weights = RouterWeights(first, second, third, fourth, fifth, norm.variance_epsilon)
         sizes = {"vocabulary": shortlist_size, "bottleneck": down.out_features}
-        return cls(weights, kernels.judge_scratch(down.weight.device, MAX_SCORED, **sizes), kernels)
+        return cls(weights, kernels.score_scratch(down.weight.device, MAX_SCORED, **sizes), kernels)
 
     def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kernels.judge(features, logits, self.weights, self.scratch)
+        return self.kernels.score(features, logits, self.weights, self.scratch)
 
-    def top2(self, logits: torch.Tensor, out: Peaks) -> None:
-        self.kernels.peak(logits, self.scratch, out=out)
+    def top2(self, logits: torch.Tensor, out: Top2) -> None:
+        self.kernels.top2_logsumexp(logits, self.scratch, out=out)
 
-    def score_features(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+    def score_features(self, features: torch.Tensor, peaks: Top2, out: torch.Tensor) -> None:
         self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
 
 
@@ -182,11 +182,11 @@ class Exits:
         features = self._features(0, view, states, deep_slots, distances)
         return features, self._narrow_logits(features)
 
-    def top2(self, logits: torch.Tensor, out: Peaks) -> None:
+    def top2(self, logits: torch.Tensor, out: Top2) -> None:
         """The two largest logits of `draft` and their sum of exponentials; on one stream with `score_features`."""
         self._scorers[0].top2(logits, out)
 
-    def score_features(self, features: torch.Tensor, peaks: Peaks, out: torch.Tensor) -> None:
+    def score_features(self, features: torch.Tensor, peaks: Top2, out: torch.Tensor) -> None:
         """Router scores [T] of features and top-two values of several drafts at once."""
         self._scorers[0].score_features(features, peaks, out)
 

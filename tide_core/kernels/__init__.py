@@ -1,6 +1,6 @@
 """The ops the engine runs, in three versions: plain Torch (`reference/`), native CPU code (`cpu/`) and CUDA (`cuda/`).
 
-`ops.py` names them, `select.py` chooses a version for a device.
+`ops.py` declares them, `select.py` chooses a version for a device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ __path__ = elsewhere.folders(__name__, __path__)
 
 from tide_core.kernels.ops import CudaKernels, Kernels
 from tide_core.kernels.select import (
-    cuda_obstacle,
+    cuda_unsupported_reason,
     native_digest,
-    native_obstacle,
+    native_unsupported_reason,
     reference_kernels,
     select_kernels,
     set_num_threads,
@@ -22,9 +22,9 @@ from tide_core.kernels.select import (
 __all__ = [
     "CudaKernels",
     "Kernels",
-    "cuda_obstacle",
+    "cuda_unsupported_reason",
     "native_digest",
-    "native_obstacle",
+    "native_unsupported_reason",
     "reference_kernels",
     "select_kernels",
     "set_num_threads",

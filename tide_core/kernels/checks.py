@@ -1,8 +1,8 @@
-"""Why an op refused its tensors: each error names the argument, what came and what was expected.
+"""Why an op refuses its tensors: each error names the argument, what it got and what it expects.
 
-The wrappers in `native` test everything in one cheap expression and come here only when it fails; those in `cuda` come
-here at once, since what runs often there is captured in a graph. So speed does not matter much in this file, order
-does: each check may rely on those before it. `device` is where the tensors must be.
+The wrappers in `cpu` test everything in one cheap expression and call these checks only when it fails; those in `cuda`
+always call them, since what runs often there is captured in a graph. Order matters: each check may rely on those before
+it. `device` is where the tensors must be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# The codes of csrc/kernels/dtype.h.
+# The codes of csrc/dtype.h.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ Faults = Iterable[Exception | None]
 
 
 def first_fault(faults: Faults) -> Exception:
-    """The first fault found; finding none means that `native` and this file disagree."""
+    """The first fault; if there is none, the wrapper and this file disagree."""
     for fault in faults:
         if fault is not None:
             return fault
@@ -28,7 +28,7 @@ def first_fault(faults: Faults) -> Exception:
 
 
 def refuse(faults: Faults) -> None:
-    """Raises the first fault, where there is one."""
+    """Raise the first fault, if there is one."""
     for fault in faults:
         if fault is not None:
             raise fault
@@ -121,7 +121,7 @@ def paged_attention_faults(
 
 
 def held_faults(name: str, tensor: Tensor, shape: tuple[int, ...], *, narrow: bool = False) -> Faults:
-    """Of what a program keeps the address of: float32, or bfloat16 where it may be `narrow`."""
+    """For a tensor whose address a program keeps: float32, or bfloat16 if `narrow`."""
     if not (narrow and tensor.dtype is torch.bfloat16):
         expected = "torch.float32 or torch.bfloat16" if narrow else "torch.float32"
         yield None if tensor.dtype is torch.float32 else TypeError(f"{name}: got {tensor.dtype}, expected {expected}")
@@ -145,7 +145,7 @@ def pool_faults(k_pool: Tensor, v_pool: Tensor, dtype: torch.dtype, device: torc
 def exact_faults(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], letters: str, device: torch.device = CPU
 ) -> Faults:
-    """Of a contiguous tensor of exactly this dtype and shape."""
+    """For a contiguous tensor of exactly this dtype and shape."""
     yield None if tensor.dtype is dtype else TypeError(f"{name}: got {tensor.dtype}, expected {dtype}")
     yield device_fault(name, tensor, device)
     yield shape_fault(name, tensor, shape, letters)

@@ -1,5 +1,5 @@
 """The native module of another copy of this package: a Ray job runs in a copy of the sources that has no built files,
-while the package is installed beside it. It is taken only from a copy whose code around it is the same as ours."""
+while the package is installed elsewhere. Only a copy with the same Python sources as ours is used."""
 
 from __future__ import annotations
 

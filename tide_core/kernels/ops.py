@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tide_core.kernels.reference.branches import CopySlots
 from tide_core.kernels.reference.draw import DrawnCycle
-from tide_core.kernels.reference.ops import Norm, Peaks, RouterWeights
+from tide_core.kernels.reference.ops import Norm, RouterWeights, Top2
 
 
 class LinearOp(Protocol):
@@ -50,7 +50,7 @@ class PagedAttentionOp(Protocol):
 
 @dataclass(frozen=True)
 class Kernels:
-    """One version of the ops. `tide_core.kernels.reference.ops` says what each means."""
+    """One version of the ops. Defined in `tide_core.kernels.reference.ops`."""
 
     name: str
     linear: LinearOp
@@ -106,7 +106,7 @@ class AttendOp(Protocol):
         max_queries: int,
         max_context: int,
         workspace: Tensor,
-        fresh: bool = False,
+        queries_are_new: bool = False,
     ) -> Tensor: ...
 
 
@@ -157,41 +157,40 @@ class CudaKernels(Kernels):
     fused_linear: FusedLinearOp
     rotary_write: RotaryWriteOp
     attend: AttendOp
-    """`paged_attention`, told at most how many queries and positions a row has."""
+    """`paged_attention` with the most queries and positions that a row has."""
     attention_workspace: Callable[..., Tensor]
     """For `attend` and `attend_joined`: the most tokens, query heads, elements of a head and positions; where; and as
     `held` one that is handed back where it is large enough."""
-    peak: Callable[..., Peaks]
-    """Of logits, with a scratch and by name where to write."""
+    top2_logsumexp: Callable[..., Top2]
+    """Of logits, with a scratch and an optional `out`."""
     router: Callable[..., tuple[Tensor, Tensor | None]]
-    """Of features, peaks and weights, by name with a scratch and where to write."""
-    judge: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
-    judge_scratch: Callable[..., Any]
-    """For `peak` and `judge`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    """Of features, top-2 and weights, with an optional `scratch` and `out`."""
+    score: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
+    score_scratch: Callable[..., Any]
+    """For `top2_logsumexp` and `score`: where, rows, and by name `vocabulary` and `bottleneck`."""
     exit_input: ExitInputOp
     norm_into: Callable[..., Tensor]
-    """`rms_norm`, by name where to write."""
+    """`rms_norm` with an optional `out`."""
     embed: Callable[..., Tensor]
-    """Of ids and rows, by name where to write."""
+    """Of ids and rows, with an optional `out`."""
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    carry_on: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
     accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
-    """`tide_core.kernels.reference.cycle` says what these make."""
+    """Defined in `tide_core.kernels.reference.cycle`."""
     nth_best: Callable[..., Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], CopySlots]
-    """`tide_core.kernels.reference.branches` says what these do."""
+    """Defined in `tide_core.kernels.reference.branches`."""
     draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
     draw_numbers: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    """`tide_core.kernels.reference.draw` defines these."""
+    """Defined in `tide_core.kernels.reference.draw`."""
     adjust_logits: Callable[..., None]
     count_outputs: Callable[..., None]
-    """`tide_core.kernels.reference.adjust` defines both."""
-    takes: Callable[[Tensor, Tensor], bool]
-    """Whether `attend` knows keys and values as these pools hold them."""
+    """Defined in `tide_core.kernels.reference.adjust`."""
+    supports: Callable[[Tensor, Tensor], bool]
+    """Whether `attend` supports pools such as these."""
     attend_joined: AttendJoinedOp
     """`rotary_write`, then `attend`, for rows of few queries."""
-    takes_joined: Callable[[Tensor, Tensor], bool]
-    """Whether `attend_joined` does; what it does not take stays with the two ops."""
+    supports_joined: Callable[[Tensor, Tensor], bool]
+    """Whether `attend_joined` does; else use the two ops."""

@@ -22,7 +22,7 @@ _log = logging.getLogger("tide")
 
 
 def select_kernels(choice: str, device: torch.device | str) -> Kernels:
-    """The ops for `device`. "auto" takes native where it can and says in the log, once, what it took and why."""
+    """The ops for `device`. "auto" prefers native ones; the choice and its reason are logged once."""
     if choice not in KERNELS:
         raise ConfigError("kernels", choice, f"one of {', '.join(KERNELS)}")
     if choice == "reference":
@@ -30,23 +30,24 @@ def select_kernels(choice: str, device: torch.device | str) -> Kernels:
         return reference_kernels()
     kind = torch.device(device).type
     cpu = kind == "cpu"
-    obstacle = cuda_obstacle(device) if kind == "cuda" else native_obstacle(kind)
-    if obstacle is None and not cpu:
+    reason = cuda_unsupported_reason(device) if kind == "cuda" else native_unsupported_reason(kind)
+    if reason is None and not cpu:
         _log_once(f"kernels: cuda, {'as configured' if choice == 'native' else 'on the GPU'}")
+        _warn_if_older(torch.device(device))
         return cuda_kernels()
-    if obstacle is None:
+    if reason is None:
         native = importlib.import_module("tide_core.kernels.cpu.ops")
         instruction_set = importlib.import_module(_NATIVE_MODULE).instruction_set()
         _log_once(f"kernels: native ({instruction_set}), {'as configured' if choice == 'native' else 'on the cpu'}")
         return _kernels("native", native)
     if choice == "native":
-        raise ConfigError("kernels", "native", f"auto or reference here: {obstacle}")
-    _log_once(f"kernels: reference, because {obstacle}", logging.WARNING if cpu else logging.INFO)
+        raise ConfigError("kernels", "native", f"auto or reference here: {reason}")
+    _log_once(f"kernels: reference, because {reason}", logging.WARNING if cpu else logging.INFO)
     return reference_kernels()
 
 
 def cuda_kernels() -> CudaKernels:
-    """The CUDA ops, or Torch's where a step has more rows than they are made for."""
+    """The CUDA ops, or Torch's for steps with more rows than they support."""
     cuda = importlib.import_module("tide_core.kernels.cuda.ops")
     cycle = importlib.import_module("tide_core.kernels.cuda.cycle")
     branches = importlib.import_module("tide_core.kernels.cuda.branches")
@@ -64,17 +65,16 @@ def cuda_kernels() -> CudaKernels:
         rotary_write=cuda.rotary_write,
         attend=cuda.paged_attention,
         attention_workspace=cuda.attention_workspace,
-        peak=cuda.peak,
+        top2_logsumexp=cuda.top2_logsumexp,
         router=cuda.router,
-        judge=cuda.judge,
-        judge_scratch=cuda.Scratch.sized,
+        score=cuda.score,
+        score_scratch=cuda.Scratch.sized,
         exit_input=cuda.exit_input,
         norm_into=cuda.rms_norm,
         embed=cuda.embed,
         scatter_rows=cuda.scatter_rows,
         plan_cycle=cycle.plan_cycle,
         pending_tokens=cycle.pending_tokens,
-        carry_on=cycle.carry_on,
         accept_drafts=cycle.accept_drafts,
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
@@ -83,9 +83,9 @@ def cuda_kernels() -> CudaKernels:
         adjust_logits=adjust.adjust_logits,
         count_outputs=adjust.count_outputs,
         verify_drawn=draws.verify_drawn,
-        takes=cuda.takes,
+        supports=cuda.supports,
         attend_joined=cuda.attend_joined,
-        takes_joined=cuda.takes_joined,
+        supports_joined=cuda.supports_joined,
     )
 
 
@@ -96,14 +96,14 @@ def reference_kernels() -> Kernels:
 
 @functools.cache
 def native_digest() -> str:
-    """Of the files of the native modules, so that timings of another build are told apart; empty without any."""
+    """A hash of the native modules' files, which separates timings of different builds; empty without any."""
     built = [name for name in (_NATIVE_MODULE, _CUDA_MODULE) if _import_error(name) is None]
     raw = b"".join(Path(importlib.import_module(name).__file__ or "").read_bytes() for name in built)
     return hashlib.sha256(raw).hexdigest()[:16] if built else ""
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that share one native call, the caller included; does nothing where there is no native module."""
+    """Set the threads that share one native call, the caller included; does nothing without a native module."""
     if _import_error() is None:
         importlib.import_module(_NATIVE_MODULE).set_num_threads(count)
 
@@ -112,7 +112,7 @@ def _kernels(name: str, ops: ModuleType) -> Kernels:
     return Kernels(name, ops.linear, ops.rms_norm, ops.silu_mul, ops.rotary, ops.write_kv, ops.paged_attention)
 
 
-def native_obstacle(device_type: str) -> str | None:
+def native_unsupported_reason(device_type: str) -> str | None:
     """Why native cannot run, or None."""
     if device_type != "cpu":
         return f"the native kernels run on the cpu, not on {device_type}"
@@ -120,7 +120,7 @@ def native_obstacle(device_type: str) -> str | None:
     return None if error is None else f"the native module cannot be imported ({error})"
 
 
-def cuda_obstacle(device: torch.device | str = "cuda") -> str | None:
+def cuda_unsupported_reason(device: torch.device | str = "cuda") -> str | None:
     """Why the CUDA ops cannot run on `device`, or None."""
     device = torch.device(device)
     if device.type != "cuda":
@@ -130,12 +130,33 @@ def cuda_obstacle(device: torch.device | str = "cuda") -> str | None:
         return f"the CUDA module cannot be imported ({error})"
     if not torch.cuda.is_available():
         return "no CUDA device can be used"
-    built = [int(arch) for arch in importlib.import_module(_CUDA_MODULE).architectures().split(",")]
-    major, minor = torch.cuda.get_device_capability(device)
-    # Code runs on later devices of its own generation, PTX (there is that of the newest) on all later ones.
-    if any(arch // 10 == major and arch % 10 <= minor for arch in built) or built[-1] <= 10 * major + minor:
-        return None
-    return f"the CUDA module was built for {built}, not for compute capability {major}.{minor}"
+    try:
+        loaded_architecture(device)
+    except RuntimeError as error:
+        built = importlib.import_module(_CUDA_MODULE).architectures()
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the CUDA module was built for {built}, not for compute capability {major}.{minor} ({error})"
+    return None
+
+
+def loaded_architecture(device: torch.device) -> int:
+    """Ten times the compute capability that the code which runs on `device` was compiled for: kernels are chosen by it.
+
+    Raises RuntimeError where the build has no such code."""
+    with torch.cuda.device(device):
+        architecture: int = importlib.import_module(_CUDA_MODULE).loaded_architecture()
+    return architecture
+
+
+def _warn_if_older(device: torch.device) -> None:
+    """A build for an older generation is right and slow: it has none of the kernels of the newer one."""
+    built, (major, minor) = loaded_architecture(device), torch.cuda.get_device_capability(device)
+    if built // 10 < major:
+        _log_once(
+            f"kernels: a GPU of compute capability {major}.{minor} runs kernels for {built // 10}.{built % 10}; "
+            f"a build with TIDE_CUDA_ARCHS={major}{minor} is faster",
+            logging.WARNING,
+        )
 
 
 @functools.cache

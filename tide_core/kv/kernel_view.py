@@ -43,7 +43,7 @@ def view_kind(cache: PagedKV, kernels: Kernels, *, gathers_kv: bool) -> Callable
     """The view for the pool's device; `gathers_kv`: layers take whole contexts."""
     if gathers_kv:
         return GatheredView
-    if isinstance(kernels, CudaKernels) and all(kernels.takes(*pools) for pools in cache.pools):
+    if isinstance(kernels, CudaKernels) and all(kernels.supports(*pools) for pools in cache.pools):
         return KernelView
     return DeviceView if cache.device.type == "cuda" else PagedView
 
@@ -159,7 +159,7 @@ class KernelView(PagedView):
             max_queries=self._max_queries,
             max_context=self._max_context,
             workspace=self._workspace(query),
-            fresh=fresh,
+            queries_are_new=fresh,
         )
 
     def attend_joined(
@@ -174,7 +174,7 @@ class KernelView(PagedView):
     ) -> torch.Tensor:
         """From the joined projection [T, (Hq + 2 H) D] to what attention gives, [T, Hq, D]; K and V are written."""
         pools = self._cache.pools[layer]
-        if not self._joins or not self._kernels.takes_joined(*pools):
+        if not self._joins or not self._kernels.supports_joined(*pools):
             query = self._kernels.rotary_write(qkv, *rotation, self.slots, *pools, *norms, eps)
             return self.attend_paged(layer, query, scaling, window, fresh=True)
         head_dim = pools[0].shape[3]

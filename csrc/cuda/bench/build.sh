@@ -5,13 +5,14 @@ cd "$(dirname "$0")/../../.."
 arch=${ARCH:-90}
 mkdir -p build && rm -f build/bench_*.o
 objects=
-for source in csrc/cuda/*.cu csrc/cuda/bench/*.cu; do
-    object=build/bench_$(basename "$source" .cu).o
+for source in csrc/cuda/*/*.cu; do
+    object=build/bench_$(printf %s "${source%.cu}" | tr / _).o
     flags="-gencode arch=compute_$arch,code=sm_$arch"
     case $arch:$source in
-        90:*wide*) flags="-gencode arch=compute_90a,code=sm_90a" ;;
-        90:*/linear.cu) flags="$flags -DTIDE_WIDE_LINEAR" ;;
-        90:*/paged_attention.cu) flags="$flags -DTIDE_WIDE_ATTENTION" ;;
+        90:*/without_sm90a.cu) continue ;;
+        90:*sm90a*) flags="-gencode arch=compute_90a,code=sm_90a" ;;
+        *:*/without_sm90a.cu) ;;
+        *:*sm90a*) continue ;;
     esac
     # shellcheck disable=SC2086  # several words
     nvcc -O3 -std=c++17 -Icsrc $flags -c "$source" -o "$object" &

@@ -1,8 +1,8 @@
-// Rows to draw from and cycles to verify, for checks and timings.
+// Rows to draw from and cycles to verify.
 #pragma once
 
 #include "cuda/bench/support.cuh"
-#include "cuda/draw.h"
+#include "cuda/cycle/draw.h"
 
 namespace tide::cuda::bench {
 
@@ -17,51 +17,17 @@ inline double number_of(uint64_t stream, uint64_t index) {  // in [0, 1)
 }
 
 template <typename T>
-__global__ void share_kernel(const T* x, int64_t width, float best, float temperature, float* shares) {
-    for (int64_t i = threadIdx.x; i < width; i += blockDim.x) shares[i] = expf((to_float(x[i]) - best) / temperature);
-}
-
-template <typename T>
 class Logits {
   public:
-    Logits(int64_t rows, int64_t width, uint64_t seed, float spread)
-        : width_(width), data_(rows * width * sizeof(T)), shares_(width * 4) {
+    Logits(int64_t rows, int64_t width, uint64_t seed, float spread) : width_(width), data_(rows * width * sizeof(T)) {
         fill(data_.template get<T>(), rows * width, seed, spread);
     }
     T* get() const { return data_.template get<T>(); }
     int64_t width() const { return width_; }
-    std::vector<float> row(int64_t r) const {
-        std::vector<float> x(width_);
-        share(r, 0.0f, 1.0f, x, true);
-        return x;
-    }
-    std::vector<float> shares(int64_t r, double temperature) const {
-        const std::vector<float> x = row(r);
-        float best = x[0];
-        for (const float value : x) best = value > best ? value : best;
-        std::vector<float> shares(width_);
-        const float coldest = 1.17549435e-38f, cold = static_cast<float>(temperature);
-        share(r, best, cold > coldest ? cold : coldest, shares, false);
-        return shares;
-    }
 
   private:
-    void share(int64_t r, float best, float temperature, std::vector<float>& to, bool plain) const {
-        if (plain) {
-            std::vector<T> raw(width_);
-            require(cudaMemcpy(raw.data(), get() + r * width_, width_ * sizeof(T), cudaMemcpyDeviceToHost));
-            for (int64_t i = 0; i < width_; ++i) to[i] = as_float(raw[i]);
-            return;
-        }
-        share_kernel<T><<<1, 1024>>>(get() + r * width_, width_, best, temperature, shares_.template get<float>());
-        require(cudaMemcpy(to.data(), shares_.get(), width_ * 4, cudaMemcpyDeviceToHost));
-    }
-    static float as_float(float v) { return v; }
-    static float as_float(__half v) { return __half2float(v); }
-    static float as_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-
     int64_t width_;
-    Buffer data_, shares_;
+    Buffer data_;
 };
 
 class Taken : public Buffer {

@@ -1,4 +1,4 @@
-// What checks and timings share: device memory, numbers out of nothing, comparisons, and timed graphs.
+// What the timings share: device memory, noise, and timed graphs.
 #pragma once
 
 #include <cstdio>
@@ -8,29 +8,18 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/convert.cuh"
-#include "cuda/launch.h"
-#include "cuda/linear_tiles.h"
-#include "cuda/linear_wide.h"
-#include "cuda/ops.h"
+#include "cuda/attention/attention.h"
+#include "cuda/common/convert.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/linear/kernels.h"
+#include "cuda/linear/linear.h"
 
 namespace tide::cuda::bench {
-
-inline int num_failures = 0;
-inline int num_checks = 0;
 
 inline void require(cudaError_t error) {
     if (error == cudaSuccess) return;
     std::printf("{\"failed\": \"%s\"}\n", cudaGetErrorString(error));
     std::exit(2);
-}
-
-inline void expect(bool good, const std::string& what) {
-    ++num_checks;
-    if (good) return;
-    ++num_failures;
-    std::printf("{\"check\": \"%s\", \"ok\": false}\n", what.c_str());
-    std::fflush(stdout);
 }
 
 class Buffer {
@@ -74,71 +63,9 @@ void fill(T* to, int64_t count, uint64_t seed, float scale) {
     require(cudaGetLastError());
 }
 
-// [0]: how many of the numbers differ from ref by more than tol (or are no numbers); [1]: worst ratio, in thousandths.
-template <typename T>
-__global__ void compare(const T* got, const double* ref, const double* tol, int64_t rows, int64_t columns,
-                        int64_t stride, unsigned int* result) {
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * columns;
-         i += int64_t{gridDim.x} * blockDim.x) {
-        const double error = fabs(to_float(got[i / columns * stride + i % columns]) - ref[i]);
-        if (!(error <= tol[i])) atomicAdd(&result[0], 1u);
-        atomicMax(&result[1], static_cast<unsigned int>(fmin(error / tol[i] * 1000.0, 1e9)));
-    }
-}
-
-// Counts the elements of [rows, columns] that differ bit by bit, and of what lies around them in `got` (up to
-// `got_elements`) those that no longer have the byte `guard`.
-template <typename T>
-__global__ void compare_bits(const T* got, int64_t got_stride, int64_t got_elements, const T* want, int64_t want_stride,
-                             int64_t rows, int64_t columns, int guard, unsigned int* result) {
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < got_elements;
-         i += int64_t{gridDim.x} * blockDim.x) {
-        const int64_t row = i / got_stride, column = i % got_stride;
-        const unsigned char* here = reinterpret_cast<const unsigned char*>(got + i);
-        const bool inside = row < rows && column < columns;
-        const unsigned char* there = reinterpret_cast<const unsigned char*>(want + row * want_stride + column);
-        bool same = true;
-        for (size_t b = 0; b < sizeof(T); ++b) same &= here[b] == (inside ? there[b] : guard);
-        if (!same) atomicAdd(&result[inside ? 0 : 1], 1u);
-    }
-}
-
-struct Counts {
-    unsigned int first, second;
-};
-
-class Counter {
-  public:
-    unsigned int* reset() {
-        buffer_.fill_bytes(0);
-        return buffer_.get<unsigned int>();
-    }
-    Counts read() const {
-        Counts counts = {};
-        require(cudaDeviceSynchronize());
-        require(cudaMemcpy(&counts, buffer_.get(), sizeof(counts), cudaMemcpyDeviceToHost));
-        return counts;
-    }
-
-  private:
-    Buffer buffer_{8};
-};
-
-constexpr int kGuard = 0x5A;
-
-template <typename T>
-constexpr double epsilon() {  // distance of neighbours relative to the number
-    return sizeof(T) == 4 ? 1.2e-7 : std::is_same_v<T, __half> ? 1.0 / 1024 : 1.0 / 128;
-}
-
 template <typename T>
 constexpr DType dtype_of() {
     return sizeof(T) == 4 ? DType::kFloat32 : std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-}
-
-template <typename T>
-const char* name_of() {
-    return sizeof(T) == 4 ? "fp32" : std::is_same_v<T, __half> ? "fp16" : "bf16";
 }
 
 // Row tiles x token tiles / CTAs of a cluster, s: x goes through shared memory, d: deep.
@@ -149,14 +76,15 @@ inline std::string name_of(const LinearTile& tile) {
 
 // Groups x tokens / CTAs that split the slices.
 inline std::string name_of(const WideTile& tile) {
-    return "wide " + std::to_string(tile.groups) + "x" + std::to_string(tile.tokens) + "/" +
-           std::to_string(tile.split) + (tile.stays ? " stays" : "");
+    return "wide " + std::to_string(tile.warpgroups) + "x" + std::to_string(tile.tokens) + "/" +
+           std::to_string(tile.split) + (tile.persistent ? " persistent" : "");
 }
 
 inline std::vector<WideTile> wide_tiles(const LinearParams& p) {
     std::vector<WideTile> tiles = {{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}};
     for (const int tokens : {32, 64}) {
-        if (!p.gated && count_stages(p.in_features, tokens) >= kFewestStages) tiles.push_back({2, tokens, 1, true});
+        if (!p.gated && count_stages(p.in_features, tokens) >= tuning::kFewestStages)
+            tiles.push_back({2, tokens, 1, true});
     }
     return tiles;
 }
@@ -206,11 +134,6 @@ inline double time_graph(int launches, const std::function<void(int, cudaStream_
 
 constexpr double kPeakBytesPerUs = 4.1e6;  // 4.1 TB/s: what reads reach on the H200
 
-void check_linear();
-void check_attention();
-void check_small();
-void check_joined();
-void check_draw();
 void time_linear(const Buffer& arena);
 void time_chain(const Buffer& arena);
 void time_attention(const Buffer& arena);

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/small_ops.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -87,6 +87,7 @@ void time_case(const Buffer& arena, const Case& c, std::initializer_list<Mode> m
             p.head_dim = dim;
             p.block_size = kBlock;
             p.max_blocks = blocks;
+            p.num_blocks = half / block_bytes;
             p.q_token_stride = mode == Mode::kJoined ? width : heads * dim;
             p.q_head_stride = dim;
             p.scaling = 0.088f;

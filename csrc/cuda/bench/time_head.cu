@@ -1,6 +1,6 @@
 // When an LM head should go the way of many rows. One JSON line a case.
 #include "cuda/bench/support.cuh"
-#include "cuda/linear_tiles.h"
+#include "cuda/linear/kernels.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -45,7 +45,7 @@ void time_head(const Buffer& arena) {
             };
             const LinearTile tile = choose_tile(p, device);
             report(name_of(tile), [&](cudaStream_t stream) { launch_tiles<T>(p, tile, stream); });
-            if (!takes_wide(p, device)) continue;
+            if (!supports_wide(p, device)) continue;
             for (const WideTile& wide : wide_tiles(p)) {
                 if (wide.tokens > (rows > 32 ? 64 : 32) || wide.split > 1) continue;
                 report(name_of(wide), [&](cudaStream_t stream) { launch_linear_wide<T>(p, wide, stream); });

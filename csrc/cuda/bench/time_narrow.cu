@@ -1,6 +1,6 @@
 // Which tile suits the linears of a narrow model, where a launch is a matter of latency. One JSON line a case.
 #include "cuda/bench/support.cuh"
-#include "cuda/linear_tiles.h"
+#include "cuda/linear/kernels.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -54,11 +54,10 @@ void time_narrow(const Buffer& arena) {
                 std::fflush(stdout);
             };
             report(chosen);
-            for (const int row_tiles : {1, 2}) {
-                for (const int token_tiles : {1, 2, 4, 8}) {
-                    const LinearTile tile = {row_tiles, token_tiles};
-                    if (token_tiles < rows / 4 && name_of(tile) != name_of(chosen)) report(tile);
-                }
+            for (const LinearTile& tile : kLinearTiles) {
+                if (tile.row_tiles > 2 || tile.cluster > 1 || tile.deep || (p.norm && !has_normed_kernel(tile)))
+                    continue;
+                if (tile.token_tiles < rows / 4 && name_of(tile) != name_of(chosen)) report(tile);
             }
         }
     }

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/linear_tiles.h"
-#include "cuda/small_ops.h"
+#include "cuda/linear/kernels.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -93,26 +93,14 @@ void time_linear(const Buffer& arena) {
                 p.norm = nullptr;
             }
             if (!s.sweep || rows == 2 || rows == 4) continue;
-            const auto try_tile = [&](const LinearTile& tile) {
-                if (name_of(tile) == best) return;
+            for (const LinearTile& tile : kLinearTiles) {
+                const int64_t tokens = tile.token_tiles * 8;
+                if (name_of(tile) == best || (tokens > 8 && tokens >= 2 * rows) || tokens < std::min<int64_t>(rows, 64))
+                    continue;
                 report(rows, name_of(tile), false, false,
                        [&](const LinearParams& q, cudaStream_t stream) { launch_tiles<T>(q, tile, stream); });
-            };
-            const int tokens = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
-            if (rows <= 8) {
-                for (const int row_tiles : {1, 2}) try_tile({row_tiles, 1});
             }
-            for (const int row_tiles : {1, 2, 3, 4}) {
-                if (rows < 64 || (rows == 64 && row_tiles < 4)) try_tile({row_tiles, tokens, 1, true});
-            }
-            if (rows > 8 && rows <= 64) {
-                try_tile({4, tokens, 2, true});
-                if (s.n <= 8192) {
-                    for (const int row_tiles : {2, 3}) try_tile({row_tiles, tokens, 1, true, true});
-                    try_tile({4, tokens, 2, true, true});
-                }
-            }
-            if (rows <= 8 || !takes_wide(p, device)) continue;
+            if (rows <= 8 || !supports_wide(p, device)) continue;
             for (const WideTile& tile : wide_tiles(p)) {
                 if (name_of(tile) == best || tile.tokens >= 2 * rows || tile.tokens * 4 < rows) continue;
                 report(rows, name_of(tile), false, false,

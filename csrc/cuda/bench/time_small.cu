@@ -1,6 +1,6 @@
 // How long the ops around the exits take, one after another in captured graphs.
 #include "cuda/bench/support.cuh"
-#include "cuda/small_ops.h"
+#include "cuda/small/ops.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -27,10 +27,10 @@ void time_small(const Buffer& arena) {
     for (const int64_t width : {49152, 128256}) {
         for (const int64_t rows : {1, 8, 64}) {
             report("peak", rows, width, [&](cudaStream_t stream) {
-                peak(DType::kBFloat16,
-                     {x, out, ids.get<int64_t>(), out + 1024, out + 2048, partials.get(), counters.get<uint32_t>(),
-                      nullptr, rows, width, width},
-                     stream);
+                top2_logsumexp(DType::kBFloat16,
+                               {x, out, ids.get<int64_t>(), out + 1024, out + 2048, partials.get(),
+                                counters.get<uint32_t>(), nullptr, rows, width, width},
+                               stream);
             });
             ids.put(std::vector<int64_t>(kMostRows, 1));
         }

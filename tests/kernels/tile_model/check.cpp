@@ -10,10 +10,10 @@
 #include <memory>
 #include <string>
 
-#include "kernels/linear_tiles.h"
-#include "kernels/tile_ops.h"
-#include "ops/linear_tiles.h"
-#include "ops/thread_pool.h"
+#include "cpu/kernels/linear_tiles.h"
+#include "cpu/kernels/tile_ops.h"
+#include "cpu/ops/linear_tiles.h"
+#include "cpu/ops/thread_pool.h"
 
 namespace {
 

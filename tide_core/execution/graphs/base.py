@@ -27,7 +27,7 @@ def unsupported_reason(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels) 
         return f"the {kernels.name} kernels read indices on the host"
     if adapter.gathers_kv:
         return "the layers are handed whole contexts"
-    if any(not kernels.takes(*pools) for pools in cache.pools):
+    if any(not kernels.supports(*pools) for pools in cache.pools):
         return "no kernel supports these heads"
     if adapter.has_experts:
         return "experts are chosen on the host"

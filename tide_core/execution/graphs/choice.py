@@ -39,8 +39,8 @@ class Greedy:
 
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
         if self._scratch is None:  # the first run is not captured
-            self._scratch = self._kernels.judge_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
-        self._kernels.peak(logits, self._scratch, out=output.deep_peaks)
+            self._scratch = self._kernels.score_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
+        self._kernels.top2_logsumexp(logits, self._scratch, out=output.deep_peaks)
 
 
 class _Drafted(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tide_core.kernels.reference.ops import Peaks
+from tide_core.kernels.reference.ops import Top2
 
 Top = tuple[Any, Any, Any]
 """Ids [T, 20] and log-probabilities [T, 20] of the likeliest tokens, and the log-probability of the chosen one [T]."""
@@ -64,21 +64,21 @@ class OutputBuffer:
         parts = [drafted.view(self._shape), following, next_state.view(2, rows), scores.view(self._shape), best]
         return [*parts, top_ids.view(tokens, num), top.view(tokens, num), chosen] if num else parts
 
-    def peaks_of(self, distance: int) -> Peaks:
+    def peaks_of(self, distance: int) -> Top2:
         """Where the top two values and the sum of one draft pass go. Their index is not used: `choice` decides."""
         best, second, total = (part[distance] for part in self._peaks)
-        return Peaks(best, self._unused, second, total)
+        return Top2(best, self._unused, second, total)
 
     @property
-    def all_peaks(self) -> Peaks:
+    def all_peaks(self) -> Top2:
         """Of all draft passes, one after another."""
         best, second, total = (part.flatten() for part in self._peaks)
-        return Peaks(best, self.places.flatten(), second, total)
+        return Top2(best, self.places.flatten(), second, total)
 
     @property
-    def deep_peaks(self) -> Peaks:
+    def deep_peaks(self) -> Top2:
         """Where those of the deep pass go."""
-        return Peaks(self.best, self.following, *self._deep)
+        return Top2(self.best, self.following, *self._deep)
 
     def host_copy(self) -> HostCopy:
         """Pinned memory on the host for one output."""

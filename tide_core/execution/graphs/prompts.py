@@ -324,6 +324,6 @@ class _PromptPass(Graph, KernelView):
         self.logits = self._adapter.head(states.normed.index_select(0, last))
         if self._scratch is None:  # the first run is not captured
             device, (num, vocabulary) = self.logits.device, self.logits.shape
-            self._scratch = self._kernels.judge_scratch(device, num, vocabulary=vocabulary)
-        peaks = self._kernels.peak(self.logits, self._scratch)
+            self._scratch = self._kernels.score_scratch(device, num, vocabulary=vocabulary)
+        peaks = self._kernels.top2_logsumexp(self.logits, self._scratch)
         self.best.copy_(torch.stack((peaks.best.double(), peaks.best_at.double())), non_blocking=True)

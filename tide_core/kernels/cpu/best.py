@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tide_core.kernels import native_obstacle
+from tide_core.kernels import native_unsupported_reason
 
 BestOp = Callable[[int, int, int, int, int], None]
 
@@ -33,7 +33,7 @@ def best(rows: Tensor) -> tuple[list[float], list[int]]:
 
 @functools.cache
 def _native_best() -> BestOp | None:
-    if native_obstacle("cpu") is not None:
+    if native_unsupported_reason("cpu") is not None:
         return None
     op: BestOp = importlib.import_module("tide_core.kernels._native").best
     return op

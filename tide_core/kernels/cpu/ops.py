@@ -1,6 +1,6 @@
 """The ops on the CPU, by the native module. For inference only: no gradient flows through them.
 
-`tide_core.kernels.reference.ops` says what each op means. `linear` and `paged_attention` are batch-invariant: a row's
+`tide_core.kernels.reference.ops` defines each op. `linear` and `paged_attention` are batch-invariant: a row's
 result is bitwise the same alone and in any batch, and for any number of threads.
 
 The wrappers run some hundred times per token, so each tests all its tensors in one cheap expression (a shape is

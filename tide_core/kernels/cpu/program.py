@@ -47,7 +47,7 @@ class Columns:
 
 
 class Program:
-    """Ops run in the order they are listed in. Where an op may be told where `to` write, it else makes a new buffer."""
+    """Ops run in the order they are listed in. An op writes `to` a given buffer, or else to a new one."""
 
     def __init__(self) -> None:
         self._native = _native.Program()
@@ -129,7 +129,7 @@ class Program:
         return to
 
     def select(self, x: Columns, to: Columns | None = None) -> Columns:
-        """The chosen tokens: the last of each row, or each, as the run says."""
+        """The chosen tokens: the last of each row, or each, as the run asks."""
         to = to or self.buffer(x.width, chosen=True)
         self._native.select(x.place, to.place)
         return to
@@ -158,7 +158,7 @@ class Program:
     ) -> tuple[list[float], list[int]]:
         """All ops over T tokens of R rows; the result [C] and the indices [C] that `confidence` found, where there are.
 
-        Arrays as paged attention takes them; `origins` [2, T] are sources and distances. `each`: every token is chosen.
+        Arrays as for paged attention; `origins` [2, T] are sources and distances. `each`: every token is chosen.
         The native side checks the arrays. An index outside its table raises IndexError, and what was to be written is
         then undefined."""
         num_tokens = len(positions)

@@ -9,7 +9,7 @@ from tide_core.kernels import checks
 from tide_core.kernels.checks import DTYPE_CODES, Faults
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.cycle import meta_faults
-from tide_core.kernels.cuda.launch import at, home, launch, row_stride
+from tide_core.kernels.cuda.launch import device_of, launch, ptr, row_stride
 from tide_core.kernels.reference.adjust import MOST_DRAFTS, MOST_ENTRIES, AdjustState
 
 
@@ -25,7 +25,7 @@ def adjust_logits(
     out: Tensor,
 ) -> None:
     """Rows of `logits` [N, C] as their requests ask for them, into `out` [N, C] float32."""
-    device = home(logits)
+    device = device_of(logits)
     checks.refuse(cuda_checks.matrix_faults("logits", logits, device))
     checks.refuse(meta_faults(row_meta, device))
     checks.refuse(_state_faults(state, device))
@@ -50,7 +50,7 @@ def adjust_logits(
         device,
         "adjust_logits",
         DTYPE_CODES[logits.dtype],
-        *(at(tensor) for tensor in (logits, columns, sources, starts, positions, drafted, row_meta, *state, out)),
+        *(ptr(tensor) for tensor in (logits, columns, sources, starts, positions, drafted, row_meta, *state, out)),
         count,
         width,
         row_stride(logits),
@@ -71,7 +71,7 @@ def count_outputs(
     drafted: Tensor | None = None,
 ) -> None:
     """Count the output tokens of a cycle in `counts` [S, V] int16; with `drafted` [K, R], accepted drafts of it."""
-    device = home(row_meta)
+    device = device_of(row_meta)
     checks.refuse(meta_faults(row_meta, device))
     checks.refuse([checks.dims_fault("following", following, 1), checks.dims_fault("counts", counts, 2)])
     rows, tokens, (slots, vocab_size) = row_meta.shape[1], following.shape[0], counts.shape
@@ -88,7 +88,7 @@ def count_outputs(
         shape = (drafted.shape[0], rows)
         checks.refuse(checks.exact_faults("drafted", drafted, torch.int64, shape, "[K, R]", device))
     tensors = row_meta, starts, positions, following, next_state, counts, drafted
-    launch(device, "count_outputs", *(at(tensor) for tensor in tensors), rows, vocab_size)
+    launch(device, "count_outputs", *(ptr(tensor) for tensor in tensors), rows, vocab_size)
 
 
 def _state_faults(state: AdjustState, device: torch.device) -> Faults:

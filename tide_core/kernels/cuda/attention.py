@@ -1,4 +1,4 @@
-"""Attention on a GPU: rotary positions, pages and what reads them. See `tide_core.kernels.cuda.ops`."""
+"""Attention on a GPU: rotary positions, page writes and paged attention. See `tide_core.kernels.cuda.ops`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
-from tide_core.kernels.cuda.launch import at, home, launch, module, result
+from tide_core.kernels.cuda.launch import device_of, launch, module, ptr, result
 
 _DTYPE_CODES = checks.DTYPE_CODES
 _Heads = tuple[int, int, int, int]  # address, heads, stride of tokens, stride of heads
@@ -16,7 +16,7 @@ _NO_HEADS = (0, 0, 0, 0)
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Rotary positions in halves of `x` [T, H, D] by `cos` and `sin` [T, D]; `out` may be `x`."""
-    device = home(x)
+    device = device_of(x)
     checks.refuse(checks.rotary_faults(x, cos, sin, device))
     y = result(out, x, tuple(x.shape), num_rows, device, strided_heads=True)
     if y.numel():
@@ -44,7 +44,7 @@ def rotary_write(
 
     Without `positions` row t of the tables is for token t. `out` may be the queries' part of `qkv`. A position outside
     the tables gives NaN; a slot outside the pools is skipped."""
-    device = home(qkv)
+    device = device_of(qkv)
     checks.refuse(
         cuda_checks.rotary_write_faults(qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, device)
     )
@@ -75,7 +75,7 @@ def write_kv(
     k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor, *, num_rows: Tensor | None = None
 ) -> None:
     """Copies `k` [T, H, Dk] and `v` [T, H, Dv] into the pools at `slots` [T], in place; those outside are skipped."""
-    device = home(k)
+    device = device_of(k)
     checks.refuse(checks.write_kv_faults(k, v, k_pool, v_pool, slots, device))
     checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
     if k.numel() or v.numel():
@@ -117,15 +117,15 @@ def paged_attention(
     num_rows: Tensor | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
-    fresh: bool = False,
+    queries_are_new: bool = False,
 ) -> Tensor:
     """Causal attention of ragged queries over paged keys and values; returns [T, Hq, D].
 
     No row may have more than `max_context` positions, which are at most those of its block table. `max_queries` is the
-    most queries a row is expected to have; more are right but slow. Queries that no row owns are left unset. `fresh`
-    promises that a `rotary_write` right before wrote keys and values of these queries and nothing else, so that older
-    ones can be read meanwhile."""
-    device = home(q)
+    most queries a row is expected to have; more are right but slow. Queries that no row owns are left unset.
+    `queries_are_new` promises that a `rotary_write` right before wrote keys and values of these queries and nothing
+    else, so that older ones can be read meanwhile."""
+    device = device_of(q)
     checks.refuse(
         cuda_checks.paged_attention_faults(q, k_pool, v_pool, block_tables, query_starts, context_lens, device)
     )
@@ -145,15 +145,15 @@ def paged_attention(
             device,
             "paged_attention",
             _DTYPE_CODES[q.dtype],
-            at(q),
-            at(k_pool),
-            at(v_pool),
-            at(block_tables),
-            at(query_starts),
-            at(context_lens),
-            at(y),
-            at(workspace),
-            at(num_rows),
+            ptr(q),
+            ptr(k_pool),
+            ptr(v_pool),
+            ptr(block_tables),
+            ptr(query_starts),
+            ptr(context_lens),
+            ptr(y),
+            ptr(workspace),
+            ptr(num_rows),
             rows,
             num_tokens,
             num_tokens if max_queries is None else max_queries,
@@ -163,18 +163,20 @@ def paged_attention(
             head_dim,
             block_size,
             max_blocks,
+            k_pool.shape[0],
             q.stride(0),
             q.stride(1),
             scaling,
             window,
             softcap,
-            fresh,
+            queries_are_new,
+            counters=workspace,
         )
     return y
 
 
 def heads_of(x: Tensor) -> _Heads:
-    """As the CUDA module is told of `x` [T, H, D]."""
+    """`x` [T, H, D] as the CUDA module expects it."""
     return x.data_ptr(), x.shape[1], x.stride(0), x.stride(1)
 
 
@@ -201,13 +203,13 @@ def _rotary_write(
         "rotary_write",
         _DTYPE_CODES[tokens.dtype],
         *heads,
-        *(at(norm) for norm in norms),
-        *(at(table) for table in tables),
-        at(positions),
-        at(slots),
-        at(q_out),
-        *(at(pool) for pool in pools),
-        at(num_rows),
+        *(ptr(norm) for norm in norms),
+        *(ptr(table) for table in tables),
+        ptr(positions),
+        ptr(slots),
+        ptr(q_out),
+        *(ptr(pool) for pool in pools),
+        ptr(num_rows),
         tokens.shape[0],
         *((0, 0) if q_out is None else (q_out.stride(0), q_out.stride(1))),
         *dims,

@@ -1,4 +1,4 @@
-"""What branches of a draft need, on a GPU. See `tide_core.kernels.reference.branches`."""
+"""Ops for branches of a draft, on a GPU. See `tide_core.kernels.reference.branches`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
-from tide_core.kernels.cuda.launch import at, home, launch, row_stride
+from tide_core.kernels.cuda.launch import device_of, launch, ptr, row_stride
 from tide_core.kernels.reference.branches import Claims, CopySlots
 
 UNITS = (16, 4, 2)
@@ -18,7 +18,7 @@ UNITS = (16, 4, 2)
 
 def nth_best(logits: Tensor, ranks: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Where in each row of `logits` [R, V] the number stands that `ranks` [R], int32, others are before."""
-    device = home(logits)
+    device = device_of(logits)
     checks.refuse(cuda_checks.matrix_faults("logits", logits, device))
     rows, width = logits.shape
     if rows and not width:
@@ -27,13 +27,13 @@ def nth_best(logits: Tensor, ranks: Tensor, *, out: Tensor | None = None) -> Ten
     checks.refuse(cuda_checks.out_faults("out", out, torch.int64, (rows,), device))
     index = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
     code = checks.DTYPE_CODES[logits.dtype]
-    launch(device, "nth_best", code, at(logits), at(ranks), at(index), rows, width, row_stride(logits))
+    launch(device, "nth_best", code, ptr(logits), ptr(ranks), ptr(index), rows, width, row_stride(logits))
     return index
 
 
 def slot_copier(pools: Sequence[Tensor], block_size: int) -> CopySlots:
     """For these pools, [blocks, heads, block size, D] or [slots, D] each; they must stay where they are."""
-    device = home(pools[0])
+    device = device_of(pools[0])
     kept = [pool for pool in pools if pool.numel()]
     for pool in kept:
         checks.refuse([checks.contiguous_fault("pool", pool), checks.device_fault("pool", pool, device)])
@@ -48,12 +48,12 @@ def slot_copier(pools: Sequence[Tensor], block_size: int) -> CopySlots:
             checks.refuse(checks.exact_faults(name, slots, torch.int32, (count,), "[N]", device))
         claimed = 0, 0, 0
         if claims is not None:
-            places, said, tried = claims
+            places, target_ids, draft_ids = claims
             checks.refuse(checks.exact_faults("places", places, torch.int32, (2, count), "[2, N]", device))
-            for name, ids in (("said", said), ("tried", tried)):
+            for name, ids in (("target_ids", target_ids), ("draft_ids", draft_ids)):
                 checks.refuse(checks.exact_faults(name, ids, torch.int64, (ids.numel(),), "[S]", device))
-            claimed = at(places), at(said), at(tried)
+            claimed = ptr(places), ptr(target_ids), ptr(draft_ids)
         sizes = len(rows), count, block_size, unit
-        launch(device, "copy_slots", at(table), at(source), at(target), *claimed, *sizes)
+        launch(device, "copy_slots", ptr(table), ptr(source), ptr(target), *claimed, *sizes)
 
     return copy

@@ -5,12 +5,14 @@ Rows may have a stride. `out` and `num_rows` are checked like every other argume
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.checks import Faults
-from tide_core.kernels.reference.ops import Norm, Peaks, RouterWeights
+from tide_core.kernels.reference.ops import Norm, RouterWeights, Top2
 
 MAX_HEAD_DIM = 256
 """Of paged attention."""
@@ -111,6 +113,13 @@ def paged_attention_faults(
         yield ValueError(f"q: got heads of {q.shape[2]} elements, expected a multiple of 8 up to {MAX_HEAD_DIM}")
     if k_pool.shape[2] == 0 or k_pool.shape[2] % 8:
         yield ValueError(f"k_pool: got blocks of {k_pool.shape[2]} positions, expected a multiple of 8")
+    yield pool_size_fault(tuple(k_pool.shape))
+
+
+def pool_size_fault(shape: tuple[int, ...]) -> Exception | None:
+    """Why a pool of this shape is too large: the kernels count its rows of a head in 32 bits."""
+    rows = math.prod(shape[:3])
+    return None if rows < 2**31 else ValueError(f"k_pool: got {rows} rows of a head, expected less than 2**31")
 
 
 def joined_fault(k_pool: Tensor, v_pool: Tensor) -> Exception | None:
@@ -125,19 +134,19 @@ def joined_fault(k_pool: Tensor, v_pool: Tensor) -> Exception | None:
     return checks.shape_fault("v_pool", v_pool, tuple(k_pool.shape), "as k_pool")
 
 
-def peak_faults(logits: Tensor, device: torch.device) -> Faults:
+def top2_faults(logits: Tensor, device: torch.device) -> Faults:
     yield from matrix_faults("logits", logits, device)
     if not 0 < logits.shape[1] < 2**31:
         yield checks.shape_error("logits", logits, "rows of 1 to 2**31 - 1 numbers")
 
 
 def router_faults(
-    features: Tensor, peaks: Peaks, weights: RouterWeights, thresholds: Tensor | None, device: torch.device
+    features: Tensor, top2: Top2, weights: RouterWeights, thresholds: Tensor | None, device: torch.device
 ) -> Faults:
     yield from matrix_faults("features", features, device)
     num_rows, width = features.shape
     for name in ("best", "second", "sum"):
-        yield from checks.exact_faults(f"peaks.{name}", getattr(peaks, name), torch.float32, (num_rows,), "[R]", device)
+        yield from checks.exact_faults(f"top2.{name}", getattr(top2, name), torch.float32, (num_rows,), "[R]", device)
     yield checks.dims_fault("weights.down", weights.down, 2)
     bottleneck = weights.down.shape[0]
     if not 0 < bottleneck < 2**24:

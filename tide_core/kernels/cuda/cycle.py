@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from tide_core.kernels import checks
-from tide_core.kernels.cuda.launch import at, home, launch
+from tide_core.kernels.cuda.launch import device_of, launch, ptr
 from tide_core.kernels.reference import cycle as cycle_plan
 
 
 def pending_tokens(
     newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
 ) -> None:
-    """Which tokens the drafts at these `places` [K, R] of the shortlist are, into `drafted` [K, R], and those of the
-    deep pass, into `token_ids` [T]; all int64."""
-    device = home(newest)
+    """Write the ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep pass
+    into `token_ids` [T]; all int64."""
+    device = device_of(newest)
     checks.refuse([checks.dims_fault("places", places, 2), checks.dims_fault("sources", sources, 1)])
     drafts, rows, tokens = *places.shape, sources.shape[0]
-    for name, tensor, shape, said in (
+    for name, tensor, shape, letters in (
         ("newest", newest, (rows,), "[R]"),
         ("places", places, (drafts, rows), "[K, R]"),
         ("shortlist", shortlist, (shortlist.numel(),), "[S]"),
@@ -26,38 +26,9 @@ def pending_tokens(
         ("drafted", drafted, (drafts, rows), "[K, R]"),
         ("token_ids", token_ids, (tokens,), "[T]"),
     ):
-        checks.refuse(checks.exact_faults(name, tensor, torch.int64, shape, said, device))
-    addresses = (at(part) for part in (newest, places, shortlist, sources, drafted, token_ids))
+        checks.refuse(checks.exact_faults(name, tensor, torch.int64, shape, letters, device))
+    addresses = (ptr(part) for part in (newest, places, shortlist, sources, drafted, token_ids))
     launch(device, "pending_tokens", *addresses, rows, drafts, tokens)
-
-
-def carry_on(
-    about: Tensor,
-    starts: Tensor,
-    positions: Tensor,
-    drafted: Tensor,
-    following: Tensor,
-    branches: int,
-    carried: Tensor,
-    following_rows: Tensor,
-) -> None:
-    """Where each row goes on, into `carried` [2, MOST_ROWS], int32, and into `following_rows` [2, R], int64."""
-    device = home(about)
-    checks.refuse([checks.dims_fault("about", about, 2), checks.dims_fault("drafted", drafted, 2)])
-    rows, drafts, tokens = about.shape[1], drafted.shape[0], following.numel()
-    for name, tensor, kind, shape, said in (
-        ("about", about, torch.int32, (4, rows), "[4, R]"),
-        ("starts", starts, torch.int32, (rows + 1,), "[R + 1]"),
-        ("positions", positions, torch.int64, (tokens,), "[T]"),
-        ("drafted", drafted, torch.int64, (drafts, rows), "[K, R]"),
-        ("following", following, torch.int64, (tokens,), "[T]"),
-        ("carried", carried, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
-        ("following_rows", following_rows, torch.int64, (2, rows), "[2, R]"),
-    ):
-        checks.refuse(checks.exact_faults(name, tensor, kind, shape, said, device))
-    _refuse_rows(about)
-    addresses = (at(part) for part in (about, starts, positions, drafted, following, carried, following_rows))
-    launch(device, "carry_on", *addresses, rows, drafts, branches)
 
 
 def accept_drafts(
@@ -73,7 +44,7 @@ def accept_drafts(
 ) -> None:
     """The token that follows the accepted drafts of each row and its position, into `carried` [2, MOST_ROWS], int32,
     and into `next_state` [2, R], int64."""
-    device = home(row_meta)
+    device = device_of(row_meta)
     checks.refuse(meta_faults(row_meta, device))
     checks.refuse([checks.dims_fault("drafted", drafted, 2)])
     rows, drafts, tokens = row_meta.shape[1], drafted.shape[0], following.numel()
@@ -90,7 +61,7 @@ def accept_drafts(
     ):
         checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
     tensors = row_meta, starts, positions, drafted, scores, following, carried, next_state
-    launch(device, "accept_drafts", *(at(tensor) for tensor in tensors), rows, drafts, branches)
+    launch(device, "accept_drafts", *(ptr(tensor) for tensor in tensors), rows, drafts, branches)
 
 
 def meta_faults(row_meta: Tensor, device: torch.device) -> checks.Faults:
@@ -103,8 +74,8 @@ def meta_faults(row_meta: Tensor, device: torch.device) -> checks.Faults:
 
 
 def plan_cycle(
-    about: Tensor,
-    carried: Tensor,
+    row_meta: Tensor,
+    next_state: Tensor,
     tables: Tensor,
     block_size: int,
     drafts: int,
@@ -113,24 +84,24 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from what is said `about` the rows [4, R], what was `carried` [2, MOST_ROWS] and their blocks
-    [R, B], int32 all; branches get blocks of their own in `tables`."""
-    device = home(about)
-    checks.refuse([checks.dims_fault("about", about, 2), checks.dims_fault("tables", tables, 2)])
-    rows, blocks = about.shape[1], tables.shape[1]
-    _refuse_rows(about)
-    checks.refuse(checks.exact_faults("about", about, torch.int32, (4, rows), "[4, R]", device))
+    """Fill both buffers from `row_meta` [4, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    [R, B] of the rows, all int32; branches get blocks of their own in `tables`."""
+    device = device_of(row_meta)
+    checks.refuse([checks.dims_fault("row_meta", row_meta, 2), checks.dims_fault("tables", tables, 2)])
+    rows, blocks = row_meta.shape[1], tables.shape[1]
+    _refuse_rows(row_meta)
+    checks.refuse(checks.exact_faults("row_meta", row_meta, torch.int32, (4, rows), "[4, R]", device))
     most = cycle_plan.MOST_ROWS
-    checks.refuse(checks.exact_faults("carried", carried, torch.int32, (2, most), "[2, MOST_ROWS]", device))
+    checks.refuse(checks.exact_faults("next_state", next_state, torch.int32, (2, most), "[2, MOST_ROWS]", device))
     checks.refuse(checks.exact_faults("tables", tables, torch.int32, (rows, blocks), "[R, B]", device))
     num_wide, num_narrow = cycle_plan.sizes(rows, drafts, block_size if branches > 1 else 0)
     checks.refuse(checks.exact_faults("wide", wide, torch.int64, (num_wide,), "cycle_plan.sizes", device))
     checks.refuse(checks.exact_faults("narrow", narrow, torch.int32, (num_narrow,), "cycle_plan.sizes", device))
-    addresses = (at(part) for part in (about, carried, tables, wide, narrow))
+    addresses = (ptr(part) for part in (row_meta, next_state, tables, wide, narrow))
     launch(device, "plan_cycle", *addresses, rows, drafts, blocks, block_size, branches, first_spare)
 
 
-def _refuse_rows(about: Tensor) -> None:
-    """More than the kernels have threads for."""
-    if about.shape[1] > cycle_plan.MOST_ROWS:
-        checks.refuse([checks.shape_error("about", about, f"[4, R] with at most {cycle_plan.MOST_ROWS} rows")])
+def _refuse_rows(row_meta: Tensor) -> None:
+    """Refuse more rows than the kernels have threads for."""
+    if row_meta.shape[1] > cycle_plan.MOST_ROWS:
+        checks.refuse([checks.shape_error("row_meta", row_meta, f"[4, R] with at most {cycle_plan.MOST_ROWS} rows")])

@@ -9,13 +9,13 @@ from tide_core.kernels import checks
 from tide_core.kernels.checks import DTYPE_CODES, Faults
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.cycle import meta_faults
-from tide_core.kernels.cuda.launch import at, home, launch, row_stride
+from tide_core.kernels.cuda.launch import device_of, launch, ptr, row_stride
 from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_HEAD, NUM_SETTINGS, NUM_STREAMS, DrawnCycle
 
 
 def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """A place in each row of `logits` [R, W], and what it was drawn from, [R, 4]."""
-    device = home(logits)
+    device = device_of(logits)
     checks.refuse(_logits_faults(logits, device))
     rows, width = logits.shape
     if not width <= vocab_size <= MOST_VOCABULARY:
@@ -29,7 +29,7 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
         device,
         "draw",
         DTYPE_CODES[logits.dtype],
-        *(at(tensor) for tensor in tensors),
+        *(ptr(tensor) for tensor in tensors),
         rows,
         width,
         row_stride(logits),
@@ -39,8 +39,8 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
 
 
 def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
-    """The largest of each row of `logits` [T, V], and the token to be said there."""
-    device = home(logits)
+    """The largest of each row of `logits` [T, V], and the token to output there."""
+    device = device_of(logits)
     checks.refuse(_logits_faults(logits, device))
     checks.refuse(_cycle_faults(logits, cycle, device))
     num_tokens, vocab_size = logits.shape
@@ -51,10 +51,10 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
         device,
         "verify_drawn",
         DTYPE_CODES[logits.dtype],
-        at(logits),
-        *(at(tensor) for tensor in cycle),
-        at(best),
-        at(tokens),
+        ptr(logits),
+        *(ptr(tensor) for tensor in cycle),
+        ptr(best),
+        ptr(tokens),
         num_tokens,
         rows,
         drafts,
@@ -67,7 +67,7 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
 
 def draw_numbers(keys: Tensor, starts: Tensor, positions: Tensor, row_meta: Tensor, out: Tensor) -> None:
     """The random numbers of every row in a cycle, into `out` [4, K + 1, R] float64."""
-    device = home(row_meta)
+    device = device_of(row_meta)
     checks.refuse(meta_faults(row_meta, device))
     checks.refuse([checks.dims_fault("out", out, 3)])
     rows, distances = row_meta.shape[1], out.shape[1]
@@ -79,7 +79,7 @@ def draw_numbers(keys: Tensor, starts: Tensor, positions: Tensor, row_meta: Tens
     ):
         checks.refuse(checks.exact_faults(name, tensor, dtype, shape, letters, device))
     tensors = keys, starts, positions, row_meta, out
-    launch(device, "draw_numbers", *(at(tensor) for tensor in tensors), rows, distances)
+    launch(device, "draw_numbers", *(ptr(tensor) for tensor in tensors), rows, distances)
 
 
 def _logits_faults(logits: Tensor, device: torch.device) -> Faults:

@@ -1,4 +1,4 @@
-"""What exits need on a GPU: inputs of heads, peaks of logits, scores of routers, rows by index.
+"""Ops of exits on a GPU: inputs of heads, top-2 and log-sum-exp of logits, scores of routers, rows by index.
 
 See `tide_core.kernels.cuda.ops`."""
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
-from tide_core.kernels.cuda.launch import at, home, launch, module, result, row_stride
-from tide_core.kernels.reference.ops import Peaks, RouterWeights
+from tide_core.kernels.cuda.launch import device_of, launch, module, ptr, result, row_stride
+from tide_core.kernels.reference.ops import RouterWeights, Top2
 
 _DTYPE_CODES = checks.DTYPE_CODES
-_PEAK_DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32)
+_TOP2_DTYPES = (torch.float32, torch.int64, torch.float32, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory that `peak` and `router` work in, one call at a time. The counters are 0 between calls."""
+    """Memory that `top2_logsumexp` and `router` work in, one call at a time. The counters are 0 between calls."""
 
     partials: Tensor  # bytes
     counters: Tensor  # int32
@@ -28,42 +28,43 @@ class Scratch:
     @classmethod
     def sized(cls, device: torch.device, rows: int, *, vocabulary: int = 1, bottleneck: int = 0) -> Scratch:
         """For calls with at most these counts; an op that is not called may be left out."""
-        size = max(module().peak_partials(rows, vocabulary), 4 * rows * bottleneck)
+        size = max(module().top2_logsumexp_partials(rows, vocabulary), 4 * rows * bottleneck)
         return cls(
             torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
         )
 
 
-def peak(
-    logits: Tensor, scratch: Scratch | None = None, *, num_rows: Tensor | None = None, out: Peaks | None = None
-) -> Peaks:
-    """How each row of `logits` [R, V] ends: best, its index, second and sum of exp(x - best), [R] each."""
-    device = home(logits)
-    checks.refuse(cuda_checks.peak_faults(logits, device))
+def top2_logsumexp(
+    logits: Tensor, scratch: Scratch | None = None, *, num_rows: Tensor | None = None, out: Top2 | None = None
+) -> Top2:
+    """Of each row of `logits` [R, V]: best, its index, second and sum of exp(x - best), [R] each."""
+    device = device_of(logits)
+    checks.refuse(cuda_checks.top2_faults(logits, device))
     rows, width = logits.shape
-    peaks = _peaks(out, rows, num_rows, device)
+    top2 = _top2_out(out, rows, num_rows, device)
     if rows:
         scratch = scratch or Scratch.sized(device, rows, vocabulary=width)
-        _refuse_small(scratch, module().peak_partials(rows, width), rows, device)
+        _refuse_small(scratch, module().top2_logsumexp_partials(rows, width), rows, device)
         launch(
             device,
-            "peak",
+            "top2_logsumexp",
             _DTYPE_CODES[logits.dtype],
-            at(logits),
-            *(at(part) for part in peaks),
-            at(scratch.partials),
-            at(scratch.counters),
-            at(num_rows),
+            ptr(logits),
+            *(ptr(part) for part in top2),
+            ptr(scratch.partials),
+            ptr(scratch.counters),
+            ptr(num_rows),
             rows,
             width,
             row_stride(logits),
+            counters=scratch.counters,
         )
-    return peaks
+    return top2
 
 
 def router(
     features: Tensor,
-    peaks: Peaks,
+    top2: Top2,
     weights: RouterWeights,
     thresholds: Tensor | None = None,
     *,
@@ -72,8 +73,8 @@ def router(
     out: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [R] of `features` [R, D] and, with `thresholds` [R], int32 flags of those that reach theirs."""
-    device = home(features)
-    checks.refuse(cuda_checks.router_faults(features, peaks, weights, thresholds, device))
+    device = device_of(features)
+    checks.refuse(cuda_checks.router_faults(features, top2, weights, thresholds, device))
     rows, width = features.shape
     bottleneck = weights.down.shape[0]
     scores, flags = _scores(out, rows, thresholds, num_rows, device)
@@ -84,36 +85,37 @@ def router(
             device,
             "router",
             _DTYPE_CODES[features.dtype],
-            at(features),
-            *(at(part) for part in (peaks.best, peaks.second, peaks.sum)),
-            *(at(part) for part in (weights.norm, weights.down, weights.down_bias, weights.out, weights.out_bias)),
-            at(thresholds),
-            at(scores),
-            at(flags),
-            at(scratch.partials),
-            at(scratch.counters),
-            at(num_rows),
+            ptr(features),
+            *(ptr(part) for part in (top2.best, top2.second, top2.sum)),
+            *(ptr(part) for part in (weights.norm, weights.down, weights.down_bias, weights.out, weights.out_bias)),
+            ptr(thresholds),
+            ptr(scores),
+            ptr(flags),
+            ptr(scratch.partials),
+            ptr(scratch.counters),
+            ptr(num_rows),
             rows,
             width,
             row_stride(features),
             bottleneck,
             weights.eps,
+            counters=scratch.counters,
         )
     return scores, flags
 
 
-def judge(
+def score(
     features: Tensor, logits: Tensor, weights: RouterWeights, scratch: Scratch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Scores [R] and where the best of `logits` [R, V] stands, [R]."""
-    peaks = peak(logits, scratch=scratch)
-    return router(features, peaks, weights, scratch=scratch)[0], peaks.best_at
+    """Scores [R] and the index of the best of `logits` [R, V], [R]."""
+    top2 = top2_logsumexp(logits, scratch=scratch)
+    return router(features, top2, weights, scratch=scratch)[0], top2.best_at
 
 
 def gather_rows(x: Tensor, index: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The rows of `x` [N, D] that `index` [R] names: a negative one leaves its row as it was (zeros in a new tensor),
     one past the end gives NaN."""
-    device = home(x)
+    device = device_of(x)
     checks.refuse(cuda_checks.matrix_faults("x", x, device))
     checks.refuse(cuda_checks.index_faults(index, device))
     shape = index.shape[0], x.shape[1]
@@ -125,7 +127,7 @@ def gather_rows(x: Tensor, index: Tensor, *, num_rows: Tensor | None = None, out
 
 def scatter_rows(x: Tensor, index: Tensor, out: Tensor, *, num_rows: Tensor | None = None) -> None:
     """Row i of `x` [R, D] becomes row `index[i]` of `out` [N, D]; rows outside it are dropped, none may come twice."""
-    device = home(x)
+    device = device_of(x)
     checks.refuse(cuda_checks.matrix_faults("x", x, device))
     checks.refuse(checks.exact_faults("index", index, torch.int64, (x.shape[0],), "[R]", device))
     checks.refuse(cuda_checks.matrix_faults("out", out, device, x.dtype, x.shape[1]))
@@ -151,8 +153,8 @@ def exit_input(
     num_rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What an exit head is fed with, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
-    device = home(states)
+    """The input of an exit head, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
+    device = device_of(states)
     checks.refuse(
         cuda_checks.exit_input_faults(
             states, state_norm, deep_states, deep_slots, deep_norm, distances, table, device=device
@@ -165,8 +167,8 @@ def exit_input(
             device,
             "exit_input",
             _DTYPE_CODES[states.dtype],
-            *(at(part) for part in (states, state_norm, deep_states, deep_norm, table, deep_slots, distances, y)),
-            at(num_rows),
+            *(ptr(part) for part in (states, state_norm, deep_states, deep_norm, table, deep_slots, distances, y)),
+            ptr(num_rows),
             rows,
             width,
             deep_states.shape[0],
@@ -192,14 +194,14 @@ def _copy_rows(
     if rows and width:
         code = _DTYPE_CODES[x.dtype]
         strides = row_stride(x), row_stride(y)
-        launch(device, op, code, at(x), at(y), at(index), at(num_rows), rows, limit, width, *strides, zeros)
+        launch(device, op, code, ptr(x), ptr(y), ptr(index), ptr(num_rows), rows, limit, width, *strides, zeros)
 
 
-def _peaks(out: Peaks | None, rows: int, num_rows: Tensor | None, device: torch.device) -> Peaks:
+def _top2_out(out: Top2 | None, rows: int, num_rows: Tensor | None, device: torch.device) -> Top2:
     checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
     if out is None:
-        return Peaks(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _PEAK_DTYPES))
-    for name, part, dtype in zip(Peaks._fields, out, _PEAK_DTYPES, strict=True):
+        return Top2(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _TOP2_DTYPES))
+    for name, part, dtype in zip(Top2._fields, out, _TOP2_DTYPES, strict=True):
         checks.refuse(cuda_checks.out_faults(f"out.{name}", part, dtype, (rows,), device))
     return out
 

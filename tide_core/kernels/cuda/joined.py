@@ -1,4 +1,4 @@
-"""Attention from the joined projection on, in one launch, for passes of few queries. See `cuda.ops`."""
+"""Rotation, page writes and attention of a joined projection in one launch, for few queries. See `cuda.ops`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.attention import attention_workspace, heads_of
-from tide_core.kernels.cuda.launch import at, home, launch, module, result
+from tide_core.kernels.cuda.launch import device_of, launch, module, ptr, result
 
 
-def takes_joined(k_pool: Tensor, v_pool: Tensor) -> bool:
-    """Whether `attend_joined` knows keys and values as these pools hold them, on their device."""
+def supports_joined(k_pool: Tensor, v_pool: Tensor) -> bool:
+    """Whether `attend_joined` supports pools such as these, on their device."""
     if cuda_checks.joined_fault(k_pool, v_pool) is not None or not k_pool.is_cuda:
         return False
     with torch.cuda.device(k_pool.device):
-        return bool(module().takes_joined(k_pool.shape[3], k_pool.shape[2]))
+        return bool(module().supports_joined(k_pool.shape[3], k_pool.shape[2]))
 
 
 def attend_joined(
@@ -46,7 +46,7 @@ def attend_joined(
 
     No row may have more than `max_queries` queries, at most 8, which are the last of its positions; a slot that is
     inside the pools is the place of its position. Tokens that no row owns are neither read nor written."""
-    device = home(qkv)
+    device = device_of(qkv)
     checks.refuse(
         cuda_checks.rotary_write_faults(qkv, cos, sin, positions, slots, k_pool, v_pool, q_norm, k_norm, device)
     )
@@ -74,19 +74,19 @@ def attend_joined(
             "attend_joined",
             checks.DTYPE_CODES[qkv.dtype],
             *(heads_of(part) for part in (q, k, v)),
-            at(q_norm),
-            at(k_norm),
-            at(cos),
-            at(sin),
-            at(positions),
-            at(slots),
-            at(k_pool),
-            at(v_pool),
-            at(block_tables),
-            at(query_starts),
-            at(context_lens),
-            at(y),
-            at(workspace),
+            ptr(q_norm),
+            ptr(k_norm),
+            ptr(cos),
+            ptr(sin),
+            ptr(positions),
+            ptr(slots),
+            ptr(k_pool),
+            ptr(v_pool),
+            ptr(block_tables),
+            ptr(query_starts),
+            ptr(context_lens),
+            ptr(y),
+            ptr(workspace),
             rows,
             num_tokens,
             max_queries,
@@ -100,5 +100,6 @@ def attend_joined(
             scaling,
             window,
             softcap,
+            counters=workspace,
         )
     return y

@@ -1,7 +1,8 @@
-"""What every CUDA wrapper does: find the module, hand over addresses, and launch on the caller's stream."""
+"""What every CUDA wrapper uses: the module, addresses of tensors, and a launch on the caller's stream."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from types import ModuleType
@@ -13,8 +14,8 @@ from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 
 MOST_ROWS = 256
-"""Up to so many our linear is used everywhere, which is all that a cycle has: a row gets the same bits in every step,
-so that what is verified is what full depth would say. Of more, which prompts have, see `fast_for_many_rows`."""
+"""Up to so many rows, the most of a cycle, our linear is always used: a row gets the same bits in every step, so that
+verification gives what full depth gives. For more rows, which prompts have, see `fast_for_many_rows`."""
 
 
 @functools.cache
@@ -31,22 +32,31 @@ def fast_for_many_rows(device: torch.device) -> bool:
     return fast
 
 
-def home(tensor: Tensor) -> torch.device:
-    """Where the tensors of a call must be: on the GPU of the first one, on any if that is on none."""
+def device_of(tensor: Tensor) -> torch.device:
+    """The device of a call: the GPU of its first tensor, or any GPU if that is on none."""
     return tensor.device if tensor.is_cuda else torch.device("cuda")
 
 
-def launch(device: torch.device, op: str, *arguments: object) -> None:
-    """Runs an op of the module on the current stream of `device`."""
+def launch(device: torch.device, op: str, *arguments: object, counters: Tensor | None = None) -> None:
+    """Runs an op of the module on the current stream of `device`.
+
+    `counters`: memory whose counters the op expects to be 0 and leaves at 0. If the op fails it is cleared, so that a
+    caller who goes on does not count from where a broken call stopped."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    if torch.cuda.current_device() == device.index:
-        getattr(module(), op)(*arguments, stream)
-    else:
-        with torch.cuda.device(device):
+    try:
+        if torch.cuda.current_device() == device.index:
             getattr(module(), op)(*arguments, stream)
+        else:
+            with torch.cuda.device(device):
+                getattr(module(), op)(*arguments, stream)
+    except RuntimeError:
+        if counters is not None:
+            with contextlib.suppress(RuntimeError):  # a device that failed stays failed: the first error counts
+                counters.zero_()
+        raise
 
 
-def at(tensor: Tensor | None) -> int:
+def ptr(tensor: Tensor | None) -> int:
     """The address of a tensor, 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 

@@ -1,6 +1,6 @@
 """The ops on a GPU, by the CUDA module. For inference only: no gradient flows through them.
 
-`reference.ops` says what each op means. A row's result is bitwise the same alone and in any batch. Every
+`reference.ops` defines each op. A row's result is bitwise the same alone and in any batch. Every
 op runs on the current stream, waits for nothing and can be captured in a graph. With `out` it allocates nothing.
 
 `num_rows` [1], int32 on the device, is the true number of rows where only the device knows it: rows past it are neither
@@ -16,15 +16,24 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
-from tide_core.kernels.cuda.exits import Scratch, embed, exit_input, gather_rows, judge, peak, router, scatter_rows
-from tide_core.kernels.cuda.joined import attend_joined, takes_joined
+from tide_core.kernels.cuda.exits import (
+    Scratch,
+    embed,
+    exit_input,
+    gather_rows,
+    router,
+    scatter_rows,
+    score,
+    top2_logsumexp,
+)
+from tide_core.kernels.cuda.joined import attend_joined, supports_joined
 from tide_core.kernels.cuda.launch import (
     MOST_ROWS,
     as_rows,
-    at,
+    device_of,
     fast_for_many_rows,
-    home,
     launch,
+    ptr,
     result,
     row_stride,
 )
@@ -39,19 +48,19 @@ __all__ = [
     "exit_input",
     "fused_linear_of_any",
     "gather_rows",
-    "judge",
     "linear",
     "linear_of_any",
     "paged_attention",
-    "peak",
     "rms_norm",
     "rotary",
     "rotary_write",
     "router",
     "scatter_rows",
+    "score",
     "silu_mul",
-    "takes",
-    "takes_joined",
+    "supports",
+    "supports_joined",
+    "top2_logsumexp",
     "write_kv",
 ]
 
@@ -76,7 +85,7 @@ def linear(
     `residual` may be `out`. A norm is worked into the products: its weight meets `x` in one rounding, the factor of the
     row meets the float32 sum. In float16 that could overflow, so there it is an op of its own with a result of its own.
     """
-    device = home(x)
+    device = device_of(x)
     checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, norm, device))
     if norm is not None and x.dtype is torch.float16:
         x, norm = rms_norm(x, *norm, num_rows=num_rows), None
@@ -90,13 +99,13 @@ def linear(
             device,
             "linear",
             _DTYPE_CODES[x.dtype],
-            at(x),
-            at(weight),
-            at(bias),
-            at(None if norm is None else norm[0]),
-            at(added),
-            at(rows),
-            at(num_rows),
+            ptr(x),
+            ptr(weight),
+            ptr(bias),
+            ptr(None if norm is None else norm[0]),
+            ptr(added),
+            ptr(rows),
+            ptr(num_rows),
             rows.shape[0],
             in_features,
             out_features,
@@ -110,7 +119,7 @@ def linear(
 
 
 def linear_of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` by ours, or by Torch's where ours would be slow for so many rows."""
+    """Our `linear`, or Torch's where ours is slow for so many rows."""
     return linear(x, weight, bias) if _is_ours(x) else F.linear(x, weight, bias)
 
 
@@ -123,8 +132,8 @@ def fused_linear_of_any(
     gated: bool = False,
     norm: Norm | None = None,
 ) -> Tensor:
-    """`linear` with what stands around it, likewise. Of wide rows the norm is a launch of its own: the products would
-    lose more time. It is one or the other for all steps of a model, so that bits never depend on the rows."""
+    """`linear` fused with its norm, gate and residual, likewise. For wide rows the norm is a launch of its own: that
+    is faster. A model always uses the same of both, so that bits never depend on the rows."""
     if norm is not None and x.shape[-1] > WIDEST_NORMED:
         x, norm = rms_norm(x, *norm), None
     if _is_ours(x):
@@ -133,16 +142,16 @@ def fused_linear_of_any(
 
 
 def _is_ours(x: Tensor) -> bool:
-    """By rows only where ours has no kernel for many: elsewhere a row's bits must not depend on their number. Narrow
-    rows come with a norm inside, which that kernel does not take."""
+    """True for few rows, and for many where we have a kernel for them: it gives a row the same bits. Narrow rows have a
+    fused norm, which that kernel does not support."""
     width = x.shape[-1]
     if x.numel() <= MOST_ROWS * width:
         return True
     return width > WIDEST_NORMED and width % 8 == 0 and x.dtype is not torch.float32 and fast_for_many_rows(x.device)
 
 
-def takes(k_pool: Tensor, v_pool: Tensor) -> bool:
-    """Whether attention knows heads and pages of these sizes."""
+def supports(k_pool: Tensor, v_pool: Tensor) -> bool:
+    """Whether attention supports heads and pages of these sizes."""
     _, _, block_size, head_dim = k_pool.shape
     fits = head_dim % 8 == 0 and head_dim <= cuda_checks.MAX_HEAD_DIM and block_size % 8 == 0
     return fits and k_pool.shape == v_pool.shape
@@ -160,7 +169,7 @@ def rms_norm(
     """Hugging Face LlamaRMSNorm of `x` [..., D] with `weight` [D], or of the rows that `index` [R] names.
 
     A negative index leaves its row unset. Without an index `out` may be `x`."""
-    device = home(x)
+    device = device_of(x)
     checks.refuse(cuda_checks.rms_norm_faults(x, weight, index, device))
     shape = tuple(x.shape) if index is None else (index.shape[0], x.shape[-1])
     y = result(out, x, shape, num_rows, device)
@@ -170,11 +179,11 @@ def rms_norm(
             device,
             "rms_norm",
             _DTYPE_CODES[x.dtype],
-            at(x),
-            at(weight),
-            at(rows),
-            at(index),
-            at(num_rows),
+            ptr(x),
+            ptr(weight),
+            ptr(rows),
+            ptr(index),
+            ptr(num_rows),
             *rows.shape,
             row_stride(x),
             row_stride(rows),
@@ -185,12 +194,12 @@ def rms_norm(
 
 def silu_mul(gate: Tensor, up: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """silu of `gate` times `up`, of one shape [..., N]; `out` may be either."""
-    device = home(gate)
+    device = device_of(gate)
     checks.refuse(cuda_checks.silu_mul_faults(gate, up, device))
     y = result(out, gate, tuple(gate.shape), num_rows, device)
     if y.numel():
         gate, up, rows = as_rows(gate), as_rows(up), as_rows(y)
         strides = row_stride(gate), row_stride(up), row_stride(rows)
         code = _DTYPE_CODES[gate.dtype]
-        launch(device, "silu_mul", code, at(gate), at(up), at(rows), at(num_rows), *rows.shape, *strides)
+        launch(device, "silu_mul", code, ptr(gate), ptr(up), ptr(rows), ptr(num_rows), *rows.shape, *strides)
     return y

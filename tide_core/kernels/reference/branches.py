@@ -1,4 +1,4 @@
-"""What branches of a draft need, in plain Torch: see `tide_core.execution.graphs.branches`."""
+"""Ops for branches of a draft, in plain Torch: see `tide_core.execution.graphs.branches`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Claims(NamedTuple):
-    """What must be true for each of N pairs of slots: that what was said at one place was tried at another."""
+    """A condition for each of N pairs of slots: a token of full depth equals a drafted token."""
 
     places: Tensor
-    """[2, N] int32: in `said`, and in `tried`. They must exist."""
-    said: Tensor
+    """[2, N] int32: in `target_ids`, and in `draft_ids`. They must exist."""
+    target_ids: Tensor
     """[S] int64"""
-    tried: Tensor
+    draft_ids: Tensor
     """[R] int64"""
 
 
@@ -44,8 +44,8 @@ def slot_copier(pools: Sequence[Tensor], block_size: int) -> CopySlots:
         both = torch.stack((source, target)).long()
         wanted = (both >= 0).all(0)
         if claims is not None:
-            said_at, tried_at = claims.places.long()
-            wanted &= claims.said[said_at] == claims.tried[tried_at]
+            target_at, draft_at = claims.places.long()
+            wanted &= claims.target_ids[target_at] == claims.draft_ids[draft_at]
         source, target = both[:, wanted]
         for pool in as_blocks:
             taken = pool[source // block_size, :, source % block_size].clone()

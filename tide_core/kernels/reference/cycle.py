@@ -1,11 +1,11 @@
-"""The indices of a whole cycle: of every draft pass and of the deep pass behind them. Here in plain Torch; on a GPU it
-is one launch, so that the host sends what it knows of each row and nothing of what follows from that.
+"""The indices of a whole cycle: of every draft pass and of the deep pass after them. Here in plain Torch; on a GPU it
+is one launch, so that the host sends only the metadata of each row.
 
-Rows come by falling number of drafts, those that take part in a draft pass are the first ones. What is left of the
-room belongs to no row: its slot is -1 and its context is empty.
+Rows are ordered by falling number of drafts, so those in a draft pass are the first ones. Unused entries belong to no
+row: their slot is -1 and their context is empty.
 
-A cycle may be sent before the one that comes before it was read. Then the host does not know yet with which token a row
-goes on, and where: that is carried from one cycle to the next on the device, by the place a row had there.
+A cycle may be launched before the previous one was read. The host then does not know the next token of a row, nor its
+position: the device carries both from one cycle to the next, by the index that the row had there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 MOST_ROWS = 256
 NEWEST, START, DRAFTS, LEAVES = range(4)
-"""What is said of a row: its newest token, where that stands, how many tokens it drafts (-1: there is no row), and how
-it may leave early. A start of -1 - p means: as the cycle before has left the row at its place p, token and all."""
+"""Metadata of a row: its newest token, the position of that, the number of drafts (-1: there is no row), and how it may
+leave early. A start of -1 - p means: token and position are those that the previous cycle left at index p."""
 NEVER, IF_RIGHT, FOR_GOOD = range(3)
-"""How a row may leave early: not at all; with drafts that full depth says too; or with others as well."""
+"""How a row may leave early: not at all; with drafts that full depth agrees with; or with others as well."""
 MIN_SCORE, EXIT_SCORE, PROMPT_LEN, ADJUST_SLOT = range(4, 8)
 """More rows of `row_meta`: the score a draft needs to count and the score that accepts it without a comparison (float32
 bits as int32; -inf and +inf for none), the tokens of the prompt, and the slot in an `AdjustState` (-1: none)."""
@@ -38,7 +38,7 @@ class CycleParts(NamedTuple):
     newest: Tensor
     """[R] token ids."""
     draft_deep_slots: Tensor
-    """[R] where the last deep state before the cycle lies."""
+    """[R] slot of the last deep state before the cycle."""
     draft_positions: Tensor
     """[K, R]"""
     draft_slots: Tensor
@@ -46,15 +46,15 @@ class CycleParts(NamedTuple):
     draft_distances: Tensor
     """[K, R] how far back the last deep state is, 0 for none."""
     positions: Tensor
-    """[T], from here on of the deep pass: the tokens of each row, one row behind another."""
+    """[T], from here on of the deep pass: the tokens of each row, one row after another."""
     slots: Tensor
     """[T]"""
     sources: Tensor
-    """[T] where each token stands among newest tokens and drafts, [K + 1, R]."""
+    """[T] index of each token among newest tokens and drafts, [K + 1, R]."""
     kept_slots: Tensor
     """[T] slots of the tokens of rows that may leave early, -1 for the others."""
     deep_slots: Tensor
-    """[T] where the deep state of the token before lies."""
+    """[T] slot of the deep state of the token before."""
     distances: Tensor
     """[T] 1, or 0 where there is none."""
     draft_starts: Tensor
@@ -68,8 +68,8 @@ class CycleParts(NamedTuple):
     copies: Tensor
     """[2, R B] with blocks of B slots: the slots that branches need of their rows, from and to, -1 for none."""
     returns: Tensor
-    """[4, T] what a branch has written, from and to, if it is right: if what is said to follow the newest token, at the
-    third number among the tokens of the deep pass, is what the row at the fourth has tried."""
+    """[4, T] slots that a branch has written and their target, if the branch is right: if the token of full depth at
+    the third index equals the first draft of the row at the fourth."""
 
 
 NUM_WIDE = 11
@@ -83,13 +83,13 @@ def part_shapes(rows: int, drafts: int, branch_size: int = 0) -> tuple[tuple[int
 
 
 def sizes(rows: int, drafts: int, branch_size: int = 0) -> tuple[int, int]:
-    """Numbers of 64 and of 32 bits that the parts take; with branches, `branch_size` is the slots of a block."""
+    """How many numbers of 64 and of 32 bits the parts need; with branches, `branch_size` is the slots of a block."""
     volumes = [torch.Size(shape).numel() for shape in part_shapes(rows, drafts, branch_size)]
     return sum(volumes[:NUM_WIDE]), sum(volumes[NUM_WIDE:])
 
 
 def split(wide: Tensor, narrow: Tensor, rows: int, drafts: int, branch_size: int = 0) -> CycleParts:
-    """The parts in two buffers of these sizes, one behind another."""
+    """The parts in two buffers of these sizes, one after another."""
     parts, shapes = [], part_shapes(rows, drafts, branch_size)
     for whole, some in ((wide, shapes[:NUM_WIDE]), (narrow, shapes[NUM_WIDE:])):
         end = 0
@@ -102,38 +102,10 @@ def split(wide: Tensor, narrow: Tensor, rows: int, drafts: int, branch_size: int
 def pending_tokens(
     newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
 ) -> None:
-    """Which tokens the drafts at these `places` [K, R] of the shortlist are, into `drafted` [K, R], and those of the
-    deep pass, into `token_ids` [T]; all int64."""
+    """Write the ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep pass
+    into `token_ids` [T]; all int64."""
     drafted[:] = shortlist[places]
     token_ids[:] = torch.cat((newest, drafted.flatten()))[sources]
-
-
-def carry_on(
-    about: Tensor,
-    starts: Tensor,
-    positions: Tensor,
-    drafted: Tensor,
-    following: Tensor,
-    branches: int,
-    carried: Tensor,
-    following_rows: Tensor,
-) -> None:
-    """Where each row goes on: with the token that follows the newest one and all drafts that are right, and its
-    position. Into `carried` [2, MOST_ROWS], int32, by place, and into `following_rows` [2, R], int64; zeros for no
-    row."""
-    carried[:, : about.shape[1]] = following_rows[:] = 0
-    for r, (_, _, count, leaves) in enumerate(about.T.tolist()):
-        if count < 0:
-            continue
-        place = first = r - r % branches
-        if leaves == IF_RIGHT and len(drafted):
-            right = following[starts[first]]
-            place = next((b for b in range(first, first + branches) if drafted[0, b] == right), first)
-        begin, taken = int(starts[place]), 0
-        while taken < count and drafted[taken, place] == following[begin + taken]:
-            taken += 1
-        following_rows[:, r] = torch.stack((following[begin + taken], positions[begin] + taken + 1))
-        carried[:, r] = following_rows[:, r]
 
 
 def accept_drafts(
@@ -174,8 +146,8 @@ def accept_drafts(
 
 
 def plan_cycle(
-    about: Tensor,
-    carried: Tensor,
+    row_meta: Tensor,
+    next_state: Tensor,
     tables: Tensor,
     block_size: int,
     drafts: int,
@@ -184,15 +156,15 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from what is said `about` the rows [4, R], what was `carried` [2, MOST_ROWS] and their blocks
-    [R, B], int32 all. With `branches` of each row, one behind another, all but the first get blocks of their own, from
-    the spare ones, in `tables`."""
-    num_rows = about.shape[1]
+    """Fill both buffers from `row_meta` [4, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    [R, B] of the rows, all int32. With several `branches` of each row, one after another, all but
+    the first get blocks of their own in `tables`, from the spare ones."""
+    num_rows = row_meta.shape[1]
     out = split(wide, narrow, num_rows, drafts, block_size if branches > 1 else 0)
-    place = (-1 - about[START]).long()
-    newest, start = torch.where(place >= 0, carried[:, place.clamp(min=0)], about[[NEWEST, START]]).long()
-    counts = about[DRAFTS].long()
-    every = torch.arange(num_rows, device=about.device)
+    place = (-1 - row_meta[START]).long()
+    newest, start = torch.where(place >= 0, next_state[:, place.clamp(min=0)], row_meta[[NEWEST, START]]).long()
+    counts = row_meta[DRAFTS].long()
+    every = torch.arange(num_rows, device=row_meta.device)
     if branches > 1:
         _branch_off(start.tolist(), counts.tolist(), tables, block_size, branches, first_spare)
 
@@ -202,39 +174,41 @@ def plan_cycle(
     known = (counts >= 0) & (start > 0)
     out.newest[:] = newest
     out.draft_deep_slots[:] = torch.where(known, slots(every, (start - 1).clamp(min=0)), 0)
-    ahead = torch.arange(drafts, device=about.device).unsqueeze(-1)
+    ahead = torch.arange(drafts, device=row_meta.device).unsqueeze(-1)
     drafting = counts > ahead
     places = torch.where(drafting, start + ahead, 0)
     out.draft_positions[:] = places
     out.draft_slots[:] = torch.where(drafting, slots(every.expand_as(places), places), -1)
     out.draft_distances[:] = torch.where(known, ahead + 1, 0)
     out.draft_lens[:] = torch.where(drafting, places + 1, 0)
-    out.draft_starts[:] = torch.minimum(torch.arange(num_rows + 1, device=about.device), drafting.sum(1, keepdim=True))
+    out.draft_starts[:] = torch.minimum(
+        torch.arange(num_rows + 1, device=row_meta.device), drafting.sum(1, keepdim=True)
+    )
 
     out.starts[:] = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
     out.lens[:] = torch.where(counts >= 0, start + counts + 1, 0)
     row_of = every.repeat_interleave(counts + 1)
-    ahead = torch.arange(len(row_of), device=about.device) - out.starts[row_of]
+    ahead = torch.arange(len(row_of), device=row_meta.device) - out.starts[row_of]
     places = start[row_of] + ahead
     here = slots(row_of, places)
     for part, values, rest in (
         (out.positions, places, 0),
         (out.slots, here, -1),
         (out.sources, ahead * num_rows + row_of, 0),
-        (out.kept_slots, torch.where(about[LEAVES][row_of] != NEVER, here, -1), -1),
+        (out.kept_slots, torch.where(row_meta[LEAVES][row_of] != NEVER, here, -1), -1),
         (out.deep_slots, slots(row_of, (places - 1).clamp(min=0)), 0),
         (out.distances, places > 0, 0),
     ):
         part[: len(row_of)] = values
         part[len(row_of) :] = rest
     if branches > 1:
-        _plan_branches(out, about[LEAVES].tolist(), start.tolist(), counts.tolist(), tables, block_size, branches)
+        _plan_branches(out, row_meta[LEAVES].tolist(), start.tolist(), counts.tolist(), tables, block_size, branches)
 
 
 def _branch_off(
     starts: Sequence[int], counts: Sequence[int], tables: Tensor, block_size: int, branches: int, first_spare: int
 ) -> None:
-    """Give every branch but the first of each row the blocks that it will write to."""
+    """Give every branch but the first of each row the blocks that it writes to."""
     spare = first_spare
     for r, (start, count) in enumerate(zip(starts, counts, strict=True)):
         if r % branches and count >= 0:
@@ -253,7 +227,7 @@ def _plan_branches(
     block_size: int,
     branches: int,
 ) -> None:
-    """The way of what branches need there, and of what they have written back."""
+    """The copies that branches need before they run, and of what they wrote back to their rows."""
     out.copies[:] = out.returns[:2] = -1
     out.returns[2:] = 0
     offsets = torch.arange(block_size)

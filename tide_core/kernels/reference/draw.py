@@ -16,7 +16,7 @@ from tide_core.kernels.reference.cycle import DRAFTS, PROMPT_LEN
 
 MOST_VOCABULARY = 2**20
 TEMPERATURE, TOP_K, TOP_P, MIN_P, LEAST = range(5)
-"""What is said of a row: how it draws, and the least score at which a draft counts."""
+"""Settings of a row: how it draws, and the least score at which a draft counts."""
 NUM_SETTINGS = 5
 BEST, CUT, LAST, TOTAL = range(4)
 """What a token was drawn from: the largest logit; the smallest that top-k and top-p keep, and the last place at which
@@ -27,11 +27,11 @@ NUM_STREAMS = 4
 
 
 class DrawnCycle(NamedTuple):
-    """What `verify_drawn` reads beside logits: R rows, K drafts of each, T tokens, V in the vocabulary, S in the
+    """What `verify_drawn` reads next to logits: R rows, K drafts of each, T tokens, V in the vocabulary, S in the
     shortlist."""
 
     sources: Tensor
-    """[T] int64: ahead * R + row."""
+    """[T] int64: draft * R + row."""
     num_tokens: Tensor
     """[1] int32: the tokens that belong to rows."""
     counts: Tensor
@@ -39,7 +39,7 @@ class DrawnCycle(NamedTuple):
     settings: Tensor
     """[5, R] float64"""
     plain: Tensor
-    """[K + 1, R] float64 in [0, 1): to draw behind a token that no draft follows."""
+    """[K + 1, R] float64 in [0, 1): to draw after a token that no draft follows."""
     accept: Tensor
     """[K, R] float64 in [0, 1)"""
     residual: Tensor
@@ -75,32 +75,32 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
 
 
 def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
-    """The largest of each row of `logits` [T, V] at full depth, [T] float32, and the token to be said there, [T]: the
+    """The largest of each row of `logits` [T, V] at full depth, [T] float32, and the token to output there, [T]: the
     draft that follows, if it is accepted, and never that draft if it is not. Tokens of no row have zeros."""
     num_tokens, vocab_size = logits.shape
     num_rows = cycle.settings.shape[1]
-    ahead, row = cycle.sources // num_rows, cycle.sources % num_rows
+    draft_index, row = cycle.sources // num_rows, cycle.sources % num_rows
     settings = cycle.settings[:, row]
     tokens, heads = draw(logits, settings, cycle.plain.flatten()[cycle.sources], vocab_size)
     drawn = (settings[TEMPERATURE] > 0) & heads[:, BEST].isfinite()
-    [judged] = torch.nonzero(drawn & _drafted(cycle, ahead, row), as_tuple=True)
-    if len(judged):
-        source, own = cycle.sources[judged], settings[:, judged]
-        full = _chances(logits[judged], heads[judged], own, vocab_size)
-        said = _chances(
+    [verified] = torch.nonzero(drawn & _drafted(cycle, draft_index, row), as_tuple=True)
+    if len(verified):
+        source, own = cycle.sources[verified], settings[:, verified]
+        full = _chances(logits[verified], heads[verified], own, vocab_size)
+        chances = _chances(
             cycle.draft_logits.flatten(0, 1)[source], cycle.draft_heads.flatten(0, 1)[source], own, vocab_size
         )
         proposed = torch.zeros_like(full)
-        proposed[:, cycle.places >= 0] = said
+        proposed[:, cycle.places >= 0] = chances
         drafts = cycle.draft_ids.flatten()[source]
         p, q = (chances.gather(-1, drafts[:, None])[:, 0] for chances in (full, proposed))
         rest = (full - proposed).clamp(min=0.0)
         most = rest.amax(-1)
         stays = (cycle.accept.flatten()[source] * q < p) | (most <= 0.0)
-        # Where the draft stays nobody looks at the rest, but there must be one to draw from.
+        # Where the draft is accepted the residual is not used, but it must not be empty.
         rest = torch.where(stays[:, None], 1.0, rest / torch.where(stays, 1.0, most)[:, None])
         others = _inverse_cdf(_weights(rest, vocab_size), cycle.residual.flatten()[source])
-        tokens[judged] = torch.where(stays, drafts, others)
+        tokens[verified] = torch.where(stays, drafts, others)
     exists = torch.arange(num_tokens, device=logits.device) < cycle.num_tokens
     return torch.where(exists, heads[:, BEST].float(), 0.0), torch.where(exists, tokens, 0)
 
@@ -138,11 +138,11 @@ def places_of(shortlist: Tensor, vocab_size: int) -> Tensor:
     return places
 
 
-def _drafted(cycle: DrawnCycle, ahead: Tensor, row: Tensor) -> Tensor:
+def _drafted(cycle: DrawnCycle, draft_index: Tensor, row: Tensor) -> Tensor:
     """[T] whether a draft follows: every score up to it is a number, and high enough."""
     counts = cycle.scores.isfinite() & (cycle.scores.double() >= cycle.settings[LEAST])
-    sound = torch.nn.functional.pad(counts.long().cumprod(0), (0, 0, 0, 1))  # behind the last draft there is none
-    return (sound[ahead, row] > 0) & (ahead < cycle.counts[row])
+    sound = torch.nn.functional.pad(counts.long().cumprod(0), (0, 0, 0, 1))  # there is none after the last draft
+    return (sound[draft_index, row] > 0) & (draft_index < cycle.counts[row])
 
 
 def _shares(wide: Tensor, settings: Tensor, best: Tensor | None = None) -> Tensor:

@@ -64,7 +64,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Copies `k` [T, H, Dk] and `v` [T, H, Dv] into the pools [num_blocks, H, block_size, D], in place.
 
-    `slots` [T] says where: block * block_size + offset. A token with a negative slot is skipped.
+    `slots` [T]: block * block_size + offset. A token with a negative slot is skipped.
     """
     block_size = k_pool.shape[2]
     kept = slots >= 0
@@ -226,8 +226,8 @@ def _softcapped(
     return (probabilities @ values.float()).view(num_heads, num_queries, -1).to(queries.dtype)
 
 
-class Peaks(NamedTuple):
-    """How rows of logits end, [R] each."""
+class Top2(NamedTuple):
+    """Of rows of logits, [R] each: the largest number, its index, the second, and the sum of exp(x - best)."""
 
     best: Tensor
     best_at: Tensor
@@ -246,29 +246,29 @@ class RouterWeights(NamedTuple):
     eps: float
 
 
-def peak(logits: Tensor, scratch: object = None, *, out: Peaks | None = None) -> Peaks:
-    """The largest number of each row of `logits` [R, V] and where it first stands, the largest of the others, and the
-    sum of exp(x - best), in float32. A NaN stands above every number; beside a best that is not finite the sum is NaN.
-    `scratch` is of no use here."""
+def top2_logsumexp(logits: Tensor, scratch: object = None, *, out: Top2 | None = None) -> Top2:
+    """The largest number of each row of `logits` [R, V] and its first index, the largest of the others, and the
+    sum of exp(x - best), in float32. A NaN ranks above every number; if the best is not finite the sum is NaN.
+    `scratch` is unused."""
     wide = logits.float()
     best, best_at = wide.max(-1, keepdim=True)
     second = wide.scatter(-1, best_at, -torch.inf).amax(-1)
-    peaks = Peaks(best[:, 0], best_at[:, 0], second, (wide - best).exp().sum(-1))
-    return peaks if out is None else Peaks(*(part.copy_(found) for part, found in zip(out, peaks, strict=True)))
+    top2 = Top2(best[:, 0], best_at[:, 0], second, (wide - best).exp().sum(-1))
+    return top2 if out is None else Top2(*(part.copy_(found) for part, found in zip(out, top2, strict=True)))
 
 
-def router(features: Tensor, peaks: Peaks, weights: RouterWeights) -> Tensor:
+def router(features: Tensor, top2: Top2, weights: RouterWeights) -> Tensor:
     """Scores [R], float32, of a `Router` on `features` [R, D] and on how sure the head is of its best token."""
-    confidence = torch.stack((-peaks.sum.log(), peaks.best - peaks.second), -1).to(features.dtype)
+    confidence = torch.stack((-top2.sum.log(), top2.best - top2.second), -1).to(features.dtype)
     normed = rms_norm(features.float(), weights.norm, weights.eps)
     hidden = F.silu(F.linear(torch.cat((normed, confidence.float()), -1), weights.down, weights.down_bias))
     return (hidden @ weights.out + weights.out_bias).sigmoid()
 
 
-def judge(features: Tensor, logits: Tensor, weights: RouterWeights, scratch: object = None) -> tuple[Tensor, Tensor]:
-    """`router` on `peak`: scores [R] and where the best of `logits` [R, V] stands. `scratch` is of no use here."""
-    peaks = peak(logits)
-    return router(features, peaks, weights), peaks.best_at
+def score(features: Tensor, logits: Tensor, weights: RouterWeights, scratch: object = None) -> tuple[Tensor, Tensor]:
+    """`router` on `top2_logsumexp`: scores [R] and the index of the best of `logits` [R, V]; `scratch` is unused."""
+    top2 = top2_logsumexp(logits)
+    return router(features, top2, weights), top2.best_at
 
 
 def reaches(scores: Tensor, thresholds: Tensor) -> Tensor:
@@ -305,10 +305,10 @@ def exit_input(
     table: Tensor,
     eps: float,
 ) -> Tensor:
-    """What an exit head is fed with, [T, 2 D]: the normed `states` [T, D] beside the normed rows `deep_slots` [T] of
+    """The input of an exit head, [T, 2 D]: the normed `states` [T, D] next to the normed rows `deep_slots` [T] of
     `deep_states` [N, D], plus row `distances` [T], or the last, of `table` [M + 1, 2 D].
 
-    A distance of 0 says that there is no deep state: zeros stand for it, whatever the slot."""
+    A distance of 0 means that there is no deep state: it is zeros, whatever the slot."""
     deep = gather_rows(deep_states, deep_slots.masked_fill(distances <= 0, -1))
     both = torch.cat((rms_norm(states, state_norm, eps), rms_norm(deep, deep_norm, eps)), -1)
     return both + table[distances.clamp(0, table.shape[0] - 1)]

@@ -1,0 +1,7 @@
+#include "cuda/attention/wide.cuh"
+
+namespace tide::cuda {
+
+template void launch_attention_wide<__nv_bfloat16>(const PagedAttentionParams&, bool&, cudaStream_t);
+
+}  // namespace tide::cuda

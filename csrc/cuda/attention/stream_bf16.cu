@@ -1,0 +1,8 @@
+#include "cuda/attention/stream.cuh"
+
+namespace tide::cuda {
+
+template void launch_attention_stream<__nv_bfloat16>(const PagedAttentionParams&, const RotaryWriteParams*, bool&,
+                                                     cudaStream_t);
+
+}  // namespace tide::cuda

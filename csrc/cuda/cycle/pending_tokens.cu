@@ -1,0 +1,34 @@
+// From the drafts of a cycle to the tokens of its deep pass.
+#include "cuda/common/block.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/cycle/cycle.h"
+
+namespace tide::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+__global__ void __launch_bounds__(kThreads) pending_tokens_kernel(PendingTokensParams p) {
+    wait_for_previous();
+    let_next_start();  // the deep pass follows: it publishes
+    const int64_t drafts = p.drafts * p.rows, count = drafts + p.tokens, step = int64_t{gridDim.x} * kThreads;
+    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
+        if (i < drafts) {
+            p.drafted[i] = p.shortlist[p.places[i]];
+            continue;
+        }
+        const int64_t source = p.sources[i - drafts];
+        p.token_ids[i - drafts] = source < p.rows ? p.newest[source] : p.shortlist[p.places[source - p.rows]];
+    }
+}
+
+}  // namespace
+
+void pending_tokens(const PendingTokensParams& params, cudaStream_t stream) {
+    const int64_t count = params.drafts * params.rows + params.tokens;
+    if (count <= 0) return;
+    const LaunchShape shape = {grid_of((count + kThreads - 1) / kThreads), kThreads, 0, 1, Effect::kPublishes};
+    launch("pending_tokens", pending_tokens_kernel, shape, stream, params);
+}
+
+}  // namespace tide::cuda

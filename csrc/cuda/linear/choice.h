@@ -1,0 +1,178 @@
+// Which kernel and which tile a linear gets. All of them give bitwise the same numbers; the measured thresholds are in
+// common/tuning.h. Host code only.
+#pragma once
+
+#include "cuda/common/device.h"
+#include "cuda/common/tuning.h"
+#include "cuda/linear/linear.h"
+
+namespace tide::cuda {
+
+// Split-K: in_features is cut into kSlices slices that are summed apart and then added in order.
+constexpr int kSlices = 8;
+
+// A tile of the linear for few rows.
+struct LinearTile {
+    int row_tiles;        // 16 weight rows each, per CTA
+    int token_tiles;      // 8 rows of x each, per CTA
+    int cluster = 1;      // CTAs that share the slices among them
+    bool staged = false;  // x goes through shared memory; always so with more than one token tile
+    bool deep = false;    // more copies in flight, one CTA per multiprocessor
+
+    constexpr bool operator==(const LinearTile& other) const {
+        return row_tiles == other.row_tiles && token_tiles == other.token_tiles && cluster == other.cluster &&
+               staged == other.staged && deep == other.deep;
+    }
+};
+
+// Every tile that is compiled: those that choose_tile() returns, and no others.
+constexpr LinearTile kLinearTiles[] = {{1, 1},
+                                       {2, 1},
+                                       {2, 1, 1, true},
+                                       {4, 1, 1, true},
+                                       {1, 2, 1, true},
+                                       {2, 2, 1, true},
+                                       {4, 2, 1, true},
+                                       {2, 4, 1, true},
+                                       {4, 4, 1, true},
+                                       {2, 8, 1, true},
+                                       {3, 8, 2, true},
+                                       {3, 2, 1, true, true},
+                                       {3, 4, 1, true, true},
+                                       {3, 8, 1, true, true},
+                                       {4, 2, 2, true, true},
+                                       {4, 4, 2, true, true}};
+
+// A norm needs registers, so some tiles are never chosen with one.
+constexpr bool has_normed_kernel(const LinearTile& tile) {
+    return !(tile == LinearTile{2, 1, 1, true} || tile == LinearTile{4, 4, 1, true} ||
+             tile == LinearTile{3, 2, 1, true, true});
+}
+
+// A tile of the linear for many rows on sm_90a.
+struct WideTile {
+    int warpgroups;           // with 64 weight rows each: 1 (always split) or 2
+    int tokens;               // rows of x per CTA: 32, 64 or 128 (never split)
+    int split;                // CTAs that share the slices among them: 1 or 2
+    bool persistent = false;  // CTAs keep their x and take one tile of the weight after another
+};
+
+constexpr int kWideBytes = 224 * 1024;  // of shared memory for a CTA, but for its barriers
+
+// Stages of 128 weight rows, a line of 128 bytes each, that a persistent CTA has next to its x, as many lines for each
+// 64 columns as it has tokens, and its ordered sums.
+constexpr int64_t count_stages(int64_t in_features, int tokens) {
+    return (kWideBytes - (in_features + 63) / 64 * tokens * 128 - tokens * (128 + 4) * 4) / (128 * 128);
+}
+
+// Any tile that is not deep fits a multiprocessor: not so with the 99 KiB of compute capability 8.6, 8.9 and 12.0,
+// where the smallest one receives all rows, eight at a time.
+inline bool fits_any_tile(const DeviceInfo& device) {
+    return device.shared_bytes >= kSharedOfCta90 / 2;
+}
+
+// One CTA of the deep tiles fits a multiprocessor, or two of any other, and there are clusters: sm_90 and its like.
+inline bool fits_deep_tiles(const DeviceInfo& device) {
+    return device.arch >= kClusterArch && device.shared_bytes >= kSharedOfCta90;
+}
+
+inline bool has_wide_linear(const DeviceInfo& device) {
+    return device.sm90a && fits_deep_tiles(device);
+}
+
+inline int64_t count_row_tiles(const LinearParams& p) {
+    const int64_t tile_columns = p.gated ? 8 : 16;
+    return (p.out_features + tile_columns - 1) / tile_columns;
+}
+
+inline bool is_small(const LinearParams& p, const DeviceInfo& device) {
+    return count_row_tiles(p) * 16 * p.in_features * 2 < device.num_sms * tuning::kSmallBytesPerSm;
+}
+
+// The smallest tile with which no multiprocessor has more than two CTAs. The weight is then read once for every token
+// tile, which the second-level cache bears. Where there are several token tiles, and a slice is long or outputs are
+// few, two row tiles share an x.
+inline LinearTile choose_small_tile(int64_t row_tiles, int64_t rows, int64_t in_features, int64_t num_sms) {
+    constexpr LinearTile kBySize[] = {{1, 1}, {2, 1}, {2, 2, 1, true}};
+    for (const LinearTile& tile : kBySize) {
+        const int64_t row_blocks = (row_tiles + tile.row_tiles - 1) / tile.row_tiles;
+        const int64_t tokens = int64_t{tile.token_tiles} * 8;
+        const int64_t ctas = row_blocks * ((rows + tokens - 1) / tokens);
+        const bool shares =
+            in_features >= tuning::kLongForSmall || (row_tiles > 1 && row_tiles <= tuning::kFewRowTiles);
+        const bool larger_is_better = tile.row_tiles == 1 && rows > 8 && shares;
+        if (ctas <= 2 * num_sms && !larger_is_better) return tile;
+    }
+    return {2, 4, 1, true};
+}
+
+// The tile that should be fastest on this device, by how often the row tiles go round the multiprocessors.
+inline LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
+    const int64_t row_tiles = count_row_tiles(p), num_sms = device.num_sms;
+    if (!fits_any_tile(device)) return {1, 1};
+    const auto ctas = [&](int per_cta) { return (row_tiles + per_cta - 1) / per_cta; };
+    if (is_small(p, device)) return choose_small_tile(row_tiles, p.rows, p.in_features, num_sms);
+    const bool deep_fits = fits_deep_tiles(device), many = row_tiles > 4 * num_sms;
+    const bool clusters_fit = deep_fits && 2 * ctas(4) <= num_sms;  // all of them at the same time
+    const bool threes_fit = deep_fits && ctas(3) <= num_sms;
+    if (p.rows <= 8) {
+        if (deep_fits && p.rows > tuning::kRegisterXRows && p.in_features >= tuning::kStagedFrom) {
+            if (many) return {4, 1, 1, true};
+            if (row_tiles > 2 * num_sms && !p.norm) return {2, 1, 1, true};
+        }
+        return {2, 1};
+    }
+    if (p.rows <= 16) {
+        if (clusters_fit && p.in_features >= tuning::kLongRow) return {4, 2, 2, true, true};
+        if (row_tiles <= 2 * num_sms) return {1, 2, 1, true};
+        if (threes_fit && !p.norm) return {3, 2, 1, true, true};
+        return {many ? 4 : 2, 2, 1, true};
+    }
+    if (p.rows <= 32) {
+        if (clusters_fit) return {4, 4, 2, true, true};
+        if (threes_fit) return {3, 4, 1, true, true};
+        return {many && !p.norm ? 4 : 2, 4, 1, true};
+    }
+    if (deep_fits && row_tiles <= 2 * num_sms) return {3, 8, 2, true};
+    if (threes_fit) return {3, 8, 1, true, true};
+    return {2, 8, 1, true};
+}
+
+// More tiles of the weight than multiprocessors, and an x that fits next to them.
+inline bool can_persist(const LinearParams& p, int tokens, const DeviceInfo& device) {
+    return !p.gated && p.out_features > device.num_sms * 128 &&
+           count_stages(p.in_features, tokens) >= tuning::kFewestStages;
+}
+
+// Whether the kernels for many rows support it: no norm, and gated weights of whole 8 columns.
+inline bool supports_wide(const LinearParams& p, const DeviceInfo& device) {
+    return has_wide_linear(device) && !p.norm && !(p.gated && p.out_features % 8);
+}
+
+// Whether they should be faster than the tiles for few rows. An LM head of 8 rows took longer than one of 32 in
+// profiles of whole steps: from a few rows on it goes the way of many.
+inline bool is_wide(const LinearParams& p, const DeviceInfo& device) {
+    int64_t most = can_persist(p, 32, device) ? tuning::kMostTileRowsOfPersistent : tuning::kMostTileRows;
+    if (is_small(p, device)) most = tuning::kMostTileRowsOfSmall;
+    if (p.out_features >= device.num_sms * tuning::kTallPerSm) most = tuning::kMostTileRowsOfTall;
+    return p.rows > most && supports_wide(p, device);
+}
+
+// Few tokens a CTA, and the slices split, while each CTA has a multiprocessor.
+inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device) {
+    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
+    const auto fits = [&](const WideTile& tile) {
+        const int64_t rows = tile.warpgroups * 64, row_blocks = (weight_rows + rows - 1) / rows;
+        const int64_t token_blocks = (p.rows + tile.tokens - 1) / tile.tokens;
+        return row_blocks * token_blocks * tile.split <= device.num_sms;
+    };
+    const int few = p.rows <= 32 ? 32 : 64;
+    if (p.rows <= 64 && fits({1, few, 2})) return {1, few, 2};
+    if (fits({2, few, 2})) return {2, few, 2};
+    const bool wasteful = p.rows > 128 && p.rows <= 192;  // 128 tokens a CTA: the second would have few
+    if (p.rows <= 64 && can_persist(p, few, device)) return {2, few, 1, true};
+    if (p.rows <= 64 || wasteful || fits({2, 64, 1})) return {2, few, 1};
+    return {2, 128, 1};
+}
+
+}  // namespace tide::cuda

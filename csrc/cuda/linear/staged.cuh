@@ -1,0 +1,217 @@
+// The linear for 9 to 64 rows: weight and x both go through shared memory, 32 columns of a slice a stage.
+//
+// A stage of a warp, copied in the background:
+//
+//     16 weight rows x 64 bytes for each row tile, then 8 rows of x x 64 bytes for each token tile, then, with a norm,
+//     64 bytes of its weight
+//
+// Lane l copies vector l % 4 of row l / 4 of every 8 rows; vector v of row r lies at v ^ r / 2 % 4, so that 8 rows of a
+// column of vectors are in different banks. See linear_sums.cuh for the order of the sums; it is the same here, bit for
+// bit.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/linear/sums.cuh"
+
+namespace tide::cuda {
+
+constexpr int kStepColumns = 32;
+constexpr int kStepsPerBlock = kBlockColumns / kStepColumns;
+constexpr int kEightRowBytes = 8 * kStepColumns * 2;
+
+// kDeep: for grids of one CTA per multiprocessor, which then needs all of the memory to have enough on its way.
+template <int kRowTiles, int kTokenTiles, int kCluster, bool kDeep, bool kNormed>
+struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed> {
+    static constexpr int kXOffset = 2 * kRowTiles * kEightRowBytes;
+    static constexpr int kNormOffset = kXOffset + kTokenTiles * kEightRowBytes;
+    static constexpr int kStageBytes = kNormOffset + (kNormed ? kStepColumns * 2 : 0);
+    static constexpr int kCtasPerSm = kDeep || kRowTiles * kTokenTiles > 16 ? 1 : 2;  // the latter by registers
+    using Shape = LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed>;
+    static constexpr int kWarpBytes = kSharedOfCta90 / Shape::kWarps / (kDeep ? 1 : 2);  // one or two CTAs fit sm_90
+    static constexpr int kStages = std::min(kDeep ? 8 : 6, kWarpBytes / kStageBytes);
+};
+
+#if TIDE_HAS_TENSOR_CORE_PATH
+
+// Copies 16 bytes in the background; the second-level cache reads the rest of the 128 too.
+__device__ inline void copy_async_128(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Where a vector of a row lies in 8 rows of a stage.
+__device__ inline uint32_t staged_offset(int row, int vector) {
+    return row * (kStepColumns * 2) + (vector ^ (row / 2 % 4)) * kVectorBytes;
+}
+
+// One lane's part of the weight rows of its warp.
+template <int kRowTiles>
+struct StagedWeight {
+    const char* from;         // vector lane % 4 of row lane / 4 of the first tile, at column 0 of the slice
+    int64_t tile_step, half;  // bytes to the next tile, and to the second 8 rows of a tile
+    uint32_t valid;           // bit 2 * tile + half: that row exists
+
+    __device__ StagedWeight(const LinearParams& p, int64_t row_block, int64_t slice_begin, int lane) {
+        const int64_t row_bytes = p.in_features * 2;
+        const int64_t tile_columns = p.gated ? kTileRows / 2 : kTileRows;  // columns of y per row tile
+        const int64_t column = row_block * kRowTiles * tile_columns + lane / 4;
+        from = static_cast<const char*>(p.weight) + column * row_bytes + (slice_begin + lane % 4 * kVector) * 2;
+        tile_step = tile_columns * row_bytes;
+        half = p.gated ? p.out_features * row_bytes : 8 * row_bytes;
+        valid = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const int64_t here = column + i / 2 * tile_columns + (p.gated ? 0 : i % 2 * 8);
+            valid |= static_cast<uint32_t>(here < p.out_features) << i;
+        }
+    }
+
+    // `offset`: bytes from column 0 of the slice. All rows and columns exist.
+    __device__ void copy(uint32_t to, int64_t offset) const {
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i)
+            copy_async_128(to + i * kEightRowBytes, from + offset + i / 2 * tile_step + i % 2 * half);
+    }
+    // Zeros for what does not exist. Little code: this is for the edges.
+    __device__ void copy_edge(uint32_t to, int64_t offset, bool in_columns, const void* safe) const {
+#pragma unroll 1
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const bool here = in_columns && (valid >> i & 1);
+            copy_async_or_zero(to + i * kEightRowBytes, here ? from + offset + i / 2 * tile_step + i % 2 * half : safe,
+                               here);
+        }
+    }
+};
+
+#endif
+
+template <typename T, typename Layout>
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
+    linear_staged(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
+#if TIDE_HAS_TENSOR_CORE_PATH
+    constexpr int kStages = Layout::kStages, kCluster = Layout::kCluster;
+    constexpr int kRowTiles = Layout::kRowTiles, kTokenTiles = Layout::kTokenTiles;
+    constexpr bool kNormed = Layout::kNormed;
+    extern __shared__ __align__(128) char shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int rank = blockIdx.x % kCluster;
+    const int64_t row_block = blockIdx.x / kCluster / token_blocks;
+    const int64_t first_token = int64_t{blockIdx.x / kCluster % token_blocks} * Layout::kTokens;
+
+    // 1. The weights of the first stages.
+    const int64_t slice_begin = (rank * Layout::kWarps + warp) * kBlockColumns;
+    const int count = kStepsPerBlock * blocks_before(p.in_features, slice_begin);
+    const int64_t columns = p.in_features - slice_begin - lane % 4 * kVector;  // left from this lane's vector
+    const uint32_t mine = shared_address(shared) + warp * warp_bytes, to_lane = staged_offset(lane / 4, lane % 4);
+    const StagedWeight<kRowTiles> weight(p, row_block, slice_begin, lane);
+    const auto first_column = [](int step) {  // of the step, from the begin of the slice
+        return static_cast<int64_t>(step / kStepsPerBlock) * kStrideColumns + step % kStepsPerBlock * kStepColumns;
+    };
+    int whole = count;  // steps whose columns all exist
+    while (whole > 0 && slice_begin + first_column(whole - 1) + kStepColumns > p.in_features) --whole;
+    const bool all_rows = __all_sync(~0u, weight.valid == (1u << 2 * kRowTiles) - 1);
+    const int whole_weight = all_rows ? whole : 0;
+    const auto copy_weight = [&](int step, uint32_t to) {
+        if constexpr (kNormed)
+            copy_norm<kStepColumns / kVector>(p, slice_begin + first_column(step), to + Layout::kNormOffset);
+        to += to_lane;
+        if (step < whole_weight) return weight.copy(to, first_column(step) * 2);
+        weight.copy_edge(to, first_column(step) * 2, first_column(step) < columns, p.weight);
+    };
+#pragma unroll 1  // little code: it is fetched while nothing else can be done
+    for (int s = 0; s < kStages; ++s) {
+        if (s < count) copy_weight(s, mine + s * Layout::kStageBytes);
+    }
+    close_copy_group();
+    let_next_start();
+    wait_for_previous();
+    const int64_t rows = count_rows(p.num_rows, p.rows);
+    if (first_token >= rows) {  // the same for the whole cluster
+        wait_copy_groups<0>();
+        return;
+    }
+
+    // 2. x of the first stages. Rows that do not exist are left as they are: they touch no other row's sums.
+    const int tokens = static_cast<int>(min(rows - first_token - lane / 4, static_cast<int64_t>(Layout::kTokens)));
+    const char* x =
+        static_cast<const char*>(p.x) + ((first_token + lane / 4) * p.x_stride + slice_begin + lane % 4 * kVector) * 2;
+    const int64_t x_tile_step = kTileTokens * p.x_stride * 2;
+    const auto copy_x = [&](int step, uint32_t to) {
+        const bool here = step < whole || first_column(step) < columns;
+        const char* source = here ? x + first_column(step) * 2 : x;
+        to += to_lane;
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+            if (n * kTileTokens < tokens)
+                copy_async_or_zero(to + Layout::kXOffset + n * kEightRowBytes, source + n * x_tile_step, here);
+        }
+    };
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s) {
+        if (s < count) copy_x(s, mine + s * Layout::kStageBytes);
+        close_copy_group();
+    }
+    const T residual =
+        Outputs<Layout>(p, row_block, first_token, rows).template residual<T>(p, rank * Layout::kThreads + threadIdx.x);
+
+    // 3. The slice.
+    float sums[kRowTiles][kTokenTiles][4] = {};
+    RowSquares<kTokenTiles> squares;
+    const uint32_t weight_at = staged_offset(lane % 8, lane / 16) + lane / 8 % 2 * kEightRowBytes;
+    const uint32_t x_at = staged_offset(lane % 8, lane / 8) + Layout::kXOffset;
+    uint32_t stage = mine;
+    for (int step = 0; step < count; ++step) {
+        wait_copy_groups<kStages - 1>();
+        __syncwarp();  // the other lanes' copies have arrived too
+        uint4 xs[kTokenTiles];
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) xs[n] = load_matrices(stage + x_at + n * kEightRowBytes);
+        if constexpr (kNormed) {
+            const uint4 norm = load_matrices(stage + Layout::kNormOffset + lane / 8 * kVectorBytes);
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n) {
+                squares.add(n, xs[n]);
+                xs[n] = multiply_vector(xs[n], norm);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+            const uint32_t at = stage + 2 * m * kEightRowBytes;
+            const uint4 first = load_matrices(at + weight_at);
+            const uint4 second = load_matrices(at + (weight_at ^ 2 * kVectorBytes));
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+                multiply_tile(sums[m][n], first.x, first.y, first.z, first.w, xs[n].x, xs[n].y, T{});
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+                multiply_tile(sums[m][n], second.x, second.y, second.z, second.w, xs[n].z, xs[n].w, T{});
+        }
+        __syncwarp();  // all lanes have read the stage before it is filled again
+        if (step + kStages < count) {
+            copy_weight(step + kStages, stage);
+            copy_x(step + kStages, stage);
+        }
+        close_copy_group();
+        stage =
+            stage + Layout::kStageBytes == mine + kStages * Layout::kStageBytes ? mine : stage + Layout::kStageBytes;
+    }
+    const Outputs<Layout> outputs(p, row_block, first_token, rows);
+    finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, rank, outputs, residual);
+#else
+    refuse_architecture();
+#endif
+}
+
+template <typename T, typename Layout>
+void launch_staged(const LinearParams& p, cudaStream_t stream) {
+    const int64_t columns = Layout::kRowTiles * (p.gated ? kTileRows / 2 : kTileRows);
+    const int64_t row_blocks = (p.out_features + columns - 1) / columns;
+    const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
+    const int stages = std::min(Layout::kStages, kStepsPerBlock * blocks_before(p.in_features, 0));
+    const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
+    const LaunchShape shape = {row_blocks * token_blocks * Layout::kCluster, Layout::kThreads,
+                               warp_bytes * Layout::kWarps, Layout::kCluster, Effect::kNone};
+    launch("linear", linear_staged<T, Layout>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
+}
+
+}  // namespace tide::cuda

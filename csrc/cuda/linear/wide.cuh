@@ -1,0 +1,214 @@
+// The linear for many rows on sm_90a: products of four warps over weight and x in shared memory, which the copy engine
+// fills, a block of 64 columns a stage, as one more warp asks it to.
+//
+// Each output is made of the same products in the same order as in linear_tiles.cuh, so that a row's bits do not depend
+// on which of the two it went through: 16 columns at a time in order within a slice (linear_sums.cuh), then the slices
+// in order. A slice is every eighth block. To read memory in long runs nonetheless, as many slices as there are
+// registers for are summed side by side; what is left comes in further passes.
+//
+// Where there are few weight rows two CTAs, a cluster, split the slices: the first sends its sums to the second.
+//
+// Rows of x from num_rows on may be read; they touch no other row's sums.
+#pragma once
+
+#include "cuda/linear/wide_ring.cuh"
+
+namespace tide::cuda {
+
+// The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there. A
+// stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot.
+template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
+__device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
+                                  Begin&& begin) {
+    const uint32_t weight_at = ring.stages + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kLineBytes;
+    const auto release = [&](uint32_t slot) {
+        if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
+    };
+    uint32_t used = ring.count;  // the stage whose products are open; none yet
+    float sums[Layout::kAtOnce][Layout::kSums];
+    const auto add_block = [&](float (&to)[Layout::kSums], int block) {
+        wait_bytes(ring.full + ring.slot * 8, ring.phase);
+        const uint64_t a = lines_at(weight_at + ring.slot * kStageBytes);
+        const uint64_t b = lines_at(x_at(block, ring.slot));
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < kBlockColumns / 16; ++k)
+            multiply_lines(to, a + k * kNextColumns, b + k * kNextColumns, T{});
+        close_products();
+        wait_products<Layout::kOpen>();
+        if constexpr (Layout::kOpen == 0) {
+            release(ring.slot);
+        } else {
+            if (used < ring.count) release(used);
+            used = ring.slot;
+        }
+        ring.next();
+    };
+#pragma unroll 1
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+#pragma unroll
+        for (int s = 0; s < Layout::kAtOnce; ++s) {
+#pragma unroll
+            for (int i = 0; i < Layout::kSums; ++i) sums[s][i] = 0.0f;
+        }
+        const int first = part * Layout::kOwnSlices + pass * Layout::kAtOnce;
+#pragma unroll 1
+        for (int block = first; block < blocks; block += kSlices) {
+#pragma unroll
+            for (int s = 0; s < Layout::kAtOnce; ++s) {
+                if (block + s < blocks) add_block(sums[s], block + s);
+            }
+        }
+        wait_products<0>();
+        if (pass == 0) begin(total);
+#pragma unroll
+        for (int s = 0; s < Layout::kAtOnce; ++s) {
+#pragma unroll
+            for (int i = 0; i < Layout::kSums; ++i) total[i] += sums[s][i];
+        }
+    }
+}
+
+template <typename Layout>
+__device__ inline void consumer_barrier() {
+    asm volatile("bar.sync 1, %0;" ::"n"(Layout::kConsumers) : "memory");
+}
+
+// From the sums to y, through shared memory so that neighbours are written together.
+template <typename T, typename Layout>
+__device__ inline void write_sums(const LinearParams& p, int64_t first_column, int64_t first_token, int64_t rows,
+                                  const float (&total)[Layout::kSums], float* ordered) {
+    consumer_barrier<Layout>();  // the memory is free again
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * kTileRows + lane / 4;
+#pragma unroll
+    for (int i = 0; i < Layout::kSums; ++i) {
+        const int token = i / 4 * kTileTokens + lane % 4 * 2 + i % 2;
+        ordered[token * Layout::kSumStride + first_row + i / 2 % 2 * 8] = total[i];
+    }
+    consumer_barrier<Layout>();
+    // Each thread keeps to a column.
+    constexpr int kBatch = 8;
+    const int columns = p.gated ? Layout::kRows / 2 : Layout::kRows, step = Layout::kConsumers / columns;
+    const int live = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Layout::kTokens)));
+    const int local = threadIdx.x & (columns - 1);
+    const int64_t column = first_column + local;
+    if (column >= p.out_features) return;
+    const float* from = ordered + (p.gated ? local / 8 * kTileRows + local % 8 : local);
+    int first = p.gated ? threadIdx.x / (Layout::kRows / 2) : threadIdx.x / Layout::kRows;
+    for (; first < live; first += kBatch * step) {
+        const auto token = [&](int i) { return min(first + i * step, live - 1); };
+        float sums[kBatch], ups[kBatch];
+        T residuals[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) residuals[i] = residual_of<T>(p, first_token + token(i), column);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) sums[i] = from[token(i) * Layout::kSumStride];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) ups[i] = p.gated ? from[token(i) * Layout::kSumStride + kTileRows / 2] : 0.0f;
+        write_outputs<T>(p, column, (live - first + step - 1) / step, sums, ups, residuals,
+                         [&](int i) { return first_token + token(i); });
+    }
+}
+
+// The consumer warps. Two CTAs that split the slices meet, all their threads, when the first has handed over its
+// sums. It could release without waiting, but racecheck hangs on a thread that arrives and leaves.
+template <typename T, typename Layout>
+__device__ inline void consume(const LinearParams& p, const WideWork<Layout>& work, char* memory, int partial_offset) {
+    wait_for_previous();
+    const int64_t rows = count_rows(p.num_rows, p.rows);
+    if (work.first_token >= rows) return;
+    const bool sends = Layout::kSplit > 1 && work.part == 0, receives = Layout::kSplit > 1 && !sends;
+    const auto partial_at = [&](int i) { return partial_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
+    const auto x_at = [&](int, uint32_t slot) {
+        return work.ring.stages + slot * Layout::kStageBytes + Layout::kXOffset;
+    };
+    WideRing ring = work.ring;
+    float total[Layout::kSums];
+    sum_blocks<T, Layout, Layout::kStageBytes>(
+        total, ring, work.part, work.blocks, x_at, [&](float (&sums)[Layout::kSums]) {
+            if (receives) cluster_barrier();
+#pragma unroll
+            for (int i = 0; i < Layout::kSums; ++i)
+                sums[i] = receives ? *reinterpret_cast<float*>(memory + partial_at(i)) : 0.0f;
+        });
+    if (sends) {
+#pragma unroll
+        for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + partial_at(i), 1, total[i]);
+        return cluster_barrier();
+    }
+    write_sums<T, Layout>(p, work.first_column, work.first_token, rows, total, reinterpret_cast<float*>(memory));
+}
+
+template <typename T, typename Layout>
+__global__ void __launch_bounds__(Layout::kThreads, 1)
+    linear_wide(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weights,
+                const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t stages, int ring_bytes) {
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t tile = blockIdx.x / Layout::kSplit, base = shared_address(memory);
+    const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
+    const WideWork<Layout> work = {static_cast<int>(blockIdx.x % Layout::kSplit),
+                                   count_blocks(p.in_features),
+                                   int64_t{tile / token_blocks} * columns,
+                                   int64_t{tile % token_blocks} * Layout::kTokens,
+                                   {base, base + ring_bytes + Layout::kPartialBytes, stages}};
+    if (threadIdx.x == Layout::kConsumers) {
+        for (uint32_t i = 0; i < stages; ++i) {
+            start_barrier(work.ring.full + i * 8);
+            start_barrier(work.ring.free() + i * 8, Layout::kConsumers / 32);
+        }
+        show_barriers();
+    }
+    __syncthreads();
+    if constexpr (Layout::kSplit > 1) cluster_barrier();  // both are here to be written to
+    let_next_start();
+    if (threadIdx.x < Layout::kConsumers) {
+        if constexpr (Layout::kGivesAway) take_registers<kLinearConsumerRegisters>();
+        consume<T, Layout>(p, work, memory, ring_bytes);
+    } else {
+        if constexpr (Layout::kGivesAway) give_registers<kLinearProducerRegisters>();
+        if (threadIdx.x == Layout::kConsumers) produce_blocks<Layout>(p, weights, xs, work);
+        wait_for_previous();
+        if (Layout::kSplit > 1 && work.first_token < count_rows(p.num_rows, p.rows)) cluster_barrier();
+    }
+}
+
+// Rows as they are; or 8 columns of y, the two halves of the weight, and as many times that as there are columns.
+template <typename T, typename Layout>
+CUtensorMap map_weights(const LinearParams& p) {
+    constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+    using Size = cuuint64_t;
+    const Size width = static_cast<Size>(p.in_features), row = width * 2, out = static_cast<Size>(p.out_features);
+    const Size plain[] = {width, out, 1, 1}, gated[] = {width, 8, 2, out / 8};
+    const Size plain_steps[] = {row, row, row}, gated_steps[] = {row, out * row, 8 * row};
+    const cuuint32_t plain_box[] = {kBlockColumns, Layout::kRows, 1, 1};
+    const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, Layout::kRows / 16};
+    return map_boxes("linear", kDType, p.weight, 4, p.gated ? gated : plain, p.gated ? gated_steps : plain_steps,
+                     p.gated ? gated_box : plain_box);
+}
+
+template <typename T, typename Layout>
+CUtensorMap map_x(const LinearParams& p) {
+    constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+    using Size = cuuint64_t;
+    const Size row = static_cast<Size>(p.x_stride) * 2;
+    const Size sizes[] = {static_cast<Size>(p.in_features), static_cast<Size>(p.rows), 1, 1}, steps[] = {row, row, row};
+    const cuuint32_t box[] = {kBlockColumns, Layout::kTokens, 1, 1};
+    return map_boxes("linear", kDType, p.x, 4, sizes, steps, box);
+}
+
+template <typename T, typename Layout>
+void launch_wide(const LinearParams& p, cudaStream_t stream) {
+    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
+    const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
+    const int64_t row_blocks = (p.out_features + columns - 1) / columns;
+    const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
+    const int stages = std::min((kWideBytes - Layout::kPartialBytes) / Layout::kStageBytes,
+                                blocks_before(p.in_features, 0) * Layout::kOwnSlices);
+    const int ring_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
+    const LaunchShape shape = {row_blocks * token_blocks * Layout::kSplit, Layout::kThreads,
+                               ring_bytes + Layout::kPartialBytes + 16 * stages, Layout::kSplit, Effect::kNone};
+    launch("linear", linear_wide<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
+           static_cast<uint32_t>(stages), ring_bytes);
+}
+
+}  // namespace tide::cuda

@@ -1,7 +1,0 @@
-#include "cuda/linear_tiles.cuh"
-
-namespace tide::cuda {
-
-template void launch_linear_tiles<__nv_bfloat16, true>(const LinearParams&, const LinearTile&, cudaStream_t);
-
-}  // namespace tide::cuda

@@ -1,7 +1,0 @@
-#include "cuda/linear_wide_launch.cuh"
-
-namespace tide::cuda {
-
-template void launch_linear_wide<__nv_bfloat16>(const LinearParams&, const WideTile&, cudaStream_t);
-
-}  // namespace tide::cuda

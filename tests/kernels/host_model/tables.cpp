@@ -1,0 +1,74 @@
+// Prints tables of the host side, one line each.
+//   plan ROWS DRAFTS BRANCH_SIZE   where each part of a cycle's plan begins, and how long its buffers are
+//   tiles ARCH SHARED NORMED       the tiles of the linear for few rows that are built, then those that are chosen
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cuda/cycle/plan_layout.h"
+#include "cuda/linear/choice.h"
+
+using namespace tide::cuda;
+
+static std::string name_of(const LinearTile& tile) {
+    return std::to_string(tile.row_tiles) + "x" + std::to_string(tile.token_tiles) + "/" +
+           std::to_string(tile.cluster) + (tile.staged ? "s" : "") + (tile.deep ? "d" : "");
+}
+
+static void print_plan(int rows, int drafts, int branch_size) {
+    std::vector<int64_t> wide(1 << 16);
+    std::vector<int32_t> narrow(1 << 16);
+    const CyclePlan plan(wide.data(), narrow.data(), rows, drafts, branch_size);
+    for (const int64_t* part :
+         {plan.newest, plan.draft_deep_slots, plan.draft_positions, plan.draft_slots, plan.draft_distances,
+          plan.positions, plan.slots, plan.sources, plan.kept_slots, plan.deep_slots, plan.distances, plan.wide_end})
+        std::printf("%ld ", static_cast<long>(part - wide.data()));
+    for (const int32_t* part :
+         {plan.draft_starts, plan.draft_lens, plan.starts, plan.lens, plan.copies, plan.returns, plan.narrow_end})
+        std::printf("%ld ", static_cast<long>(part - narrow.data()));
+}
+
+static void print_tiles(int arch, int shared_bytes, bool normed) {
+    DeviceInfo device = {};
+    device.arch = arch;
+    device.num_sms = 132;
+    device.shared_bytes = shared_bytes;
+    for (const LinearTile& tile : kLinearTiles) {
+        if (!normed || has_normed_kernel(tile)) std::printf("%s ", name_of(tile).c_str());
+    }
+    std::puts("");
+    std::set<std::string> chosen;
+    for (int64_t k = 64; k <= 16384; k = k * 5 / 4 / 8 * 8) {
+        for (int64_t n = 16; n <= 200000; n = n * 5 / 4) {
+            for (const int64_t rows : {1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 256, 1000}) {
+                LinearParams p = {};
+                p.rows = rows;
+                p.in_features = k;
+                p.out_features = n;
+                p.norm = normed ? &p : nullptr;
+                for (const bool gated : {false, true}) {
+                    p.gated = gated;
+                    chosen.insert(name_of(choose_tile(p, device)));
+                }
+            }
+        }
+    }
+    for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
+}
+
+int main(int, char** words) {
+    const auto number = [&](int at) { return std::atoi(words[at]); };
+    if (std::strcmp(words[1], "plan") == 0) print_plan(number(2), number(3), number(4));
+    if (std::strcmp(words[1], "tiles") == 0) print_tiles(number(2), number(3), number(4) != 0);
+}
+namespace tide::cuda {
+const void* portable_probe() {
+    return nullptr;
+}
+const void* sm90a_probe() {
+    return nullptr;
+}
+}  // namespace tide::cuda

@@ -1,0 +1,192 @@
+"""The host side of a CUDA launch, on a model of the runtime: which code runs, what overlaps, what is read early."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from tide_core.kernels.reference import cycle
+
+ROOT = Path(__file__).parents[2]
+MODEL = Path(__file__).parent / "host_model"
+Words = Callable[[str], list[str]]
+Answers = Callable[[str], list[bool]]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """What is answered to the questions of a script, after the launches before them."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("host_model") / "check"
+    command = [compiler, "-std=c++17", "-pthread", f"-I{MODEL}", f"-I{ROOT / 'csrc'}", str(MODEL / "check.cpp")]
+    subprocess.run([*command, "-o", str(program)], check=True)
+
+    def run(script: str) -> list[str]:
+        done = subprocess.run([str(program), *script.split()], capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.split()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[str]]]:
+    """The lines of a table of the host side, by word."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("host_model") / "tables"
+    command = [compiler, "-std=c++17", f"-I{MODEL}", f"-I{ROOT / 'csrc'}", str(MODEL / "tables.cpp")]
+    subprocess.run([*command, "-o", str(program)], check=True)
+
+    def run(table: str) -> list[list[str]]:
+        done = subprocess.run([str(program), *table.split()], capture_output=True, text=True, timeout=60, check=True)
+        return [line.split() for line in done.stdout.splitlines()]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def answers(words: Words) -> Answers:
+    """The same of questions with yes or no."""
+    return lambda script: [word == "yes" for word in words(script)]
+
+
+@pytest.mark.parametrize(
+    ("code", "arch", "overlaps", "clustered"),
+    [
+        ("code 90 code90a 90", "90", True, True),
+        ("code 100 code90a 0", "100", True, True),
+        ("code 86 code90a 0", "86", False, False),
+        ("code 80 code90a 0", "80", False, False),
+        ("code 75 code90a 0", "75", False, False),
+    ],
+)
+def test_what_a_launch_uses_depends_on_what_the_loaded_code_was_compiled_for(
+    words: Words, code: str, arch: str, overlaps: bool, clustered: bool
+) -> None:
+    said = words(f"{code} capture 1 none 1 cluster 1 2 overlaps 1 clustered 1 arch 1")
+    assert said == ["yes" if overlaps else "no", "yes" if clustered else "no", arch]
+
+
+@pytest.mark.parametrize(
+    ("code", "has"), [("code 90 code90a 90", True), ("code 90 code90a 0", False), ("code 80 code90a 80", False)]
+)
+def test_kernels_for_sm_90a_are_used_only_where_their_code_runs(answers: Answers, code: str, has: bool) -> None:
+    assert answers(f"{code} sm90a 0") == [has]
+
+
+def test_a_device_that_the_build_has_no_code_for_is_refused(words: Words) -> None:
+    assert words("code 0 none 1 arch 1 device 1 code 90 arch 1") == ["refused", "refused", "90"]
+
+
+def test_each_device_has_the_code_that_was_loaded_there(words: Words) -> None:
+    assert words("code 90 arch 0 device 1 code 80 arch 0 device 0 arch 0") == ["90", "80", "90"]
+
+
+def test_nothing_overlaps_where_foreign_launches_cannot_be_seen(answers: Answers) -> None:
+    assert answers("writes 1 overlaps 1 may-read 1 7 none 1 overlaps 1") == [False, True, False]
+    assert answers("capture 1 writes 1 none 1 overlaps 1 may-read 1 7 end 1 may-read 1 7") == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("launches", "allowed"),
+    [
+        ("", False),
+        ("publishes 1", True),
+        ("publishes 1 none 1 none 1", True),
+        ("publishes 1 writes 1", False),
+        ("publishes 1 writes 1 none 1", False),
+        ("publishes 1 writes 1 publishes 1", True),
+        ("publishes 1 pool 1 7", False),
+        ("publishes 1 pool 1 8", True),
+        ("publishes 1 pool 1 7 publishes 1", True),
+        ("pool 1 8", False),
+        ("publishes 1 foreign 1", False),
+        ("publishes 1 foreign 1 none 1", False),
+        ("publishes 1 foreign 1 publishes 1", True),
+        ("publishes 1 end 1 capture 1", False),
+    ],
+)
+def test_pages_are_read_early_only_if_nobody_has_written_them_since_all_was_published(
+    answers: Answers, launches: str, allowed: bool
+) -> None:
+    assert answers(f"capture 1 {launches} may-read 1 7") == [allowed]
+
+
+def test_nothing_is_published_while_a_pool_has_new_tokens(answers: Answers) -> None:
+    script = "capture 1 published 1 publishes 1 published 1 pool 1 7 published 1 none 1 published 1"
+    assert answers(script) == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("launches", "of_new_tokens", "of_others", "of_another_pool"),
+    [
+        ("", "none", "none", "none"),
+        ("publishes 1", "all", "all", "all"),
+        ("publishes 1 pool 1 7", "none", "none", "all"),
+        ("new-tokens 1 7", "old", "none", "all"),
+        ("writes 1 new-tokens 1 7", "old", "none", "all"),
+        ("new-tokens 1 7 none 1", "none", "none", "all"),
+        ("new-tokens 1 7 writes 1", "none", "none", "none"),
+        ("new-tokens 1 7 foreign 1", "none", "none", "none"),
+        ("new-tokens 1 7 publishes 1", "all", "all", "all"),
+        ("new-tokens 1 7 new-tokens 1 8", "all", "all", "old"),
+        ("capture 2 new-tokens 2 7", "none", "none", "none"),
+    ],
+)
+def test_after_a_launch_that_wrote_new_tokens_older_pages_are_read_early_by_those_alone(
+    words: Words, launches: str, of_new_tokens: str, of_others: str, of_another_pool: str
+) -> None:
+    asked = f"capture 1 {launches} early 1 7 1 early 1 7 0 early 1 8 1"
+    assert words(asked) == [of_new_tokens, of_others, of_another_pool]
+
+
+def test_streams_devices_and_threads_do_not_publish_for_each_other(answers: Answers) -> None:
+    captured = "capture 0 capture 1 capture 2"
+    assert answers(f"{captured} publishes 1 may-read 2 7") == [False]
+    assert answers(f"{captured} publishes 0 device 1 may-read 0 7 device 0 may-read 0 7") == [False, True]
+    assert answers(f"{captured} writes 0 device 1 publishes 0 device 0 may-read 0 7") == [False]
+    assert answers(f"{captured} publishes 1 elsewhere 1 7 may-read 1 7") == [False, True]
+
+
+@pytest.mark.parametrize("normed", [0, 1])
+def test_every_tile_of_the_linear_that_is_built_is_chosen_and_no_other(
+    tables: Callable[[str], list[list[str]]], normed: int
+) -> None:
+    built, chosen = tables(f"tiles 90 {227 * 1024} {normed}")
+    assert sorted(built) == sorted(chosen)
+    for arch, shared in ((80, 163), (89, 99), (75, 64)):
+        built, chosen = tables(f"tiles {arch} {shared * 1024} {normed}")
+        assert set(chosen) <= set(built)
+        assert not [tile for tile in chosen if "/2" in tile], "clusters need 9.0"
+
+
+@pytest.mark.parametrize(("rows", "drafts", "branch_size"), [(1, 1, 0), (3, 2, 16), (5, 0, 0), (8, 7, 0), (4, 3, 8)])
+def test_the_plan_of_a_cycle_lies_where_python_reads_it(
+    tables: Callable[[str], list[list[str]]], rows: int, drafts: int, branch_size: int
+) -> None:
+    (found,) = tables(f"plan {rows} {drafts} {branch_size}")
+    volumes = [math.prod(shape) for shape in cycle.part_shapes(rows, drafts, branch_size)]
+    wide, narrow = volumes[: cycle.NUM_WIDE], volumes[cycle.NUM_WIDE :]
+    expected = [*accumulate(wide, initial=0), *accumulate(narrow, initial=0)]
+    assert [int(offset) for offset in found] == expected
+
+
+def test_no_type_is_defined_twice_outside_of_a_source_of_its_own() -> None:
+    """Two types of one name in a namespace break the rule of one definition, and the linker does not tell."""
+    found: Counter[str] = Counter()
+    for path in sorted((ROOT / "csrc" / "cuda").rglob("*")):
+        if path.suffix in (".h", ".cuh"):
+            found.update(re.findall(r"^(?:struct|class)(?: alignas\([^)]*\))? (\w+)[^;]*\{", path.read_text(), re.M))
+    assert found
+    assert [name for name, count in found.items() if count > 1] == []
