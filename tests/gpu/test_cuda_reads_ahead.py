@@ -35,14 +35,14 @@ def _nothing(x: Tensor) -> None:
     """Steps follow each other as they do."""
 
 
-def settle_nothing(x: Tensor) -> None:
-    """A launch that may write pages, as far as is known: nobody behind it reads ahead."""
+def publish_nothing(x: Tensor) -> None:
+    """A launch that may write pages, as far as is known: nothing after it reads early."""
     cuda.scatter_rows(x[:1], torch.full((1,), -1, device=DEVICE), torch.empty_like(x))
 
 
 @dataclasses.dataclass
 class Text:
-    """Rows that say STEPS tokens; each passes some layers, whose pages the steps behind it read."""
+    """Rows of STEPS tokens; each token passes some layers, whose pages the later steps read."""
 
     rows: int
     context: int
@@ -51,13 +51,13 @@ class Text:
     width: int
     dtype: torch.dtype
     embeds: bool = True
-    """Whether every step begins with a look-up, which settles what was written before; else only the first one does."""
+    """Whether every step begins with a look-up, which publishes what was written before; else only the first."""
     queries: int = 1
-    """Tokens that a row says in a step."""
+    """Tokens of a row in a step."""
     joined: bool = True
     """Whether keys and values are written by the launch that attends, or by one before it."""
     waits: bool = False
-    """Whether nobody reads ahead of that."""
+    """Whether nothing reads early."""
 
     def __post_init__(self) -> None:
         self.most = self.context + STEPS * self.queries
@@ -83,18 +83,18 @@ class Text:
             self.places.append(((7 * token + step) % VOCABULARY, at, slots, lens))
 
     def run(self, pools: list[Tensor], after_embedding: Callable[[Tensor], None] = _nothing) -> list[Tensor]:
-        said: list[Tensor] = []
+        outputs: list[Tensor] = []
         self.waits = after_embedding is not _nothing
         for token_ids, *places in self.places:
-            if self.embeds or not said:
+            if self.embeds or not outputs:
                 x = first = cuda.embed(token_ids, self.embedding)
                 after_embedding(x)
             for layer in range(LAYERS):
                 qkv = cuda.linear(x, self.qkv)
                 attended = self.attend(qkv, places, pools[2 * layer : 2 * layer + 2])
                 x = cuda.linear(attended.flatten(1), self.out, residual=first)
-            said.append(x)
-        return said
+            outputs.append(x)
+        return outputs
 
     def attend(self, qkv: Tensor, places: list[Tensor], pools: list[Tensor]) -> Tensor:
         positions, slots, lens = places
@@ -105,39 +105,39 @@ class Text:
             return cuda.attend_joined(*written, *rows, **limits)
         given: list[Any] = [cuda.rotary_write(*written), *pools, *rows]
         if self.waits:
-            settle_nothing(qkv)
+            publish_nothing(qkv)
         attended = cuda.paged_attention(*given, queries_are_new=True, **limits)
         if self.waits:
-            settle_nothing(qkv)
-        again = cuda.paged_attention(*given, **limits)  # behind one that has settled what was written
+            publish_nothing(qkv)
+        again = cuda.paged_attention(*given, **limits)  # after one that has published what was written
         return torch.where(attended.isnan() | (attended != again), torch.full_like(again, torch.inf), again)
 
     def in_a_graph(self, after_embedding: Callable[[Tensor], None] = _nothing) -> tuple[list[Tensor], list[Tensor]]:
-        """What is said and what lies in the pools, in the second of two replays."""
+        """The outputs and what lies in the pools, in the second of two replays."""
         pools = [pool.clone() for pool in self.pools]
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             self.run(pools, after_embedding)
-        beside.synchronize()
+        side_stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            said = self.run(pools, after_embedding)
+            outputs = self.run(pools, after_embedding)
         for _ in range(2):
             for pool, before in zip(pools, self.pools, strict=True):
                 pool.copy_(before)
             graph.replay()
         torch.cuda.synchronize()
-        return said, pools
+        return outputs, pools
 
 
 def assert_is_as_without(text: Text) -> None:
-    """What is said and written is what comes where nobody reads ahead."""
-    expected = text.in_a_graph(settle_nothing)
+    """Outputs and pages are those of launches that do not read early."""
+    expected = text.in_a_graph(publish_nothing)
     for _ in range(3):
-        said, pools = text.in_a_graph()
-        assert all(bool(x.isfinite().all()) for x in said)
-        assert_same(said, expected[0])
+        outputs, pools = text.in_a_graph()
+        assert all(bool(x.isfinite().all()) for x in outputs)
+        assert_same(outputs, expected[0])
         assert_same(pools, expected[1])
 
 
@@ -170,10 +170,28 @@ def test_many_lanes_see_what_the_launch_before_them_and_the_steps_before_that_wr
     assert_is_as_without(text)
 
 
+def test_indices_that_torch_wrote_right_before_are_seen() -> None:
+    text = Text(8, 300, 128, 4, 1024, torch.bfloat16)
+    token_ids, *places = text.places[0]
+    right, wrong = text.tables.clone(), text.tables.roll(1, 0)
+    qkv = cuda.linear(cuda.embed(token_ids, text.embedding), text.qkv)
+    expected = text.attend(qkv, places, [pool.clone() for pool in text.pools[:2]])
+    pools = [pool.clone() for pool in text.pools[:2]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.embed(token_ids, text.embedding)  # publishes what was before it
+        text.tables.copy_(right)
+        attended = text.attend(qkv, places, pools)
+    for _ in range(20):
+        text.tables.copy_(wrong)
+        graph.replay()
+        assert_same([attended], [expected])
+
+
 def test_it_is_the_same_without_a_graph() -> None:
     text = Text(8, 300, 128, 2, 512, torch.bfloat16)
     pools = [[pool.clone() for pool in text.pools] for _ in range(2)]
-    expected = text.run(pools[0], settle_nothing)
+    expected = text.run(pools[0], publish_nothing)
     assert_same(text.run(pools[1]), expected)
     assert_same(pools[1], pools[0])
 
@@ -181,4 +199,4 @@ def test_it_is_the_same_without_a_graph() -> None:
 @pytest.mark.sanitizer
 def test_a_few_steps_that_read_ahead_are_clean() -> None:
     text = Text(3, 40, 64, 2, 128, torch.bfloat16)
-    assert all(bool(said.isfinite().all()) for said in text.run(text.pools))
+    assert all(bool(outputs.isfinite().all()) for outputs in text.run(text.pools))
