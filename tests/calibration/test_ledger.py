@@ -98,16 +98,16 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_run_goes_on_with_no_other_model(tmp_path: Path, what: str) -> None:
-    ledger(tmp_path, pipeline._asked_of(FACTS))
+    ledger(tmp_path, pipeline._model_record(FACTS))
     with pytest.raises(ConfigError, match="1 changes"):
-        ledger(tmp_path, pipeline._asked_of(OTHERS[what]))
+        ledger(tmp_path, pipeline._model_record(OTHERS[what]))
 
 
 def test_a_run_goes_on_with_the_same_model_under_another_name(tmp_path: Path) -> None:
     sampled = replace(IDENTITY, weights_sample={"b": (1.0,), "a": (2.0,)})
     again = replace(sampled, name="elsewhere", weights_sample={"a": (2.0,), "b": (1.0,)})
-    ledger(tmp_path, pipeline._asked_of(replace(FACTS, identity=sampled)))
-    ledger(tmp_path, pipeline._asked_of(replace(FACTS, identity=again)))
+    ledger(tmp_path, pipeline._model_record(replace(FACTS, identity=sampled)))
+    ledger(tmp_path, pipeline._model_record(replace(FACTS, identity=again)))
 
 
 def test_a_taken_output_is_refused_unless_this_very_run_has_put_it_there(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ class MovesOn(LocalExecutor):
 
     def _move(self) -> None:
         self._num += 1
-        before = self._workshop.files
+        before = self._context.files
         if isinstance(before, RemoteRunFiles):
-            self._workshop.files = machine(before.folder.with_name(f"worker {self._num}"), before.folder.parent.parent)
+            self._context.files = machine(before.folder.with_name(f"worker {self._num}"), before.folder.parent.parent)
 
 
 class MovesOnAndDies(DiesAt, MovesOn):

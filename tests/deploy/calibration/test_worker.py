@@ -84,7 +84,7 @@ def test_a_worker_of_a_store_has_a_folder_of_its_own_and_leaves_none(tmp_path: P
     assert not files.folder.exists()
 
 
-def test_work_is_done_in_the_workshop_with_the_threads_of_the_settings(tmp_path: Path, asked: list[Any]) -> None:
+def test_a_task_gets_the_context_and_the_threads_of_the_settings(tmp_path: Path, asked: list[Any]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / SEEN).touch()
     made = Worker(settings(str(tmp_path)))
