@@ -519,7 +519,7 @@ def test_a_pool_of_more_rows_than_32_bits_count_is_refused() -> None:
     assert cuda_checks.pool_size_fault((2**20, 8, 128, 64)) is None
 
 
-def test_a_module_that_was_never_built_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_was_never_built_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tide_core.kernels._cuda", None)
     select._import_error.cache_clear()
     assert "the CUDA module cannot be imported" in str(kernels.cuda_unsupported_reason())

@@ -119,7 +119,8 @@ def test_python_threads_may_call_at_once(instruction_set: str) -> None:
 def test_a_forked_child_may_use_it_too(instruction_set: str) -> None:
     script = f"""
 import os, torch
-from tide_core.kernels import _native, native
+from tide_core.kernels import _native
+from tide_core.kernels.cpu import ops as native
 _native.set_instruction_set("{instruction_set}")
 _native.set_num_threads(3)
 x, weight = torch.ones(20, 512).bfloat16(), torch.ones(1024, 512).bfloat16()  # so few that Torch compares on one thread
