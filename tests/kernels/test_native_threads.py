@@ -22,7 +22,8 @@ native = importlib.import_module("tide_core.kernels.cpu.ops")
 def run_script(body: str) -> subprocess.CompletedProcess[str]:
     header = """
         import os, threading, time, torch
-        from tide_core.kernels import _native, native
+        from tide_core.kernels import _native
+        from tide_core.kernels.cpu import ops as native
         x, weight = torch.ones(4, 512), torch.ones(2048, 512)
         def right():
             return bool((native.linear(x, weight) == 512).all())
