@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -59,7 +58,5 @@ def test_a_closed_pipe_ends_it_quietly(start: Start) -> None:
     assert process.stderr is not None
     assert os.read(process.stdout.fileno(), 1)
     process.stdout.close()
-    began = time.monotonic()
-    assert process.wait(timeout=60) == 141
-    assert time.monotonic() - began < 20
+    assert process.wait(timeout=60) == 141, "4000 tokens would take longer"
     assert process.stderr.read() == ""
