@@ -43,9 +43,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_a_second_replica_comes_with_load_and_goes_after_it(server: Server) -> None:
     assert len(server.replicas()) == 1
     with Streams(server, count=4) as streams:
-        assert until(lambda: len(server.replicas()) == 2, 60)
+        assert until(lambda: len(server.replicas()) == 2)
         arrived = len(streams.answers)
-        assert until(lambda: len(streams.answers) > arrived + 20, 60)
-    assert until(lambda: len(server.replicas()) == 1, 60)
+        assert until(lambda: len(streams.answers) > arrived + 20)
+    assert until(lambda: len(server.replicas()) == 1)
     assert streams.errors == []
     assert all(len(answer.tokens) == streams.max_tokens for answer in streams.answers)
