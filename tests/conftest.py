@@ -1,4 +1,4 @@
-"""Shared rules: quiet libraries, as many threads as cores, and a wall round the unit tests."""
+"""Shared rules: quiet libraries, as many threads as cores, what is fast, and no network in unit tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,13 +15,40 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The same examples every time, however slow the machine is; `--hypothesis-profile=default` looks for new ones.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
+
 RAY = ("tests/job/", "tests/serve/")
+MARKS = {
+    "serve": RAY,
+    "browser": ("tests/playground/",),
+    "build": (
+        "tests/docs/test_site.py",
+        "tests/deploy/test_protos.py",
+        "tests/kernels/test_cuda_build.py",
+        "tests/kernels/test_linear_tiles.py",
+        "tests/kernels/test_settled.py",
+    ),
+    "slow": (
+        "tests/calibration/test_pipeline.py",
+        "tests/client/test_cli.py",
+        "tests/client/test_silence.py",
+        "tests/deploy/test_commands.py",
+        "tests/kernels/test_library.py",
+        "tests/kernels/test_native_threads.py",
+        "tests/models/test_families.py",
+    ),
+}
+"""What `make test-fast` leaves out, by the beginning of a test's name. Whatever is not here and not marked is fast."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several processes one has all that start Ray, which mostly waits, and begins with them; the others take file
-    after file, and share the rest with it when it has nothing left."""
+    """Of several processes one runs all tests that start Ray, which mostly wait, and begins with them; the others run
+    file after file, and share the rest with it when it has nothing left."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -31,15 +59,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.nodeid.startswith(RAY))
     import torch
 
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        for name, begins in MARKS.items():
+            if item.nodeid.startswith(begins):
+                item.add_marker(name)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
