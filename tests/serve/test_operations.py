@@ -178,3 +178,30 @@ def test_a_log_in_json_has_a_line_for_every_request_with_its_ids_and_counts(serv
     assert line["output_tokens"] == 7
     assert line["finish"] == "length"
     assert line["request_id"], "Serve's own, as well"
+
+
+def test_a_second_replica_comes_with_load_and_goes_after_it(server: Server) -> None:
+    """And no answer is lost on the way. The last test of this server: it gets another config."""
+    config = copy.deepcopy(server.config)
+    config["applications"][0]["args"]["target_tokens_in_flight"] = 100
+    deployment = config["applications"][0]["deployments"][0]
+    deployment.pop("num_replicas")
+    deployment["autoscaling_config"] = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 2,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 2,
+        "policy": {"policy_function": "deploy.autoscaling:by_load"},
+    }
+    before = {replica.pid for replica in server.replicas()}
+    server.deploy(config)
+    assert until(lambda: len(server.replicas()) == 1 and not before & {replica.pid for replica in server.replicas()})
+    with Streams(server, count=4) as streams:
+        assert until(lambda: len(server.replicas()) == 2)
+        num = len(streams.answers)
+        assert until(lambda: len(streams.answers) > num + 20)
+    assert until(lambda: len(server.replicas()) == 1)
+    assert streams.errors == []
+    assert all(len(answer.tokens) == streams.max_tokens for answer in streams.answers)
