@@ -132,6 +132,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_run_ended_by_ctrl_c_and_then_by_a_kill_is_finished_by_the_same_command(
     tide: Callable[..., Any], start: Callable[..., Any], tmp_path: Path, arguments: list[str]
 ) -> None:

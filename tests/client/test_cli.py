@@ -14,6 +14,8 @@ from tests.client.conftest import TIDE
 from tests.client.scripted import PATIENCE_S, TEXT, GrpcServer, Script, hangs
 from tests.client.scripted_http import HttpServer
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
 SUMMARY = (

@@ -13,6 +13,8 @@ from tests.client.conftest import Outcome
 from tests.client.scripted import TEXT, GrpcServer, Script, hangs
 from tide_client import StatusError, settings
 
+pytestmark = pytest.mark.slow
+
 
 class Cable:
     """Passes bytes on in both directions until it is cut, which neither end is told. Later connections get through."""
