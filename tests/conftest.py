@@ -33,6 +33,9 @@ MARKS = {
         "/test_site.py",
     ),
     "slow": (
+        "::test_cycles_in_one_go_are_measured_as_well",
+        "::test_every_benchmark_can_be_imported",
+        "::test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled",
         "/test_collect.py::test_a_greedy_batch_says_what_each_prompt_alone_would",
         "deploy/test_commands.py",
         "/test_crew.py",
