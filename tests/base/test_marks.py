@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,4 +18,4 @@ FILES = {f"tests/{path.relative_to(FOLDER).as_posix()}": path for path in FOLDER
 def test_every_part_of_a_name_is_that_of_a_test(part: str) -> None:
     file, _, name = part.partition("::")
     found = [path for known, path in FILES.items() if file in known]
-    assert any(f"def {name}" in path.read_text(encoding="utf-8") for path in found)
+    assert any(re.search(rf"^(async )?(def )?{name}", path.read_text(encoding="utf-8"), re.MULTILINE) for path in found)
