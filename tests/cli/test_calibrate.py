@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,23 +114,35 @@ def test_bad_values_end_with_code_2_and_say_what_was_expected(
     assert said in err
 
 
+WAITS_AFTER_SHARDS = """
+import sys, time
+from tide_core.calibration import work
+from tide_core.cli import main
+
+num_shards, write_shard = int(sys.argv.pop(1)), work.write_shard
+
+def write_or_wait(folder, *args):
+    if len(list(folder.glob("*.safetensors"))) == num_shards:
+        print("waits", flush=True)
+        time.sleep(600)
+    return write_shard(folder, *args)
+
+work.write_shard = write_or_wait
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
 def test_a_run_ended_by_ctrl_c_and_then_by_a_kill_is_finished_by_the_same_command(
     tide: Callable[..., Any], start: Callable[..., Any], tmp_path: Path, arguments: list[str]
 ) -> None:
-    arguments = [word.replace("generation_batch=2", "generation_batch=1") for word in arguments]
-    arguments[arguments.index("--max-new-tokens") + 1] = "96"  # slow enough to be interrupted
-    script = "import sys; from tide_core.cli import main; sys.exit(main())"
-    shards = tmp_path / "artefact.run" / "shards"
-
-    for end, code, least in ((signal.SIGINT, 130, 1), (signal.SIGKILL, -signal.SIGKILL, 3)):
-        process = start([sys.executable, "-c", script, *arguments])
-        deadline = time.monotonic() + 120
-        while len(list(shards.glob("*.safetensors"))) < least:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    for end, code, num_shards in ((signal.SIGINT, 130, 1), (signal.SIGKILL, -signal.SIGKILL, 3)):
+        process = start([sys.executable, "-c", WAITS_AFTER_SHARDS, str(num_shards), *arguments])
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        assert len(list((tmp_path / "artefact.run" / "shards").glob("*.safetensors"))) == num_shards
         process.send_signal(end)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
         assert process.returncode == code, err
         if end == signal.SIGINT:
             assert f"the same command resumes the run in {tmp_path / 'artefact.run'}" in err

@@ -1,4 +1,4 @@
-"""Ctrl-C in a process of its own, without the weight of a model."""
+"""Ctrl-C and a closed pipe in a process of its own, without the weight of a model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tide_core.cli import main, runs
 class Slow(FakeEngine):
     def stream_blocking(self, prompt, params):
         yield outputs(["Hel", "lo"])[0]
+        while ENDLESS:
+            yield outputs(["Hel", "lo"])[0]
         time.sleep(60)
 
     def __exit__(self, *exc_info):
@@ -31,8 +33,9 @@ raise SystemExit(main(["generate", "Say"]))
 Start = Callable[[list[str]], subprocess.Popen[str]]
 
 
-def command(*, closes: bool) -> list[str]:
-    return [sys.executable, "-c", SCRIPT.replace("CLOSES", str(closes))]
+def command(*, closes: bool, endless: bool = False) -> list[str]:
+    script = SCRIPT.replace("CLOSES", str(closes)).replace("ENDLESS", str(endless))
+    return [sys.executable, "-c", script]
 
 
 def interrupt_after(process: subprocess.Popen[str], text: str) -> None:
@@ -44,7 +47,7 @@ def interrupt_after(process: subprocess.Popen[str], text: str) -> None:
 def test_the_first_ctrl_c_closes_the_engine_and_ends_with_130(start: Start) -> None:
     process = start(command(closes=True))
     interrupt_after(process, "Hel")
-    assert process.communicate(timeout=30) == ("closing\n", "")
+    assert process.communicate(timeout=120) == ("closing\n", "")
     assert process.returncode == 130
 
 
@@ -52,5 +55,15 @@ def test_a_second_ctrl_c_ends_at_once_even_if_closing_hangs(start: Start) -> Non
     process = start(command(closes=False))
     interrupt_after(process, "Hel")
     interrupt_after(process, "closing\n")
-    assert process.communicate(timeout=30) == ("", "")
+    assert process.communicate(timeout=120) == ("", "")
     assert process.returncode == 130
+
+
+def test_a_closed_pipe_ends_it_quietly_with_141(start: Start) -> None:
+    process = start(command(closes=True, endless=True))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(3) == "Hel"
+    process.stdout.close()
+    assert (process.wait(timeout=120), process.stderr.read()) == (141, "")
+    process.stdout = None  # it is closed: there is nothing more to read

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import _restore_logging, stdin, tide  # noqa: F401  # fixtures
-from tests.client.scripted import GrpcServer, Script
+from tests.client.scripted import PATIENCE_S, GrpcServer, Script
 from tests.client.scripted_http import HttpServer
 from tide_client import Answer, AsyncTideClient, TideClient, TideClientError, Token
 
@@ -140,6 +140,6 @@ def tide_client() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `tide client …` as a shell would."""
 
     def run(*args: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([TIDE, "client", *args], capture_output=True, text=True, timeout=30, **settings)
+        return subprocess.run([TIDE, "client", *args], capture_output=True, text=True, timeout=PATIENCE_S, **settings)
 
     return run

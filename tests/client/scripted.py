@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from tide.v1 import tide_pb2 as pb
 from tide.v1 import tide_pb2_grpc
 
 NUM_LAYERS = 4
+PATIENCE_S = 60.0
+"""Bounds a hang: whatever a test waits for comes much sooner."""
 TOKENS = (
     pb.Token(id=5, text="The", exit_layer=4, audit=pb.AUDIT_VERIFIED, mode=pb.MODE_BOUNDED),
     pb.Token(id=6, text=" cat", exit_layer=1, score=0.75, audit=pb.AUDIT_AGREED, mode=pb.MODE_BOUNDED),
@@ -75,7 +78,7 @@ def skips(script: Script, context: grpc.ServicerContext) -> Chunks:
 
 def skips_and_hangs(script: Script, context: grpc.ServicerContext) -> Chunks:
     yield from skips(script, context)
-    script.released.wait(30)
+    script.released.wait()
 
 
 def repeats(script: Script, context: grpc.ServicerContext) -> Chunks:
@@ -98,7 +101,7 @@ def hangs(after: int = 1) -> Act:
     def act(script: Script, context: grpc.ServicerContext) -> Chunks:
         for index in range(after):
             yield chunk(index, TOKENS[index])
-        script.released.wait(30)
+        script.released.wait()
 
     return act
 
@@ -122,6 +125,13 @@ class Script(tide_pb2_grpc.TideServiceServicer):
         self.ends: queue.Queue[str] = queue.Queue()
         """For each call that ended: answered, or gone if its client went first."""
         self.released = threading.Event()
+
+    def until_asked(self, num: int = 1) -> None:
+        """Wait until so many requests have come."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.requests) < num:
+            assert time.monotonic() < deadline, f"{len(self.requests)} of {num} requests in {PATIENCE_S} s"
+            time.sleep(0.01)
 
     def GenerateStream(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Chunks:
         self.requests.append(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.client import scripted
-from tests.client.scripted import GrpcServer, Script, fails
+from tests.client.scripted import PATIENCE_S, GrpcServer, Script, fails
 from tide_client import StatusError, TideClient
 from tide_client.bench import Bench, quantile
 
@@ -23,7 +23,7 @@ def test_the_first_failure_ends_the_other_streams(server: GrpcServer, script: Sc
     script.acts.extend([scripted.never_ends, scripted.never_ends, fails("INTERNAL", after=1)])
     with TideClient(server.address) as client, pytest.raises(StatusError, match="INTERNAL after 1 token"):
         Bench(lambda: client.stream("Say"), 3).run()
-    assert sorted(script.ends.get(timeout=5) for _ in range(3)) == ["answered", "gone", "gone"]
+    assert sorted(script.ends.get(timeout=PATIENCE_S) for _ in range(3)) == ["answered", "gone", "gone"]
 
 
 def test_an_answer_without_tokens_has_no_times() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.client import scripted
 from tests.client.conftest import TIDE
-from tests.client.scripted import TEXT, GrpcServer, Script, hangs
+from tests.client.scripted import PATIENCE_S, TEXT, GrpcServer, Script, hangs
 from tests.client.scripted_http import HttpServer
+
+pytestmark = pytest.mark.slow
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -58,22 +59,19 @@ def test_ctrl_c_ends_the_request_on_the_server_and_is_exit_code_130(
     assert process.stdout is not None
     assert process.stdout.read(3) == "The"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=10) == ("", "")
+    assert process.communicate(timeout=PATIENCE_S) == ("", "")
     assert process.returncode == 130
-    assert script.ends.get(timeout=5) == "gone"
+    assert script.ends.get(timeout=PATIENCE_S) == "gone"
 
 
 def test_ctrl_c_ends_a_bench_too(server: GrpcServer, script: Script, start: Start) -> None:
     script.acts.extend([scripted.never_ends] * 2)
     process = start("Say", "--address", server.address, "--bench", "2")
-    for _ in range(500):
-        if len(script.requests) == 2:
-            break
-        time.sleep(0.02)
+    script.until_asked(2)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=10) == ("", "")
+    assert process.communicate(timeout=PATIENCE_S) == ("", "")
     assert process.returncode == 130
-    assert [script.ends.get(timeout=5) for _ in range(2)] == ["gone", "gone"]
+    assert [script.ends.get(timeout=PATIENCE_S) for _ in range(2)] == ["gone", "gone"]
 
 
 def test_a_closed_pipe_ends_the_request_on_the_server_and_is_exit_code_141(
@@ -85,16 +83,16 @@ def test_a_closed_pipe_ends_the_request_on_the_server_and_is_exit_code_141(
     assert process.stderr is not None
     assert process.stdout.read(3) == "The"
     process.stdout.close()
-    assert (process.wait(timeout=10), process.stderr.read()) == (141, "")
+    assert (process.wait(timeout=PATIENCE_S), process.stderr.read()) == (141, "")
     process.stdout = None
-    assert script.ends.get(timeout=5) == "gone"
+    assert script.ends.get(timeout=PATIENCE_S) == "gone"
 
 
 def test_on_a_terminal_each_layer_has_a_colour_and_full_depth_none(server: GrpcServer) -> None:
     main, other = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "NO_COLOR": ""}
     command = [TIDE, "client", "Say", "--address", server.address]
-    run = subprocess.run(command, stdout=other, stderr=subprocess.PIPE, env=environment, timeout=30)
+    run = subprocess.run(command, stdout=other, stderr=subprocess.PIPE, env=environment, timeout=PATIENCE_S)
     os.close(other)
     shown = os.read(main, 1000).decode()
     os.close(main)

@@ -9,8 +9,11 @@ import time
 import pytest
 
 from tests.client import scripted
-from tests.client.scripted import TEXT, GrpcServer, Script, fails, hangs
+from tests.client.scripted import PATIENCE_S, TEXT, GrpcServer, Script, fails, hangs
 from tide_client import AsyncTideClient, BrokenStreamError, StatusError, TideClient, TideClientError, settings
+
+LONG_PAUSE_S = 100.0
+"""Below the deadline of a call, so that the pause is made."""
 
 
 def test_leaving_the_with_of_a_stream_ends_it_on_the_server(server: GrpcServer, script: Script) -> None:
@@ -19,7 +22,7 @@ def test_leaving_the_with_of_a_stream_ends_it_on_the_server(server: GrpcServer, 
         with client.stream("Say") as stream:
             assert next(stream).text == "The"
             assert stream.request_id == "r-1"
-        assert script.ends.get(timeout=5) == "gone"
+        assert script.ends.get(timeout=PATIENCE_S) == "gone"
         assert list(stream) == []
         with pytest.raises(TideClientError, match="no answer yet"):
             _ = stream.answer
@@ -31,7 +34,7 @@ async def test_leaving_the_with_of_an_async_stream_ends_it_on_the_server(server:
         async with client.stream("Say") as stream:
             assert (await anext(stream)).text == "The"
             assert stream.request_id == "r-1"
-        assert await asyncio.to_thread(script.ends.get, timeout=5) == "gone"
+        assert await asyncio.to_thread(script.ends.get, timeout=PATIENCE_S) == "gone"
         assert [token async for token in stream] == []
         with pytest.raises(TideClientError, match="no answer yet"):
             _ = stream.answer
@@ -65,7 +68,7 @@ def test_a_broken_stream_is_ended_on_the_server_and_broken_each_time_it_is_read(
         stream = client.stream("Say")
         with pytest.raises(BrokenStreamError):
             list(stream)
-        assert script.ends.get(timeout=5) == "gone"
+        assert script.ends.get(timeout=PATIENCE_S) == "gone"
         with pytest.raises(BrokenStreamError):
             list(stream)
         with pytest.raises(BrokenStreamError):
@@ -81,7 +84,7 @@ async def test_a_broken_async_stream_is_ended_on_the_server_and_broken_each_time
         assert (await anext(stream)).text == "The"
         with pytest.raises(BrokenStreamError):
             await anext(stream)
-        assert await asyncio.to_thread(script.ends.get, timeout=5) == "gone"
+        assert await asyncio.to_thread(script.ends.get, timeout=PATIENCE_S) == "gone"
         with pytest.raises(BrokenStreamError):
             await anext(stream)
 
@@ -93,13 +96,13 @@ def test_another_thread_may_close_a_stream_that_waits(server: GrpcServer, script
         assert next(stream).text == "The"
         threading.Timer(0.2, stream.close).start()
         assert list(stream) == []
-        assert script.ends.get(timeout=5) == "gone"
+        assert script.ends.get(timeout=PATIENCE_S) == "gone"
 
 
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "FIRST_PAUSE_S", 60.0)
-    monkeypatch.setattr(settings, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(settings, "FIRST_PAUSE_S", LONG_PAUSE_S)
+    monkeypatch.setattr(settings, "LONGEST_PAUSE_S", LONG_PAUSE_S)
 
 
 @pytest.mark.usefixtures("long_pauses")
@@ -107,10 +110,12 @@ def test_a_stream_closed_while_it_waits_to_ask_again_does_not_ask(server: GrpcSe
     script.acts.append(fails("UNAVAILABLE"))
     with TideClient(server.address) as client:
         stream = client.stream("Say")
-        threading.Timer(0.3, stream.close).start()
+        closing = threading.Thread(target=lambda: (script.ends.get(timeout=PATIENCE_S), stream.close()))
+        closing.start()
         before = time.monotonic()
         assert list(stream) == []
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < LONG_PAUSE_S / 2
+        closing.join()
     assert len(script.requests) == 1
 
 
@@ -121,9 +126,15 @@ async def test_an_async_stream_closed_while_it_waits_to_ask_again_does_not_ask(
     script.acts.append(fails("UNAVAILABLE"))
     async with AsyncTideClient(server.address) as client:
         stream = client.stream("Say")
-        asyncio.get_running_loop().call_later(0.3, stream.close)
-        async with asyncio.timeout(10):
+
+        async def close() -> None:
+            await asyncio.to_thread(script.ends.get, timeout=PATIENCE_S)
+            stream.close()
+
+        closing = asyncio.create_task(close())
+        async with asyncio.timeout(LONG_PAUSE_S / 2):
             assert [token async for token in stream] == []
+        await closing
     assert len(script.requests) == 1
 
 
@@ -142,7 +153,7 @@ async def test_another_task_may_close_a_stream_that_waits(server: GrpcServer, sc
         assert (await anext(stream)).text == "The"
         asyncio.get_running_loop().call_later(0.2, stream.close)
         assert [token async for token in stream] == []
-        assert await asyncio.to_thread(script.ends.get, timeout=5) == "gone"
+        assert await asyncio.to_thread(script.ends.get, timeout=PATIENCE_S) == "gone"
 
 
 async def test_a_cancelled_task_ends_its_stream_on_the_server_and_is_cancelled(
@@ -154,7 +165,7 @@ async def test_a_cancelled_task_ends_its_stream_on_the_server_and_is_cancelled(
         assert (await anext(stream)).text == "The"
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.2)
-        assert await asyncio.to_thread(script.ends.get, timeout=5) == "gone"
+        assert await asyncio.to_thread(script.ends.get, timeout=PATIENCE_S) == "gone"
         with pytest.raises(TideClientError, match="cancelled"):
             await anext(stream)
 
@@ -164,9 +175,11 @@ def test_closing_the_client_ends_its_streams_with_an_error(server: GrpcServer, s
     script.acts.append(hangs(after=after))
     client = TideClient(server.address)
     stream = client.stream("Say")
-    threading.Timer(0.2, client.close).start()
+    closing = threading.Thread(target=lambda: (script.until_asked(), client.close()))
+    closing.start()
     with pytest.raises(TideClientError, match=r"[Cc]losed"):
         list(stream)
+    closing.join()
     with pytest.raises(TideClientError, match="this client is closed"):
         client.generate("Say")
 
@@ -177,7 +190,7 @@ async def test_closing_the_async_client_ends_its_calls_with_an_error(server: Grp
     stream = client.stream("Say")
     assert (await anext(stream)).text == "The"
     answer = asyncio.create_task(client.generate("Say"))
-    await asyncio.sleep(0.1)
+    await asyncio.to_thread(script.until_asked, 2)
     await client.close()
     with pytest.raises(TideClientError, match="cancelled"):
         await anext(stream)

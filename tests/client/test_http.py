@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 
-from tests.client.scripted import NUM_LAYERS, TEXT
+from tests.client.scripted import NUM_LAYERS, PATIENCE_S, TEXT
 from tests.client.scripted_http import DONE, ERROR, TOKENS, WHOLE, HttpServer, event
 from tide_client import BadValueError, BrokenStreamError, StatusError, TideClientError
 from tide_client.http import HttpClient, HttpStream
@@ -113,17 +112,15 @@ def test_a_server_that_is_not_there_is_unavailable(http_server: HttpServer) -> N
 
 def test_the_deadline_holds_for_the_whole_stream(http_server: HttpServer) -> None:
     http_server.pieces, http_server.hangs = WHOLE[:1], True
-    before = time.monotonic()
-    seen, error = failure_of(HttpClient(http_server.url).stream("Say", timeout_s=0.6))
-    assert time.monotonic() - before < 4
-    assert (seen, str(error)) == ("The", "DEADLINE_EXCEEDED after 1 token: nothing came within 0.6 s")
+    seen, error = failure_of(HttpClient(http_server.url).stream("Say", timeout_s=3.0))
+    assert (seen, str(error)) == ("The", "DEADLINE_EXCEEDED after 1 token: nothing came within 3 s")
 
 
 def test_leaving_the_with_of_a_stream_ends_it_on_the_server(http_server: HttpServer) -> None:
     http_server.pieces, http_server.hangs = WHOLE[:1], True
     with HttpClient(http_server.url).stream("Say") as stream:
         assert next(stream).text == "The"
-    assert http_server.gone.get(timeout=5) == "gone"
+    assert http_server.gone.get(timeout=PATIENCE_S) == "gone"
     assert list(stream) == []
 
 

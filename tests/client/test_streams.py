@@ -11,7 +11,7 @@ import pytest
 
 from tests.client import scripted
 from tests.client.conftest import Outcome
-from tests.client.scripted import TEXT, GrpcServer, Script, fails, hangs
+from tests.client.scripted import PATIENCE_S, TEXT, GrpcServer, Script, fails, hangs
 from tide_client import BrokenStreamError, StatusError
 
 Read = Callable[..., Outcome]
@@ -105,10 +105,10 @@ def test_a_stream_that_hangs_ends_at_its_deadline_with_what_had_come(
     server: GrpcServer, script: Script, read: Read
 ) -> None:
     script.acts.append(hangs(after=1))
-    seen = read(server.address, timeout_s=0.6)
+    seen = read(server.address, timeout_s=3.0)
     assert isinstance(seen.error, StatusError)
     assert (seen.error.code, seen.error.num_tokens, seen.text) == ("DEADLINE_EXCEEDED", 1, "The")
-    assert script.ends.get(timeout=5) == "gone"
+    assert script.ends.get(timeout=PATIENCE_S) == "gone"
 
 
 def test_no_call_goes_without_a_deadline_and_the_server_is_told_it_too(
@@ -116,9 +116,9 @@ def test_no_call_goes_without_a_deadline_and_the_server_is_told_it_too(
 ) -> None:
     read(server.address)
     read(server.address, timeout_s=None)
-    read(server.address, timeout_s=7.0)
-    assert script.deadlines_s == pytest.approx([120, 120, 7], abs=1.5)
-    assert [request.timeout_s for request in script.requests] == [120, 120, 7]
+    read(server.address, timeout_s=60.0)
+    assert script.deadlines_s == pytest.approx([120, 120, 60], abs=30)
+    assert [request.timeout_s for request in script.requests] == [120, 120, 60]
 
 
 def test_asking_again_shares_the_deadline_of_the_first_call(server: GrpcServer, script: Script, read: Read) -> None:
@@ -126,7 +126,7 @@ def test_asking_again_shares_the_deadline_of_the_first_call(server: GrpcServer, 
     before = time.monotonic()
     seen = read(server.address, retries=99, timeout_s=0.5)
     assert isinstance(seen.error, StatusError)
-    assert time.monotonic() - before < 3
+    assert time.monotonic() - before < PATIENCE_S, "and not the sum of 99 pauses"
     assert len(script.requests) < 10
 
 
@@ -136,7 +136,7 @@ def test_a_server_that_comes_back_is_found(read: Read) -> None:
     second: list[GrpcServer] = []
     comes_back = threading.Timer(0.2, lambda: second.append(GrpcServer(first.port)))
     comes_back.start()
-    seen = read(first.address, retries=5, timeout_s=10.0)
+    seen = read(first.address, retries=99, timeout_s=PATIENCE_S)
     comes_back.join()
     second[0].stop()
     assert (seen.text, seen.error) == (TEXT, None)
@@ -151,7 +151,7 @@ def test_a_server_that_dies_mid_stream_is_told_with_the_tokens_that_had_come(
         if num_tokens == 2:
             server.stop()
 
-    seen = read(server.address, on_token=kill, timeout_s=10.0)
+    seen = read(server.address, on_token=kill, timeout_s=PATIENCE_S)
     assert isinstance(seen.error, StatusError)
     assert seen.error.code in ("UNAVAILABLE", "CANCELLED")
     assert (seen.text, seen.error.num_tokens, len(script.requests)) == ("The cat", 2, 1)

@@ -65,6 +65,7 @@ def test_quickstart(
     assert re.search(r"Total tokens: 12, Exited: [1-9]", out)
 
 
+@pytest.mark.slow
 def test_any_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def cpu_torch(folder: Path) -> Path:
 
 
 @pytest.mark.serve
+@pytest.mark.build
 @pytest.mark.timeout(900)
 def test_the_stages_make_a_tree_that_serves_as_another_user_who_may_not_write_in_it(tmp_path: Path) -> None:
     """Downloads what the lock names, by hash; the same as in the image but for Torch and the CUDA module."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -18,12 +17,18 @@ from pathlib import Path
 import psutil
 
 from benchmarks.common.live import ROOT, environment_of, free_ports
+from tests.job.gates import GATES, Gate, saved
 
-START_S = 90
-JOB_S = 150
-"""Longer than any job of these tests takes on a busy machine with two cores."""
-WORKER = "ray::Worker.run"
-TRAINER = "ray::RayTrainWorker"
+START_S = 240
+JOB_S = 400
+"""These bound a hang: no job of these tests takes a quarter of it on a busy machine with two cores."""
+
+STORE_CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+"""Of the emulator of an object store, which takes any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,12 @@ class Driver:
         while not condition():
             assert self.process.poll() is None, f"the job ended too soon:\n{self.out}\n{self.err}"
             assert time.monotonic() < deadline, f"nothing of the kind in {seconds} s:\n{self.err}"
-            time.sleep(0.01)
+            time.sleep(0.02)
+
+    def until_waiting(self, gate: Gate) -> psutil.Process:
+        """The first process that waits at the gate."""
+        self.until(lambda: bool(gate.waiting))
+        return psutil.Process(gate.waiting[0])
 
     def kill(self) -> None:
         self.process.kill()
@@ -82,18 +92,37 @@ class Driver:
         return Ended(code, self.out, self.err)
 
 
+def until_gone(process: psutil.Process, seconds: float = JOB_S) -> None:
+    """Wait until it works no more; nobody may have fetched its exit status."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {process.pid} is still there after {seconds} s"
+            time.sleep(0.05)
+
+
 class Cluster:
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, ports: list[int], env: dict[str, str]) -> None:
         self._process, self._folder = process, folder
         self.dashboard = f"http://127.0.0.1:{ports[1]}"
         self.environment = {**env, "RAY_ADDRESS": f"127.0.0.1:{ports[0]}"}
+        self._gates = Path(env[GATES])
         self._drivers: list[Driver] = []
 
-    def calibrate(self, config: Path) -> Driver:
+    def gate(self, run: str, name: str, *, stops: bool = False) -> Gate:
+        """A closed gate in the jobs of a run that are started with gates."""
+        return Gate(self._gates, run, name, stops=stops)
+
+    def saved(self, run: str) -> list[str]:
+        """Files that workers of a job with gates saved in a run."""
+        return saved(self._gates, run)
+
+    def calibrate(self, config: Path, *, gates: bool = False) -> Driver:
         folder = Path(tempfile.mkdtemp(prefix="driver-", dir=self._folder))
+        module = "tests.job.gates" if gates else "deploy.calibrate"
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.calibrate", "--config", str(config)],
+                [sys.executable, "-m", module, "--config", str(config)],
                 cwd=ROOT,
                 env=self.environment,
                 stdout=out,
@@ -102,15 +131,6 @@ class Cluster:
             )
         self._drivers.append(Driver(process, folder))
         return self._drivers[-1]
-
-    def processes(self, title: str) -> list[psutil.Process]:
-        """Those of the cluster's that call themselves so."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError):  # one that ends just now
-                if os.getsid(process.pid) == self._process.pid and " ".join(process.cmdline()).startswith(title):
-                    found.append(process)
-        return found
 
     def end(self) -> None:
         """Kill what was started here, and what that has started: each has the cluster's own folder in its settings."""
@@ -128,7 +148,7 @@ class Cluster:
 def started(num_cpus: int) -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="tide-"))  # short: Ray puts sockets in it, and their paths have a limit
     ports = free_ports(5)
-    env = environment_of(folder, free_ports(4))
+    env = {**environment_of(folder, free_ports(4)), **STORE_CREDENTIALS, GATES: str(folder / "gates")}
     options = {
         "--port": ports[0],
         "--dashboard-port": ports[1],

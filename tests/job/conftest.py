@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.job.cluster import Cluster, started
-from tests.job.runs import LONG_TRAINING, Bench, Job
+from tests.job.runs import Bench, Job
 
 
 @pytest.fixture(scope="package")
@@ -25,13 +25,5 @@ def bench(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def reference(bench: Bench) -> Job:
     """Of two workers, from nothing to the artefact, with nothing in its way."""
     job = bench.job(workers={"count": 2})
-    bench.done(job)
-    return job
-
-
-@pytest.fixture(scope="package")
-def trained(bench: Bench) -> Job:
-    """With few sequences and a training that saves a state on its way."""
-    job = bench.job(LONG_TRAINING)
     bench.done(job)
     return job

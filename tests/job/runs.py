@@ -18,12 +18,13 @@ import yaml
 from tests.calibration.tiny_runs import tiny_calibration
 from tests.evaluation.on_disk import save_model
 from tests.job.cluster import Cluster, Driver, Ended
+from tests.job.gates import Gate
 from tide_core.calibration.ledger import STAGES, read_ledger
 from tide_core.exits.artefact.artefact import Artefact, Manifest, load_artefact
 
 CALIBRATION: dict[str, Any] = {
     "num_samples": 420,
-    "generation_batch": 12,
+    "generation_batch": 42,
     "max_new_tokens": 16,
     "self_prompt_tokens": 16,
     "steps": 40,
@@ -32,9 +33,8 @@ CALIBRATION: dict[str, Any] = {
     "min_test": 64,
     "min_calibration": 128,
 }
-"""More samples than there are shipped prompts, so that some are the model's own; dozens of shards; a short training."""
-LONG_TRAINING: dict[str, Any] = {"num_samples": 380, "generation_batch": 38, "steps": 560}
-"""A state is saved after 500 steps."""
+"""More samples than there are shipped prompts, so that some are the model's own; a dozen shards; a short training."""
+STATE = "train/state/training.safetensors"
 MAX_THRESHOLD_ERROR = 0.1
 FILES = {"dataset": ("dataset", "prompts"), "collect": ("shards",), "train": ("train",), "risk": ("risk",)}
 
@@ -78,13 +78,9 @@ class Job:
         return {name: (status.st_ino, status.st_mtime_ns) for name, status in statuses.items()}
 
     @property
-    def state(self) -> tuple[int, int] | None:
-        """Which file the saved state of a training is, and of when; None where none is."""
-        try:
-            status = (self.run / "train" / "state" / "training.safetensors").stat()
-        except FileNotFoundError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+    def has_state(self) -> bool:
+        """Whether a saved state of a training is there."""
+        return (self.run / STATE).exists()
 
 
 @dataclass
@@ -134,8 +130,15 @@ class Bench:
         path.write_text(yaml.safe_dump({**usual, **settings}))
         return Job(path, {**usual, **settings})
 
-    def start(self, job: Job) -> Driver:
-        return self.cluster.calibrate(job.config)
+    def start(self, job: Job, *, gates: bool = False) -> Driver:
+        return self.cluster.calibrate(job.config, gates=gates)
+
+    def gate(self, job: Job, name: str, *, stops: bool = False) -> Gate:
+        return self.cluster.gate(str(job.settings["name"]), name, stops=stops)
+
+    def num_states(self, job: Job) -> int:
+        """How many states its trainings have saved, where they had gates."""
+        return self.cluster.saved(str(job.settings["name"])).count(STATE)
 
     def run(self, job: Job) -> Ended:
         return self.start(job).end()

@@ -1,42 +1,38 @@
-"""Workers and drivers that are killed or hang: the job goes on, and its artefact is the one it would have been."""
+"""Workers and drivers that are killed or hang: the job goes on, and its artefact is the one it would have been.
+
+Whoever is killed here waits at a gate: the job is where the test wants it, and cannot end before."""
 
 from __future__ import annotations
 
 import re
-import signal
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.job.cluster import TRAINER, WORKER, Driver, Ended
-from tests.job.runs import Bench, Job, check_agree, pieces
+from tests.job.cluster import Driver, Ended, until_gone
+from tests.job.gates import Gate
+from tests.job.runs import STATE, Bench, Job, check_agree, pieces
 
 pytestmark = pytest.mark.serve
 
-STAGES: dict[str, tuple[str, Callable[[Job], bool]]] = {
-    "prompts": ("dataset: ", lambda job: len(job.shards("prompts")) >= 2),
-    "collect": ("shortlist: ", lambda job: len(job.shards("shards")) >= 3),
-    "train": ("train: 40/40 step", lambda job: "collect" in job.ledger["stages"]),
-    "risk": ("trace calibration: ", lambda job: "train" in job.ledger["stages"]),
-    "publish": ("publish: ", lambda job: "risk" in job.ledger["stages"]),
-    "measure": ("measure: ", lambda job: "publish" in job.ledger["stages"]),
+STAGES = {
+    "prompts/0-00001.jsonl": "dataset: ",
+    "shards/train-00003.safetensors": "shortlist: ",
+    "train": "train: 40/40 step",
+    "risk/calibration.msgpack": "trace calibration: ",
+    "decide_and_save": "publish: ",
+    "time_artefact": "measure: ",
 }
-"""What the job says at the end of each stage, and whether it is well in it."""
+"""A piece of work of each stage, and what the job logs at the end of the stage."""
+FOURTH_SHARD = "shards/train-00003.safetensors"
 
 
-def strike(bench: Bench, driver: Driver, ready: Callable[[], bool], title: str = WORKER) -> None:
-    """Kill somebody who is at work, once the job is so far."""
-    found: list[psutil.Process] = []
-
-    def at_work() -> bool:
-        found[:] = bench.cluster.processes(title) if ready() else []
-        return bool(found)
-
-    driver.until(at_work)
-    found[-1].kill()
-    driver.until(lambda: not found[-1].is_running() or found[-1].status() == psutil.STATUS_ZOMBIE)
+def kill_at(gate: Gate, driver: Driver) -> None:
+    """Kill who waits at a gate, and open it for whoever does the work again."""
+    process = driver.until_waiting(gate)
+    process.kill()
+    until_gone(process)
+    gate.open()
 
 
 def check_whole(job: Job, ended: Ended, reference: Job) -> None:
@@ -52,11 +48,14 @@ def check_whole(job: Job, ended: Ended, reference: Job) -> None:
 def battered(bench: Bench) -> tuple[Job, Ended]:
     """A job of one worker, which is killed in every stage."""
     job = bench.job(measure=True)
-    driver = bench.start(job)
-    for number, (_, is_well_in) in enumerate(STAGES.values()):
-        driver.until(lambda: driver.err.count("is lost") == number)  # noqa: B023
-        strike(bench, driver, lambda: is_well_in(job))  # noqa: B023
+    gates = [bench.gate(job, name) for name in STAGES]
+    driver = bench.start(job, gates=True)
+    before: dict[str, tuple[int, int]] = {}
+    for gate in gates:
+        driver.until_waiting(gate)
+        assert before.items() <= job.stamps().items()
         before = job.stamps()
+        kill_at(gate, driver)
     ended = driver.end()
     assert before.items() <= job.stamps().items()
     return job, ended
@@ -68,7 +67,7 @@ def test_a_worker_killed_in_every_stage_costs_at_most_what_it_was_at(
     job, ended = battered
     check_whole(job, ended, reference)
     deaths = [found.start() for found in re.finditer("is lost", ended.err)]
-    ends = [ended.err.index(f"tide: {said}") for said, _ in STAGES.values()]
+    ends = [ended.err.index(f"tide: {line}") for line in STAGES.values()]
     assert sorted(deaths + ends) == [place for pair in zip(deaths, ends, strict=True) for place in pair]
     assert "6 restarts" in ended.out
     assert "not measured" not in ended.out
@@ -82,52 +81,44 @@ def test_another_number_of_workers_makes_the_same_files(battered: tuple[Job, End
         assert job.contents(folder) == reference.contents(folder) != {}
 
 
-def states_until_trained(job: Job, driver: Driver) -> set[tuple[int, int] | None]:
-    """Every saved state that is seen until the training is done."""
-    seen = set()
-
-    def is_trained() -> bool:
-        seen.add(job.state)
-        return "train" in job.ledger["stages"]
-
-    driver.until(is_trained)
-    return seen
-
-
-def test_a_training_goes_on_from_its_last_state_whoever_is_killed(bench: Bench, trained: Job) -> None:
-    job = bench.again(trained, since="train")
-    driver = bench.start(job)
-    driver.until(lambda: job.state is not None)
+def test_a_training_goes_on_from_its_last_state_whoever_is_killed(bench: Bench, reference: Job) -> None:
+    job = bench.again(reference, since="train", workers={"count": 1})
+    gate = bench.gate(job, STATE)
+    driver = bench.start(job, gates=True)
+    worker = driver.until_waiting(gate)
     driver.kill()
-    state = job.state
+    until_gone(worker)
+    gate.open()
+    assert job.has_state
     assert "train" not in job.ledger["stages"]
-    driver = bench.start(job)
-    strike(bench, driver, lambda: "tide: collect: done before" in driver.err)
-    assert len(states_until_trained(job, driver) - {state, None}) <= 1, "it is not made again, and the next is the last"
+    gate = bench.gate(job, "train")
+    driver = bench.start(job, gates=True)
+    kill_at(gate, driver)
     ended = driver.end()
-    assert job.state is None, "it is not needed in the end"
-    check_whole(job, ended, trained)
+    assert bench.num_states(job) == 2, "the first is not made again, and the second is the last"
+    assert not job.has_state, "it is not needed in the end"
+    check_whole(job, ended, reference)
     assert ended.err.count("is lost") == 1
 
 
 @pytest.fixture(scope="module")
-def together(bench: Bench, trained: Job) -> tuple[Job, Ended]:
+def together(bench: Bench, reference: Job) -> tuple[Job, Ended]:
     """A job in which two train together, one of whom is killed when they have saved a state."""
-    job = bench.again(trained, since="train", train_workers=2)
-    driver = bench.start(job)
-    strike(bench, driver, lambda: job.state is not None, TRAINER)
-    state = job.state
-    assert state is not None
-    assert len(states_until_trained(job, driver) - {state, None}) <= 1, "it is not made again, and the next is the last"
-    return job, driver.end()
+    job = bench.again(reference, since="train", train_workers=2, workers={"count": 1})
+    gate = bench.gate(job, STATE)
+    driver = bench.start(job, gates=True)
+    kill_at(gate, driver)
+    ended = driver.end()
+    assert bench.num_states(job) == 2, "the first is not made again, and the second is the last"
+    return job, ended
 
 
-def test_several_that_train_together_go_on_when_one_is_killed(together: tuple[Job, Ended], trained: Job) -> None:
+def test_several_that_train_together_go_on_when_one_is_killed(together: tuple[Job, Ended], reference: Job) -> None:
     job, ended = together
     assert ended.code == 0, ended.err
-    assert job.ledger["shards"] == trained.ledger["shards"]
-    assert job.stamps().keys() == trained.stamps().keys()
-    assert job.state is None
+    assert job.ledger["shards"] == reference.ledger["shards"]
+    assert job.stamps().keys() == reference.stamps().keys()
+    assert not job.has_state
     assert not (job.run / "ray").exists()
     assert re.findall(r"^(trainer \d) on node 1: 1 pieces in [\d.]+ s, 1 restarts$", ended.out, re.M) == [
         "trainer 1",
@@ -136,25 +127,28 @@ def test_several_that_train_together_go_on_when_one_is_killed(together: tuple[Jo
 
 
 def test_several_that_train_together_find_what_one_alone_does_but_for_chance(
-    together: tuple[Job, Ended], trained: Job
+    together: tuple[Job, Ended], reference: Job
 ) -> None:
     job, _ = together
-    assert job.artefact.digest != trained.artefact.digest, "sums are rounded in another order"
-    check_agree(job.artefact.manifest, trained.artefact.manifest)
+    assert job.artefact.digest != reference.artefact.digest, "sums are rounded in another order"
+    check_agree(job.artefact.manifest, reference.artefact.manifest)
 
 
-def test_the_death_of_one_of_several_that_train_together_is_told(together: tuple[Job, Ended]) -> None:
+def test_the_death_of_one_of_several_that_train_together_is_logged(together: tuple[Job, Ended]) -> None:
     _, ended = together
     assert "restart" in ended.out + ended.err
 
 
 def test_a_job_whose_driver_is_killed_goes_on_when_it_is_submitted_again(bench: Bench, reference: Job) -> None:
-    job = bench.again(reference, since="collect", workers={"count": 2})
-    driver = bench.start(job)
-    driver.until(lambda: len(job.shards("shards")) >= 3)
+    job = bench.again(reference, since="collect", workers={"count": 1})
+    gate = bench.gate(job, FOURTH_SHARD)
+    driver = bench.start(job, gates=True)
+    worker = driver.until_waiting(gate)
     driver.kill()
+    until_gone(worker)
+    gate.open()
     collected = job.stamps()
-    assert 3 <= len(job.shards("shards")) < len(reference.shards("shards"))
+    assert len(job.shards("shards")) == 3
     ended = bench.run(job)
     check_whole(job, ended, reference)
     assert collected.items() <= job.stamps().items(), "finished shards are not written again"
@@ -165,15 +159,11 @@ def test_a_job_whose_driver_is_killed_goes_on_when_it_is_submitted_again(bench: 
 
 def test_a_worker_that_hangs_is_killed_and_another_does_its_work(bench: Bench, reference: Job) -> None:
     job = bench.again(reference, since="collect", workers={"count": 2, "stall_s": 10.0})
-    driver = bench.start(job)
-    driver.until(lambda: len(job.shards("shards")) >= 3)
-    [hung, *_] = bench.cluster.processes(WORKER)
-    hung.send_signal(signal.SIGSTOP)
+    gate = bench.gate(job, FOURTH_SHARD, stops=True)
+    driver = bench.start(job, gates=True)
     ended = driver.end()
     check_whole(job, ended, reference)
-    assert len(re.findall(r"worker \d is killed: nothing was heard of it", ended.err)) == 1
+    assert re.search(r"worker \d is killed: ", ended.err)
     assert "is lost" not in ended.err
-    deadline = time.monotonic() + 20
-    while hung.is_running() and hung.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "it is still there"
-        time.sleep(0.1)
+    [hung] = gate.waiting
+    assert not psutil.pid_exists(hung) or psutil.Process(hung).status() == psutil.STATUS_ZOMBIE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.live import ROOT
+from tests.job.cluster import START_S
 from tests.job.runs import Bench, Job, pieces
 
 pytestmark = pytest.mark.serve
@@ -26,7 +26,7 @@ def ray_job(bench: Bench, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_for_dashboard(bench: Bench) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_S
     while True:
         try:
             urllib.request.urlopen(f"{bench.cluster.dashboard}/api/version", timeout=5).close()
@@ -55,13 +55,13 @@ def test_a_submitted_job_says_in_its_log_and_by_its_end_how_it_went(bench: Bench
 
 
 def test_a_second_job_under_the_name_of_a_running_one_waits_for_its_end(bench: Bench, reference: Job) -> None:
-    job = bench.again(reference, since="train", workers={"count": 1})
-    first = bench.start(job)
-    first.until(lambda: "tide: collect: done before" in first.err)
-    first.process.send_signal(signal.SIGSTOP)
+    job = bench.again(reference, since="publish", workers={"count": 1})
+    gate = bench.gate(job, "decide_and_save")
+    first = bench.start(job, gates=True)
+    first.until_waiting(gate)
     second = bench.start(job)
     second.until(lambda: "another job works on run" in second.err)
-    first.process.send_signal(signal.SIGCONT)
+    gate.open()
     before, after = first.end(), second.end()
     assert (before.code, after.code) == (0, 0), before.err + after.err
     assert before.digest == after.digest

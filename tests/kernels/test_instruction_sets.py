@@ -35,9 +35,14 @@ def narrow(*shape: int) -> torch.Tensor:
 
 
 def taken_at_start(**variables: str) -> subprocess.CompletedProcess[str]:
-    script = "from tide_core.kernels import _native; print(_native.instruction_set())"
+    """The module alone, in a process of its own: nothing else is imported."""
+    script = (
+        "import sys, importlib.util as load; spec = load.spec_from_file_location('_native', sys.argv[1]); "
+        "native = load.module_from_spec(spec); spec.loader.exec_module(native); print(native.instruction_set())"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "TIDE_INSTRUCTION_SET"} | variables
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    command = [sys.executable, "-c", script, _native.__file__]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
 def test_the_best_instruction_set_is_taken_and_another_can_be_set(instruction_set: str) -> None:

@@ -22,7 +22,7 @@ from deploy.http_api.api import build_api
 from deploy.service import Service
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE_MS = 10_000
+PATIENCE_MS = 60_000
 
 
 def find_chromium() -> str | None:
@@ -52,7 +52,7 @@ def serve(service: Service, prefix: str = "") -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}{prefix}"
         finally:
             server.should_exit = True
-            thread.join(timeout=20)
+            thread.join(timeout=60)
     assert not thread.is_alive(), "the server did not stop"
 
 

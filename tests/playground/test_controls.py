@@ -19,7 +19,7 @@ KEY = "the-key-of-this-test"
 
 
 def until_idle(service: Service) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while service.num_open or service.engine.stats().blocks_owned:
         assert time.monotonic() < deadline, f"{service.num_open} requests are still open"
         time.sleep(0.01)
@@ -69,7 +69,7 @@ def test_modes_that_the_policy_closes_are_not_offered(blank: Playground) -> None
 
 @pytest.mark.parametrize("how", ["button", "Escape", "closing the page"])
 def test_stop_ends_the_request_in_the_service(blank: Playground, how: str) -> None:
-    service = make_service(step_s=0.05)
+    service = make_service(step_s=0.2)  # 200 tokens take longer than any click
     page = blank.page
     with serve(service) as address:
         blank.visit(address)

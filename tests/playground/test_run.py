@@ -1,4 +1,4 @@
-"""What a run shows: coloured tokens and their details, the histogram, and the comparison with full depth."""
+"""What a run shows: the text in coloured tokens, how each came about, the histogram, and full depth beside it."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def test_the_text_and_the_rate_grow_while_the_answer_comes(blank: Playground) ->
     watch = """box => { document.seen = []; new MutationObserver(() => {
         document.seen.push([box.querySelectorAll(".token").length, box.querySelector(".time")?.textContent]);
       }).observe(box, { childList: true, subtree: true }) }"""
-    service = make_service(step_s=0.02)
+    service = make_service(step_s=0.3)  # a busy browser still sees most tokens come alone
     with serve(service) as address:
         blank.visit(address)
-        blank.set(compare_with_full_depth=False, Mode="full", Tokens="40")
+        blank.set(compare_with_full_depth=False, Mode="full", Tokens="12")
         blank.page.locator("#runs").evaluate(watch)
         blank.run()
     service.engine.close()
     seen = blank.page.evaluate("document.seen")
     assert len({size for size, _ in seen}) >= 4
-    times = {time for size, time in seen if 0 < size < 40}
+    times = {time for size, time in seen if 0 < size < 12}
     assert len([time for time in times if re.fullmatch(r"[\d.]+ s, [\d.]+ tokens/s", time)]) >= 3

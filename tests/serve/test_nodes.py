@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.skipif(WHY_NOT is not None, reason=
 ENVIRONMENT = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "10"}
 """So that a replica goes soon after its streams have ended. With the 3 s of deploy/config.yaml one run of many had a
 new request that failed, it was not seen why: HAProxy may need longer to leave a replica out on a busy machine."""
-LONG_TOKENS, SHORT_TOKENS = 160, 60
+LONG_TOKENS, SHORT_TOKENS = 220, 60
 PROMPTS_OF_ALL = [f"{prompt} {number}" for number in range(3) for prompt in PROMPTS][:16]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
@@ -75,30 +74,29 @@ def test_other_exits_are_taken_without_a_restart_or_a_failed_stream(
     first = client.model_info().artefact_digest
     with Streams(server) as streams:
         server.deploy(with_user_config(server, artefact=str(folders["second"])))
-        assert until(lambda: client.model_info().artefact_digest != first, 60)
+        assert until(lambda: client.model_info().artefact_digest != first)
         num = len(streams.answers)
-        assert until(lambda: len(streams.answers) > num + 2, 30)
+        assert until(lambda: len(streams.answers) > num + 2)
     second = client.model_info().artefact_digest
     assert streams.errors == []
     assert {answer.artefact_digest for answer in streams.answers} == {first, second}
     assert len({answer.text for answer in streams.answers}) == 1, "verified is lossless with either"
     assert [process.pid for process in server.replicas()] == [replica.pid]
     server.deploy(server.config)
-    assert until(lambda: client.model_info().artefact_digest == first, 60)
+    assert until(lambda: client.model_info().artefact_digest == first)
 
 
 def test_a_policy_that_cannot_be_taken_leaves_the_old_one_serving(server: Server, client: TideClient) -> None:
     with Streams(server) as streams:
         server.deploy(with_user_config(server, artefact="/nowhere"))
-        time.sleep(5)
+        assert until(lambda: "user_config is refused" in server.replica_logs)
         num = len(streams.answers)
-        assert until(lambda: len(streams.answers) > num, 30)
-        assert until(lambda: "user_config is refused" in server.replica_logs, 10)
+        assert until(lambda: len(streams.answers) > num)
     assert streams.errors == []
     assert "/nowhere" in server.replica_logs
-    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is not None, 60)
+    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is not None)
     server.deploy(server.config)
-    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is None, 60)
+    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is None)
 
 
 def test_other_arguments_replace_the_replica_and_every_stream_ends_whole(server: Server, client: TideClient) -> None:
@@ -107,10 +105,10 @@ def test_other_arguments_replace_the_replica_and_every_stream_ends_whole(server:
     config["applications"][0]["args"]["served_model_name"] = "renamed"
     with Streams(server) as streams:
         server.deploy(config)
-        assert until(lambda: client.model_info().model == "renamed", 90)
+        assert until(lambda: client.model_info().model == "renamed")
     assert streams.errors == []
     assert {answer.model for answer in streams.answers} >= {"tiny"}
-    assert until(lambda: replica.pid not in [process.pid for process in server.replicas()], 60)
+    assert until(lambda: replica.pid not in [process.pid for process in server.replicas()])
 
 
 def test_every_metric_of_the_table_is_exported(server: Server, client: TideClient) -> None:
@@ -121,7 +119,7 @@ def test_every_metric_of_the_table_is_exported(server: Server, client: TideClien
         text = exported(server)
         return {name for name in wanted if f"\n{name}{{" not in text}
 
-    assert until(lambda: not missing(), 60), missing()
+    assert until(lambda: not missing()), missing()
 
 
 def test_dashboard_and_alerts_ask_for_names_and_labels_that_this_server_exports(
@@ -143,7 +141,7 @@ def test_dashboard_and_alerts_ask_for_names_and_labels_that_this_server_exports(
         lacks = {name: {"__name__", *labels} - found[name] for name, labels in asked.items() if name not in RARE}
         return {name: labels for name, labels in lacks.items() if labels}
 
-    assert until(lambda: not missing(), 60), missing()
+    assert until(lambda: not missing()), missing()
 
 
 def ask_in_every_mode(client: TideClient) -> None:
@@ -152,9 +150,10 @@ def ask_in_every_mode(client: TideClient) -> None:
 
 
 def exported(server: Server) -> str:
-    discovery = next(server.folder.glob("ray/prom_metrics_service_discovery.json"))
+    """What every node exports now; empty until Ray has written where that is."""
+    discovery = server.folder / "ray" / "prom_metrics_service_discovery.json"
     text = ""
-    for target in json.loads(discovery.read_text())[0]["targets"]:
+    for target in json.loads(discovery.read_text())[0]["targets"] if discovery.exists() else []:
         try:
             with urllib.request.urlopen(f"http://{target}/metrics", timeout=5) as reply:
                 text += reply.read().decode()
@@ -168,14 +167,41 @@ def test_a_log_in_json_has_a_line_for_every_request_with_its_ids_and_counts(serv
 
     def lines() -> list[Any]:
         found = []
-        for line in server.replica_logs.splitlines():
-            if answer.request_id in line:
+        for line in server.replica_logs.splitlines(keepends=True):
+            if answer.request_id in line and line.endswith("\n"):
                 found.append(json.loads(line))
         return found
 
-    assert until(lambda: bool(lines()), 10)
+    assert until(lambda: bool(lines()))
     [line] = lines()
     assert line["tide_request_id"] == answer.request_id
     assert line["output_tokens"] == 7
     assert line["finish"] == "length"
     assert line["request_id"], "Serve's own, as well"
+
+
+def test_a_second_replica_comes_with_load_and_goes_after_it(server: Server) -> None:
+    """And no answer is lost on the way. The last test of this server: it gets another config."""
+    config = copy.deepcopy(server.config)
+    config["applications"][0]["args"]["target_tokens_in_flight"] = 100
+    deployment = config["applications"][0]["deployments"][0]
+    deployment.pop("num_replicas")
+    deployment["autoscaling_config"] = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 2,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 2,
+        "policy": {"policy_function": "deploy.autoscaling:by_load"},
+    }
+    before = {replica.pid for replica in server.replicas()}
+    server.deploy(config)
+    assert until(lambda: len(server.replicas()) == 1 and not before & {replica.pid for replica in server.replicas()})
+    with Streams(server, count=4) as streams:
+        assert until(lambda: len(server.replicas()) == 2)
+        num = len(streams.answers)
+        assert until(lambda: len(streams.answers) > num + 20)
+    assert until(lambda: len(server.replicas()) == 1)
+    assert streams.errors == []
+    assert all(len(answer.tokens) == streams.max_tokens for answer in streams.answers)

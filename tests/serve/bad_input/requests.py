@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from typing import Any
 
 from benchmarks.common.live import Server
+from tests.serve.load import until
 from tests.serve.tiny import KEY
 from tide.v1 import tide_pb2 as pb
 
@@ -37,7 +37,7 @@ def assert_scrubbed(text: str) -> None:
 def send(
     server: Server, method: str, path: str, raw: bytes = b"", headers: dict[str, str] | None = None
 ) -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     try:
         connection.request(method, path, raw, {"Content-Type": "application/json", **AUTH, **(headers or {})})
         reply = connection.getresponse()
@@ -55,11 +55,9 @@ def assert_envelope(body: bytes, field: str | None = None) -> None:
         assert error["param"].split(".")[0] == field
 
 
-def idle_within(server: Server, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+def becomes_idle(server: Server) -> bool:
+    def is_idle() -> bool:
         stats = server.ask("GET", "/exit_stats", headers=AUTH)[1]
-        if not stats["kv_usage"] and not stats["num_running"] and not stats["num_waiting"]:
-            return True
-        time.sleep(0.05)
-    return False
+        return not stats["kv_usage"] and not stats["num_running"] and not stats["num_waiting"]
+
+    return until(is_idle)

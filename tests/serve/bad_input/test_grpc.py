@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from benchmarks.common.live import Server
-from tests.serve.bad_input.requests import METADATA, assert_scrubbed, generate, idle_within, ids, sampled
+from tests.serve.bad_input.requests import METADATA, assert_scrubbed, becomes_idle, generate, ids, sampled
 from tests.serve.tiny import KEY, NARROW_KEY
 from tide.v1 import tide_pb2 as pb
 from tide.v1 import tide_pb2_grpc
@@ -61,7 +61,7 @@ GRPC_ROWS: list[tuple[int, str, pb.GenerateRequest, str, str]] = [
 def test_a_bad_grpc_request_gets_its_status(stub: Any, message: pb.GenerateRequest, code: str, said: str) -> None:
     for call in (stub.Generate, lambda *args, **options: list(stub.GenerateStream(*args, **options))):
         with pytest.raises(grpc.RpcError) as caught:
-            call(message, metadata=METADATA, timeout=20)
+            call(message, metadata=METADATA, timeout=60)
         assert caught.value.code().name == code
         assert said in caught.value.details()
         assert_scrubbed(caught.value.details())
@@ -70,17 +70,17 @@ def test_a_bad_grpc_request_gets_its_status(stub: Any, message: pb.GenerateReque
 @pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
 def test_16_the_ends_of_the_seeds_are_fine_and_repeat(stub: Any, seed: int) -> None:
     message = sampled(seed=seed, temperature=1.0)
-    one, two = (stub.Generate(message, metadata=METADATA, timeout=20).text for _ in range(2))
+    one, two = (stub.Generate(message, metadata=METADATA, timeout=60).text for _ in range(2))
     assert one == two
 
 
 def test_12_a_large_top_k_keeps_all(stub: Any) -> None:
-    assert stub.Generate(sampled(top_k=2**31 - 1), metadata=METADATA, timeout=20).tokens
+    assert stub.Generate(sampled(top_k=2**31 - 1), metadata=METADATA, timeout=60).tokens
 
 
 def test_7_a_message_beyond_4_mib_is_refused(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Generate(generate(prompt="x" * (5 * 2**20)), metadata=METADATA, timeout=20)
+        stub.Generate(generate(prompt="x" * (5 * 2**20)), metadata=METADATA, timeout=60)
     assert caught.value.code().name == "RESOURCE_EXHAUSTED"
 
 
@@ -100,7 +100,7 @@ def test_18_19_bytes_that_are_no_message_are_an_error_and_no_more(server: Server
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/tide.v1.TideService/Generate", lambda raw: raw, lambda raw: raw)
         with pytest.raises(grpc.RpcError) as caught:
-            call(data, metadata=METADATA, timeout=20)
+            call(data, metadata=METADATA, timeout=60)
         assert caught.value.code().name in ("INTERNAL", "INVALID_ARGUMENT", "UNKNOWN"), "gRPC's own, before any method"
         assert_scrubbed(caught.value.details())
 
@@ -110,7 +110,7 @@ def test_20_unknown_fields_are_ignored(server: Server) -> None:
     unknown = b"\xfa\x7f" + _varint(100_000) + b"x" * 100_000  # field 2047, 100 kB
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/tide.v1.TideService/Generate", lambda raw: raw, pb.GenerateResponse.FromString)
-        assert call(known + unknown, metadata=METADATA, timeout=20).tokens
+        assert call(known + unknown, metadata=METADATA, timeout=60).tokens
 
 
 def _varint(value: int) -> bytes:
@@ -125,7 +125,7 @@ def test_22_an_unknown_method_is_unimplemented(server: Server, path: str) -> Non
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary(path, lambda raw: raw, lambda raw: raw)
         with pytest.raises(grpc.RpcError) as caught:
-            call(b"", metadata=METADATA, timeout=20)
+            call(b"", metadata=METADATA, timeout=60)
         assert caught.value.code().name == "UNIMPLEMENTED"
 
 
@@ -152,13 +152,13 @@ def test_25_without_its_key_no_method_answers(stub: Any, bearer: str | None) -> 
     assert len(calls) == len(pb.DESCRIPTOR.services_by_name["TideService"].methods)
     for call, message in calls:
         with pytest.raises(grpc.RpcError) as caught:
-            call(message, metadata=metadata, timeout=20)
+            call(message, metadata=metadata, timeout=60)
         assert caught.value.code().name == "UNAUTHENTICATED"
 
 
 def test_26_too_much_metadata_is_refused(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Generate(generate(), metadata=[*METADATA, *((f"k{i}", "v" * 60) for i in range(1000))], timeout=20)
+        stub.Generate(generate(), metadata=[*METADATA, *((f"k{i}", "v" * 60) for i in range(1000))], timeout=60)
     assert caught.value.code().name in ("RESOURCE_EXHAUSTED", "CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN")
 
 
@@ -189,11 +189,11 @@ def test_29_a_call_that_is_cancelled_before_its_first_token_leaves_nothing(serve
         call.cancel()
     for call in calls:
         assert call.code().name == "CANCELLED"
-    assert idle_within(server, 5.0)
+    assert becomes_idle(server)
 
 
 def test_34_a_client_that_never_reads_holds_no_blocks_once_its_text_is_made(server: Server, stub: Any) -> None:
     calls = [stub.GenerateStream(sampled(max_tokens=200, ignore_eos=True), metadata=METADATA) for _ in range(8)]
-    assert idle_within(server, 20.0)
+    assert becomes_idle(server)
     for call in calls:
         assert sum(len(chunk.tokens) for chunk in call) == 200
