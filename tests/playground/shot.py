@@ -1,4 +1,4 @@
-"""The picture of the README: the demo model, verified beside full depth.
+"""The picture of the quick start: the demo model, verified next to full depth.
 
 python -m tests.playground.shot docs/playground.png
 """

@@ -62,7 +62,7 @@ def test_a_request_that_names_no_mode_keeps_the_policys_and_changes_the_rest() -
 
 
 def test_a_bound_without_its_mode_is_refused_and_says_so() -> None:
-    with pytest.raises(RequestError, match="mode bounded beside it; the mode is not given"):
+    with pytest.raises(RequestError, match="mode bounded with it; the mode is not given"):
         params_of({}, {"epsilon": 0.05})
 
 
