@@ -10,7 +10,7 @@ import torch
 from tests.kernels.draw_cases import cycle_of, logits_of, numbers_of, params_of, settings_of
 from tide_core.exits import verify
 from tide_core.exits.row_cycle import Draft
-from tide_core.exits.verify import Target, _reject
+from tide_core.exits.verify import Target, rejects
 from tide_core.kernels.reference import draw as draw_plan
 from tide_core.kernels.reference.draw import DrawnCycle
 from tide_core.request import SamplingParams
@@ -70,7 +70,7 @@ def test_a_row_without_a_finite_maximum_says_so_and_names_a_token_that_exists(ba
     assert heads[[0, 2], draw_plan.TOTAL].gt(0).all()
 
 
-def judged(
+def verdict(
     logits: torch.Tensor, cycle: DrawnCycle, token: int, params: SamplingParams, monkey: pytest.MonkeyPatch
 ) -> int:
     """What `verify` makes of a draft, with the numbers of the cycle."""
@@ -83,7 +83,7 @@ def judged(
     by_stream = {ACCEPT_STREAM: float(cycle.accept[ahead, r])}
     monkey.setattr(verify, "uniform", lambda seed, step, stream: by_stream.get(stream, float(cycle.residual[ahead, r])))
     draft = int(cycle.draft_ids[ahead, r])
-    verdict = _reject(Draft(draft, 0, 1.0, False, proposal), logits[token], target)
+    verdict = rejects(Draft(draft, 0, 1.0, False, proposal), logits[token], target)
     return draft if verdict.agrees else verdict.instead.token_id
 
 
@@ -105,7 +105,7 @@ def test_drafts_are_judged_by_the_rejection_rule_of_the_engine(
             elif ahead == count:
                 expected = sampled(logits[token], params[r], float(cycle.plain[ahead, r]))
             else:
-                expected = judged(logits, cycle, token, params[r], monkeypatch)
+                expected = verdict(logits, cycle, token, params[r], monkeypatch)
                 stays = expected == int(cycle.draft_ids[ahead, r])
                 stayed, replaced = stayed + stays, replaced + (not stays)
             assert tokens[token] == expected
@@ -127,7 +127,7 @@ def test_from_the_first_score_that_is_too_low_or_no_number_on_drafts_were_not_ma
     assert tokens[2 * 4 + 1 : 2 * 4 + 3].tolist() == plain
     changed = torch.nonzero(tokens != sound).flatten().tolist()
     assert set(changed) <= {2 * 4 + 1, 2 * 4 + 2}
-    assert changed, "the numbers of the case tell a plain draw from a judged draft"
+    assert changed, "the numbers of the case tell a plain draw from a verdict draft"
 
 
 def test_a_draft_that_is_rejected_never_comes_back() -> None:

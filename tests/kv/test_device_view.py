@@ -15,7 +15,7 @@ from tide_core.batch import Rotation
 from tide_core.kernels import reference_kernels
 from tide_core.kv.cache import GatheredView, KVLayout, PagedKV, PagedView, RowSpan, StepIndex
 from tide_core.kv.device_view import DeviceView, flash_takes
-from tide_core.kv.kernel_view import KernelView, Room, view_kind
+from tide_core.kv.kernel_view import IndexLayout, KernelView, view_kind
 
 
 @pytest.mark.parametrize("kind", [DeviceView, KernelView])
@@ -49,10 +49,10 @@ def test_pages_are_read_in_place_where_the_kernels_can() -> None:
 
 def test_indices_in_a_room_that_is_too_large_are_the_same_and_the_rest_belongs_to_no_row() -> None:
     index = StepIndex.build([RowSpan([2, 0], 3, 2), RowSpan([1], 0, 1)], 4)
-    room = Room(tokens=8, rows=4, blocks=3, others=2)
-    host = np.full(room.size, 77, dtype=np.int32)
-    room.fill(host, index, [(np.array([5, 6, 7]), 0), (np.array([1, 2, 3]), -1)])
-    tokens, kept, positions, slots, starts, lens, tables = room.split(torch.from_numpy(host))
+    layout = IndexLayout(tokens=8, rows=4, blocks=3, columns=2)
+    host = np.full(layout.size, 77, dtype=np.int32)
+    layout.fill(host, index, [(np.array([5, 6, 7]), 0), (np.array([1, 2, 3]), -1)])
+    tokens, kept, positions, slots, starts, lens, tables = layout.split(torch.from_numpy(host))
     assert tokens.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
     assert kept.tolist() == [1, 2, 3, -1, -1, -1, -1, -1]
     assert positions.tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
