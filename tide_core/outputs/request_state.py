@@ -49,7 +49,13 @@ class RequestState:
         """Tokens with their texts, of a text that goes on and has no stop strings."""
         texts = self.text.push_all(result.token_ids)
         if result.notes:
-            return tuple([_output(token, text, mode) for token, text in zip(result.tokens, texts, strict=True)])
+            noted = zip(result.token_ids, texts, result.exit_layers, result.scores, result.notes, strict=True)
+            return tuple(
+                [
+                    TokenOutput(i, text, layer, note.logprob, note.top_logprobs, score, note.audit, mode)
+                    for i, text, layer, score, note in noted
+                ]
+            )
         verified = Audit.VERIFIED
         columns = zip(result.token_ids, texts, result.exit_layers, result.scores, strict=True)
         return tuple(

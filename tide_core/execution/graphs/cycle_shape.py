@@ -95,6 +95,8 @@ class CycleInputs:
         self._meta[:] = np.array(NO_ROW, dtype=np.int32)[:, None]
         self._sampling = shape.sampling(host, np.float64, np.int64) if shape.samples else None
         self._num_places = 0
+        self._sampled: list[tuple[Request, ExitPolicy] | None] = [None] * shape.rows
+        """The rows whose settings and keys are in the buffer."""
         self._written: list[list[int]] = [[] for _ in range(shape.rows)]
         """Block ids in the tables: most rows have those of the step before."""
 
@@ -124,13 +126,19 @@ class CycleInputs:
         return [0, *accumulate([of_row[2] + 1 for of_row in meta[:-1]])]
 
     def _fill_sampling(self, settings: Array, keys: Array, rows: Sequence[RowPlace]) -> None:
-        settings[:] = 0.0  # a place without a row takes the largest logit, and no row reads it
         for place, row in enumerate(rows):
-            params, seed = row.step.request.params, row.step.request.seed
-            min_score = cycle_thresholds(row.step.request, row.step.policy).min_score
+            request, policy = row.step.request, row.step.policy
+            written = self._sampled[place]
+            if written is not None and written[0] is request and written[1] is policy:
+                continue
+            params, min_score = request.params, cycle_thresholds(request, policy).min_score
             settings[:, place] = params.temperature, params.top_k, params.top_p, params.min_p, min_score
-            for number, stream in enumerate(STREAMS):
-                keys[number, place] = np.uint64(stream_key(seed, stream)).astype(np.int64)
+            keys[:, place].view(np.uint64)[:] = [stream_key(request.seed, stream) for stream in STREAMS]
+            self._sampled[place] = request, policy
+        for place in range(len(rows), len(self._sampled)):
+            if self._sampled[place] is not None:
+                settings[:, place] = 0.0  # a place without a row takes the largest logit, and no row reads it
+                self._sampled[place] = None
 
 
 def _constants(request: Request, policy: ExitPolicy) -> tuple[int, int, int, int]:

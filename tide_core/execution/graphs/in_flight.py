@@ -12,10 +12,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
-from tide_core.batch import DraftCounts, RowResult, RowStep, TokenResult
+import numpy as np
+
+from tide_core.batch import DraftCounts, RowResult, RowStep, TokenNote, TokenResult
 from tide_core.execution.graphs.cycle_graph import HostBuffer
 from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace
@@ -129,10 +131,26 @@ class InFlightStep:
         for index, number in wanted.items():
             step = rows[index]
             params, policy = step.request.params, step.policy
-            usual = finite and policy.is_lossless and params.threshold is None and params.logprobs is None
-            result = self._usual_result if usual else self._any_result
-            results.append(result(step, number, outputs, by_place))
+            if not finite or not policy.is_lossless or params.threshold is not None:
+                results.append(self._any_result(step, number, outputs, by_place))
+                continue
+            result = self._usual_result(step, number, outputs, by_place)
+            if params.logprobs is not None:
+                result = result._replace(notes=self._notes(step, number, outputs, params.logprobs))
+            results.append(result)
         return results
+
+    def _notes(
+        self, step: RowStep, number: int, outputs: Sequence[CycleOutput], num_logprobs: int
+    ) -> tuple[TokenNote, ...]:
+        """Log-probabilities of the tokens of `_usual_result`."""
+        start, notes = step.table.lengths[-1], list[TokenNote]()
+        for output in outputs:
+            place = self._place(number, output)
+            position, begin = output.next_state[1][place], self.begins[place]
+            notes += notes_of(output, begin, begin + position - start, num_logprobs)
+            start = position
+        return tuple(notes)
 
     def _usual_result(
         self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
@@ -160,7 +178,7 @@ class InFlightStep:
     def _any_result(
         self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
     ) -> RowResult:
-        """Token by token: thresholds, audits, log-probabilities, and numbers that are not finite."""
+        """Token by token: thresholds, audits, and numbers that are not finite."""
         drafts, start = self.rows[number].drafts, step.table.lengths[-1]
         thresholds = cycle_thresholds(step.request, step.policy)
         tokens: list[TokenResult] = []
@@ -189,13 +207,17 @@ class InFlightStep:
                     if score is not None and thresholds.leaves(score):
                         audit = Audit.AGREED if draft == following else Audit.DISAGREED
                     token = TokenResult(draft, self.layers.exit_layer, score=score, audit=audit)
-                tokens.append(_with_logprobs(token, output, begin + distance, step.request.params.logprobs))
+                tokens.append(token)
             counts.append(DraftCounts(counted, accepted, int(is_fault), drafts))
             if error is not None:
                 break
-        if error is not None and tokens:  # the text may end with these; if not, the next step fails too
-            return RowResult.of(tokens, len(tokens), layers_run, tuple(counts))
-        return RowResult.of(tokens, max(len(tokens), 1), layers_run, tuple(counts), error)
+        if tokens:  # after an error the text may end with these; if not, the next step fails too
+            error = None
+        result = RowResult.of(tokens, max(len(tokens), 1), layers_run, tuple(counts), error)
+        num_logprobs = step.request.params.logprobs
+        if num_logprobs is not None:
+            result = result._replace(notes=self._notes(step, number, outputs, num_logprobs)[: len(tokens)])
+        return result
 
     def _place(self, number: int, output: CycleOutput) -> int:
         """The place of a row: with branches, of the one whose first draft is the full-depth token, or else the first. A
@@ -240,12 +262,14 @@ def _num_counted(scores: Sequence[float], thresholds: Thresholds) -> int:
     return len(scores)
 
 
-def _with_logprobs(token: TokenResult, output: CycleOutput, place: int, num: int | None) -> TokenResult:
-    """The k likeliest tokens are listed best first, equals by lower id; tokens the model rules out are not listed."""
-    if num is None:
-        return token
+def notes_of(output: CycleOutput, begin: int, end: int, num_logprobs: int) -> list[TokenNote]:
+    """Of some tokens of the deep pass: the k likeliest are listed best first, equals by lower id; tokens that the model
+    rules out are not listed."""
     assert output.top is not None
-    ids, logprobs, chosen = (part[place].tolist() for part in output.top)
-    ranked = sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))[:num]
-    top = tuple([pair for pair in ranked if isfinite(pair[1])])
-    return TokenResult(token.token_id, token.exit_layer, chosen, top, token.score, token.audit)
+    ids, logprobs, chosen = (part[begin:end] for part in output.top)
+    order = np.lexsort((ids, -logprobs), axis=-1)[:, :num_logprobs]
+    ranked = np.take_along_axis(ids, order, -1).tolist(), np.take_along_axis(logprobs, order, -1).tolist()
+    return [
+        TokenNote(own, tuple([pair for pair in zip(of_ids, of_logprobs, strict=True) if pair[1] > -inf]))
+        for own, of_ids, of_logprobs in zip(chosen.tolist(), *ranked, strict=True)
+    ]
