@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from tide_core.batch import TokenNote
 from tide_core.kernels.reference.ops import Top2
 
-Top = tuple[Any, Any, Any]
-"""Ids [T, 20] and log-probabilities [T, 20] of the likeliest tokens, and the log-probability of the chosen one [T]."""
+Array = np.ndarray[Any, Any]
+
+
+class TopLogprobs:
+    """The likeliest tokens after every token of the deep pass, and the log-probability of the one that follows."""
+
+    def __init__(self, ids: Array, logprobs: Array, chosen: Array) -> None:
+        """[T, 20] each, and [T]. They are ranked at once: best first, equals by lower id."""
+        order = np.lexsort((ids, -logprobs), axis=-1)
+        self._ids = np.take_along_axis(ids, order, -1).tolist()
+        self._logprobs = np.take_along_axis(logprobs, order, -1).tolist()
+        self._chosen = chosen.tolist()
+
+    def notes(self, begin: int, end: int, num: int) -> list[TokenNote]:
+        """Of some tokens; tokens that the model rules out are not listed."""
+        notes = []
+        for place in range(begin, end):
+            pairs = zip(self._ids[place][:num], self._logprobs[place][:num], strict=True)
+            notes.append(TokenNote(self._chosen[place], tuple([pair for pair in pairs if pair[1] > -inf])))
+        return notes
 
 
 class CycleOutput(NamedTuple):
@@ -27,7 +47,7 @@ class CycleOutput(NamedTuple):
     """[K][R] of the drafts."""
     best: list[float]
     """[T] the largest logits at full depth."""
-    top: Top | None = None
+    top: TopLogprobs | None = None
     """Where log-probabilities are wanted."""
 
     def is_finite(self, num_rows: int, num_tokens: int) -> bool:
@@ -97,9 +117,8 @@ class HostCopy:
         self._parts = [part.numpy() for part in parts]
 
     def read(self) -> CycleOutput:
-        """Once the copy is done. `top` stays in place: it must be read before the next launch but one."""
+        """Once the copy is done."""
         drafted, following, next_state, scores, best = (part.tolist() for part in self._parts[:5])
         top = self._parts[5:]
-        return CycleOutput(
-            drafted, tuple(following), next_state, scores, best, (top[0], top[1], top[2]) if top else None
-        )
+        ranked = TopLogprobs(*top) if top else None
+        return CycleOutput(drafted, tuple(following), next_state, scores, best, ranked)

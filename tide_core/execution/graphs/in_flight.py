@@ -12,10 +12,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import inf, isfinite
+from math import isfinite
 from typing import NamedTuple
-
-import numpy as np
 
 from tide_core.batch import DraftCounts, RowResult, RowStep, TokenNote, TokenResult
 from tide_core.execution.graphs.cycle_graph import HostBuffer
@@ -148,7 +146,8 @@ class InFlightStep:
         for output in outputs:
             place = self._place(number, output)
             position, begin = output.next_state[1][place], self.begins[place]
-            notes += notes_of(output, begin, begin + position - start, num_logprobs)
+            assert output.top is not None
+            notes += output.top.notes(begin, begin + position - start, num_logprobs)
             start = position
         return tuple(notes)
 
@@ -260,16 +259,3 @@ def _num_counted(scores: Sequence[float], thresholds: Thresholds) -> int:
         if not thresholds.counts(score):
             return number
     return len(scores)
-
-
-def notes_of(output: CycleOutput, begin: int, end: int, num_logprobs: int) -> list[TokenNote]:
-    """Of some tokens of the deep pass: the k likeliest are listed best first, equals by lower id; tokens that the model
-    rules out are not listed."""
-    assert output.top is not None
-    ids, logprobs, chosen = (part[begin:end] for part in output.top)
-    order = np.lexsort((ids, -logprobs), axis=-1)[:, :num_logprobs]
-    ranked = np.take_along_axis(ids, order, -1).tolist(), np.take_along_axis(logprobs, order, -1).tolist()
-    return [
-        TokenNote(own, tuple([pair for pair in zip(of_ids, of_logprobs, strict=True) if pair[1] > -inf]))
-        for own, of_ids, of_logprobs in zip(chosen.tolist(), *ranked, strict=True)
-    ]
