@@ -116,10 +116,10 @@ def test_bad_values_end_with_code_2_and_say_what_was_expected(
 
 WAITS_AFTER_SHARDS = """
 import sys, time
-from tide_core.calibration import work
+from tide_core.calibration import stages
 from tide_core.cli import main
 
-num_shards, write_shard = int(sys.argv.pop(1)), work.write_shard
+num_shards, write_shard = int(sys.argv.pop(1)), stages.write_shard
 
 def write_or_wait(folder, *args):
     if len(list(folder.glob("*.safetensors"))) == num_shards:
@@ -127,7 +127,7 @@ def write_or_wait(folder, *args):
         time.sleep(600)
     return write_shard(folder, *args)
 
-work.write_shard = write_or_wait
+stages.write_shard = write_or_wait
 sys.exit(main())
 """
 

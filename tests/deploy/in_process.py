@@ -18,6 +18,7 @@ from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
 from deploy.service import Service
 from tests.engine.exit_engines import exit_engine
+from tests.engine.runners import RunnerOf
 from tide_core.batch import ScheduledBatch, StepResult
 
 MODEL = "tiny"
@@ -34,14 +35,13 @@ def make_service(
     """`step_s` makes every engine step take at least that long."""
     engine = exit_engine(**settings)
     if step_s:
-        core = engine._parts.core
-        run = core._run
+        run = engine._parts.runner.run
 
         def slowly(batch: ScheduledBatch) -> StepResult:
             time.sleep(step_s)
             return run(batch)
 
-        core._run = slowly
+        engine._parts.core._runner = RunnerOf(slowly)
     return Service(engine, model=MODEL, limits=limits, keys=keys, policy=policy)
 
 

@@ -103,7 +103,7 @@ def test_an_answer_that_fails_ends_the_measurement_with_its_contract(monkeypatch
     def fail(*args: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(ModelRunner, "_decide", fail)
+    monkeypatch.setattr(ModelRunner, "_verify", fail)
     with pytest.raises(EngineError, match=r"contract full: .*no"):
         run([Contract("full", "full")])
 

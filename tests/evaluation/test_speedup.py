@@ -148,6 +148,6 @@ def test_an_answer_that_fails_ends_the_measurement(artefact: Path, monkeypatch: 
     def fail(*args: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(ModelRunner, "_decide", fail)
+    monkeypatch.setattr(ModelRunner, "_verify", fail)
     with pytest.raises(EngineError, match=r"mode full: .*no"):
         timed(artefact)
