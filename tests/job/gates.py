@@ -59,30 +59,30 @@ class GatedWork:
     run: str
     work: Callable[..., Any]
 
-    def __call__(self, workshop: Any, item: Any, progress: Any) -> Any:
+    def __call__(self, context: Any, item: Any, progress: Any) -> Any:
         from deploy.calibration.pool import name_of
 
         name = name_of(item)
-        with self._gates_after_files(workshop.files), _saves_often():
+        with self._gates_after_files(context.files), _saves_often():
             pass_gate(self.run, name if "/" in name else self.work.__name__)
-            return self.work(workshop, item, progress)
+            return self.work(context, item, progress)
 
     @contextlib.contextmanager
     def _gates_after_files(self, files: Any) -> Iterator[None]:
-        keep, notes = files.keep, Path(os.environ[GATES]) / self.run / "saved"
+        push, notes = files.push, Path(os.environ[GATES]) / self.run / "saved"
 
-        def keep_and_wait(names: Iterable[str]) -> None:
+        def push_and_wait(names: Iterable[str]) -> None:
             names = list(names)
-            keep(names)
+            push(names)
             notes.parent.mkdir(parents=True, exist_ok=True)
             with notes.open("a") as stream:
                 stream.writelines(f"{name}\n" for name in names)
             for name in names:
                 pass_gate(self.run, name)
 
-        files.keep = keep_and_wait
+        files.push = push_and_wait
         yield
-        files.keep = keep
+        files.push = push
 
 
 def pass_gate(run: str, name: str) -> None:
@@ -116,8 +116,8 @@ def _saves_often() -> Iterator[None]:
 
 
 def put_in() -> None:
-    """In the driver: all work of its crew gets gates."""
-    from deploy.calibration.crew import RayCrew
+    """In the driver: all tasks of its executor get gates."""
+    from deploy.calibration.executor import RayExecutor
 
     def gated(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, work: Any, *rest: Any) -> Any:
@@ -125,8 +125,8 @@ def put_in() -> None:
 
         return call
 
-    for name in ("each", "once", "train"):
-        setattr(RayCrew, name, gated(getattr(RayCrew, name)))
+    for name in ("map_unordered", "run", "train"):
+        setattr(RayExecutor, name, gated(getattr(RayExecutor, name)))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ STAGES = {
     "shards/train-00003.safetensors": "shortlist: ",
     "train": "train: 40/40 step",
     "risk/calibration.msgpack": "trace calibration: ",
-    "decide_and_save": "publish: ",
-    "time_artefact": "measure: ",
+    "write_artefact": "publish: ",
+    "measure": "measure: ",
 }
 """A piece of work of each stage, and what the job logs at the end of the stage."""
 FOURTH_SHARD = "shards/train-00003.safetensors"

@@ -62,7 +62,7 @@ def test_a_disk_that_fails_at_publication_keeps_the_artefact_that_was_there(
             READ_ONLY: bench.again(reference, output=str(older[READ_ONLY]), **settings),
             FULL: bench.again(reference, output=str(older[FULL]), storage=str(storage), **settings),
         }
-        gates = {message: bench.gate(job, "decide_and_save") for message, job in jobs.items()}
+        gates = {message: bench.gate(job, "write_artefact") for message, job in jobs.items()}
         drivers = {message: bench.start(job, gates=True) for message, job in jobs.items()}
         for message, driver in drivers.items():
             driver.until_waiting(gates[message])

@@ -56,7 +56,7 @@ def test_a_submitted_job_says_in_its_log_and_by_its_end_how_it_went(bench: Bench
 
 def test_a_second_job_under_the_name_of_a_running_one_waits_for_its_end(bench: Bench, reference: Job) -> None:
     job = bench.again(reference, since="publish", workers={"count": 1})
-    gate = bench.gate(job, "decide_and_save")
+    gate = bench.gate(job, "write_artefact")
     first = bench.start(job, gates=True)
     first.until_waiting(gate)
     second = bench.start(job)
