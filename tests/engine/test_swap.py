@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.runners import RunnerOf
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.factories import make_engine
 from tide_core.engine.assemble import with_artefact
@@ -43,14 +44,13 @@ def engine(
 
 
 def slowed(engine: Engine, step_s: float = 0.01) -> None:
-    core = engine._parts.core
-    run = core._run
+    run = engine._parts.runner.run
 
     def slowly(batch: Any) -> Any:
         time.sleep(step_s)
         return run(batch)
 
-    core._run = slowly
+    engine._parts.core._runner = RunnerOf(slowly)
 
 
 async def rest(stream: Any) -> list[RequestOutput]:

@@ -24,22 +24,26 @@ def request(policy: ExitPolicy, threshold: float | None = None) -> Request:
     return Request("r", (1,), SamplingParams(threshold=threshold), seed=0, policy=policy)
 
 
+def accepted_of(drafts: list[tuple[float, bool]], thresholds: Thresholds) -> int:
+    return accept((*draft, thresholds) for draft in drafts)
+
+
 def test_drafts_are_accepted_up_to_the_first_that_full_depth_does_not_choose() -> None:
-    assert accept([(0.1, True), (0.9, True), (0.9, False), (0.9, True)], Thresholds()) == 2
+    assert accepted_of([(0.1, True), (0.9, True), (0.9, False), (0.9, True)], Thresholds()) == 2
 
 
 def test_a_draft_below_the_least_score_does_not_count_though_full_depth_agrees() -> None:
-    assert accept([(0.6, True), (0.4, True)], Thresholds(min_score=0.5)) == 1
+    assert accepted_of([(0.6, True), (0.4, True)], Thresholds(min_score=0.5)) == 1
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
 def test_a_draft_whose_score_is_not_finite_never_counts(score: float) -> None:
-    assert accept([(score, True)], Thresholds()) == 0
-    assert accept([(score, True)], Thresholds(exit_score=0.0)) == 0
+    assert accepted_of([(score, True)], Thresholds()) == 0
+    assert accepted_of([(score, True)], Thresholds(exit_score=0.0)) == 0
 
 
 def test_a_draft_at_the_exit_score_is_kept_whatever_full_depth_chooses() -> None:
-    assert accept([(0.9, False), (0.89, False)], Thresholds(exit_score=0.9)) == 1
+    assert accepted_of([(0.9, False), (0.89, False)], Thresholds(exit_score=0.9)) == 1
 
 
 def test_a_whole_cycle_ignores_the_calibrated_threshold_unless_a_bound_was_certified_with_it() -> None:
@@ -78,7 +82,7 @@ def test_the_twin_on_the_device_accepts_what_the_rule_accepts() -> None:
         for row, (count, limit) in enumerate(zip(counts, limits, strict=True)):
             begin = int(starts[row])
             pairs = [(float(scores[d, row]), bool(drafted[d, row] == following[begin + d])) for d in range(count)]
-            accepted = accept(pairs, limit)
+            accepted = accepted_of(pairs, limit)
             expected = [int(following[begin + accepted]), 10 * row + accepted + 1]
             assert next_state[:, row].tolist() == expected == state[:, row].tolist()
             seen.add(accepted)

@@ -8,7 +8,8 @@ token takes its place.
 Whether full depth agrees is decided before: greedy rows compare tokens, sampled rows apply the rejection rule of
 speculative sampling (`verify.rejects`; on a GPU `kernels.reference.draw.verify_drawn`).
 
-On a GPU the rule runs inside the cycle, as `kernels.reference.cycle.accept_drafts`: the fast twin of `accept`.
+On the plain path `verify.Verifier` calls `accept`. On a GPU the rule runs inside the cycle:
+`csrc/cuda/cycle/accept_drafts.cu`, defined by `kernels.reference.cycle.accept_drafts`, is the fast twin of `accept`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,15 @@ class Thresholds(NamedTuple):
         return score >= self.exit_score
 
 
-def accept(drafts: Iterable[tuple[float, bool]], thresholds: Thresholds) -> int:
-    """How many drafts are accepted, from the first on. Each is given as its score and whether full depth agrees."""
+def accept(drafts: Iterable[tuple[float, bool, Thresholds]]) -> int:
+    """How many drafts are accepted, from the first on. Each is given as its score, whether full depth agrees with it,
+    and the thresholds of its checkpoint. Drafts after the first that is not accepted are not looked at."""
     accepted = 0
-    for score, agrees in drafts:
-        if not thresholds.counts(score) or not is_kept(leaves=thresholds.leaves(score), agrees=agrees):
+    for score, agrees, thresholds in drafts:
+        if not thresholds.counts(score) or not (agrees or thresholds.leaves(score)):
             break
         accepted += 1
     return accepted
-
-
-def is_kept(*, leaves: bool, agrees: bool) -> bool:
-    """Whether a draft that counts is accepted."""
-    return leaves or agrees
 
 
 def drafting_thresholds(step: RowStep, checkpoint: int) -> Thresholds:

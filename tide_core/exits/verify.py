@@ -9,13 +9,14 @@ emitted either way, and its audit records whether full depth agreed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
 from tide_core.batch import DraftCounts, RowResult, TokenResult
-from tide_core.exits.accept import is_kept
+from tide_core.exits.accept import Thresholds, accept, drafting_thresholds
 from tide_core.exits.row_cycle import Draft, RowCycle
 from tide_core.request import Audit
 from tide_core.sampling.draw import ACCEPT_STREAM, RESIDUAL_STREAM, draw, uniform
@@ -95,26 +96,42 @@ class Verifier:
         return [Target(probabilities[n], row, errors.get(n)) for n, row in enumerate(sampling)]
 
     def _row(self, row: RowCycle, deep: dict[int, FullDepth]) -> RowResult:
-        tokens: list[TokenResult] = []
+        """The tokens of a row: its accepted drafts, then the token that full depth adds or puts in place of a draft."""
+        verdicts: list[Verdict | None] = []
+        accepted = accept(self._compared(row, deep, verdicts))
+        tokens = [
+            self._unaudited(row, position, draft)
+            if verdict is None
+            else self._accepted(row, position, draft, deep[position].logits, agrees=verdict.agrees)
+            for position, (draft, verdict) in enumerate(zip(row.drafts[:accepted], verdicts, strict=False))
+        ]
+        if accepted < len(row.drafts):
+            rejected = verdicts[accepted]
+            assert rejected is not None
+            following: SampledToken = rejected.instead
+            score: float | None = row.drafts[accepted].score
+        elif not row.step.samples:
+            return self._result(row, tokens, accepted=accepted)
+        else:
+            chosen = deep[len(row.tokens) - 1].chosen
+            assert chosen is not None
+            following, score = chosen, row.last_score
+        if following.error is not None:
+            return self._failed(row, tokens, following.error)
+        return self._result(row, [*tokens, self._full_depth(following, score)], accepted=accepted)
+
+    def _compared(
+        self, row: RowCycle, deep: dict[int, FullDepth], verdicts: list[Verdict | None]
+    ) -> Iterator[tuple[float, bool, Thresholds]]:
+        """Drafts as `accept` takes them; the verdict of each that is looked at is kept, None where no deep layer
+        ran."""
         for position, draft in enumerate(row.drafts):
-            if position not in deep:
-                tokens.append(self._unaudited(row, position, draft))
-                continue
-            verdict = agreement(draft, deep[position])
-            if verdict.instead.error is not None:
-                return self._failed(row, tokens, verdict.instead.error)
-            if not is_kept(leaves=draft.leaves, agrees=verdict.agrees):
-                tokens.append(self._full_depth(verdict.instead, draft.score))
-                return self._result(row, tokens, accepted=position)
-            tokens.append(self._accepted(row, position, draft, deep[position].logits, agrees=verdict.agrees))
-        if row.step.samples:
-            last = len(row.tokens) - 1
-            sampled = deep[last].chosen
-            assert sampled is not None
-            if sampled.error is not None:
-                return self._failed(row, tokens, sampled.error)
-            tokens.append(self._full_depth(sampled, row.last_score))
-        return self._result(row, tokens, accepted=len(row.drafts))
+            thresholds = drafting_thresholds(row.step, draft.checkpoint)
+            verdict = agreement(draft, deep[position]) if position in deep else None
+            verdicts.append(verdict)
+            if verdict is not None and verdict.instead.error is not None:
+                thresholds = Thresholds(inf, inf)  # nothing is known of this draft or of those after it
+            yield draft.score, verdict is not None and verdict.agrees, thresholds
 
     def _failed(self, row: RowCycle, tokens: Sequence[TokenResult], error: str) -> RowResult:
         """Tokens decided before the failure are kept: the text may end with them. If not, the next step fails too."""
