@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -159,11 +160,15 @@ def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
 
 
 def free_ports(num: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports below those that the system gives to others by itself, so that each is still free when it is bound."""
+    found: list[int] = []
+    port = random.Random(f"{os.getpid()} {time.time_ns()}").randrange(10_000, 30_000)  # noqa: S311
+    while len(found) < num:
+        port = port + 1 if port < 32_000 else 10_000
+        with contextlib.suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def wait_until_healthy(server: Server, path: str = "/health") -> None:

@@ -354,10 +354,10 @@ def test_a_thread_hands_on_until_it_is_stopped_and_tells_of_a_failure_once(
         return state
 
     meter.start(stats, lambda: 5)
-    assert enough.wait(10)
+    assert enough.wait(60)
     meter.stop()
     assert meter._thread is not None
-    meter._thread.join(10)
+    meter._thread.join(60)
     assert not meter._thread.is_alive()
     assert logged == ["metrics could not be exported"]
     assert sink.gauges["tide_num_requests_running", ""] == 2

@@ -44,7 +44,7 @@ def breaking_on_poison(run: Run) -> Run:
     return broken
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "condition never held"
@@ -225,7 +225,7 @@ def test_leaving_a_batch_early_aborts_the_rest_of_it() -> None:
 
 def test_a_program_that_forgets_to_close_the_engine_still_ends() -> None:
     program = "from tests.factories import make_engine; e = make_engine(); next(e.stream_blocking('the cat'))"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240, capture_output=True)
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
@@ -452,6 +452,7 @@ def test_a_request_that_cannot_be_queued_ends_with_the_error() -> None:
 def test_every_step_is_a_sign_of_life() -> None:
     with make_engine() as engine:
         time.sleep(0.3)
-        before = engine.stats().last_step_age_s
+        before, asked_at = engine.stats().last_step_age_s, time.monotonic()
         engine.generate(["the cat"], PARAMS)
-        assert engine.stats().last_step_age_s < 0.3 <= before
+        assert engine.stats().last_step_age_s <= time.monotonic() - asked_at
+        assert before >= 0.3
