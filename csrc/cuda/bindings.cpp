@@ -326,13 +326,13 @@ void verify_drawn(int dtype, Address logits, Address sources, Address num_tokens
     tide::cuda::verify_drawn(dtype_of(dtype), params, stream_of(stream));
 }
 
-void accept_drafts(Address row_meta, Address starts, Address positions, Address drafted, Address scores,
-                   Address following, Address carried, Address next_state, int64_t rows, int64_t drafts,
+void accept_drafts(Address row_meta, Address counting, Address starts, Address positions, Address drafted,
+                   Address scores, Address following, Address carried, Address next_state, int64_t rows, int64_t drafts,
                    int64_t branches, Address stream) {
-    tide::cuda::accept_drafts(
-        {in<int32_t>(row_meta), in<int32_t>(starts), in<int64_t>(positions), in<int64_t>(drafted), in<float>(scores),
-         in<int64_t>(following), out<int32_t>(carried), out<int64_t>(next_state), rows, drafts, branches},
-        stream_of(stream));
+    tide::cuda::accept_drafts({in<int32_t>(row_meta), in<int32_t>(counting), in<int32_t>(starts),
+                               in<int64_t>(positions), in<int64_t>(drafted), in<float>(scores), in<int64_t>(following),
+                               out<int32_t>(carried), out<int64_t>(next_state), rows, drafts, branches},
+                              stream_of(stream));
 }
 
 void draw_numbers(Address keys, Address starts, Address positions, Address row_meta, Address numbers, int64_t rows,
@@ -340,6 +340,16 @@ void draw_numbers(Address keys, Address starts, Address positions, Address row_m
     tide::cuda::draw_numbers({in<int64_t>(keys), in<int32_t>(starts), in<int64_t>(positions), in<int32_t>(row_meta),
                               out<double>(numbers), rows, distances},
                              stream_of(stream));
+}
+
+void top_logprobs(int dtype, Address logits, Address sources, Address starts, Address row_meta, Address following,
+                  Address ids, Address logprobs, Address chosen, int64_t tokens, int64_t rows, int64_t width,
+                  int64_t logits_stride, int64_t most, Address stream) {
+    tide::cuda::top_logprobs(
+        dtype_of(dtype),
+        {in(logits), in<int64_t>(sources), in<int32_t>(starts), in<int32_t>(row_meta), in<int64_t>(following),
+         out<int64_t>(ids), out<float>(logprobs), out<float>(chosen), tokens, rows, width, logits_stride, most},
+        stream_of(stream));
 }
 
 void adjust_logits(int dtype, Address logits, Address columns, Address sources, Address starts, Address positions,
@@ -425,6 +435,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("draw", &draw, no_gil, "A place in each row of logits, drawn by its settings.");
     m.def("verify_drawn", &verify_drawn, no_gil, "Which drafts of a cycle are accepted, and what replaces the others.");
     m.def("accept_drafts", &accept_drafts, no_gil, "The token that follows the accepted drafts of each row.");
+    m.def("top_logprobs", &top_logprobs, no_gil, "The likeliest tokens of rows, with log-probabilities.");
     m.def("draw_numbers", &draw_numbers, no_gil, "The random numbers of every row in a cycle.");
     m.def("adjust_logits", &adjust_logits, no_gil, "Logits with the bias, masks and penalties of their rows.");
     m.def("count_outputs", &count_outputs, no_gil, "Counts the output tokens of a cycle, for penalties.");

@@ -10,7 +10,16 @@ import torch
 
 from tide_core.batch import RowStep
 from tide_core.exits.accept import Thresholds, accept, cycle_thresholds, drafting_thresholds
-from tide_core.kernels.reference.cycle import IF_RIGHT, MOST_ROWS, NUM_META, accept_drafts
+from tide_core.kernels.reference.cycle import (
+    DRAFTS,
+    EXIT_SCORE,
+    IF_RIGHT,
+    LEAVES,
+    MIN_SCORE,
+    MOST_ROWS,
+    NUM_META,
+    accept_drafts,
+)
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
@@ -62,9 +71,9 @@ def test_the_twin_on_the_device_accepts_what_the_rule_accepts() -> None:
         row_meta = torch.zeros((NUM_META, num_rows), dtype=torch.int32)
         limits = [Thresholds(random.choice((-math.inf, 0.3)), random.choice((math.inf, 0.8))) for _ in range(num_rows)]
         counts = sorted([random.randint(0, num_drafts) for _ in range(num_rows)], reverse=True)
-        row_meta[2], row_meta[3] = torch.tensor(counts), IF_RIGHT
-        row_meta[4] = torch.tensor([limit.min_score for limit in limits]).view(torch.int32)
-        row_meta[5] = torch.tensor([limit.exit_score for limit in limits]).view(torch.int32)
+        row_meta[DRAFTS], row_meta[LEAVES] = torch.tensor(counts), IF_RIGHT
+        row_meta[MIN_SCORE] = torch.tensor([limit.min_score for limit in limits]).view(torch.int32)
+        row_meta[EXIT_SCORE] = torch.tensor([limit.exit_score for limit in limits]).view(torch.int32)
         starts = torch.tensor([0, *(count + 1 for count in counts)]).cumsum(0).int()
         num_tokens = num_rows * (num_drafts + 1)
         positions = torch.zeros(num_tokens, dtype=torch.int64)
@@ -78,7 +87,9 @@ def test_the_twin_on_the_device_accepts_what_the_rule_accepts() -> None:
             torch.zeros((2, MOST_ROWS), dtype=torch.int32),
             torch.zeros((2, num_rows), dtype=torch.int64),
         )
-        accept_drafts(row_meta, starts, positions, drafted, scores, following, 1, state, next_state)
+        accept_drafts(
+            row_meta, torch.tensor(counts).int(), starts, positions, drafted, scores, following, 1, state, next_state
+        )
         for row, (count, limit) in enumerate(zip(counts, limits, strict=True)):
             begin = int(starts[row])
             pairs = [(float(scores[d, row]), bool(drafted[d, row] == following[begin + d])) for d in range(count)]

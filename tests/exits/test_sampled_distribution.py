@@ -109,7 +109,7 @@ def test_the_test_would_see_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("overlap", ["near", "far", "apart"])
-def test_therejectsion_rule_turns_any_draft_distribution_into_that_of_full_depth(overlap: str) -> None:
+def test_the_rejection_rule_turns_any_draft_distribution_into_that_of_full_depth(overlap: str) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(8, generator=generator)
     params = SamplingParams(temperature=0.8)

@@ -53,7 +53,7 @@ def _with_carried(row_meta: torch.Tensor, tables: torch.Tensor) -> tuple[torch.T
 
 
 def test_more_rows_than_it_takes_are_refused_by_name() -> None:
-    row_meta = torch.zeros(4, 257, dtype=torch.int32, device="cuda")
+    row_meta = torch.zeros(5, 257, dtype=torch.int32, device="cuda")
     wide, narrow = (torch.zeros(size, device="cuda") for size in cycle_plan.sizes(257, 0))
     next_state = no_row_carried().cuda()
     with pytest.raises(ValueError, match=r"row_meta.*at most 256 rows"):

@@ -48,7 +48,8 @@ def older() -> tuple[int, Path]:
 
 def test_every_op_is_right_in_a_build_for_an_older_architecture(older: tuple[int, Path]) -> None:
     arch, module = older
-    environment = {**os.environ, "TIDE_TEST_CUDA_MODULE": str(module), "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TIDE_TEST_CUDA_MODULE": str(module), "PYTHONPATH": os.pathsep.join(paths)}
     asked = "import torch, tests.gpu.older_build; from tide_core.kernels.select import loaded_architecture as loaded; "
     asked += "print(loaded(torch.device('cuda')))"
     done = subprocess.run(

@@ -15,6 +15,7 @@ from tests.kernels.row_cases import (
     adjust_case,
     adjust_logits_of,
     keys_of,
+    logprobs_case,
     next_state_of,
     row_case,
     same_bits,
@@ -55,6 +56,42 @@ def test_random_numbers_are_those_of_the_reference_bit_for_bit(
     cuda_draw.draw_numbers(*(part.cuda() for part in given), found)
     draw_plan.draw_numbers(*given, expected)
     assert torch.equal(found.cpu(), expected)
+
+
+def same_logprobs(logits: Tensor, given: tuple[Tensor, ...], found: list[Tensor], expected: list[Tensor]) -> None:
+    """The same tokens; their log-probabilities are those in float64, as float32 has them."""
+    wide = [expected[0], *(part.double() for part in expected[1:])]
+    cycle.top_logprobs(logits.double(), *given, *wide)
+    assert torch.equal(found[0].cpu(), wide[0])
+    for one, other in zip(found[1:], wide[1:], strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab_size", [20, 403, 49152, 70001])
+@pytest.mark.parametrize("strided", [False, True])
+def test_log_probabilities_are_those_of_the_reference(vocab_size: int, strided: bool, dtype: torch.dtype) -> None:
+    case = row_case(4, 7, 8, 3)
+    logits, sources, following, *expected = logprobs_case(5, case, vocab_size, 20)
+    logits = logits.to(dtype)
+    theirs = logits.cuda()
+    if strided:
+        theirs = torch.zeros(len(logits), vocab_size + 3, dtype=dtype, device="cuda")[:, 1:-2].copy_(logits)
+    found = [part.cuda() for part in expected]
+    given = sources, case.starts, case.row_meta, following
+    cuda_cycle.top_logprobs(theirs, *(part.cuda() for part in given), *found)
+    same_logprobs(logits, given, found, expected)
+
+
+def test_the_likeliest_tokens_are_found_where_all_lie_in_the_columns_of_few_threads() -> None:
+    case = row_case(4, 1, 1, 0)
+    logits, sources, following, *expected = logprobs_case(5, case, 700_000, 20)
+    ids = torch.arange(700_000)
+    logits[0] = torch.where(ids // 8 % 1024 < 21, 10.0 + (ids % 977) / 1000, 0.0)  # far more candidates than fit
+    found = [part.cuda() for part in expected]
+    given = sources, case.starts, case.row_meta, following
+    cuda_cycle.top_logprobs(logits.cuda(), *(part.cuda() for part in given), *found)
+    same_logprobs(logits, given, found, expected)
 
 
 def on_gpu(state: AdjustState) -> AdjustState:

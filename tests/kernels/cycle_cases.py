@@ -1,4 +1,4 @@
-"""Rows of cycles, as the host says them."""
+"""Rows of cycles, as the host launches them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ BLOCK_SIZE = 16
 
 
 def cycle_case(seed: int, num_rows: int, room: int, drafts: int, blocks: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """The metadata of rows [4, room], and their blocks [room, blocks]; the first `num_rows` exist."""
+    """The metadata of rows [5, room], and their blocks [room, blocks]; the first `num_rows` exist."""
     random = np.random.default_rng(seed)
     counts = np.sort(random.integers(0, drafts + 1, num_rows))[::-1]
     counts[: 1 if num_rows else 0] = drafts
     starts = random.integers(0, BLOCK_SIZE * blocks - drafts - 1, num_rows)
     starts[num_rows // 2 : num_rows // 2 + 1] = 0
-    row_meta = np.zeros((4, room), dtype=np.int32)
+    row_meta = np.zeros((5, room), dtype=np.int32)
     row_meta[2] = -1
-    row_meta[:, :num_rows] = (random.integers(0, 1000, num_rows), starts, counts, random.integers(0, 2, num_rows))
+    row_meta[:4, :num_rows] = (random.integers(0, 1000, num_rows), starts, counts, random.integers(0, 2, num_rows))
+    row_meta[4, :num_rows] = starts + random.integers(1, 8, num_rows)  # some answers end within the cycle
     tables = random.permutation(room * blocks).reshape(room, blocks).astype(np.int32)
     return torch.from_numpy(row_meta), torch.from_numpy(tables)
 

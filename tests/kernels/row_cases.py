@@ -24,6 +24,7 @@ class RowCase(NamedTuple):
     """With R places for rows, K drafts, T = R (K + 1) tokens of the deep pass."""
 
     row_meta: Tensor
+    counting: Tensor
     starts: Tensor
     positions: Tensor
     drafted: Tensor
@@ -32,8 +33,8 @@ class RowCase(NamedTuple):
 
 
 def row_case(seed: int, num_rows: int, places: int, drafts: int, branches: int = 1, vocab_size: int = 2) -> RowCase:
-    """The first `num_rows` exist. With few tokens in the vocabulary many drafts equal what full depth chooses. Scores
-    are sixteenths, so that some equal a threshold."""
+    """The first `num_rows` exist; one in eight is so near its end that not all its drafts count. With few tokens in the
+    vocabulary many drafts equal what full depth chooses. Scores are sixteenths, so that some equal a threshold."""
     random = np.random.default_rng(seed)
     counts = np.full(places, -1)
     counts[:num_rows] = drafts if branches > 1 else np.sort(random.integers(0, drafts + 1, num_rows))[::-1]
@@ -51,7 +52,10 @@ def row_case(seed: int, num_rows: int, places: int, drafts: int, branches: int =
         chosen = random.choice(np.array(values, dtype=np.float32), places)[groups]
         meta[part] = chosen.astype(np.float32).view(np.int32)
     meta[cycle.PROMPT_LEN] = prompt_lens[groups]
-    meta[cycle.ADJUST_SLOT] = -1
+    meta[cycle.ADJUST_SLOT] = meta[cycle.LOGPROBS] = -1
+    near_end = np.where(random.random(places) < 0.125, random.integers(0, drafts + 1, places), drafts)[groups]
+    counting = np.minimum(counts, near_end).astype(np.int32)
+    meta[cycle.END] = meta[cycle.START] + near_end + 2
     tokens = places * (drafts + 1)
     positions, starts = np.zeros(tokens, dtype=np.int64), np.zeros(places + 1, dtype=np.int32)
     for r, count in enumerate(counts):
@@ -62,7 +66,9 @@ def row_case(seed: int, num_rows: int, places: int, drafts: int, branches: int =
     scores[random.random(scores.shape) < 0.05] = math.inf
     drafted = random.integers(0, vocab_size, (drafts, places))
     following = random.integers(0, vocab_size, tokens)
-    return RowCase(*(torch.from_numpy(part) for part in (meta, starts, positions, drafted, scores, following)))
+    return RowCase(
+        *(torch.from_numpy(part) for part in (meta, counting, starts, positions, drafted, scores, following))
+    )
 
 
 def keys_of(seed: int, places: int) -> Tensor:
@@ -158,6 +164,24 @@ def adjust_logits_of(seed: int, count: int, width: int) -> Tensor:
     for value in (0.0, -0.0, math.inf, -math.inf, math.nan):
         logits[random.random(logits.shape) < 0.01] = value
     return torch.from_numpy(logits)
+
+
+def logprobs_case(seed: int, case: RowCase, vocab_size: int, listed: int) -> tuple[Tensor, ...]:
+    """Logits, sources and following tokens of the deep pass, and buffers of `top_logprobs` filled with numbers that it
+    must replace or leave. Rows list 0 to `listed` tokens, and every third has no log-probabilities; it writes that to
+    `row_meta`. Logits have few different values, so that many are equal."""
+    random = np.random.default_rng(seed)
+    places, tokens = case.row_meta.shape[1], len(case.positions)
+    wanted = np.where(np.arange(places) % 3 == 2, -1, random.integers(0, listed + 1, places))
+    wanted[: min(places, 1)] = listed
+    case.row_meta[cycle.LOGPROBS] = torch.from_numpy(wanted.astype(np.int32))
+    logits = (random.standard_normal((tokens, vocab_size)) * 3).round(1).astype(np.float32)
+    logits[random.random(logits.shape) < 0.1] = -math.inf
+    logits[:, 0] = 1.0  # no row is ruled out altogether
+    following = torch.from_numpy(random.integers(0, vocab_size, tokens))
+    ids, logprobs = torch.full((tokens, listed), 77), torch.full((tokens, listed), 77.0)
+    sources = sources_of(case)[:tokens]
+    return torch.from_numpy(logits), sources, following, ids, logprobs, torch.full((tokens,), 77.0)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -39,7 +39,7 @@ def spans(row_meta: torch.Tensor, tables: torch.Tensor, num_rows: int, ahead: in
     """Of the draft pass `ahead`, or of the deep pass."""
     found = []
     for r in range(num_rows):
-        _, start, count, _ = row_meta[:, r].tolist()
+        _, start, count, *_ = row_meta[:, r].tolist()
         if ahead is None:
             found.append(RowSpan(tables[r].tolist(), start, count + 1))
         elif count > ahead:
@@ -75,7 +75,8 @@ def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(num_row
     assert parts.newest.tolist() == row_meta[0].tolist()
     at = 0
     for r in range(num_rows):
-        _, start, count, tracked = row_meta[:, r].tolist()
+        _, start, count, tracked, end = row_meta[:, r].tolist()
+        assert parts.counting[r] == max(0, min(count, end - start - 2))
         slots = [tables[r, p // BLOCK_SIZE].item() * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start + count + 1)]
         assert parts.draft_deep_slots[r] == (slots[start - 1] if start else 0)
         assert parts.draft_distances[:, r].tolist() == [(ahead + 1 if start else 0) for ahead in range(drafts)]
@@ -87,6 +88,7 @@ def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(num_row
             at += 1
     assert parts.kept_slots[at:].tolist() == [-1] * (len(parts.kept_slots) - at)
     assert np.all(parts.sources[at:].numpy() == 0)
+    assert parts.counting[num_rows:].tolist() == [-1] * (room - num_rows)
 
 
 @pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)

@@ -40,8 +40,16 @@ def count_outputs_arguments(**changed: Any) -> dict[str, Any]:
     return {**given, "next_state": next_state_of(CASE)[1], "counts": STATE.counts, **changed}
 
 
+def top_logprobs_arguments(**changed: Any) -> dict[str, Any]:
+    given = {name: getattr(CASE, name) for name in ("starts", "row_meta", "following")}
+    outputs = {"ids": torch.zeros(9, 5, dtype=INT64), "logprobs": torch.zeros(9, 5), "chosen": torch.zeros(9)}
+    logits = torch.zeros(9, 60).bfloat16()[:, :50]
+    return {"logits": logits, "sources": torch.arange(9), **given, **outputs, **changed}
+
+
 ROW_OPS: dict[str, tuple[Callable[..., None], Callable[..., dict[str, Any]]]] = {
     "accept_drafts": (cuda_cycle.accept_drafts, accept_drafts_arguments),
+    "top_logprobs": (cuda_cycle.top_logprobs, top_logprobs_arguments),
     "draw_numbers": (cuda_draw.draw_numbers, draw_numbers_arguments),
     "adjust_logits": (cuda_adjust.adjust_logits, adjust_logits_arguments),
     "count_outputs": (cuda_adjust.count_outputs, count_outputs_arguments),
@@ -69,11 +77,11 @@ def test_a_tensor_that_is_on_no_gpu_is_refused(op: str) -> None:
 @pytest.mark.parametrize(
     ("row_meta", "message"),
     [
-        (torch.zeros(4, 3, dtype=INT32), r"row_meta: got shape \[4, 3\], expected \[8, R\]"),
-        (torch.zeros(8, 3, dtype=INT64), "row_meta: got torch.int64"),
-        (torch.zeros(3, 8, dtype=INT32).T, "row_meta: got strides"),
-        (torch.zeros(8, dtype=INT32), "row_meta: got shape"),
-        (torch.zeros(8, 257, dtype=INT32), "row_meta.*at most 256 rows"),
+        (torch.zeros(4, 3, dtype=INT32), r"row_meta: got shape \[4, 3\], expected \[10, R\]"),
+        (torch.zeros(10, 3, dtype=INT64), "row_meta: got torch.int64"),
+        (torch.zeros(3, 10, dtype=INT32).T, "row_meta: got strides"),
+        (torch.zeros(10, dtype=INT32), "row_meta: got shape"),
+        (torch.zeros(10, 257, dtype=INT32), "row_meta.*at most 256 rows"),
     ],
 )
 def test_row_metadata_is_refused_by_name(launches: list[Any], op: str, row_meta: torch.Tensor, message: str) -> None:
@@ -94,6 +102,12 @@ def test_row_metadata_is_refused_by_name(launches: list[Any], op: str, row_meta:
         ("accept_drafts", {"branches": 2}, "branches: got 2, expected a divisor of 3 rows"),
         ("accept_drafts", {"carried": torch.zeros(2, 3, dtype=INT32)}, r"carried.*\[2, MOST_ROWS\]"),
         ("accept_drafts", {"next_state": torch.zeros(2, 3, dtype=INT32)}, "next_state: got torch.int32"),
+        ("accept_drafts", {"counting": torch.zeros(3, dtype=INT64)}, "counting: got torch.int64"),
+        ("top_logprobs", {"logits": torch.zeros(9, 50).double()}, "logits: got torch.float64"),
+        ("top_logprobs", {"sources": torch.zeros(8, dtype=INT64)}, r"sources.*\[T\]"),
+        ("top_logprobs", {"ids": torch.zeros(9, 33, dtype=INT64)}, "ids.*at most 32 columns"),
+        ("top_logprobs", {"logprobs": torch.zeros(9, 4)}, r"logprobs.*\[T, N\]"),
+        ("top_logprobs", {"chosen": torch.zeros(9).double()}, "chosen: got torch.float64"),
         ("draw_numbers", {"keys": torch.zeros(3, 3, dtype=INT64)}, r"keys.*\[4, R\]"),
         ("draw_numbers", {"starts": torch.zeros(3, dtype=INT32)}, r"starts.*\[R \+ 1\]"),
         ("draw_numbers", {"positions": torch.zeros(8, dtype=INT64)}, r"positions.*\[T\]"),
@@ -107,7 +121,6 @@ def test_row_metadata_is_refused_by_name(launches: list[Any], op: str, row_meta:
         ("adjust_logits", {"sources": torch.zeros(3, dtype=INT64)}, r"sources.*\[N\]"),
         ("adjust_logits", {"positions": torch.zeros(8, dtype=INT64)}, r"positions.*\[T\]"),
         ("adjust_logits", {"drafted": torch.zeros(2, 4, dtype=INT64)}, r"positions|drafted"),
-        ("adjust_logits", {"drafted": torch.zeros(257, 3, dtype=INT64)}, "drafted.*at most 256 drafts"),
         ("adjust_logits", {"out": torch.zeros(4, 50).bfloat16()}, "out: got torch.bfloat16"),
         ("adjust_logits", {"out": torch.zeros(4, 60)[:, :50]}, "out: got strides"),
         ("adjust_logits", {"state": STATE._replace(counts=STATE.counts.int())}, "state.counts: got torch.int32"),
@@ -131,6 +144,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 SIZES = {
     "accept_drafts": (3, 2, 1),
+    "top_logprobs": (9, 3, 50, 60, 5),
     "draw_numbers": (3, 3),
     "adjust_logits": (4, 50, 60, 3, 4, 50, 320),
     "count_outputs": (3, 50),

@@ -16,7 +16,7 @@ from tests.kernels.row_cases import (
     RowCase,
     adjust_case,
     adjust_logits_of,
-    keys_of,
+    logprobs_case,
     next_state_of,
     row_case,
     same_bits,
@@ -26,7 +26,9 @@ from tide_core.kernels.reference import adjust, cycle
 from tide_core.kernels.reference import draw as draw_plan
 from tide_core.request import SamplingParams
 from tide_core.sampling.adjust import adjusted
-from tide_core.sampling.draw import stream_key, uniform, uniforms
+from tide_core.sampling.draw import ACCEPT_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, stream_key, uniform
+from tide_core.sampling.rows import SamplingRow
+from tide_core.sampling.sampler import with_logprobs
 
 
 def thresholds(case: RowCase, r: int) -> tuple[float, float]:
@@ -38,13 +40,13 @@ def accepted_by_rule(case: RowCase, r: int, row: int) -> int:
     """Drafts of place `row` that row r keeps."""
     min_score, exit_score = thresholds(case, r)
     begin = int(case.starts[row])
-    for distance in range(int(case.row_meta[cycle.DRAFTS, r])):
+    for distance in range(int(case.counting[r])):
         score = float(case.scores[distance, row])
         if not math.isfinite(score) or score < min_score:
             return distance
         if score < exit_score and case.drafted[distance, row] != case.following[begin + distance]:
             return distance
-    return int(case.row_meta[cycle.DRAFTS, r])
+    return int(case.counting[r])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -74,6 +76,7 @@ def test_rows_accept_drafts_by_their_own_thresholds(
 
 def one_row(scores: list[float], min_score: float, exit_score: float, right: list[bool]) -> RowCase:
     case = row_case(1, 1, 1, len(scores), vocab_size=100)
+    case.counting[0] = len(scores)
     case.row_meta[[cycle.MIN_SCORE, cycle.EXIT_SCORE], 0] = torch.tensor([min_score, exit_score]).view(torch.int32)
     case.row_meta[cycle.LEAVES] = cycle.FOR_GOOD
     case.scores[:, 0] = torch.tensor(scores)
@@ -109,14 +112,16 @@ def test_a_draft_needs_its_least_score_and_a_high_one_needs_no_comparison(
 def test_the_random_numbers_of_a_cycle_are_those_of_the_sampler(
     num_rows: int, places: int, drafts: int, branches: int
 ) -> None:
-    case, keys = row_case(2, num_rows, places, drafts), keys_of(3, places)
+    case = row_case(2, num_rows, places, drafts)
+    keys = np.array([[stream_key(r - 2, s) for r in range(places)] for s in range(4)], dtype=np.uint64)
     found = torch.full((draw_plan.NUM_STREAMS, drafts + 1, places), 77.0, dtype=torch.float64)
-    draw_plan.draw_numbers(keys, case.starts, case.positions, case.row_meta, found)
-    meta = case.row_meta[:, :num_rows].numpy()
-    outputs = (meta[cycle.START] + 1 - meta[cycle.PROMPT_LEN]).astype(np.uint64)
-    steps = outputs + np.arange(drafts + 1, dtype=np.uint64)[:, None]
-    expected = uniforms(keys[:, None, :num_rows].numpy().view(np.uint64), steps)
-    assert np.array_equal(found[..., :num_rows].numpy(), expected)
+    draw_plan.draw_numbers(torch.from_numpy(keys.view(np.int64)), case.starts, case.positions, case.row_meta, found)
+    for r in range(num_rows):
+        outputs = int(case.row_meta[cycle.START, r] + 1 - case.row_meta[cycle.PROMPT_LEN, r])
+        for stream in range(4):
+            far = [distance if stream == DRAFT_STREAM else 0 for distance in range(drafts + 1)]
+            expected = [uniform(r - 2, outputs + d, stream, apart) for d, apart in enumerate(far)]
+            assert found[stream, :, r].tolist() == expected
     assert (found[..., num_rows:] == 0.0).all()
 
 
@@ -126,7 +131,42 @@ def test_a_step_is_the_number_of_output_tokens_with_the_drafts_before() -> None:
     keys = torch.from_numpy(np.array([[stream_key(7, stream)] for stream in range(4)], dtype=np.uint64).view(np.int64))
     found = torch.zeros(4, 3, 1, dtype=torch.float64)
     draw_plan.draw_numbers(keys, case.starts, case.positions, case.row_meta, found)
-    assert found[..., 0].tolist() == [[uniform(7, 5 + d, stream) for d in range(3)] for stream in range(4)]
+    for stream in (0, ACCEPT_STREAM, RESIDUAL_STREAM):
+        assert found[stream, :, 0].tolist() == [uniform(7, 5 + d, stream) for d in range(3)]
+
+
+def test_a_draft_that_is_made_again_at_another_distance_is_drawn_with_another_number() -> None:
+    case, later = row_case(3, 1, 1, 2), row_case(3, 1, 1, 2)
+    later.positions.add_(1)  # the cycle after one token
+    keys = torch.from_numpy(np.array([[stream_key(7, stream)] for stream in range(4)], dtype=np.uint64).view(np.int64))
+    numbers = []
+    for each in (case, later):
+        numbers.append(torch.zeros(4, 3, 1, dtype=torch.float64))
+        draw_plan.draw_numbers(keys, each.starts, each.positions, each.row_meta, numbers[-1])
+    first, second = numbers
+    for stream in range(4):
+        is_same = first[stream, 1] == second[stream, 0]
+        assert is_same.item() == (stream != DRAFT_STREAM)
+
+
+@pytest.mark.parametrize(("num_rows", "places", "drafts", "branches"), SHAPES)
+def test_log_probabilities_are_those_of_the_sampler(num_rows: int, places: int, drafts: int, branches: int) -> None:
+    case = row_case(4, num_rows, places, drafts)
+    logits, sources, following, *found = logprobs_case(5, case, 53, 9)
+    cycle.top_logprobs(logits, sources, case.starts, case.row_meta, following, *found)
+    ids, logprobs, chosen = found
+    for t, source in enumerate(sources.tolist()):
+        wanted = int(case.row_meta[cycle.LOGPROBS, source % places])
+        if t >= int(case.starts[-1]) or wanted < 0:
+            assert ids[t].tolist() == [77] * 9
+            assert chosen[t] == 77.0
+            continue
+        row = SamplingRow(SamplingParams(logprobs=wanted), 0, (), (), ())
+        expected = with_logprobs(logits[t], row, int(following[t]))
+        listed = zip(ids[t, :wanted].tolist(), logprobs[t, :wanted].tolist(), strict=True)
+        assert [pair for pair in listed if pair[1] > -math.inf] == list(expected.top_logprobs)
+        assert chosen[t].item() == expected.logprob
+        assert ids[t, wanted:].tolist() == [77] * (9 - wanted)
 
 
 def adjusted_by_sampler(case: RowCase, wanted: AdjustCase, sources: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

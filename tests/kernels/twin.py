@@ -70,6 +70,7 @@ def twin_kernels() -> CudaKernels:
         plan_cycle=cycle_plan.plan_cycle,
         pending_tokens=cycle_plan.pending_tokens,
         accept_drafts=cycle_plan.accept_drafts,
+        top_logprobs=cycle_plan.top_logprobs,
         nth_best=branching.nth_best,
         slot_copier=branching.slot_copier,
         draw=draw_plan.draw,

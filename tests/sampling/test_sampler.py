@@ -26,7 +26,7 @@ from tide_core.errors import EngineError
 from tide_core.request import SamplingParams
 from tide_core.sampling import SampledToken, SamplingRow, sample, sample_with_chances, token_probabilities
 from tide_core.sampling.adjust import adjusted
-from tide_core.sampling.draw import draw, stream_key, uniform, uniforms
+from tide_core.sampling.draw import DRAFT_STREAM, draw, uniform
 from tide_core.sampling.weights import HEAD_TOKENS
 
 pytestmark = pytest.mark.unit
@@ -446,12 +446,10 @@ def test_the_numbers_of_a_seed_do_not_change_between_versions() -> None:
     ]
 
 
-def test_many_numbers_at_once_are_those_that_come_one_by_one() -> None:
-    seeds, steps = [0, 5, -1, 2**64 - 1, -(2**63)], [0, 1, 1000, 2**31]
-    for stream in range(5):
-        keys = np.array([stream_key(seed, stream) for seed in seeds], dtype=np.uint64)
-        numbers = uniforms(keys[:, None], np.array(steps, dtype=np.uint64))
-        assert numbers.tolist() == [[uniform(seed, step, stream) for step in steps] for seed in seeds]
+def test_every_distance_of_a_draft_has_its_own_number() -> None:
+    numbers = [uniform(5, step, DRAFT_STREAM, distance) for step in range(100) for distance in range(16)]
+    assert len(set(numbers)) == len(numbers)
+    assert uniform(5, 3, DRAFT_STREAM, 0) == uniform(5, 3, DRAFT_STREAM)
 
 
 @pytest.mark.parametrize(

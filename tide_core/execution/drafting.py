@@ -128,7 +128,9 @@ class Drafter:
         """The exits' tokens after the rows' sampling parameters; None where these leave nothing to choose.
 
         `where`: the rows of the logits [T, S] that are theirs."""
-        sampling = [row.sampling_row(len(row.tokens) - 1, stream=DRAFT_STREAM) for row in rows]
+        sampling = [
+            row.sampling_row(len(row.tokens) - 1, stream=DRAFT_STREAM, distance=len(row.drafts)) for row in rows
+        ]
         choices: list[Choice | None] = [Choice(best_id) for best_id in best_ids]
         worked = [n for n, row in enumerate(sampling) if not row.params.is_greedy or needs_adjusting(row)]
         if worked:

@@ -102,14 +102,15 @@ class RowCycle:
                 taken.append(states[low - begin : high - begin])
         return taken
 
-    def sampling_row(self, token: int, *, stream: int = 0) -> SamplingRow:
-        """The sampler's input to choose the token after token t of the step."""
+    def sampling_row(self, token: int, *, stream: int = 0, distance: int = 0) -> SamplingRow:
+        """The sampler's input to choose the token after token t of the step; `distance`: of a draft."""
         step = self.step
         output_ids: Sequence[int] = step.output_ids
         if self.drafts and token > 0:
             output_ids = [*step.output_ids, *(draft.token_id for draft in self.drafts[:token])]
         request = step.request
-        return SamplingRow(request.params, request.seed, request.prompt_ids, output_ids, request.eos_ids, stream)
+        ids = request.prompt_ids, output_ids, request.eos_ids
+        return SamplingRow(request.params, request.seed, *ids, stream, distance)
 
     def deep_slot(self, block_size: int) -> int:
         """The slot of the last token before this step; 0 if there is none."""

@@ -60,14 +60,9 @@ class Verifier:
         self._num_layers = num_layers
 
     def verify(
-        self,
-        rows: Sequence[RowCycle],
-        wanted: Sequence[Sequence[int]],
-        logits: torch.Tensor,
-        best: torch.Tensor | None = None,
+        self, rows: Sequence[RowCycle], wanted: Sequence[Sequence[int]], logits: torch.Tensor
     ) -> list[RowResult]:
-        """`wanted[r]` are the tokens of row r whose full-depth logits are in `logits`, [sum, V], in that order. `best`
-        holds the largest of each and its index, [2, sum], where these are known."""
+        """`wanted[r]` are the tokens of row r whose full-depth logits are in `logits`, [sum, V], in that order."""
         where = [(r, token) for r, tokens in enumerate(wanted) for token in tokens]
         # Sampled drafts are verified by the rejection rule; everything else is a plain choice at full depth.
         drawn = [i for i, (r, token) in enumerate(where) if _sampled_draft(rows[r], token) is not None]
@@ -77,7 +72,7 @@ class Verifier:
         plain = [i for i in range(len(where)) if found[i].target is None]
         if plain:
             sampling = [rows[r].sampling_row(token) for r, token in (where[i] for i in plain)]
-            chosen = sample(logits, sampling, best) if len(plain) == len(where) else sample(logits[plain], sampling)
+            chosen = sample(logits if len(plain) == len(where) else logits[plain], sampling)
             for i, choice in zip(plain, chosen, strict=True):
                 found[i] = FullDepth(logits[i], choice)
         by_row: list[dict[int, FullDepth]] = [{} for _ in rows]

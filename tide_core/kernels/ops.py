@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tide_core.kernels.reference.branches import CopySlots
-from tide_core.kernels.reference.draw import DrawnCycle
 from tide_core.kernels.reference.ops import Norm, RouterWeights, Top2
 
 
@@ -176,13 +175,16 @@ class CudaKernels(Kernels):
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    top_logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     """Defined in `tide_core.kernels.reference.cycle`."""
     nth_best: Callable[..., Tensor]
     slot_copier: Callable[[Sequence[Tensor], int], CopySlots]
     """Defined in `tide_core.kernels.reference.branches`."""
-    draw: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    verify_drawn: Callable[[Tensor, DrawnCycle], tuple[Tensor, Tensor]]
+    draw: Callable[..., tuple[Tensor, Tensor]]
+    """Of logits, settings, numbers and the vocabulary's size, with an optional `out`."""
+    verify_drawn: Callable[..., tuple[Tensor, Tensor]]
+    """Of logits and a `DrawnCycle`, with an optional `out`."""
     draw_numbers: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     """Defined in `tide_core.kernels.reference.draw`."""
     adjust_logits: Callable[..., None]

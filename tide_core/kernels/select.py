@@ -76,6 +76,7 @@ def cuda_kernels() -> CudaKernels:
         plan_cycle=cycle.plan_cycle,
         pending_tokens=cycle.pending_tokens,
         accept_drafts=cycle.accept_drafts,
+        top_logprobs=cycle.top_logprobs,
         nth_best=branches.nth_best,
         slot_copier=branches.slot_copier,
         draw=draws.draw,

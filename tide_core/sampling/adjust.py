@@ -80,5 +80,6 @@ def _as_tensors(
     logits: torch.Tensor, changes: Sequence[Change]
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     row_ids, token_ids, values = zip(*changes, strict=True)
-    where = torch.tensor([row_ids, token_ids], device=logits.device)
-    return (where[0], where[1]), torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    device = logits.device  # a copy that blocks would wait for all that the device has to do
+    where = torch.tensor([row_ids, token_ids]).to(device, non_blocking=True)
+    return (where[0], where[1]), torch.tensor(values, dtype=logits.dtype).to(device, non_blocking=True)

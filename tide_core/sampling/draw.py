@@ -1,28 +1,29 @@
 """One random number per (seed, step), and the token it falls on.
 
-The number is a hash of seed and step, not the next one of a stream: there is no state to keep, so a row that is
-preempted, recomputed or moved in the batch draws what it would have drawn.
+The number is a hash of seed and step, for a draft also of its distance, not the next one of a stream: there is no state
+to keep, so a row that is preempted, recomputed or moved in the batch draws what it would have drawn.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, AUDIT_STREAM = 1, 2, 3, 4
 """Further streams of random numbers; stream 0 is plain sampling: to draw a draft, accept it, replace it, audit it."""
+DISTANCE_BITS = 32
+"""Where the distance stands above the step."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def uniform(seed: int, step: int, stream: int = 0) -> float:
-    """A number in [0, 1) with 53 random bits. Every seed in -2**63..2**64-1 has numbers of its own, in every stream."""
-    return (_mix(stream_key(seed, stream) + step) >> 11) * 2.0**-53
+def uniform(seed: int, step: int, stream: int = 0, distance: int = 0) -> float:
+    """A number in [0, 1) with 53 random bits. Every seed in -2**63..2**64-1 has numbers of its own, in every stream and
+    at every distance of a draft: numbers of drafts that were discarded are not used again."""
+    return (_mix(stream_key(seed, stream) + step + (distance << DISTANCE_BITS)) >> 11) * 2.0**-53
 
 
 @functools.lru_cache(maxsize=4096)
@@ -31,16 +32,6 @@ def stream_key(seed: int, stream: int = 0) -> int:
     key = _mix(seed & _MASK)
     key = _mix(key + (seed >> 64 & _MASK))  # tells -1 from 2**64 - 1
     return _mix(key ^ stream * _GOLDEN & _MASK) if stream else key
-
-
-def uniforms(keys: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`uniform` of many streams, by their keys, and steps: uint64 of any shapes that go together, to float64."""
-    word = keys + steps + np.uint64(_GOLDEN)  # wraps round, as all that follows
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    word ^= word >> np.uint64(31)
-    numbers: np.ndarray[Any, Any] = (word >> np.uint64(11)) * 2.0**-53
-    return numbers
 
 
 def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:

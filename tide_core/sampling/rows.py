@@ -20,6 +20,8 @@ class SamplingRow:
     eos_ids: tuple[int, ...]
     stream: int = 0
     """Which of the seed's random numbers are used."""
+    distance: int = 0
+    """Of a draft: how many were made before it in this cycle."""
 
 
 @dataclass(frozen=True, slots=True)

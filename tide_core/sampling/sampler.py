@@ -47,13 +47,12 @@ NO_TOKEN = -1
 AFTER_ADJUSTING = " after bias, masks and penalties"
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], known: torch.Tensor | None = None) -> list[SampledToken]:
-    """Choose a token for each row of `logits` [R, V]; any float dtype, any device. `logits` is not changed. `known` are
-    the largest of each row and its index, [2, R], where these are known."""
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose a token for each row of `logits` [R, V]; any float dtype, any device. `logits` is not changed."""
     assert logits.shape[:-1] == (len(rows),), "one row of logits for each row"
     if not rows:
         return []
-    token_ids, errors = _best(logits, known=known)  # 1
+    token_ids, errors = _best(logits)  # 1
     worked = [r for r, row in enumerate(rows) if r not in errors and (not row.params.is_greedy or needs_adjusting(row))]
     if worked:
         chosen, failed, _, _ = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 11
@@ -129,25 +128,21 @@ def _choose(
     weights = None
     if drawn:
         weights = token_weights(select_rows(logits, drawn), [rows[r].params for r in drawn])  # 7 to 10
-        numbers = [uniform(rows[r].seed, len(rows[r].output_ids), rows[r].stream) for r in drawn]
+        numbers = [
+            uniform(row.seed, len(row.output_ids), row.stream, row.distance) for row in map(rows.__getitem__, drawn)
+        ]
         for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 11
             token_ids[r] = token_id
     return token_ids, errors, drawn, weights
 
 
-def _best(
-    logits: torch.Tensor, when: str = "", *, known: torch.Tensor | None = None
-) -> tuple[list[int], dict[int, str]]:
+def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, str]]:
     """The largest logit's id in each row of [R, V], the lowest among equals, and errors by row.
 
     The maximum of a row is NaN if any logit is, +inf if any is, and -inf only if all are: one look at it is the whole
     finite check.
     """
-    if known is None:
-        maxima, best_ids = best(logits)
-    else:
-        maxima, places = known.tolist()
-        best_ids = [int(place) for place in places]
+    maxima, best_ids = best(logits)
     errors = {
         r: f"numerical_error: the largest logit of the row is {maximum}{when}"
         for r, maximum in enumerate(maxima)

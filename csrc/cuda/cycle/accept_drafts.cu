@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kMostCycleRows) accept_drafts_kernel(AcceptDra
     let_next_start();
     const int32_t rows = static_cast<int32_t>(p.rows), r = threadIdx.x;
     if (r >= rows) return;
-    const int32_t count = p.row_meta[kDrafts * rows + r];
+    const int32_t count = p.counting[r];
     int64_t token = 0, position = 0;
     if (count >= 0) {
         const int32_t first = r - r % static_cast<int32_t>(p.branches);

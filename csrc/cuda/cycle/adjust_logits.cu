@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 constexpr int kChunk = kThreads * kPack;   // columns of a CTA
 constexpr uint16_t kMostOutputs = 0x7fff;  // the bit above marks a token of the prompt
 
-// The token ids of a chunk that have entries or are drafts, in shared memory.
+// The token ids of a chunk that have entries, in shared memory.
 class IdTable {
   public:
     static constexpr int kAbsent = -1;
@@ -26,14 +26,12 @@ class IdTable {
             last_[i] = -1;
         }
     }
-    __device__ int insert(int32_t id) {
-        for (int at = hash(id);; at = (at + 1) % kSize) {
+    __device__ void insert(int32_t id, int32_t entry) {
+        int at = hash(id);
+        for (;; at = (at + 1) % kSize) {
             const int32_t held = atomicCAS(&ids_[at], kAbsent, id);
-            if (held == kAbsent || held == id) return at;
+            if (held == kAbsent || held == id) break;
         }
-    }
-    __device__ void insert_entry(int32_t id, int32_t entry) {
-        const int at = insert(id);
         atomicMin(&first_[at], entry);
         atomicMax(&last_[at], entry);
     }
@@ -50,7 +48,7 @@ class IdTable {
 
   private:
     static constexpr int kBits = 10, kSize = 1 << kBits;
-    static_assert(kSize >= kMostEntries + kMostAdjustDrafts + 1, "a search must find a free place");
+    static_assert(kSize > kMostEntries, "a search must find a free place");
     static __device__ int hash(int32_t id) { return static_cast<uint32_t>(id) * 2654435761u >> (32 - kBits); }
 
     int32_t ids_[kSize], first_[kSize], last_[kSize];
@@ -85,7 +83,6 @@ struct Adjustments {
     }
 
     __device__ bool applies(int64_t entry) const { return entry_until[entry] > num_outputs; }
-    __device__ int64_t draft(int64_t distance) const { return drafted[distance * rows]; }
 
     __device__ float with_entries(float x, int32_t id, int32_t first, int32_t last) const {
         for (int32_t entry = first; entry <= last; ++entry) {
@@ -95,7 +92,7 @@ struct Adjustments {
     }
     __device__ int32_t count_drafts(int32_t id) const {
         int32_t count = 0;
-        for (int64_t d = 0; d < distance; ++d) count += draft(d) == id;
+        for (int64_t d = 0; d < distance; ++d) count += drafted[d * rows] == id;
         return count;
     }
     // `count` is that of the output.
@@ -111,15 +108,11 @@ template <typename Concerns>
 __device__ bool fill(IdTable& table, const Adjustments& a, Concerns&& concerns) {
     bool any = false;
     for (int64_t e = threadIdx.x; e < a.entries; e += kThreads) any |= concerns(a.entry_ids[e]) && a.applies(e);
-    for (int64_t d = threadIdx.x; d < a.distance; d += kThreads) any |= concerns(a.draft(d));
     if (!__syncthreads_or(any)) return false;
     table.clear();
     __syncthreads();
     for (int64_t e = threadIdx.x; e < a.entries; e += kThreads) {
-        if (concerns(a.entry_ids[e]) && a.applies(e)) table.insert_entry(a.entry_ids[e], static_cast<int32_t>(e));
-    }
-    for (int64_t d = threadIdx.x; d < a.distance; d += kThreads) {
-        if (concerns(a.draft(d))) table.insert(static_cast<int32_t>(a.draft(d)));
+        if (concerns(a.entry_ids[e]) && a.applies(e)) table.insert(a.entry_ids[e], static_cast<int32_t>(e));
     }
     __syncthreads();
     return true;
@@ -155,12 +148,9 @@ __global__ void __launch_bounds__(kThreads) adjust_logits_kernel(AdjustLogitsPar
             if (i >= count) continue;
             const int32_t id = static_cast<int32_t>(every ? column + i : p.columns[column + i]);
             const uint16_t stored = together ? counts[i] : a.counts[id];
-            int32_t outputs = stored & kMostOutputs;
+            const int32_t outputs = (stored & kMostOutputs) + a.count_drafts(id);
             const int at = searches ? table.find(id) : IdTable::kAbsent;
-            if (at != IdTable::kAbsent) {
-                pack.at[i] = a.with_entries(pack.at[i], id, table.first(at), table.last(at));
-                outputs += a.count_drafts(id);
-            }
+            if (at != IdTable::kAbsent) pack.at[i] = a.with_entries(pack.at[i], id, table.first(at), table.last(at));
             pack.at[i] = a.penalised(pack.at[i], stored != 0 || outputs > 0, outputs);
         }
     }

@@ -28,7 +28,9 @@ __global__ void __launch_bounds__(kThreads) draw_numbers_kernel(DrawNumbersParam
     if (p.row_meta[kDrafts * p.rows + r] >= 0) {
         // The output tokens before this one, drafts included.
         const int64_t step = p.positions[p.starts[r]] + distance + 1 - p.row_meta[kPromptLen * p.rows + r];
-        number = uniform(static_cast<uint64_t>(p.keys[stream * p.rows + r]), static_cast<uint64_t>(step));
+        // A draft that is discarded must not show the number of a later one at its position.
+        const int64_t apart = stream == kDraftStream ? distance << 32 : 0;
+        number = uniform(static_cast<uint64_t>(p.keys[stream * p.rows + r]), static_cast<uint64_t>(step + apart));
     }
     p.numbers[i] = number;
 }

@@ -134,6 +134,9 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
         if (r == 0) plan.starts[0] = 0;
         plan.starts[r + 1] = end;
         plan.lens[r] = count < 0 ? 0 : start + count + 1;
+        // After the newest token the answer has end - start - 1 more at most, and the last is not drafted.
+        const int32_t most = max(p.row_meta[4 * rows + r] - start - 2, 0);
+        plan.counting[r] = min(count, most);
     }
     walk = begins_at;
     int32_t before = count >= 0 ? walk.slot_before() : 0;

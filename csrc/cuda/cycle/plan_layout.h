@@ -31,6 +31,7 @@ struct CyclePlan {
     int32_t* draft_lens;    // [drafts, rows]
     int32_t* starts;        // [rows + 1]
     int32_t* lens;          // [rows]
+    int32_t* counting;      // [rows]
     int32_t* copies;        // [2, rows * branch_size]
     int32_t* returns;       // [4, tokens], or nothing without branches
     int32_t* narrow_end;
@@ -54,7 +55,8 @@ struct CyclePlan {
         draft_lens = draft_starts + drafts * (rows + 1);
         starts = draft_lens + per_draft;
         lens = starts + rows + 1;
-        copies = lens + rows;
+        counting = lens + rows;
+        copies = counting + rows;
         returns = copies + 2 * rows * branch_size;
         narrow_end = returns + (branch_size > 0 ? 4 * tokens : 0);
     }

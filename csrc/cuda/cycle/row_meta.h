@@ -17,16 +17,19 @@ enum RowMeta : int {
     kStart,       // its position
     kDrafts,      // -1: no row
     kLeaves,      // how the row may leave early
+    kEnd,         // the position after the last that the answer can have
     kMinScore,    // float32 bits: a draft with a lower score does not count
     kExitScore,   // float32 bits: a draft with this score or a higher one is accepted without a comparison
     kPromptLen,   // tokens
     kAdjustSlot,  // of the state below, -1: none
+    kLogprobs,    // the likeliest tokens to list with log-probabilities, -1: none, and no log-probability either
     kNumRowMeta,
 };
 
 // The token that follows the accepted drafts of each row, and its position.
 struct AcceptDraftsParams {
     const int32_t* row_meta;
+    const int32_t* counting;   // [rows] drafts that may count, -1: no row
     const int32_t* starts;     // [rows + 1]
     const int64_t* positions;  // [tokens]
     const int64_t* drafted;    // [drafts, rows]
@@ -42,6 +45,7 @@ struct AcceptDraftsParams {
 void accept_drafts(const AcceptDraftsParams& params, cudaStream_t stream);
 
 constexpr int kDrawStreams = 4;  // of random numbers that a row has
+constexpr int kDraftStream = 1;  // the one that drafts are drawn with
 
 // The random numbers of every row in a cycle: those of tide_core/sampling/draw.py, bit for bit.
 struct DrawNumbersParams {
@@ -57,7 +61,6 @@ struct DrawNumbersParams {
 void draw_numbers(const DrawNumbersParams& params, cudaStream_t stream);
 
 constexpr int kMostEntries = 512;
-constexpr int kMostAdjustDrafts = 256;
 
 // Logits as the requests of their rows ask for them. Row n belongs to the row sources[n] % rows, after as many of its
 // drafts as sources[n] / rows. A row without a slot is copied.
@@ -67,7 +70,7 @@ struct AdjustLogitsParams {
     const int64_t* sources;    // [count]
     const int32_t* starts;     // [rows + 1]
     const int64_t* positions;  // [tokens]
-    const int64_t* drafted;    // [drafts, rows], at most kMostAdjustDrafts of a row
+    const int64_t* drafted;    // [drafts, rows]
     const int32_t* row_meta;
     const uint16_t* counts;      // [slots, vocabulary]: of the output, and the highest bit for a token of the prompt
     const double* penalties;     // [3, slots]: repetition, presence, frequency
@@ -100,5 +103,27 @@ struct CountOutputsParams {
 };
 
 void count_outputs(const CountOutputsParams& params, cudaStream_t stream);
+
+constexpr int kMostLogprobs = 32;
+
+// After every token of a row that wants it: the likeliest tokens, best first and equals by lower id, as many as the row
+// lists; their log-probabilities, and that of the token that follows. Nothing is written for other rows.
+struct TopLogprobsParams {
+    const void* logits;        // [tokens, width]
+    const int64_t* sources;    // [tokens] draft * rows + row
+    const int32_t* starts;     // [rows + 1]
+    const int32_t* row_meta;   // at most `most` are listed
+    const int64_t* following;  // [tokens]
+    int64_t* ids;              // [tokens, most]
+    float* logprobs;           // [tokens, most]
+    float* chosen;             // [tokens]
+    int64_t tokens;
+    int64_t rows;
+    int64_t width;
+    int64_t logits_stride;
+    int64_t most;  // at most kMostLogprobs
+};
+
+void top_logprobs(DType dtype, const TopLogprobsParams& params, cudaStream_t stream);
 
 }  // namespace tide::cuda

@@ -7,6 +7,7 @@ import pytest
 
 from tide_core.batch import RowStep
 from tide_core.execution.graphs.cycle_shape import CycleInputs, CycleShape, RowPlace
+from tide_core.kernels.reference.cycle import END, EXIT_SCORE, MIN_SCORE
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
 from tide_core.sampling.draw import stream_key
@@ -43,10 +44,11 @@ def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
 def test_every_branch_is_told_the_row_and_its_blocks_and_how_the_row_may_leave() -> None:
     meta, tables = filled(CycleShape(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
     assert meta[:4].tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
-    min_scores, exit_scores = meta[4:6].view(np.float32)
+    min_scores, exit_scores = meta[[MIN_SCORE, EXIT_SCORE]].view(np.float32)
     assert min_scores.tolist() == [-np.inf] * 6
     assert exit_scores.tolist() == [pytest.approx(0.9)] * 2 + [np.inf] * 4
-    assert meta[6:].tolist() == [[1] * 6, [-1] * 6], "the length of the prompt, and no logit adjustments"
+    assert meta[END].tolist() == [1 + 128] * 6, "the prompt and the most tokens"
+    assert meta[7:].tolist() == [[1] * 6, [-1] * 6, [-1] * 6], "prompt length, no adjustments, no log-probabilities"
     assert tables.tolist() == [[1, 2, 3], [1, 2, 3], [3, 4, 5], [3, 4, 5], [7, 8, 9], [7, 8, 9]]
 
 
@@ -85,7 +87,7 @@ def test_a_threshold_never_lets_a_lower_score_pass_though_it_is_rounded() -> Non
     request = Request("r", (1,), SamplingParams(threshold=threshold), seed=0, policy=policy)
     row = RowStep(request, BlockTable([3], [5]), (1,), (), True, policy, 1)
     meta, _ = filled(CycleShape(1, 1, 1), [row])
-    assert float(meta[4].view(np.float32)[0]) >= threshold
+    assert float(meta[MIN_SCORE].view(np.float32)[0]) >= threshold
 
 
 def test_sampled_rows_have_their_settings_and_a_key_for_each_random_stream() -> None:

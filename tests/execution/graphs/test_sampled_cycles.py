@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
 from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.in_flight import Launched
+from tide_core.execution.graphs.launch_depth import LaunchDepth, LaunchDepths
+from tide_core.execution.graphs.prompts import GraphPrompts
+from tide_core.exits.audit import AuditBook
 from tide_core.exits.policy import resolve_policy
 from tide_core.request import SamplingParams
 
@@ -224,9 +228,9 @@ def test_a_cycle_that_failed_once_leaves_nothing_behind(cycles: list[list[RowSte
             raise MemoryError("once")
         return head(normed)
 
-    def checked(logits: torch.Tensor, cycle: Any) -> Any:
+    def checked(logits: torch.Tensor, cycle: Any, **where: Any) -> Any:
         assert len(cycle.draft_logits) == len(cycle.accept), "as many drafts as there are numbers for"
-        return verify(logits, cycle)
+        return verify(logits, cycle, **where)
 
     runner = parts.runner.cycles
     assert runner is not None
@@ -237,3 +241,49 @@ def test_a_cycle_that_failed_once_leaves_nothing_behind(cycles: list[list[RowSte
         answers = engine.generate(prompts, params)
     assert all_ids(answers) == all_ids(sound)
     assert answers[0].error is None
+
+
+class AnyDepth(LaunchDepth):
+    """Another number of steps in every launch."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self._random = random
+
+    def restart(self) -> None:
+        self.steps = self._random.choice((1, 1, 2, 3, 4))
+
+    def observe(self, steps: int, device_s: float, wait_s: float, period_s: float) -> None:
+        self.restart()
+
+
+@pytest.mark.parametrize("kind", ["bounded", "drawn", "greedy"])
+def test_tokens_and_scores_depend_neither_on_launch_depth_nor_on_when_prompts_are_done(
+    cycles: list[Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_done = GraphPrompts._is_done
+    more = {"bounded": {"mode": "bounded"}, "drawn": {"temperature": 0.8, "seed": 3}, "greedy": {}}[kind]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **{"mode": "verified", **more})
+    model: dict[str, Any] = {"easy": True, "share": 0.3, "artefact": EVERY}
+    if kind == "bounded":  # an exit that is wrong, and emitted now and then
+        model = {"easy": False, "artefact": {"kind": "mlp", **EVERY}}
+
+    def answers(seed: int | None) -> list[list[tuple[int, int, float | None]]]:
+        random = Random(seed)
+        parts = exit_parts("qwen3", **model, max_rows=8, max_batch_tokens=1024)
+        parts.core.audits = AuditBook(delta=1e-300)  # when a bound breaks depends on which rows come first
+        if seed is not None:
+            assert parts.runner.cycles is not None
+            parts.runner.cycles.depths = LaunchDepths(lambda: AnyDepth(random))
+            monkeypatch.setattr(GraphPrompts, "_is_done", lambda self: random.random() < 0.5 and is_done(self))
+        with poisoned(parts) as engine:
+            found = engine.generate(random_prompts(6, 11), params)
+        return [[(token.token_id, token.exit_layer, token.score) for token in answer.tokens] for answer in found]
+
+    expected = answers(None)
+    assert {layer for answer in expected for _, layer, _ in answer} == {1, 4}
+    for seed in range(1, 7):
+        for one, other in zip(answers(seed), expected, strict=True):
+            assert [token[:2] for token in one] == [token[:2] for token in other]
+            scores = [(a[2], b[2]) for a, b in zip(one, other, strict=True)]
+            assert all((a is None) == (b is None) and (a is None or a == pytest.approx(b)) for a, b in scores)

@@ -85,4 +85,6 @@ class AdjustSlots:
 
     @staticmethod
     def _copy(to: torch.Tensor, values: np.ndarray[Any, Any]) -> None:
-        to.copy_(torch.from_numpy(values))
+        source = torch.from_numpy(values)
+        # A copy from pageable memory would wait for all that the device has to do.
+        to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)

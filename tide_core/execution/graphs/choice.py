@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tide_core.execution.graphs.cycle_output import OutputBuffer
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
-from tide_core.kernels.reference.cycle import DRAFTS, CycleParts
-from tide_core.kernels.reference.draw import NUM_HEAD, DrawnCycle, places_of
+from tide_core.kernels.reference.cycle import CycleParts
+from tide_core.kernels.reference.draw import DRAFT_INDEX, NUM_HEAD, DrawnCycle, places_of
 
 
 class Choice(Protocol):
@@ -43,13 +43,6 @@ class Greedy:
         self._kernels.top2_logsumexp(logits, self._scratch, out=output.deep_peaks)
 
 
-class _Drafted(NamedTuple):
-    """What draft passes leave for the deep pass."""
-
-    logits: torch.Tensor
-    heads: torch.Tensor
-
-
 class Sampled:
     """For cycles with sampled rows: a draft is accepted or replaced by the rejection rule of `exits.verify`."""
 
@@ -64,45 +57,41 @@ class Sampled:
     ) -> None:
         """`settings` [5, R]: how rows sample. `numbers` [4, K + 1, R]: their random numbers in this cycle."""
         self._kernels, self._exits = kernels, exits
-        self._row_meta, self._parts, self._settings, self._numbers = row_meta, parts, settings, numbers
-        self._drafted: list[_Drafted] = []
+        self._parts, self._settings, self._numbers = parts, settings, numbers
+        rows, drafts = row_meta.shape[1], numbers.shape[1] - 1
+        self._heads = torch.zeros((drafts, rows, NUM_HEAD), dtype=torch.float64, device=row_meta.device)
+        self._logits: list[torch.Tensor] = []
+        """Of the draft passes, for the deep pass."""
         self._places: torch.Tensor | None = None
 
     def draft(self, distance: int, logits: torch.Tensor, output: OutputBuffer) -> None:
         assert self._exits is not None
-        places, heads = self._kernels.draw(logits, self._settings, self._numbers[1, distance], self._exits.vocab_size)
         if distance == 0:  # a run that failed may have left some
-            self._drafted = []
-        self._drafted.append(_Drafted(logits, heads))
-        output.places[distance] = places
+            self._logits = []
+        self._logits.append(logits)
+        given = logits, self._settings, self._numbers[DRAFT_INDEX, distance], self._exits.vocab_size
+        self._kernels.draw(*given, out=(output.places[distance], self._heads[distance]))
 
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
-        parts, drafted = self._parts, self._drafted
-        self._drafted = []  # graphs share memory, which is free again only when nothing refers to it
+        parts, drafted = self._parts, self._logits
+        self._logits = []  # graphs share memory, which is free again only when nothing refers to it
         plain, _, accept, residual = self._numbers
-        rows, vocab_size = self._row_meta.shape[1], logits.shape[1]
+        rows, vocab_size = self._settings.shape[1], logits.shape[1]
         shortlist = logits.new_empty(0, dtype=torch.int64) if self._exits is None else self._exits.shortlist
         if self._places is None:  # the first run is not captured
             self._places = places_of(shortlist, vocab_size)
-        if drafted:
-            drafts = _Drafted(*(torch.stack(some) for some in zip(*drafted, strict=True)))
-        else:
-            heads = logits.new_empty(0, rows, NUM_HEAD, dtype=torch.float64)
-            drafts = _Drafted(logits.new_empty(0, rows, 0), heads)
         cycle = DrawnCycle(
             parts.sources,
             parts.starts[rows:],
-            self._row_meta[DRAFTS],
+            parts.counting,
             self._settings,
             plain,
             accept[:-1],
             residual[:-1],
             output.scores,
             output.drafted,
-            drafts.logits,
-            drafts.heads,
+            torch.stack(drafted) if drafted else logits.new_empty(0, rows, 0),
+            self._heads,
             self._places,
         )
-        best, following = self._kernels.verify_drawn(logits, cycle)
-        output.best.copy_(best)
-        output.following.copy_(following)
+        self._kernels.verify_drawn(logits, cycle, out=(output.best, output.following))

@@ -188,13 +188,6 @@ class GraphCycles:
             if number is not None:
                 previous, gained = number * step.branches, step.num_cycles * (step.rows[number].drafts + 1)
             is_needed |= left > gained
-            if number is not None and (row.request.params.temperature > 0.0 or not row.policy.is_lossless):
-                # The last token of an answer is not drafted, and which token a sampled or bounded row emits depends on
-                # whether it was drafted. So near the end the row waits until its length is known.
-                fits = (left - gained) // (row.num_drafts + 1)
-                if fits < 1:
-                    continue
-                num_cycles = min(num_cycles, fits)
             if number is not None:
                 left -= step.num_cycles  # at least
                 if left < 1:

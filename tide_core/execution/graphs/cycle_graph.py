@@ -123,10 +123,10 @@ class CycleGraph(Graph):
             numbers = len(STREAMS), shape.drafts + 1, shape.rows
             self._numbers = torch.zeros(numbers, dtype=torch.float64, device=device)
             self._choice = Sampled(kernels, exits, self._row_meta, parts, settings, self._numbers)
-        # Scores have low priority: they yield to drafts and the deep pass. Sampled rows verify with them, so there they
-        # run in line. Exit state has high priority: its few CTAs would wait for all of the LM head's otherwise.
-        scores_apart, on_gpu = shape.drafts > 0 and not shape.samples, device.type == "cuda"
-        self._score_stream = _side_stream(device, 0) if on_gpu and scores_apart else None
+        # Scores have low priority: they yield to drafts and the deep pass. Exit state has high priority: its few CTAs
+        # would wait for all of the LM head's otherwise.
+        on_gpu = device.type == "cuda"
+        self._score_stream = _side_stream(device, 0) if on_gpu and shape.drafts > 0 else None
         self._exit_stream = _side_stream(device, -2) if on_gpu and shape.writes_exit_state else None
 
     def _view(self, *indices: torch.Tensor, queries: int) -> KernelView:
@@ -183,15 +183,21 @@ class CycleGraph(Graph):
         with _stream(self._exit_stream):
             self._write_exit_state(states)
         logits = self._adapter.head(states.normed)
-        self._choice.choose(self._adjusted(logits, parts.sources, None), output)
-        if shape.logprobs:
-            self._write_logprobs(logits)
-        _join(self._score_stream)
-        of_rows = self._row_meta, parts.starts, parts.positions
+        adjusted = self._adjusted(logits, parts.sources, None)
+        if shape.samples:  # a draft whose score is too low is not verified
+            _join(self._score_stream)
+        self._choice.choose(adjusted, output)
+        if shape.logprobs:  # under the model itself
+            kernels.top_logprobs(logits, parts.sources, parts.starts, self._row_meta, output.following, *output.top)
+        if not shape.samples:
+            _join(self._score_stream)
+        begins = parts.starts, parts.positions
         drafted = output.drafted, output.scores, output.following
-        kernels.accept_drafts(*of_rows, *drafted, shape.branches, self._next_state, output.next_state)
+        after = self._next_state, output.next_state
+        kernels.accept_drafts(self._row_meta, parts.counting, *begins, *drafted, shape.branches, *after)
         if self._slots is not None:
-            kernels.count_outputs(*of_rows, output.following, output.next_state, self._slots.state.counts)
+            counts = self._slots.state.counts
+            kernels.count_outputs(self._row_meta, *begins, output.following, output.next_state, counts)
         _join(self._exit_stream)
         if self._branches is not None:  # the branch that was right becomes the row
             source, target, *_ = parts.returns
@@ -234,14 +240,6 @@ class CycleGraph(Graph):
         of_rows = parts.starts, parts.positions, self._output.drafted, self._row_meta
         self._kernels.adjust_logits(logits, columns, sources, *of_rows, self._slots.state, out)
         return out
-
-    def _write_logprobs(self, logits: torch.Tensor) -> None:
-        """Log-probabilities under the model itself: of the likeliest tokens, and of the tokens that follow."""
-        ids, top, chosen = self._output.top
-        logprobs = logits.float().log_softmax(-1)  # as the sampler does it: the same bits
-        ids.copy_(logits.topk(ids.shape[1], dim=-1).indices)
-        torch.gather(logprobs, -1, ids, out=top)
-        torch.gather(logprobs, -1, self._output.following[:, None], out=chosen.unsqueeze(-1))
 
 
 def _timed_event() -> Any:

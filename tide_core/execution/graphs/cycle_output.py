@@ -14,22 +14,26 @@ from tide_core.kernels.reference.ops import Top2
 Array = np.ndarray[Any, Any]
 
 
-class TopLogprobs:
-    """The likeliest tokens after every token of the deep pass, and the log-probability of the one that follows."""
+class TopLogprobs(NamedTuple):
+    """After every token of the deep pass: the likeliest tokens, best first, and the log-probability of the one that
+    follows. Views of the host buffer: they hold until the next launch."""
 
-    def __init__(self, ids: Array, logprobs: Array, chosen: Array) -> None:
-        """[T, 20] each, and [T]. They are ranked at once: best first, equals by lower id."""
-        order = np.lexsort((ids, -logprobs), axis=-1)
-        self._ids = np.take_along_axis(ids, order, -1).tolist()
-        self._logprobs = np.take_along_axis(logprobs, order, -1).tolist()
-        self._chosen = chosen.tolist()
+    ids: Array
+    """[T, N]"""
+    logprobs: Array
+    """[T, N]"""
+    chosen: Array
+    """[T]"""
 
     def notes(self, begin: int, end: int, num: int) -> list[TokenNote]:
         """Of some tokens; tokens that the model rules out are not listed."""
+        listed = self.ids[begin:end, :num].tolist(), self.logprobs[begin:end, :num].tolist()
         notes = []
-        for place in range(begin, end):
-            pairs = zip(self._ids[place][:num], self._logprobs[place][:num], strict=True)
-            notes.append(TokenNote(self._chosen[place], tuple([pair for pair in pairs if pair[1] > -inf])))
+        for chosen, ids, logprobs in zip(self.chosen[begin:end].tolist(), *listed, strict=True):
+            pairs = tuple(zip(ids, logprobs, strict=True))
+            if pairs and pairs[-1][1] == -inf:
+                pairs = tuple([pair for pair in pairs if pair[1] > -inf])
+            notes.append(TokenNote(chosen, pairs))
         return notes
 
 
@@ -120,5 +124,4 @@ class HostCopy:
         """Once the copy is done."""
         drafted, following, next_state, scores, best = (part.tolist() for part in self._parts[:5])
         top = self._parts[5:]
-        ranked = TopLogprobs(*top) if top else None
-        return CycleOutput(drafted, tuple(following), next_state, scores, best, ranked)
+        return CycleOutput(drafted, tuple(following), next_state, scores, best, TopLogprobs(*top) if top else None)

@@ -23,7 +23,8 @@ Array = np.ndarray[Any, Any]
 PLAIN_STREAM = 0
 STREAMS = (PLAIN_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM)
 """Random numbers of a sampled row: one stream each to draw a token, to draw a draft, to accept it, to replace it."""
-NO_ROW = (0, 0, -1, 0, 0, 0, 0, -1)
+MAX_END = 2**31 - 1
+NO_ROW = (0, 0, -1, 0, 0, 0, 0, 0, -1, -1)
 """Row metadata of a place without a row."""
 
 
@@ -56,7 +57,7 @@ class CycleShape:
         return self._sampling_words + self.rows * (NUM_META + self.blocks)
 
     def split(self, buffer: Any) -> tuple[Any, Any]:
-        """Of an array or a tensor: row metadata [8, R], and the rows' blocks [R, B]."""
+        """Of an array or a tensor: row metadata [10, R], and the rows' blocks [R, B]."""
         first = self._sampling_words
         border = first + NUM_META * self.rows
         meta, tables = buffer[first:border], buffer[border:]
@@ -109,7 +110,8 @@ class CycleInputs:
         for number, (step, drafts, blocks, previous) in enumerate(rows):
             start = step.table.num_valid if previous < 0 else -1 - previous
             slot = -1 if slots is None else slots[number]
-            of_row = step.token_ids[0], start, drafts, *_constants(step.request, step.policy), slot
+            constants, logprobs = _constants(step.request, step.policy), step.request.params.logprobs
+            of_row = step.token_ids[0], start, drafts, *constants, slot, -1 if logprobs is None else logprobs
             for _ in range(self._branches):
                 if written[place] != blocks:  # a few times quicker than to write them again
                     self._tables[place, : len(blocks)] = written[place] = blocks
@@ -141,16 +143,22 @@ class CycleInputs:
                 self._sampled[place] = None
 
 
-def _constants(request: Request, policy: ExitPolicy) -> tuple[int, int, int, int]:
+def _constants(request: Request, policy: ExitPolicy) -> tuple[int, int, int, int, int]:
     """Row metadata that a request does not change while its policy stays."""
-    min_score = request.params.threshold
+    min_score, prompt_len = request.params.threshold, len(request.prompt_ids)
+    end = end_of(request)
     if policy.is_lossless and min_score is None:
-        return (IF_RIGHT if policy.may_exit else NEVER), NO_MIN_SCORE, NO_EXIT_SCORE, len(request.prompt_ids)
+        return (IF_RIGHT if policy.may_exit else NEVER), end, NO_MIN_SCORE, NO_EXIT_SCORE, prompt_len
     thresholds = cycle_thresholds(request, policy)
     leaves = NEVER
     if policy.may_exit:
         leaves = IF_RIGHT if policy.exit_thresholds[0] > 1.0 else FOR_GOOD
-    return leaves, _bits(thresholds.min_score), _bits(thresholds.exit_score), len(request.prompt_ids)
+    return leaves, end, _bits(thresholds.min_score), _bits(thresholds.exit_score), prompt_len
+
+
+def end_of(request: Request) -> int:
+    """The position after the last that its answer can have."""
+    return min(len(request.prompt_ids) + request.params.max_tokens, MAX_END)
 
 
 @functools.lru_cache(maxsize=256)

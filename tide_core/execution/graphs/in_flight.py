@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tide_core.batch import DraftCounts, RowResult, RowStep, TokenNote, TokenResult
 from tide_core.execution.graphs.cycle_graph import HostBuffer
 from tide_core.execution.graphs.cycle_output import CycleOutput
-from tide_core.execution.graphs.cycle_shape import RowPlace
+from tide_core.execution.graphs.cycle_shape import RowPlace, end_of
 from tide_core.execution.graphs.launch_depth import LaunchDepth
 from tide_core.exits.accept import Thresholds, cycle_thresholds
 from tide_core.request import Audit
@@ -125,11 +125,13 @@ class InFlightStep:
         num_tokens = self.begins[-1] + self.rows[-1].drafts + 1
         finite = all([output.is_finite(len(self.begins), num_tokens) for output in outputs])
         by_place = [self._by_place(output) for output in outputs]
+        most_gained = self.num_cycles * (self.drafts + 1)
         results = []
         for index, number in wanted.items():
             step = rows[index]
             params, policy = step.request.params, step.policy
-            if not finite or not policy.is_lossless or params.threshold is not None:
+            near_end = end_of(step.request) - step.table.lengths[-1] - 1 < most_gained
+            if near_end or not finite or not policy.is_lossless or params.threshold is not None:
                 results.append(self._any_result(step, number, outputs, by_place))
                 continue
             result = self._usual_result(step, number, outputs, by_place)
@@ -177,8 +179,8 @@ class InFlightStep:
     def _any_result(
         self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
     ) -> RowResult:
-        """Token by token: thresholds, audits, and numbers that are not finite."""
-        drafts, start = self.rows[number].drafts, step.table.lengths[-1]
+        """Token by token: thresholds, audits, drafts that would be the last token, and numbers that are not finite."""
+        drafts, start, end = self.rows[number].drafts, step.table.lengths[-1], end_of(step.request)
         thresholds = cycle_thresholds(step.request, step.policy)
         tokens: list[TokenResult] = []
         counts: list[DraftCounts] = []
@@ -187,9 +189,10 @@ class InFlightStep:
             place = self._place(number, output)
             scores, draft_ids = drafted[place] if drafts else ((), ())
             begin, position = self.begins[place], output.next_state[1][place]
+            allowed = max(0, min(drafts, end - start - 2))  # as `counting` of the cycle's plan
             accepted, start = position - start - 1, position
-            counted = _num_counted(scores[:drafts], thresholds)
-            is_fault = counted < drafts and not isfinite(scores[counted])
+            counted = _num_counted(scores[:allowed], thresholds)
+            is_fault = counted < allowed and not isfinite(scores[counted])
             layers_run += _outcome(self.layers, drafts, self.branches, (1,))[1]
             for distance in range(accepted + 1):
                 best = output.best[begin + distance]
@@ -197,7 +200,7 @@ class InFlightStep:
                     error = f"numerical_error: the largest logit of the row is {best}"
                     accepted = distance
                     break
-                score = scores[distance] if distance < drafts else None
+                score = scores[distance] if distance < allowed else None
                 following = output.following[begin + distance]
                 token = TokenResult(following, self.layers.num_layers, score=score)
                 if distance < accepted:
@@ -207,7 +210,7 @@ class InFlightStep:
                         audit = Audit.AGREED if draft == following else Audit.DISAGREED
                     token = TokenResult(draft, self.layers.exit_layer, score=score, audit=audit)
                 tokens.append(token)
-            counts.append(DraftCounts(counted, accepted, int(is_fault), drafts))
+            counts.append(DraftCounts(counted, accepted, int(is_fault), allowed))
             if error is not None:
                 break
         if tokens:  # after an error the text may end with these; if not, the next step fails too

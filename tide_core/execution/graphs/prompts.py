@@ -7,7 +7,8 @@ it takes as long as several cycles, and its rows have no result until it is done
 different slots; they share no workspace.
 
 All its ops are those of the cycles: a token's result depends neither on how a prompt was cut into chunks nor on what
-else ran in the step. Longer chunks and contexts take the plain path, which reads K and V only once for all of them.
+else ran in the step. What few rows ask for, a draw, logit adjustments or log-probabilities, is launched after the graph
+(`_PromptPass.choose`). Longer chunks and contexts take the plain path, which reads K and V only once for all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,14 +26,19 @@ import torch
 from tide_core.batch import RowResult, RowStep
 from tide_core.execution.deep_pass import ExitIndices, run_deep
 from tide_core.execution.graphs.base import Graph
-from tide_core.execution.graphs.in_flight import Launched, ReadResults, is_unchanged
+from tide_core.execution.graphs.cycle_output import OutputBuffer
+from tide_core.execution.graphs.in_flight import NO_SCORE, Launched, ReadResults, is_unchanged
 from tide_core.exits.propose import Exits
 from tide_core.exits.row_cycle import RowCycle
-from tide_core.exits.verify import Verifier
 from tide_core.kernels import CudaKernels
+from tide_core.kernels.reference.cycle import LOGPROBS, NUM_META
+from tide_core.kernels.reference.draw import BEST, NUM_HEAD
 from tide_core.kv.cache import PagedKV, RowSpan, StepIndex
 from tide_core.kv.kernel_view import Column, IndexLayout, KernelView
 from tide_core.models.adapter import ModelAdapter
+from tide_core.request import MAX_LOGPROBS
+from tide_core.sampling.adjust import adjusted
+from tide_core.sampling.draw import uniform
 
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of a pass."""
@@ -91,7 +98,6 @@ class GraphPrompts:
         self._capture = on_gpu if capture is None else capture
         self._passes: dict[PromptShape, _PromptPass] = {}
         self._pool: Any = None
-        self._verifier = Verifier((), adapter.num_layers)
         self._workspaces: list[torch.Tensor] = []
         self._stream: Any = torch.cuda.Stream(cache.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._earlier: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
@@ -181,6 +187,7 @@ class GraphPrompts:
         with self._on_own_stream():
             one = self._ready(shape, index, columns)
             one.replay()
+            one.choose(rows)
         return lambda: self._results(rows, one)
 
     @contextlib.contextmanager
@@ -222,13 +229,21 @@ class GraphPrompts:
         """What follows the rows whose prompt is complete."""
         if self._stream is not None:
             self._stream.synchronize()
-        cycles = [RowCycle.begin(row, 1) for row in rows]
-        for cycle in cycles:
-            cycle.layers_run = len(cycle.tokens) * self._adapter.num_layers
-        ends = [index for index, row in enumerate(rows) if row.samples]
-        wanted = [[len(row.token_ids) - 1] if row.samples else [] for row in rows]
-        logits = one.logits[: len(rows)] if len(ends) == len(rows) else one.logits[ends]
-        return self._verifier.verify(cycles, wanted, logits, one.best[:, ends])
+        output, num_layers = one.host.read(), self._adapter.num_layers
+        assert output.top is not None
+        results = []
+        for index, row in enumerate(rows):
+            ran, best, num_logprobs = len(row.token_ids), output.best[index], row.request.params.logprobs
+            result = RowResult(num_valid=ran, layers_run=ran * num_layers)
+            if row.samples and not isfinite(best):
+                result = result._replace(error=f"numerical_error: the largest logit of the row is {best}")
+            elif row.samples:
+                token = (output.following[index],)
+                result = result._replace(token_ids=token, exit_layers=(num_layers,), scores=NO_SCORE)
+                if num_logprobs is not None:
+                    result = result._replace(notes=tuple(output.top.notes(index, index + 1, num_logprobs)))
+            results.append(result)
+        return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +291,7 @@ class _PromptPass(Graph, KernelView):
     """The pass of one shape, from the host's indices to the host's results; the view that its own layers use."""
 
     _may_gather = False
-    logits: torch.Tensor
+    _logits: torch.Tensor
     """After the last token of each row, [R, V]; of padding, anything."""
 
     def __init__(
@@ -301,8 +316,11 @@ class _PromptPass(Graph, KernelView):
         self._workspaces = workspaces
         self.limit(shape.tokens, blocks * cache.block_size)
         self._adapter, self._exits = adapter, exits
-        self.best = torch.empty(2, shape.rows, dtype=torch.float64, pin_memory=on_gpu)
-        """On the host: the largest of the logits and its index."""
+        self._output = OutputBuffer(shape.rows, 0, cache.device, min(MAX_LOGPROBS, adapter.vocab_size))
+        self.host = self._output.host_copy()
+        """The output on the host: one token after each row."""
+        self._sources = torch.arange(shape.rows, device=cache.device)
+        self._begins = torch.arange(shape.rows + 1, dtype=torch.int32, device=cache.device)
         self._scratch: Any = None
 
     def load(self, index: StepIndex, columns: Sequence[Column]) -> None:
@@ -321,9 +339,34 @@ class _PromptPass(Graph, KernelView):
         if self._exits is not None:
             self._exits.write_exit_state(self, *states[:3], *ExitIndices(*indices))
         last = (self._starts[1:].long() - 1).clamp_(min=0)
-        self.logits = self._adapter.head(states.normed.index_select(0, last))
+        self._logits = self._adapter.head(states.normed.index_select(0, last))
         if self._scratch is None:  # the first run is not captured
-            device, (num, vocabulary) = self.logits.device, self.logits.shape
+            device, (num, vocabulary) = self._logits.device, self._logits.shape
             self._scratch = self._kernels.score_scratch(device, num, vocabulary=vocabulary)
-        peaks = self._kernels.top2_logsumexp(self.logits, self._scratch)
-        self.best.copy_(torch.stack((peaks.best.double(), peaks.best_at.double())), non_blocking=True)
+        self._kernels.top2_logsumexp(self._logits, self._scratch, out=self._output.deep_peaks)
+        self._output.send(self.host)
+
+    def choose(self, rows: Sequence[RowStep]) -> None:
+        """Launch what rows need whose next token is not just the largest logit. Nothing here waits for the device."""
+        num, output, device = len(rows), self._output, self._logits.device
+        params = [row.request.params for row in rows]
+        logits = self._logits[:num]
+        is_drawn = any(not mine.is_greedy for mine in params)
+        if is_drawn or any(row.request.adjusts_logits for row in rows):
+            sampling = [RowCycle.begin(row, 1).sampling_row(0) for row in rows]
+            settings = [(mine.temperature, mine.top_k, mine.top_p, mine.min_p, -inf) for mine in params]
+            numbers = [uniform(row.seed, len(row.output_ids)) for row in sampling]
+            given = torch.tensor([*zip(*settings, strict=True), numbers], dtype=torch.float64)
+            given = given.to(device, non_blocking=True)
+            chosen = adjusted(logits.float(), sampling)
+            heads = torch.empty((num, NUM_HEAD), dtype=torch.float64, device=device)
+            drawn = chosen, given[:-1], given[-1], logits.shape[1]
+            self._kernels.draw(*drawn, out=(output.following[:num], heads))
+            output.best[:num] = heads[:, BEST]
+        elif all(mine.logprobs is None for mine in params):
+            return
+        row_meta = torch.full((NUM_META, num), -1, dtype=torch.int32)
+        row_meta[LOGPROBS] = torch.tensor([-1 if mine.logprobs is None else mine.logprobs for mine in params])
+        where = self._sources[:num], self._begins[: num + 1], row_meta.to(device, non_blocking=True)
+        self._kernels.top_logprobs(logits, *where, output.following[:num], *(part[:num] for part in output.top))
+        output.send(self.host)

@@ -10,7 +10,7 @@ from tide_core.kernels.checks import DTYPE_CODES, Faults
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.cycle import meta_faults
 from tide_core.kernels.cuda.launch import device_of, launch, ptr, row_stride
-from tide_core.kernels.reference.adjust import MOST_DRAFTS, MOST_ENTRIES, AdjustState
+from tide_core.kernels.reference.adjust import MOST_ENTRIES, AdjustState
 
 
 def adjust_logits(
@@ -32,8 +32,6 @@ def adjust_logits(
     checks.refuse([checks.dims_fault("drafted", drafted, 2), checks.dims_fault("positions", positions, 1)])
     (count, width), rows, drafts = logits.shape, row_meta.shape[1], drafted.shape[0]
     slots, vocab_size = state.counts.shape
-    if drafts > MOST_DRAFTS:
-        raise checks.shape_error("drafted", drafted, f"[K, R] with at most {MOST_DRAFTS} drafts")
     if columns is not None:
         checks.refuse(checks.exact_faults("columns", columns, torch.int64, (width,), "[C]", device))
     elif width > vocab_size:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from tide_core.kernels import checks
-from tide_core.kernels.cuda.launch import device_of, launch, ptr
+from tide_core.kernels.checks import DTYPE_CODES
+from tide_core.kernels.cuda import checks as cuda_checks
+from tide_core.kernels.cuda.launch import device_of, launch, ptr, row_stride
 from tide_core.kernels.reference import cycle as cycle_plan
 
 
@@ -33,6 +35,7 @@ def pending_tokens(
 
 def accept_drafts(
     row_meta: Tensor,
+    counting: Tensor,
     starts: Tensor,
     positions: Tensor,
     drafted: Tensor,
@@ -51,6 +54,7 @@ def accept_drafts(
     if branches < 1 or rows % branches:
         raise ValueError(f"branches: got {branches}, expected a divisor of {rows} rows")
     for name, tensor, kind, shape, letters in (
+        ("counting", counting, torch.int32, (rows,), "[R]"),
         ("starts", starts, torch.int32, (rows + 1,), "[R + 1]"),
         ("positions", positions, torch.int64, (tokens,), "[T]"),
         ("drafted", drafted, torch.int64, (drafts, rows), "[K, R]"),
@@ -60,17 +64,50 @@ def accept_drafts(
         ("next_state", next_state, torch.int64, (2, rows), "[2, R]"),
     ):
         checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
-    tensors = row_meta, starts, positions, drafted, scores, following, carried, next_state
+    tensors = row_meta, counting, starts, positions, drafted, scores, following, carried, next_state
     launch(device, "accept_drafts", *(ptr(tensor) for tensor in tensors), rows, drafts, branches)
 
 
+def top_logprobs(
+    logits: Tensor,
+    sources: Tensor,
+    starts: Tensor,
+    row_meta: Tensor,
+    following: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    chosen: Tensor,
+) -> None:
+    """The likeliest tokens of `logits` [T, V] into `ids` and `logprobs` [T, N], and the log-probability of `following`
+    into `chosen` [T], for rows that have log-probabilities."""
+    device = device_of(logits)
+    checks.refuse(cuda_checks.matrix_faults("logits", logits, device))
+    checks.refuse(meta_faults(row_meta, device))
+    checks.refuse([checks.dims_fault("ids", ids, 2)])
+    (tokens, width), rows, most = logits.shape, row_meta.shape[1], ids.shape[1]
+    if most > min(cycle_plan.MOST_LOGPROBS, width):
+        raise checks.shape_error("ids", ids, f"[T, N] with at most {min(cycle_plan.MOST_LOGPROBS, width)} columns")
+    for name, tensor, kind, shape, letters in (
+        ("sources", sources, torch.int64, (tokens,), "[T]"),
+        ("starts", starts, torch.int32, (rows + 1,), "[R + 1]"),
+        ("following", following, torch.int64, (tokens,), "[T]"),
+        ("ids", ids, torch.int64, (tokens, most), "[T, N]"),
+        ("logprobs", logprobs, torch.float32, (tokens, most), "[T, N]"),
+        ("chosen", chosen, torch.float32, (tokens,), "[T]"),
+    ):
+        checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
+    addresses = (ptr(part) for part in (logits, sources, starts, row_meta, following, ids, logprobs, chosen))
+    sizes = tokens, rows, width, row_stride(logits), most
+    launch(device, "top_logprobs", DTYPE_CODES[logits.dtype], *addresses, *sizes)
+
+
 def meta_faults(row_meta: Tensor, device: torch.device) -> checks.Faults:
-    """Of `row_meta` [8, R] int32, with at most as many rows as a kernel has threads."""
+    """Of `row_meta` [10, R] int32, with at most as many rows as a kernel has threads."""
     yield checks.dims_fault("row_meta", row_meta, 2)
     rows = row_meta.shape[1]
-    yield from checks.exact_faults("row_meta", row_meta, torch.int32, (cycle_plan.NUM_META, rows), "[8, R]", device)
+    yield from checks.exact_faults("row_meta", row_meta, torch.int32, (cycle_plan.NUM_META, rows), "[10, R]", device)
     if rows > cycle_plan.MOST_ROWS:
-        yield checks.shape_error("row_meta", row_meta, f"[8, R] with at most {cycle_plan.MOST_ROWS} rows")
+        yield checks.shape_error("row_meta", row_meta, f"[10, R] with at most {cycle_plan.MOST_ROWS} rows")
 
 
 def plan_cycle(
@@ -84,13 +121,15 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from `row_meta` [4, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    """Fill both buffers from `row_meta` [5, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
     [R, B] of the rows, all int32; branches get blocks of their own in `tables`."""
     device = device_of(row_meta)
     checks.refuse([checks.dims_fault("row_meta", row_meta, 2), checks.dims_fault("tables", tables, 2)])
     rows, blocks = row_meta.shape[1], tables.shape[1]
     _refuse_rows(row_meta)
-    checks.refuse(checks.exact_faults("row_meta", row_meta, torch.int32, (4, rows), "[4, R]", device))
+    checks.refuse(
+        checks.exact_faults("row_meta", row_meta, torch.int32, (cycle_plan.NUM_PLANNED, rows), "[5, R]", device)
+    )
     most = cycle_plan.MOST_ROWS
     checks.refuse(checks.exact_faults("next_state", next_state, torch.int32, (2, most), "[2, MOST_ROWS]", device))
     checks.refuse(checks.exact_faults("tables", tables, torch.int32, (rows, blocks), "[R, B]", device))
@@ -104,4 +143,4 @@ def plan_cycle(
 def _refuse_rows(row_meta: Tensor) -> None:
     """Refuse more rows than the kernels have threads for."""
     if row_meta.shape[1] > cycle_plan.MOST_ROWS:
-        checks.refuse([checks.shape_error("row_meta", row_meta, f"[4, R] with at most {cycle_plan.MOST_ROWS} rows")])
+        checks.refuse([checks.shape_error("row_meta", row_meta, f"[5, R] with at most {cycle_plan.MOST_ROWS} rows")])

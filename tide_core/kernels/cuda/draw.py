@@ -10,11 +10,11 @@ from tide_core.kernels.checks import DTYPE_CODES, Faults
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.cycle import meta_faults
 from tide_core.kernels.cuda.launch import device_of, launch, ptr, row_stride
-from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_HEAD, NUM_SETTINGS, NUM_STREAMS, DrawnCycle
+from tide_core.kernels.reference.draw import MOST_VOCABULARY, NUM_HEAD, NUM_SETTINGS, NUM_STREAMS, DrawnCycle, Out
 
 
-def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """A place in each row of `logits` [R, W], and what it was drawn from, [R, 4]."""
+def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int, *, out: Out | None = None) -> Out:
+    """A place in each row of `logits` [R, W], [R] int64, and what it was drawn from, [R, 4] float64."""
     device = device_of(logits)
     checks.refuse(_logits_faults(logits, device))
     rows, width = logits.shape
@@ -22,8 +22,7 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
         raise ValueError(f"vocab_size: got {vocab_size}, expected {width} to {MOST_VOCABULARY}")
     checks.refuse(checks.exact_faults("settings", settings, torch.float64, (NUM_SETTINGS, rows), "[5, R]", device))
     checks.refuse(checks.exact_faults("numbers", numbers, torch.float64, (rows,), "[R]", device))
-    places = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    heads = torch.empty(rows, NUM_HEAD, dtype=torch.float64, device=logits.device)
+    places, heads = _outputs(out, device, (torch.int64, rows), (torch.float64, rows, NUM_HEAD))
     tensors = logits, settings, numbers, places, heads
     launch(
         device,
@@ -38,15 +37,14 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
     return places, heads
 
 
-def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
-    """The largest of each row of `logits` [T, V], and the token to output there."""
+def verify_drawn(logits: Tensor, cycle: DrawnCycle, *, out: Out | None = None) -> Out:
+    """The largest of each row of `logits` [T, V], [T] float32, and the token to output there, [T] int64."""
     device = device_of(logits)
     checks.refuse(_logits_faults(logits, device))
     checks.refuse(_cycle_faults(logits, cycle, device))
     num_tokens, vocab_size = logits.shape
     drafts, rows, shortlist = cycle.draft_logits.shape
-    best = torch.empty(num_tokens, device=logits.device)
-    tokens = torch.empty(num_tokens, dtype=torch.int64, device=logits.device)
+    best, tokens = _outputs(out, device, (torch.float32, num_tokens), (torch.int64, num_tokens))
     launch(
         device,
         "verify_drawn",
@@ -80,6 +78,16 @@ def draw_numbers(keys: Tensor, starts: Tensor, positions: Tensor, row_meta: Tens
         checks.refuse(checks.exact_faults(name, tensor, dtype, shape, letters, device))
     tensors = keys, starts, positions, row_meta, out
     launch(device, "draw_numbers", *(ptr(tensor) for tensor in tensors), rows, distances)
+
+
+def _outputs(out: Out | None, device: torch.device, *kinds: tuple[torch.dtype, *tuple[int, ...]]) -> Out:
+    """`out`, checked, or new tensors of these types and shapes."""
+    if out is None:
+        first, second = (torch.empty(shape, dtype=dtype, device=device) for dtype, *shape in kinds)
+        return first, second
+    for number, (tensor, (dtype, *shape)) in enumerate(zip(out, kinds, strict=True)):
+        checks.refuse(checks.exact_faults(f"out[{number}]", tensor, dtype, tuple(shape), str(shape), device))
+    return out
 
 
 def _logits_faults(logits: Tensor, device: torch.device) -> Faults:

@@ -11,7 +11,6 @@ from torch import Tensor
 from tide_core.kernels.reference.cycle import ADJUST_SLOT, DRAFTS, PROMPT_LEN
 
 MOST_ENTRIES = 512
-MOST_DRAFTS = 256
 REPETITION, PRESENCE, FREQUENCY = range(3)
 """The rows of `AdjustState.penalties`."""
 IN_PROMPT = -0x8000

@@ -17,16 +17,19 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 256
-NEWEST, START, DRAFTS, LEAVES = range(4)
-"""Metadata of a row: its newest token, the position of that, the number of drafts (-1: there is no row), and how it may
-leave early. A start of -1 - p means: token and position are those that the previous cycle left at index p."""
+NEWEST, START, DRAFTS, LEAVES, END = range(5)
+"""Metadata of a row: its newest token, the position of that, the number of drafts (-1: there is no row), how it may
+leave early, and the position after the last that its answer can have. A start of -1 - p means: token and position are
+those that the previous cycle left at index p."""
 NEVER, IF_RIGHT, FOR_GOOD = range(3)
 """How a row may leave early: not at all; with drafts that full depth agrees with; or with others as well."""
-MIN_SCORE, EXIT_SCORE, PROMPT_LEN, ADJUST_SLOT = range(4, 8)
+MIN_SCORE, EXIT_SCORE, PROMPT_LEN, ADJUST_SLOT, LOGPROBS = range(5, 10)
 """More rows of `row_meta`: the score a draft needs to count and the score that accepts it without a comparison (float32
-bits as int32; -inf and +inf for none), the tokens of the prompt, and the slot in an `AdjustState` (-1: none)."""
-NUM_META, NUM_PLANNED = 8, 4
+bits as int32; -inf and +inf for none), the tokens of the prompt, the slot in an `AdjustState` (-1: none), and how many
+of the likeliest tokens are listed (-1: the row has no log-probabilities)."""
+NUM_META, NUM_PLANNED = 10, 5
 """Rows of `row_meta`, and how many of them `plan_cycle` reads."""
+MOST_LOGPROBS = 32
 BLOCKS_PER_BRANCH = 2
 """A branch has fewer drafts than a block has slots."""
 
@@ -65,6 +68,8 @@ class CycleParts(NamedTuple):
     """[R + 1]"""
     lens: Tensor
     """[R]"""
+    counting: Tensor
+    """[R] drafts that may count: those before the last token that the answer can have; -1 where there is no row."""
     copies: Tensor
     """[2, R B] with blocks of B slots: the slots that branches need of their rows, from and to, -1 for none."""
     returns: Tensor
@@ -79,7 +84,7 @@ def part_shapes(rows: int, drafts: int, branch_size: int = 0) -> tuple[tuple[int
     per_draft, per_token = (drafts, rows), (rows * (drafts + 1),)
     wide = ((rows,), (rows,), per_draft, per_draft, per_draft, *(per_token,) * 6)
     branches = (2, rows * branch_size), (4, *per_token) if branch_size else (4, 0)
-    return (*wide, (drafts, rows + 1), per_draft, (rows + 1,), (rows,), *branches)
+    return (*wide, (drafts, rows + 1), per_draft, (rows + 1,), (rows,), (rows,), *branches)
 
 
 def sizes(rows: int, drafts: int, branch_size: int = 0) -> tuple[int, int]:
@@ -110,6 +115,7 @@ def pending_tokens(
 
 def accept_drafts(
     row_meta: Tensor,
+    counting: Tensor,
     starts: Tensor,
     positions: Tensor,
     drafted: Tensor,
@@ -122,12 +128,13 @@ def accept_drafts(
     """The token that follows the accepted drafts of each row and its position, into `carried` [2, MOST_ROWS], int32,
     and into `next_state` [2, R], int64; zeros where there is no row.
 
-    A draft counts if its score is finite and at least MIN_SCORE. It is accepted if its score is at least EXIT_SCORE or
-    it equals the token in `following`. The first draft that is not accepted ends the row."""
+    A draft counts if it is one of the first `counting` [R] of its row, and its score is finite and at least MIN_SCORE.
+    It is accepted if its score is at least EXIT_SCORE or it equals the token in `following`. The first draft that is
+    not accepted ends the row."""
     carried[:, : row_meta.shape[1]] = next_state[:] = 0
     min_scores, exit_scores = (row_meta[part].view(torch.float32) for part in (MIN_SCORE, EXIT_SCORE))
     counts = scores.isfinite() & (scores >= min_scores)
-    for r, (count, leaves) in enumerate(row_meta[[DRAFTS, LEAVES]].T.tolist()):
+    for r, (count, leaves) in enumerate(zip(counting.tolist(), row_meta[LEAVES].tolist(), strict=True)):
         if count < 0:
             continue
         row = first = r - r % branches
@@ -145,6 +152,30 @@ def accept_drafts(
         carried[:, r] = next_state[:, r]
 
 
+def top_logprobs(
+    logits: Tensor,
+    sources: Tensor,
+    starts: Tensor,
+    row_meta: Tensor,
+    following: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    chosen: Tensor,
+) -> None:
+    """After every token of a row with log-probabilities: the likeliest of `logits` [T, V], best first and equals by
+    lower id, as many as the row lists, into `ids` and `logprobs` [T, N]; and the log-probability of `following` [T]
+    into `chosen` [T]. Nothing is written for other rows."""
+    rows, most = row_meta.shape[1], ids.shape[1]
+    for t, source in enumerate(sources[: int(starts[rows])].tolist()):
+        wanted = int(row_meta[LOGPROBS, source % rows])
+        if wanted < 0:
+            continue
+        wide = logits[t].to(torch.promote_types(logits.dtype, torch.float32))
+        of_row, listed = wide.log_softmax(-1), min(wanted, most)
+        likeliest = wide.argsort(descending=True, stable=True)[:listed]
+        ids[t, :listed], logprobs[t, :listed], chosen[t] = likeliest, of_row[likeliest], of_row[following[t]]
+
+
 def plan_cycle(
     row_meta: Tensor,
     next_state: Tensor,
@@ -156,7 +187,7 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from `row_meta` [4, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    """Fill both buffers from `row_meta` [5, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
     [R, B] of the rows, all int32. With several `branches` of each row, one after another, all but
     the first get blocks of their own in `tables`, from the spare ones."""
     num_rows = row_meta.shape[1]
@@ -187,6 +218,9 @@ def plan_cycle(
 
     out.starts[:] = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
     out.lens[:] = torch.where(counts >= 0, start + counts + 1, 0)
+    # After the newest token the answer has END - start - 1 more at most, and the last is not drafted.
+    most = (row_meta[END].long() - start - 2).clamp(min=0)
+    out.counting[:] = torch.where(counts >= 0, counts.minimum(most), -1)
     row_of = every.repeat_interleave(counts + 1)
     ahead = torch.arange(len(row_of), device=row_meta.device) - out.starts[row_of]
     places = start[row_of] + ahead

@@ -22,8 +22,12 @@ BEST, CUT, LAST, TOTAL = range(4)
 """What a token was drawn from: the largest logit; the smallest that top-k and top-p keep, and the last place at which
 they keep it; and the sum of the weights."""
 NUM_HEAD = 4
-NUM_STREAMS = 4
-"""Of random numbers that a row has."""
+NUM_STREAMS, DRAFT_INDEX = 4, 1
+"""Streams of random numbers that a row has, and the one that drafts are drawn with."""
+DISTANCE_BITS = 32
+"""As in `tide_core.sampling.draw`."""
+Out = tuple[Tensor, Tensor]
+"""Where the results go."""
 
 
 class DrawnCycle(NamedTuple):
@@ -35,7 +39,7 @@ class DrawnCycle(NamedTuple):
     num_tokens: Tensor
     """[1] int32: the tokens that belong to rows."""
     counts: Tensor
-    """[R] int32: drafts of each row."""
+    """[R] int32: drafts of each row that may count."""
     settings: Tensor
     """[5, R] float64"""
     plain: Tensor
@@ -56,7 +60,7 @@ class DrawnCycle(NamedTuple):
     """[V] int32: where a token stands in the shortlist, -1 where it does not."""
 
 
-def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int, *, out: Out | None = None) -> Out:
     """A place in each row of `logits` [R, W] by its `settings` [5, R] and one of `numbers` [R], and what it was drawn
     from, [R, 4]. Columns stand for rising tokens of a vocabulary, maybe not for all: its size scales the weights."""
     wide = logits.float()
@@ -71,10 +75,10 @@ def draw(logits: Tensor, settings: Tensor, numbers: Tensor, vocab_size: int) -> 
     total = torch.where(drawn, weights.sum(-1), 0)
     cut, last = torch.where(drawn, cut, -torch.inf), torch.where(drawn, last, wide.shape[1])
     heads = torch.stack((best.double(), cut.double(), last.double(), total.double()), -1)
-    return places, heads
+    return _put(out, places, heads)
 
 
-def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
+def verify_drawn(logits: Tensor, cycle: DrawnCycle, *, out: Out | None = None) -> Out:
     """The largest of each row of `logits` [T, V] at full depth, [T] float32, and the token to output there, [T]: the
     draft that follows, if it is accepted, and never that draft if it is not. Tokens of no row have zeros."""
     num_tokens, vocab_size = logits.shape
@@ -102,17 +106,25 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle) -> tuple[Tensor, Tensor]:
         others = _inverse_cdf(_weights(rest, vocab_size), cycle.residual.flatten()[source])
         tokens[verified] = torch.where(stays, drafts, others)
     exists = torch.arange(num_tokens, device=logits.device) < cycle.num_tokens
-    return torch.where(exists, heads[:, BEST].float(), 0.0), torch.where(exists, tokens, 0)
+    return _put(out, torch.where(exists, heads[:, BEST].float(), 0.0), torch.where(exists, tokens, 0))
+
+
+def _put(out: Out | None, *found: Tensor) -> Out:
+    first, second = found if out is None else (to.copy_(part) for to, part in zip(out, found, strict=True))
+    return first, second
 
 
 def draw_numbers(keys: Tensor, starts: Tensor, positions: Tensor, row_meta: Tensor, out: Tensor) -> None:
-    """The random numbers of a cycle: `tide_core.sampling.draw.uniforms` of the streams with these `keys` [4, R] (int64
+    """The random numbers of a cycle: `tide_core.sampling.draw.uniform` of the streams with these `keys` [4, R] (int64
     with the bits of the unsigned keys), into `out` [4, K + 1, R] float64. The step at a distance is the number of
-    output tokens there: those of the row so far and as many drafts. Zeros where there is no row."""
+    output tokens there: those of the row so far and as many drafts. A draft's number depends on its distance as well.
+    Zeros where there is no row."""
     exists = row_meta[DRAFTS] >= 0
     begins = torch.where(exists, starts[:-1], 0).long()
     outputs = positions[begins] + 1 - row_meta[PROMPT_LEN]
-    steps = outputs + torch.arange(out.shape[1], device=out.device)[:, None]
+    distances = torch.arange(out.shape[1], device=out.device)[:, None]
+    steps = (outputs + distances).expand(NUM_STREAMS, -1, -1).clone()
+    steps[DRAFT_INDEX] += distances << DISTANCE_BITS
     word = keys[:, None] + steps + _signed(0x9E3779B97F4A7C15)  # wraps round, as the products do
     word = (word ^ _shifted(word, 30)) * _signed(0xBF58476D1CE4E5B9)
     word = (word ^ _shifted(word, 27)) * _signed(0x94D049BB133111EB)
