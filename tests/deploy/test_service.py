@@ -371,7 +371,8 @@ async def test_a_request_that_is_ended_while_its_prompt_is_read_does_not_wait_fo
             with pytest.raises(DeadlineError):
                 await waits
     assert held.num_open == 1
-    assert held.engine.stats().num_running == 1, "the other still has the row"
+    stats = held.engine.stats()
+    assert (stats.num_running, stats.dead) == (1, False), "the other still has the row"
     await others.aclose()
 
 
