@@ -33,18 +33,18 @@ def answers(prompts: Any, params: Any, *, ahead: bool, steps: int = 1, **setting
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize(("max_rows", "steps"), [(1, 1), (3, 1), (8, 1), (8, 3)])
-def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
+def test_rows_that_come_and_go_get_what_they_get_without_lookahead(
     max_rows: int, steps: int, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[int] = []
     num_cycles: list[int] = []
-    fly = GraphCycles._launch
+    launch = GraphCycles._launch
 
     def launched(self: GraphCycles, rows: Any, steps: int = 1) -> InFlightStep:
         ahead.append(sum(row.previous >= 0 for row in rows))
-        flight = fly(self, rows, steps)
-        num_cycles.append(flight.num_cycles)
-        return flight
+        step = launch(self, rows, steps)
+        num_cycles.append(step.num_cycles)
+        return step
 
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(12, 50))]
     params = [SamplingParams(max_tokens=9 + 5 * i, ignore_eos=True, mode=mode) for i in range(12)]
