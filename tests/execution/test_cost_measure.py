@@ -1,4 +1,4 @@
-"""The measured cost table: what is timed, what it leaves behind, and how it is kept."""
+"""The measured cost table: what is timed, what stays afterwards, and how it is stored."""
 
 from __future__ import annotations
 

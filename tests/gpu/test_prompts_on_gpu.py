@@ -1,4 +1,4 @@
-"""Prompts as graphs: what a prompt comes to does not depend on how it was cut, nor on what ran beside it."""
+"""Prompts as graphs: the result of a prompt does not depend on how it was cut, nor on what ran next to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 HEAD = (("head_size", 16), ("num_heads", 4), ("num_kv_heads", 2))
 BLOCK = {"kind": "block", "taps": (2, 3), "sizes": HEAD, "draft_threshold": 0.0}
 FIRST = SamplingParams(max_tokens=1, logprobs=5)
-"""The model's own distribution behind the prompt: it would show any bit that differs."""
+"""The model's own distribution after the prompt: it would show any bit that differs."""
 
 
 def prompt_parts(*, capture: bool = True, dtype: str = "bfloat16", **settings: Any) -> Parts:

@@ -69,7 +69,7 @@ def test_tokens_are_those_of_full_depth_whichever_branch_is_right(num_rows: int,
 def test_a_branch_that_is_always_right_gives_a_token_in_every_cycle(
     rank: int, brought_back: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An oracle tells the branch of this rank the token, and the others a wrong one."""
+    """An oracle gives the branch of this rank the right token, and the others a wrong one."""
     [prompt] = random_prompts(1, 11)
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         [expected] = engine.generate([prompt], SamplingParams(**GREEDY, mode="full"))
@@ -173,6 +173,6 @@ def test_branches_part_at_the_first_draft_and_go_on_with_the_likeliest_token() -
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
     outputs = OutputBuffer(4, 2, torch.device("cpu"))
     choice = Greedy(twin_kernels(), 4, 2, torch.device("cpu"))
-    for ahead in range(2):
-        choice.draft(ahead, logits, outputs)
+    for step in range(2):
+        choice.draft(step, logits, outputs)
     assert outputs.places.tolist() == [[1, 3, 1, 3], [1, 1, 1, 1]]
