@@ -108,7 +108,13 @@ async def test_a_request_that_takes_too_long_ends_with_a_deadline_and_gives_its_
     held: Service, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     abort = held.engine.abort
-    monkeypatch.setattr(held.engine, "abort", lambda request_id: (abort(request_id), gate.open())[0])
+
+    def aborted(request_id: str) -> bool:
+        found = abort(request_id)
+        gate.open()
+        return found
+
+    monkeypatch.setattr(held.engine, "abort", aborted)
     monkeypatch.setattr(held, "limits", Limits(max_timeout_s=0.2))
     with pytest.raises(DeadlineError, match=r"0\.2 s"):
         await run(held, Call(PROMPT, LONG))
