@@ -63,7 +63,7 @@ def wrong_tokens(clients: Sequence[Client], expected: Expected) -> int:
 
 
 def wait_for_tokens(cluster: Cluster, clients: Sequence[Client]) -> None:
-    cluster.until(lambda: all(client.has_a_token for client in clients), "token for every stream", 60)
+    cluster.until(lambda: all(client.has_a_token for client in clients), "token for every stream", 240)
 
 
 def updated(

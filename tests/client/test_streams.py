@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.live import free_ports
 from tests.client import scripted
 from tests.client.conftest import Outcome
 from tests.client.scripted import PATIENCE_S, TEXT, GrpcServer, Script, fails, hangs
@@ -131,7 +132,7 @@ def test_asking_again_shares_the_deadline_of_the_first_call(server: GrpcServer, 
 
 
 def test_a_server_that_comes_back_is_found(read: Read) -> None:
-    first = GrpcServer()
+    first = GrpcServer(*free_ports(1))
     first.stop()
     second: list[GrpcServer] = []
     comes_back = threading.Timer(0.2, lambda: second.append(GrpcServer(first.port)))

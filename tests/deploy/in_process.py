@@ -18,7 +18,7 @@ from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
 from deploy.service import Service
 from tests.engine.exit_engines import exit_engine
-from tests.engine.runners import RunnerOf
+from tests.engine.runners import Gate, RunnerOf
 from tide_core.batch import ScheduledBatch, StepResult
 
 MODEL = "tiny"
@@ -30,11 +30,14 @@ def make_service(
     policy: LivePolicy | None = None,
     limits: Limits | None = None,
     step_s: float = 0.0,
+    gate: Gate | None = None,
     **settings: Any,
 ) -> Service:
-    """`step_s` makes every engine step take at least that long."""
+    """`step_s` makes every engine step take at least that long; `gate` holds the steps."""
     engine = exit_engine(**settings)
-    if step_s:
+    if gate is not None:
+        gate.hold(engine)
+    elif step_s:
         run = engine._parts.runner.run
 
         def slowly(batch: ScheduledBatch) -> StepResult:

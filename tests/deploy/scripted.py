@@ -32,6 +32,7 @@ class ScriptedEngine:
         self.dead = False
         self.asked: list[tuple[Any, SamplingParams]] = []
         self.num_open = 0
+        self.waits_forever = asyncio.Event()
 
     def stats(self) -> Any:
         return SimpleNamespace(dead=self.dead, last_step_age_s=0.0)
@@ -50,6 +51,7 @@ class ScriptedEngine:
                 if isinstance(item, Exception):
                     raise item
                 if item is FOREVER:
+                    self.waits_forever.set()
                     await asyncio.sleep(60)
                 yield item
         finally:

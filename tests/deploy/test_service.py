@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from deploy.keys import Caller, KeyRing
 from deploy.service import Answer, Call, Service
 from tests.deploy.in_process import make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine
+from tests.engine.runners import HANG_S, Gate
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams
 
@@ -29,9 +31,24 @@ LONG = {"max_tokens": 250, "ignore_eos": True}
 
 
 @pytest.fixture
-def service() -> Any:
-    service = make_service(step_s=0.002)
+def service() -> Iterator[Service]:
+    service = make_service()
     yield service
+    service.engine.close()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    """Lets one step through: a request gets its first token and stays open."""
+    return Gate(1)
+
+
+@pytest.fixture
+def held(gate: Gate) -> Iterator[Service]:
+    """A service whose steps the gate holds."""
+    service = make_service(gate=gate, max_rows=1)
+    yield service
+    gate.open()
     service.engine.close()
 
 
@@ -44,7 +61,7 @@ async def run(service: Service, call: Call, caller: Caller = ANYONE) -> list[Req
 
 
 async def until_idle(service: Service) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while service.engine.stats().blocks_owned:
             await asyncio.sleep(0.005)
 
@@ -74,63 +91,80 @@ async def test_two_open_requests_of_one_caller_never_share_a_name_but_two_caller
     assert await run(service, Call(PROMPT, LONG, "mine"))
 
 
-async def test_a_caller_aborts_its_own_request_and_no_other(service: Service) -> None:
-    answer = service.begin(Call(PROMPT, LONG, "mine"), ANYONE)
-    outputs = service.outputs(answer)
+async def test_a_caller_aborts_its_own_request_and_no_other(held: Service, gate: Gate) -> None:
+    answer = held.begin(Call(PROMPT, LONG, "mine"), ANYONE)
+    outputs = held.outputs(answer)
     await anext(outputs)
-    assert not service.abort("mine", Caller("other"))
-    assert service.abort("mine", ANYONE)
+    assert not held.abort("mine", Caller("other"))
+    assert held.abort("mine", ANYONE)
+    gate.open()
     rest = [output async for output in outputs]
     assert rest[-1].finish_reason is FinishReason.ABORT
-    assert not service.abort("mine", ANYONE)
-    await until_idle(service)
+    assert not held.abort("mine", ANYONE)
+    await until_idle(held)
 
 
-async def test_a_request_that_takes_too_long_ends_with_a_deadline_and_gives_its_blocks_back() -> None:
-    service = make_service(step_s=0.02, limits=Limits(max_timeout_s=0.2))
-    with contextlib.closing(service.engine), pytest.raises(DeadlineError, match=r"0\.2 s"):
-        await run(service, Call(PROMPT, LONG))
-    assert service.num_open == 0
+async def test_a_request_that_takes_too_long_ends_with_a_deadline_and_gives_its_blocks_back(
+    held: Service, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = held.engine.abort
+
+    def aborted(request_id: str) -> bool:
+        found = abort(request_id)
+        gate.open()
+        return found
+
+    monkeypatch.setattr(held.engine, "abort", aborted)
+    monkeypatch.setattr(held, "limits", Limits(max_timeout_s=0.2))
+    with pytest.raises(DeadlineError, match=r"0\.2 s"):
+        await run(held, Call(PROMPT, LONG))
+    assert held.num_open == 0
+    await until_idle(held)
 
 
 async def test_a_deadline_that_passes_while_the_prompt_is_read_still_ends_the_request(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = service.engine._make_request
+    make, abort, expired = service.engine._make_request, service.engine.abort, threading.Event()
 
     def slow(*args: Any) -> Any:
-        import time
-
-        time.sleep(0.3)
+        assert expired.wait(HANG_S)
         return make(*args)
 
+    def aborted(request_id: str) -> bool:
+        expired.set()
+        return abort(request_id)
+
     monkeypatch.setattr(service.engine, "_make_request", slow)
+    monkeypatch.setattr(service.engine, "abort", aborted)
     call = Call(PROMPT, LONG, timeout_s=0.05)
     with pytest.raises(DeadlineError):
         await run(service, call)
     await until_idle(service)
 
 
-async def test_leaving_early_ends_the_request_and_gives_its_blocks_back(service: Service) -> None:
-    outputs = service.outputs(service.begin(Call(PROMPT, LONG), ANYONE))
+async def test_leaving_early_ends_the_request_and_gives_its_blocks_back(held: Service, gate: Gate) -> None:
+    outputs = held.outputs(held.begin(Call(PROMPT, LONG), ANYONE))
     await anext(outputs)
     await outputs.aclose()
-    assert service.num_open == 0
-    await until_idle(service)
+    assert held.num_open == 0
+    gate.open()
+    await until_idle(held)
+    assert held.engine.stats().num_output_tokens < LONG["max_tokens"]
 
 
-async def test_a_closed_engine_is_an_error_and_not_an_answer(service: Service) -> None:
-    outputs = service.outputs(service.begin(Call(PROMPT, LONG), ANYONE))
+async def test_a_closed_engine_is_an_error_and_not_an_answer(held: Service, gate: Gate) -> None:
+    outputs = held.outputs(held.begin(Call(PROMPT, LONG), ANYONE))
     await anext(outputs)
-    await asyncio.to_thread(service.engine.close)
+    await asyncio.to_thread(gate.close_engine, held.engine)
     with pytest.raises(EngineDeadError):
         async for _ in outputs:
             pass
     with pytest.raises(EngineDeadError):
-        service.check()
+        held.check()
 
 
-async def test_a_request_without_a_length_goes_on_to_the_room_there_is(service: Service) -> None:
+async def test_a_request_without_a_length_goes_on_to_the_end_of_the_context(service: Service) -> None:
     outputs = await run(service, Call(PROMPT, {"ignore_eos": True}, fill_context=True))
     total = outputs[-1].usage
     assert total is not None
@@ -138,14 +172,15 @@ async def test_a_request_without_a_length_goes_on_to_the_room_there_is(service: 
 
 
 async def test_the_policy_fills_in_what_a_request_leaves_open_and_requests_that_run_keep_theirs(
-    service: Service,
+    held: Service, gate: Gate
 ) -> None:
-    outputs = service.outputs(service.begin(Call(PROMPT, LONG), ANYONE))
+    outputs = held.outputs(held.begin(Call(PROMPT, LONG), ANYONE))
     first = await anext(outputs)
-    await service.apply(LivePolicy.read({"mode": "full"}), service.keys)
+    await held.apply(LivePolicy.read({"mode": "full"}), held.keys)
+    gate.open()
     rest = [output async for output in outputs]
     assert {token.mode for output in (first, *rest) for token in output.tokens} == {"verified"}
-    later = await run(service, Call(PROMPT, LONG))
+    later = await run(held, Call(PROMPT, LONG))
     assert {token.mode for output in later for token in output.tokens} == {"full"}
 
 
@@ -211,7 +246,7 @@ async def test_a_request_for_more_than_a_limit_is_refused_before_it_begins_and_t
     assert service.begin(Call(PROMPT, {"max_tokens": 10}, timeout_s=60.0), ANYONE).timeout_s == 5.0
 
 
-async def test_a_request_without_a_length_goes_on_to_the_limit_if_there_is_more_room() -> None:
+async def test_a_request_without_a_length_goes_on_to_the_limit_if_the_context_is_longer() -> None:
     service = make_service(limits=Limits(max_tokens=7))
     with contextlib.closing(service.engine):
         outputs = await run(service, Call(PROMPT, {"ignore_eos": True}, fill_context=True))
@@ -285,10 +320,10 @@ async def test_the_first_token_is_timed_once() -> None:
     answer = service.begin(Call(PROMPT), ANYONE)
     outputs = service.outputs(answer)
     await anext(outputs)
-    first_at = answer.first_at
-    await asyncio.sleep(0.01)
+    assert answer.first_at is not None
+    answer.first_at = first_at = -1.0  # no clock reads so
     assert [output async for output in outputs]
-    assert answer.first_at == first_at is not None
+    assert answer.first_at == first_at
 
 
 async def test_a_request_that_has_ended_leaves_no_timer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,32 +340,46 @@ async def test_a_request_that_has_ended_leaves_no_timer_behind(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ended_by", ["deadline", "caller"])
-async def test_a_request_that_is_ended_while_its_prompt_is_read_does_not_wait_for_others(ended_by: str) -> None:
-    service = make_service(step_s=0.02, max_rows=1)
-    make, reads = service.engine._make_request, threading.Event()
-    with contextlib.closing(service.engine):
-        others = service.outputs(service.begin(Call(PROMPT, {**LONG, "mode": "full"}), ANYONE))  # for 5 s
-        await anext(others)
+async def test_a_request_that_is_ended_while_its_prompt_is_read_does_not_wait_for_others(
+    ended_by: str, held: Service, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, abort = held.engine._make_request, held.engine.abort
+    begun, too_soon, reads = threading.Event(), threading.Event(), threading.Event()
+    others = held.outputs(held.begin(Call(PROMPT, {**LONG, "mode": "full"}), ANYONE))  # has the only row
+    await anext(others)
 
-        def slow(*args: Any) -> Any:
-            reads.wait(60)
-            return make(*args)
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert reads.wait(HANG_S)
+        return make(*args)
 
-        service.engine._make_request = slow  # type: ignore[method-assign]
-        timeout_s = 0.05 if ended_by == "deadline" else 60.0
-        waits = asyncio.create_task(run(service, Call(PROMPT, LONG, "mine", timeout_s=timeout_s)))
-        await asyncio.sleep(0.2)
+    def aborted(request_id: str) -> bool:
+        found = abort(request_id)
+        if found:
+            gate.let(1)  # aborts are carried out between steps
+        else:
+            too_soon.set()
+        return found
+
+    monkeypatch.setattr(held.engine, "_make_request", slow)
+    monkeypatch.setattr(held.engine, "abort", aborted)
+    timeout_s = 0.05 if ended_by == "deadline" else HANG_S
+    waits = asyncio.create_task(run(held, Call(PROMPT, LONG, "mine", timeout_s=timeout_s)))
+    assert await asyncio.to_thread(begun.wait, HANG_S)
+    if ended_by == "caller":
+        assert held.abort("mine", ANYONE), "it is open, and it is theirs"
+    assert await asyncio.to_thread(too_soon.wait, HANG_S), "the engine does not have it yet"
+    reads.set()
+    async with asyncio.timeout(HANG_S):
         if ended_by == "caller":
-            assert service.abort("mine", ANYONE), "it is open, and it is theirs"
-        reads.set()
-        async with asyncio.timeout(30):
-            if ended_by == "caller":
-                assert (await waits)[-1].finish_reason is FinishReason.ABORT
-            else:
-                with pytest.raises(DeadlineError):
-                    await waits
-        assert service.num_open == 1
-        await others.aclose()
+            assert (await waits)[-1].finish_reason is FinishReason.ABORT
+        else:
+            with pytest.raises(DeadlineError):
+                await waits
+    assert held.num_open == 1
+    stats = held.engine.stats()
+    assert (stats.num_running, stats.dead) == (1, False), "the other still has the row"
+    await others.aclose()
 
 
 # Another policy.

@@ -17,8 +17,6 @@ NAMED = re.compile(r'<a id="([^"]+)">')
 SHELLS = ("", "bash", "sh")
 HISTORY = ("CHANGELOG.md", "docs/lab/")
 """Documents, or folders of them, that also describe the past: files that they name may be gone."""
-UNCHECKED = "<!-- check names -->"
-"""In a line that names files or functions which are still to come."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +57,10 @@ class Document:
         return {slug(heading) for heading in HEADING.findall(self.prose)} | set(NAMED.findall(self.text))
 
     @property
-    def checked(self) -> Document:
-        """Without the lines whose names are still to come."""
-        return _Part(self.path, "".join(line for line in self.text.splitlines(True) if UNCHECKED not in line))
-
-    @property
     def lines(self) -> list[str]:
         """Lines of shell blocks, continued lines joined, and inline code."""
         blocks = "\n".join(self.blocks(*SHELLS)).replace("\\\n", " ")
         return [line.strip() for line in blocks.splitlines()] + self.spans
-
-
-@dataclass(frozen=True)
-class _Part(Document):
-    content: str
-
-    @property
-    def text(self) -> str:
-        return self.content
 
 
 def documents() -> list[Document]:

@@ -28,7 +28,7 @@ def defined(path: str) -> set[str]:
 
 
 def places() -> list[tuple[str, str]]:
-    return PLACE.findall(MAP.checked.text)
+    return PLACE.findall(MAP.text)
 
 
 def test_functions_that_the_map_names_are_in_the_files_it_names() -> None:
@@ -37,7 +37,7 @@ def test_functions_that_the_map_names_are_in_the_files_it_names() -> None:
 
 
 def test_the_tree_names_what_exists() -> None:
-    [tree] = MAP.checked.blocks("")
+    [tree] = MAP.blocks("")
     folders: list[str] = []
     for line in tree.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2

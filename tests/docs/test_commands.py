@@ -90,7 +90,7 @@ def test_blocks_of_yaml_can_be_read(document: Document) -> None:
     "document", [one for one in DOCUMENTS if not one.path.startswith(HISTORY)], ids=lambda document: document.path
 )
 def test_files_of_the_repository_that_are_named_exist(document: Document) -> None:
-    named = {path.rstrip(".,") for line in document.checked.lines for path in PATH.findall(line)}
+    named = {path.rstrip(".,") for line in document.lines for path in PATH.findall(line)}
     folders = ROOT, (ROOT / document.path).parent
     missing = [path for path in sorted(named - BUILT) if not any(_exists(path, folder) for folder in folders)]
     assert missing == []

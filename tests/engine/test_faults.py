@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.runners import Run, RunnerOf
+from tests.engine.runners import HANG_S, Gate, Run, RunnerOf
 from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Engine
@@ -44,8 +44,8 @@ def breaking_on_poison(run: Run) -> Run:
     return broken
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < end, "condition never held"
         time.sleep(0.005)
@@ -134,14 +134,14 @@ def test_callers_of_generate_that_fill_the_queue_together_all_get_their_answers(
         def call() -> None:
             answers.append(len(engine.generate(random_prompts(20, 5), PARAMS)))
 
-        def call_when_there_is_room() -> None:
+        def call_when_a_slot_is_free() -> None:
             while True:
                 try:
                     return call()
                 except EngineBusyError:  # nothing of this call had been taken yet
                     time.sleep(0.01)
 
-        threads = [threading.Thread(target=call_when_there_is_room) for _ in range(3)]
+        threads = [threading.Thread(target=call_when_a_slot_is_free) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -152,17 +152,35 @@ def test_callers_of_generate_that_fill_the_queue_together_all_get_their_answers(
 def test_prompts_that_found_the_queue_full_come_in_when_others_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only when one of the same call has ended, which may take long."""
     monkeypatch.setattr("tide_core.engine.engine.BUSY_S", 0.005)
-    with make_engine(max_rows=3, max_queued=2) as engine:
+    gate = Gate()
+    with engine_with(gate, max_rows=3, max_queued=2) as engine, gate:
         others = [engine.make_request("the cat", LONG) for _ in range(4)]
         for other in others:
             engine._loop.submit([other], ThreadSink(), engine._parts.core)
-        leaving = threading.Timer(0.05, lambda: [engine.abort(other.request_id) for other in others])
-        leaving.start()
+        submit, refused, came_in = engine._loop.submit, list[int](), list[int]()
+
+        def watched(requests: Any, sink: Any, core: Any) -> int:
+            try:
+                came_in.append(submit(requests, sink, core))
+            except EngineBusyError:
+                refused.append(len(requests))
+                if len(refused) == 1:
+                    for other in others:
+                        engine.abort(other.request_id)
+                    gate.let(1)  # aborts are carried out between steps
+                raise
+            if len(came_in) == 2:
+                gate.open()
+            return came_in[-1]
+
+        monkeypatch.setattr(engine._loop, "submit", watched)
         answers = engine.generate_as_completed([[1, 2], [3, 4]], [LONG, PARAMS])  # one place is left
-        first, _ = next(answers)
+        first, answer = next(answers)
         answers.close()  # type: ignore[attr-defined]
-        leaving.join()
+    assert refused
+    assert came_in == [1, 1]
     assert first == 1, "the short one, though the long one was there before it"
+    assert answer.finish_reason is FinishReason.LENGTH
 
 
 def test_whoever_waits_for_answers_is_woken_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,24 +205,27 @@ def test_two_open_requests_cannot_have_one_id() -> None:
         with pytest.raises(RequestError, match="request_id"):
             await anext(engine.stream("the dog", PARAMS, request_id="same"))
         await first.aclose()
-        wait_until(lambda: engine.stats().num_waiting + engine.stats().num_running == 0)
+        gate.open()
+        wait_until(lambda: engine._loop.num_open == 0)
         assert [output async for output in engine.stream("the dog", PARAMS, request_id="same")]
 
-    with make_engine() as engine:
+    gate = Gate(1)
+    with engine_with(gate) as engine, gate:
         asyncio.run(run(engine))
 
 
 def test_a_full_queue_refuses_and_recovers() -> None:
-    with make_engine(max_rows=1, max_queued=1) as engine:
+    gate = Gate(1)
+    with engine_with(gate, max_rows=1, max_queued=1) as engine, gate:
         streams = [engine.stream_blocking("the cat", LONG) for _ in range(2)]
-        for stream in streams[:1]:
-            next(stream)
+        next(streams[0])
         second = threading.Thread(target=lambda: list(streams[1]))
         second.start()
         wait_until(lambda: engine._loop.num_open == 2)
         with pytest.raises(EngineBusyError, match="2"):
             next(engine.stream_blocking("the dog", PARAMS))
         streams[0].close()  # type: ignore[attr-defined]
+        gate.open()
         second.join()
         assert engine.generate(["the dog"], PARAMS)[0].finish_reason is FinishReason.LENGTH
 
@@ -216,10 +237,14 @@ def test_more_prompts_than_the_queue_holds_are_all_answered() -> None:
 
 
 def test_leaving_a_batch_early_aborts_the_rest_of_it() -> None:
-    with make_engine() as engine:
-        for _ in engine.generate_as_completed(random_prompts(6, 5), PARAMS):
+    gate = Gate(PARAMS.max_tokens)
+    with engine_with(gate) as engine, gate:
+        for index, _ in engine.generate_as_completed(random_prompts(6, 5), [PARAMS, *[LONG] * 5]):
+            assert index == 0
             break
+        gate.open()
         wait_until(lambda: engine.stats().num_finished == 6)
+        assert engine.stats().num_output_tokens <= 6 * (PARAMS.max_tokens + 1), "of one step that was in flight"
         assert engine.stats().blocks_owned == 0
 
 
@@ -244,10 +269,12 @@ def test_an_abort_in_any_phase_frees_the_blocks_and_is_the_only_end(phase: str) 
 
 
 def test_an_abort_from_outside_ends_a_running_request() -> None:
-    with make_engine() as engine:
+    gate = Gate(1)
+    with engine_with(gate) as engine, gate:
         stream = engine.stream_blocking("the cat", LONG, request_id="victim")
         next(stream)
         assert engine.abort("victim")
+        gate.open()
         assert list(stream)[-1].finish_reason is FinishReason.ABORT
         assert not engine.abort("victim")
         assert engine.stats().blocks_owned == 0
@@ -258,10 +285,13 @@ def test_leaving_a_stream_early_aborts_the_request() -> None:
         async for _ in engine.stream("the cat", LONG):
             break
 
-    with make_engine() as engine:
+    gate = Gate(1)
+    with engine_with(gate) as engine, gate:
         asyncio.run(run(engine))
-        wait_until(lambda: engine.stats().blocks_owned == 0)
-        assert engine.stats().num_finished == 1
+        gate.open()
+        wait_until(lambda: engine.stats().num_finished == 1)
+        assert engine.stats().num_output_tokens == 2, "of one step that was in flight"
+        assert engine.stats().blocks_owned == 0
 
 
 def test_cancelling_a_streaming_task_aborts_the_request() -> None:
@@ -277,9 +307,13 @@ def test_cancelling_a_streaming_task_aborts_the_request() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with make_engine() as engine:
+    gate = Gate(1)
+    with engine_with(gate) as engine, gate:
         asyncio.run(run(engine))
-        wait_until(lambda: engine.stats().blocks_owned == 0)
+        gate.open()
+        wait_until(lambda: engine.stats().num_finished == 1)
+        assert engine.stats().num_output_tokens == 2, "of one step that was in flight"
+        assert engine.stats().blocks_owned == 0
 
 
 def test_a_request_that_breaks_its_batch_fails_alone() -> None:
@@ -395,10 +429,11 @@ def test_steps_that_always_fail_are_the_engines_fault() -> None:
 
 
 def test_closing_ends_open_requests_and_refuses_new_ones() -> None:
-    engine = make_engine()
+    gate = Gate(1)
+    engine = engine_with(gate)
     stream = engine.stream_blocking("the cat", LONG)
     next(stream)
-    engine.close()
+    gate.close_engine(engine)
     assert list(stream)[-1].finish_reason is FinishReason.ABORT
     with pytest.raises(EngineDeadError, match="closed"):
         engine.generate(["the dog"], PARAMS)
@@ -414,19 +449,15 @@ def test_a_leaked_block_is_found_when_the_engine_is_idle() -> None:
 
 
 def test_a_request_whose_event_loop_was_closed_is_aborted() -> None:
-    def slow(run: Run) -> Run:
-        def slowly(batch: ScheduledBatch) -> StepResult:
-            time.sleep(0.02)
-            return run(batch)
-
-        return slowly
-
-    with engine_with(slow) as engine:
+    gate = Gate(1)
+    with engine_with(gate) as engine, gate:
         loop = asyncio.new_event_loop()
         stream = engine.stream("the cat", LONG)
         loop.run_until_complete(anext(stream))
         loop.close()
-        wait_until(lambda: engine.stats().num_finished == 1, timeout_s=2.0)
+        gate.open()
+        wait_until(lambda: engine.stats().num_finished == 1)
+        assert engine.stats().num_output_tokens == 3, "the second found no reader while the third was in flight"
         assert engine.stats().blocks_owned == 0
         del stream
 
@@ -450,9 +481,12 @@ def test_a_request_that_cannot_be_queued_ends_with_the_error() -> None:
 
 
 def test_every_step_is_a_sign_of_life() -> None:
-    with make_engine() as engine:
-        time.sleep(0.3)
-        before, asked_at = engine.stats().last_step_age_s, time.monotonic()
-        engine.generate(["the cat"], PARAMS)
-        assert engine.stats().last_step_age_s <= time.monotonic() - asked_at
-        assert before >= 0.3
+    gate, long_s = Gate(1), 1000.0
+    with engine_with(gate) as engine, gate:
+        stream = engine.stream_blocking("the cat", PARAMS)
+        next(stream)
+        engine._loop.last_beat -= long_s
+        assert engine.stats().last_step_age_s >= long_s
+        gate.open()
+        assert list(stream)[-1].finish_reason is FinishReason.LENGTH
+        assert engine.stats().last_step_age_s < long_s

@@ -71,7 +71,7 @@ def test_the_end_of_the_last_request_is_work_and_comes_without_another_step(part
     assert emitted[-1].usage.output_tokens == 2
 
 
-def test_an_abort_says_what_was_still_to_be_said(parts: Parts) -> None:
+def test_an_abort_returns_the_pending_tokens(parts: Parts) -> None:
     core, emitted = parts.core, list[RequestOutput]()
     core.add(request("a"))
     core.advance(emitted.extend)
@@ -135,7 +135,9 @@ def test_a_row_whose_text_fails_keeps_its_blocks_while_it_runs(parts: Parts, mon
     core.check_idle()
 
 
-def test_an_end_that_was_reached_is_said_though_the_engine_dies(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_was_reached_is_emitted_though_the_engine_dies(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schedule, calls = parts.core.scheduler.schedule, list[int]()
 
     def dying(**given: Any) -> Any:

@@ -39,8 +39,8 @@ class ReadyCore:
     def advance(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
         deliver(self._step())
 
-    def say(self) -> list[RequestOutput]:
-        """Nothing is left to be said."""
+    def emit(self) -> list[RequestOutput]:
+        """Nothing is pending after a step."""
         return []
 
     def _step(self) -> list[RequestOutput]:
@@ -67,6 +67,11 @@ def start(expected: int) -> tuple[EngineLoop, Any]:
     return EngineLoop(core, max_open=expected), core
 
 
+def close(loop: EngineLoop) -> None:
+    loop.close()
+    assert loop._death is None
+
+
 def test_a_thread_that_waits_for_several_requests_gets_each_step_at_once_and_in_order() -> None:
     puts: list[int] = []
 
@@ -79,7 +84,7 @@ def test_a_thread_that_waits_for_several_requests_gets_each_step_at_once_and_in_
     sink = Counting()
     loop.submit([make_request(request_id=name) for name in NAMES], sink, core)
     got = [sink.get() for _ in range(NUM_TOKENS * len(NAMES))]
-    loop.close()
+    close(loop)
     assert [output.request_id for output in got] == [*NAMES] * NUM_TOKENS
     assert [output.tokens[0].token_id for output in got[::3]] == [1, 2, 3, 4, 5]
     assert [output.request_id for output in got if output.finished] == [*NAMES]
@@ -100,17 +105,17 @@ def test_requests_handed_over_together_begin_with_the_same_step() -> None:
     assert loop.submit([make_request(request_id=name) for name in names], sink, core) == len(names)
     for _ in names:
         sink.get()
-    loop.close()
+    close(loop)
     assert started == [len(names)] * NUM_TOKENS
 
 
-def test_of_requests_handed_over_together_the_first_have_the_room_there_is() -> None:
+def test_of_requests_handed_over_together_the_first_have_the_free_slots() -> None:
     loop, core = start(len(NAMES))
     sink = AnswerSink()
     waiting = [make_request(request_id=name) for name in (*NAMES, "late")]
     assert loop.submit(waiting, sink, core) == len(NAMES)
     got = [ended for _ in NAMES if (ended := sink.get()) is not None]
-    loop.close()
+    close(loop)
     assert [last.request_id for last, _ in got] == [*NAMES]
     assert sink.get(timeout=0.01) is None
 
@@ -121,7 +126,7 @@ def test_none_is_taken_of_requests_handed_over_together_when_one_has_the_id_of_a
     with pytest.raises(RequestError, match="request_id"):
         loop.submit([make_request(request_id=name) for name in ("b", "a")], ThreadSink(), core)
     assert loop.num_open == 1
-    loop.close()
+    close(loop)
 
 
 def test_a_thread_that_wants_whole_answers_is_not_woken_before_one_has_ended() -> None:
@@ -144,7 +149,7 @@ def test_a_thread_that_wants_whole_answers_gets_each_one_once_with_all_its_token
     sink = AnswerSink()
     loop.submit([make_request(request_id=name) for name in NAMES], sink, core)
     got = [ended for _ in NAMES if (ended := sink.get()) is not None]
-    loop.close()
+    close(loop)
     assert sorted(last.request_id for last, _ in got) == [*NAMES]
     assert [[token.token_id for token in tokens] for _, tokens in got] == [[1, 2, 3, 4, 5]] * len(NAMES)
     assert sink.get(timeout=0.01) is None, "nothing is left"
@@ -170,7 +175,7 @@ async def test_an_event_loop_is_woken_once_per_step_however_many_requests_wait_t
 
     assert await asyncio.gather(*map(read, NAMES)) == [[1, 2, 3, 4, 5]] * len(NAMES)
     assert len(calls) == NUM_TOKENS
-    loop.close()
+    close(loop)
 
 
 async def test_a_slow_reader_gets_all_that_waits_as_one_output_with_the_end_of_the_last() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.runners import RunnerOf
+from tests.engine.runners import HANG_S, Gate
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.factories import make_engine
 from tide_core.engine.assemble import with_artefact
@@ -43,29 +43,21 @@ def engine(
         yield engine
 
 
-def slowed(engine: Engine, step_s: float = 0.01) -> None:
-    run = engine._parts.runner.run
-
-    def slowly(batch: Any) -> Any:
-        time.sleep(step_s)
-        return run(batch)
-
-    engine._parts.core._runner = RunnerOf(slowly)
-
-
 async def rest(stream: Any) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
+@pytest.mark.parametrize("engine", [2], indirect=True)
 async def test_open_requests_keep_their_exits_and_later_ones_have_the_new(
     engine: Engine, folders: dict[str, Path]
 ) -> None:
     [alone] = engine.generate([PROMPT], PARAMS)
-    slowed(engine)
-    stream = engine.stream(PROMPT, PARAMS)
-    first = await anext(stream)
-    await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
-    assert engine.artefact_digest is not None
+    with Gate(1).hold(engine):
+        stream = engine.stream(PROMPT, PARAMS)
+        first = await anext(stream)
+        await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
+        assert engine.artefact_digest is not None
+        assert engine._loop.num_open == 1
     [later] = await asyncio.to_thread(engine.generate, [PROMPT], PARAMS)
     outputs = [first, *await rest(stream)]
     tokens = [token for output in outputs for token in output.tokens]
@@ -83,10 +75,9 @@ async def test_a_core_that_is_done_is_let_go_and_counts_go_on(engine: Engine, fo
     after = engine.stats()
     assert after.num_output_tokens == before.num_output_tokens + 60
     assert after.exits["total_tokens"] == 120
-    for _ in range(100):
-        if len(engine._loop._cores) == 1:
-            break
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(HANG_S):
+        while len(engine._loop._cores) > 1:
+            await asyncio.sleep(0.01)
     assert engine._loop._cores == [engine._parts.core]
 
 
@@ -94,11 +85,11 @@ async def test_a_core_that_is_done_is_let_go_and_counts_go_on(engine: Engine, fo
 async def test_a_request_of_the_old_core_can_be_aborted_after_the_swap(
     engine: Engine, folders: dict[str, Path]
 ) -> None:
-    slowed(engine, step_s=0.05)
-    stream = engine.stream(PROMPT, SamplingParams(max_tokens=120, ignore_eos=True), request_id="old")
-    await anext(stream)
-    await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
-    assert engine.abort("old")
+    with Gate(1).hold(engine):
+        stream = engine.stream(PROMPT, SamplingParams(max_tokens=120, ignore_eos=True), request_id="old")
+        await anext(stream)
+        await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
+        assert engine.abort("old")
     assert (await rest(stream))[-1].finish_reason == "abort"
 
 
@@ -128,25 +119,25 @@ async def test_outputs_that_wait_are_read_as_one_piece(engine: Engine) -> None:
         time.sleep(0.01)  # on the event loop, which reads nothing meanwhile
     outputs = await rest(stream)
     assert sum(len(output.tokens) for output in [first, *outputs]) == 60
-    assert len(outputs) <= 2, "the engine counts an end before it tells of it, so the last may come by itself"
+    assert len(outputs) <= 2, "the engine counts an end before it delivers it, so the last may come by itself"
     assert outputs[-1].finished
 
 
 def test_a_lock_that_is_asked_for_again_at_once_still_goes_round() -> None:
     for _ in range(20):
-        turns, order = FairLock(), list[str]()
+        lock, order = FairLock(), list[str]()
 
-        def other(turns: FairLock = turns, order: list[str] = order) -> None:
-            with turns:
+        def other(lock: FairLock = lock, order: list[str] = order) -> None:
+            with lock:
                 order.append("other")
 
         thread = threading.Thread(target=other)
-        with turns:
+        with lock:
             thread.start()
-            while turns._asked < 2:  # until it waits
+            while lock._asked < 2:  # until it waits
                 time.sleep(0.001)
             order.append("greedy")
-        with turns:
+        with lock:
             order.append("greedy again")
         thread.join()
         assert order == ["greedy", "other", "greedy again"]
@@ -166,12 +157,14 @@ def test_settings_name_the_artefact_in_use_and_not_one_that_was_refused(
 @pytest.mark.parametrize("engine", [2], indirect=True)
 def test_a_swap_waits_for_its_turn_at_the_model(engine: Engine, folders: dict[str, Path]) -> None:
     swap = threading.Thread(target=engine.use_artefact, args=(str(folders["artefact"]),))
-    with engine._loop.step_lock:
+    lock = engine._loop.step_lock
+    with lock:
         swap.start()
-        swap.join(1.0)
-        assert swap.is_alive()
+        while swap.is_alive() and lock._asked - lock._served < 2:
+            time.sleep(0.001)
+        assert swap.is_alive(), "it waits for the lock"
         assert engine.artefact_digest is None
-    swap.join(60)
+    swap.join(HANG_S)
     assert engine.artefact_digest is not None
 
 
@@ -211,18 +204,18 @@ async def test_a_request_made_before_a_swap_runs_with_its_exits_even_if_their_co
     def slow(*args: Any) -> Any:
         request = make(*args)
         begun.set()
-        made.wait(60)
+        made.wait(HANG_S)
         return request
 
     monkeypatch.setattr(engine, "_make_request", slow)
     waits = asyncio.create_task(rest(engine.stream(PROMPT, PARAMS)))
-    assert await asyncio.to_thread(begun.wait, 60)
+    assert await asyncio.to_thread(begun.wait, HANG_S)
     await asyncio.to_thread(engine.use_artefact, "none")
     monkeypatch.setattr(engine, "_make_request", make)
     await asyncio.to_thread(engine.generate, [PROMPT], PARAMS)
     assert core not in engine._loop._cores
     made.set()
-    outputs = await asyncio.wait_for(waits, 20)
+    outputs = await asyncio.wait_for(waits, HANG_S)
     tokens = [token for output in outputs for token in output.tokens]
     assert [token.exit_layer for token in tokens] == [token.exit_layer for token in before.tokens]
 

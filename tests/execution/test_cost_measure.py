@@ -1,4 +1,4 @@
-"""The measured cost table: what is timed, what it leaves behind, and how it is kept."""
+"""The measured cost table: what is timed, what stays afterwards, and how it is stored."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_pool_is_idle_even_if_a_step_fails(monkeypatch: pytest.MonkeyPatch) 
     parts.core.check_idle()
 
 
-def test_rows_the_pool_has_no_room_for_are_left_out() -> None:
+def test_rows_that_the_pool_cannot_hold_are_left_out() -> None:
     parts = idle_parts(kv_memory_gib=0.001)
     blocks = parts.core.scheduler.blocks
     context = blocks.num_blocks * blocks.block_size // 2 - blocks.block_size

@@ -1,4 +1,4 @@
-"""Calibration on a CUDA device: the decoder says what the library says, and a run ends in an artefact."""
+"""Calibration on a CUDA device: the decoder gives the tokens of the library, and a run ends in an artefact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [random_prompts(1, length, seed=length)[0] for length in (3, 40, 17, 9
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_captured_steps_say_what_generate_says(family: str) -> None:
+def test_steps_as_graphs_give_the_tokens_of_generate(family: str) -> None:
     model = copy.deepcopy(tiny_model(family)).to("cuda")
     if family == "gemma2":  # older versions leave its soft-cap out of other attention
         model.set_attn_implementation("eager")

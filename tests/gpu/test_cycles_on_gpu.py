@@ -1,4 +1,4 @@
-"""Whole cycles as graphs: replays say what the same passes say op by op, and what full depth says."""
+"""Whole cycles as graphs: a replay gives the tokens of the same passes op by op, and those of full depth."""
 
 from __future__ import annotations
 

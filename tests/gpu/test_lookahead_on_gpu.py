@@ -1,4 +1,4 @@
-"""Cycles begun before the last was read, and prompts that nobody waits for: what comes of rows is the same."""
+"""Steps launched before the last was read, and prompts that no step waits for: rows get the same tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.gpu
 HARDER = 0.3
 
 
-def answers(prompts: Any, params: Any, *, ahead: bool, steps: int = 1, **settings: Any) -> list[list[int]]:
+def answers(prompts: Any, params: Any, *, lookahead: bool, steps: int = 1, **settings: Any) -> list[list[int]]:
     parts = exit_parts("qwen3", share=HARDER, device="cuda", **settings)
-    if not ahead:
+    if not lookahead:
         parts.runner.lookahead_steps = lambda: 0
     assert parts.runner.cycles is not None
     if steps > 1:  # or as many as it takes
@@ -33,22 +33,22 @@ def answers(prompts: Any, params: Any, *, ahead: bool, steps: int = 1, **setting
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize(("max_rows", "steps"), [(1, 1), (3, 1), (8, 1), (8, 3)])
-def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
+def test_rows_that_come_and_go_get_what_they_get_without_lookahead(
     max_rows: int, steps: int, mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead: list[int] = []
+    lookahead: list[int] = []
     num_cycles: list[int] = []
-    fly = GraphCycles._launch
+    launch = GraphCycles._launch
 
     def launched(self: GraphCycles, rows: Any, steps: int = 1) -> InFlightStep:
-        ahead.append(sum(row.previous >= 0 for row in rows))
-        flight = fly(self, rows, steps)
-        num_cycles.append(flight.num_cycles)
-        return flight
+        lookahead.append(sum(row.previous >= 0 for row in rows))
+        step = launch(self, rows, steps)
+        num_cycles.append(step.num_cycles)
+        return step
 
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(12, 50))]
     params = [SamplingParams(max_tokens=9 + 5 * i, ignore_eos=True, mode=mode) for i in range(12)]
-    expected = answers(prompts, params, ahead=False, max_rows=1, dtype=dtype, prefix_caching=False)
+    expected = answers(prompts, params, lookahead=False, max_rows=1, dtype=dtype, prefix_caching=False)
     ends = [ids[-3] for ids in expected]
     params = [
         SamplingParams(max_tokens=9 + 5 * i, ignore_eos=True, mode=mode, stop_ids=(ends[i],) if i % 3 == 1 else ())
@@ -56,7 +56,7 @@ def test_rows_that_come_and_go_get_what_they_get_without_running_ahead(
     ]
     expected = [ids[: ids.index(ends[i]) + 1] if i % 3 == 1 else ids for i, ids in enumerate(expected)]
     monkeypatch.setattr(GraphCycles, "_launch", launched)
-    found = answers(prompts, params, ahead=True, steps=steps, max_rows=max_rows, dtype=dtype, prefix_caching=False)
+    found = answers(prompts, params, lookahead=True, steps=steps, max_rows=max_rows, dtype=dtype, prefix_caching=False)
     assert found == expected
-    assert sum(map(bool, ahead)) > len(ahead) // 2
+    assert sum(map(bool, lookahead)) > len(lookahead) // 2
     assert max(num_cycles) >= steps

@@ -40,7 +40,7 @@ def test_tokens_leave_early_and_every_request_ends(mode: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("mode", ["full", "verified", "bounded", "fast"])
-def test_the_kernels_say_what_plain_torch_says(mode: str, family: str) -> None:
+def test_the_kernels_give_the_tokens_of_plain_torch(mode: str, family: str) -> None:
     """In float32, on the same device: tokens, and where they left unless drafts are checked and no router is asked."""
     settings: dict[str, Any] = {"family": family, "artefact": {"draft_threshold": 0.3}}
     ours, plain = answers(mode, **settings), answers(mode, kernels="reference", **settings)

@@ -1,4 +1,4 @@
-"""Prompts as graphs: what a prompt comes to does not depend on how it was cut, nor on what ran beside it."""
+"""Prompts as graphs: the result of a prompt does not depend on how it was cut, nor on what ran next to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 HEAD = (("head_size", 16), ("num_heads", 4), ("num_kv_heads", 2))
 BLOCK = {"kind": "block", "taps": (2, 3), "sizes": HEAD, "draft_threshold": 0.0}
 FIRST = SamplingParams(max_tokens=1, logprobs=5)
-"""The model's own distribution behind the prompt: it would show any bit that differs."""
+"""The model's own distribution after the prompt: it would show any bit that differs."""
 
 
 def prompt_parts(*, capture: bool = True, dtype: str = "bfloat16", **settings: Any) -> Parts:
@@ -32,7 +32,7 @@ def prompt_parts(*, capture: bool = True, dtype: str = "bfloat16", **settings: A
     return parts
 
 
-def said(answers: list[Completion]) -> list[list[tuple[int, float | None]]]:
+def tokens_of(answers: list[Completion]) -> list[list[tuple[int, float | None]]]:
     return [[(token.token_id, token.logprob) for token in answer.tokens] for answer in answers]
 
 
@@ -43,20 +43,20 @@ def test_a_replayed_prompt_is_what_its_pass_gives_op_by_op(params: SamplingParam
     for capture in (False, True):
         with poisoned(prompt_parts(capture=capture)) as engine:
             answers.append(engine.generate(prompts, params))
-            assert said(engine.generate(prompts, params)) == said(answers[-1])  # every pass is a replay now
-    assert said(answers[0]) == said(answers[1])
+            assert tokens_of(engine.generate(prompts, params)) == tokens_of(answers[-1])  # every pass is a replay now
+    assert tokens_of(answers[0]) == tokens_of(answers[1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_bits_of_a_prompt_do_not_depend_on_its_pieces_nor_on_its_mates(dtype: str) -> None:
     prompts = [random_prompts(1, 250)[0], *random_prompts(18, 13), random_prompts(1, 77)[0]]
     with poisoned(prompt_parts(dtype=dtype)) as engine:
-        together = said(engine.generate(prompts, FIRST))
-        alone = [said(engine.generate([prompt], FIRST))[0] for prompt in prompts]
+        together = tokens_of(engine.generate(prompts, FIRST))
+        alone = [tokens_of(engine.generate([prompt], FIRST))[0] for prompt in prompts]
     assert together == alone
     for budget in (20, 61, 128):
         with poisoned(prompt_parts(dtype=dtype, max_batch_tokens=budget)) as engine:
-            assert said(engine.generate(prompts, FIRST)) == alone
+            assert tokens_of(engine.generate(prompts, FIRST)) == alone
 
 
 def test_drafts_behind_a_prompt_are_accepted_as_if_it_had_run_alone() -> None:

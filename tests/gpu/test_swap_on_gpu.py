@@ -22,19 +22,25 @@ async def test_streams_that_run_are_whole_and_the_new_exits_are_lossless(
     model, artefact = save_model(tmp_path / "m"), save_artefact_for_it(tmp_path / "a")
     params = SamplingParams(max_tokens=240, ignore_eos=True)
 
-    async def read(engine: Engine) -> list[tuple[int, str]]:
-        outputs = [output async for output in engine.stream(PROMPT, params)]
+    async def read(engine: Engine, begun: asyncio.Event | None = None) -> list[tuple[int, str]]:
+        outputs = []
+        async for output in engine.stream(PROMPT, params):
+            outputs.append(output)
+            if begun is not None:
+                begun.set()
         assert sum(output.finished for output in outputs) == 1
         return [(token.token_id, token.mode) for output in outputs for token in output.tokens]
 
     settings = {"device": "cuda", "artefact": "none", "kv_memory_gib": 0.25}
     with Engine(str(model), **settings) as engine:
         alone = await read(engine)
-        during = [asyncio.create_task(read(engine)) for _ in range(3)]
-        await asyncio.sleep(0.02)
+        begun = [asyncio.Event() for _ in range(3)]
+        during = [asyncio.create_task(read(engine, event)) for event in begun]
+        for event in begun:
+            await event.wait()
         await asyncio.to_thread(engine.use_artefact, str(artefact))
-        behind = await read(engine)
+        after = await read(engine)
         assert [await task for task in during] == [alone] * 3
-        assert [token_id for token_id, _ in behind] == [token_id for token_id, _ in alone]
+        assert [token_id for token_id, _ in after] == [token_id for token_id, _ in alone]
         assert {mode for _, mode in alone} == {"full"}
-        assert {mode for _, mode in behind} == {"verified"}
+        assert {mode for _, mode in after} == {"verified"}

@@ -92,7 +92,7 @@ def test_stop_ends_the_request_in_the_service(blank: Playground, how: str) -> No
 
 
 def test_a_stopped_comparison_does_not_begin_its_second_run(blank: Playground) -> None:
-    service = make_service(step_s=0.05)
+    service = make_service(step_s=0.2)  # as above
     with serve(service) as address:
         blank.visit(address)
         blank.set(Tokens="200")

@@ -21,7 +21,7 @@ def ask(address: str, body: dict[str, Any]) -> dict[str, Any]:
     whole = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/{path}", json.dumps(whole).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 

@@ -23,6 +23,7 @@ pip install -qq --no-deps --no-index --no-compile "$WHEELS"/tide_serve-*.whl
 pip check
 # Only its file is needed, not its dependencies: install it after the check.
 [[ ${DEMO:-1} == 0 ]] || pip install -qq --no-deps --require-hashes --only-binary :all: --no-compile -r "$LOCKS/demo.lock"
-# Compile bytecode now: the prefix is read-only at run time, and nothing can be installed there later.
-"$PREFIX/bin/python" -m compileall -q -j 0 "$PREFIX/lib" >/dev/null || true
+# Compile bytecode now: the prefix is read-only at run time, and nothing can be installed there later. The tests of
+# packages are never imported there.
+"$PREFIX/bin/python" -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "$PREFIX/lib" >/dev/null || true
 "$PREFIX/bin/python" -m pip uninstall -qq -y pip

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,8 +20,10 @@ from deploy.failures import StatusSetError
 from deploy.keys import Caller, KeyRing
 from deploy.service import Service
 from tests.deploy.in_process import Context, Grpc, all_of, make_service
+from tests.engine.runners import HANG_S
 from tide.v1 import tide_pb2 as pb
 from tide_core.errors import EngineBusyError
+from tide_core.stats import EngineStats
 
 
 @pytest.fixture(scope="module")
@@ -243,15 +246,28 @@ async def test_text_to_ids_needs_one_of_text_and_chat(api: Grpc, fields: dict[st
     assert "exactly one of text and chat" in context.text
 
 
-async def test_health_is_told_again_only_when_it_changes(api: Grpc, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_is_sent_again_only_when_it_changes(api: Grpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, num_looks, looked_again = api.service.engine, 0, asyncio.Event()
+    healthy = engine.stats()
+    dead, is_dead = replace(healthy, dead=True), False
+
+    def stats() -> EngineStats:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:  # the second one has sent nothing
+            looked_again.set()
+        return dead if is_dead else healthy
+
+    monkeypatch.setattr(engine, "stats", stats)
+    sleep = asyncio.sleep
+    monkeypatch.setattr("deploy.grpc_api.api.asyncio", SimpleNamespace(sleep=lambda seconds: sleep(0)))
     watch = api.Watch(health_pb2.HealthCheckRequest(), Context())
     assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
     change = asyncio.ensure_future(anext(watch))
-    await asyncio.sleep(1.2)
+    await asyncio.wait_for(looked_again.wait(), HANG_S)
     assert not change.done()
-    dead = replace(api.service.engine.stats(), dead=True)
-    monkeypatch.setattr(api.service.engine, "stats", lambda: dead)
-    assert (await asyncio.wait_for(change, 60)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    is_dead = True
+    assert (await asyncio.wait_for(change, HANG_S)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     reply = await api.Check(health_pb2.HealthCheckRequest(), Context())
     assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
     await watch.aclose()  # type: ignore[attr-defined]

@@ -342,9 +342,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_an_event_and_no_done(failur
 async def test_a_client_that_leaves_ends_its_request(script: Sequence[Any], stream: bool) -> None:
     engine, leave = ScriptedEngine(*script), asyncio.Event()
     request = asyncio.create_task(call(engine, {**BODY, "stream": stream}, leave=leave))
-    while not engine.num_open:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(engine.waits_forever.wait(), timeout=60)
     leave.set()
     reply = await asyncio.wait_for(request, timeout=60)
     assert engine.num_open == 0

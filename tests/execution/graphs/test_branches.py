@@ -69,7 +69,7 @@ def test_tokens_are_those_of_full_depth_whichever_branch_is_right(num_rows: int,
 def test_a_branch_that_is_always_right_gives_a_token_in_every_cycle(
     rank: int, brought_back: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An oracle tells the branch of this rank the token, and the others a wrong one."""
+    """An oracle gives the branch of this rank the right token, and the others a wrong one."""
     [prompt] = random_prompts(1, 11)
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         [expected] = engine.generate([prompt], SamplingParams(**GREEDY, mode="full"))
@@ -142,8 +142,8 @@ def test_everything_of_a_token_goes_to_a_branch_and_comes_back(start: int, draft
         assert torch.equal(pool[:8], old[:8]), "and the row's own blocks are as they were"
     source, target, *_ = parts.returns
     for is_right in (False, True):
-        said, tried = torch.full((2 * drafts + 2,), 9), torch.tensor([7, 9 if is_right else 8])
-        there.copy(source, target, Claims(parts.returns[2:], said, tried))
+        chosen, tried = torch.full((2 * drafts + 2,), 9), torch.tensor([7, 9 if is_right else 8])
+        there.copy(source, target, Claims(parts.returns[2:], chosen, tried))
         for pool, old in zip(pools, before, strict=True):
             for position in range(64):
                 block, offset = position // 16, position % 16
@@ -172,8 +172,8 @@ def test_spare_blocks_are_nobody_elses() -> None:
 
 def test_branches_part_at_the_first_draft_and_go_on_with_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
-    said = OutputBuffer(4, 2, torch.device("cpu"))
+    outputs = OutputBuffer(4, 2, torch.device("cpu"))
     choice = Greedy(twin_kernels(), 4, 2, torch.device("cpu"))
-    for ahead in range(2):
-        choice.draft(ahead, logits, said)
-    assert said.places.tolist() == [[1, 3, 1, 3], [1, 1, 1, 1]]
+    for step in range(2):
+        choice.draft(step, logits, outputs)
+    assert outputs.places.tolist() == [[1, 3, 1, 3], [1, 1, 1, 1]]

@@ -1,10 +1,9 @@
-"""Cycles that are begun before the one before them was read: on the CPU, with the CUDA kernels' twin."""
+"""Lookahead steps, launched before the step before them was read: on the CPU, with the CUDA kernels' twin."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -40,28 +39,28 @@ REALLY_DONE = GraphPrompts._is_done
 
 
 @pytest.fixture(params=[1])
-def legs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Cycles of a flight, in engines made from now on."""
+def steps_per_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of engines made from now on."""
     monkeypatch.setattr(graph_cycle, "LaunchDepths", lambda: fixed_depths(request.param))
     return cast(int, request.param)
 
 
-ONE_LEG_OR_MORE = pytest.mark.parametrize("legs", [1, 2, 4], indirect=True)
+ONE_STEP_OR_MORE = pytest.mark.parametrize("steps_per_launch", [1, 2, 4], indirect=True)
 
 
 @pytest.fixture
-def flights(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Engines made from now on run cycles in one go; how many were launched, of them ahead, and read; and how often a
-    row had to wait."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Engines made from now on run cycles as graphs. How many were launched, how many of these as lookahead, how many
+    were read; and how often a row had to wait."""
     count: Counter[str] = Counter()
-    fly, results, start = GraphCycles._launch, InFlightStep.results, in_flight.Launched.results
+    launch, results, start = GraphCycles._launch, InFlightStep.results, in_flight.Launched.results
 
-    def launched(self: GraphCycles, rows: Sequence[RowPlace], legs: int = 1) -> InFlightStep:
-        flight = fly(self, rows, legs)
+    def launched(self: GraphCycles, rows: Sequence[RowPlace], steps: int = 1) -> InFlightStep:
+        step = launch(self, rows, steps)
         count["launched"] += 1
-        count["ahead"] += any(row.previous >= 0 for row in rows)
-        count["cycles"] += flight.num_cycles
-        return flight
+        count["lookahead"] += any(row.previous >= 0 for row in rows)
+        count["cycles"] += step.num_cycles
+        return step
 
     def read(self: InFlightStep, *given: Any) -> list[RowResult]:
         count["read"] += 1
@@ -86,45 +85,45 @@ def answers(parts: Parts, prompts: Sequence[Sequence[int]], params: Any) -> list
     return all_ids(found)
 
 
-def without_running_ahead(**settings: Any) -> Parts:
+def without_lookahead(**settings: Any) -> Parts:
     parts = exit_parts(**settings)
     parts.runner.lookahead_steps = lambda: 0
     return parts
 
 
-@ONE_LEG_OR_MORE
+@ONE_STEP_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_answers_are_those_of_full_depth_and_nearly_every_cycle_is_begun_ahead(
-    mode: str, num_rows: int, flights: Counter[str], legs: int
+def test_answers_are_those_of_full_depth_and_nearly_every_step_is_launched_ahead(
+    mode: str, num_rows: int, launches: Counter[str], steps_per_launch: int
 ) -> None:
     prompts, params = random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True, mode=mode)
-    expected = answers(without_running_ahead(share=HARDER), prompts, SamplingParams(max_tokens=40, ignore_eos=True))
-    assert not flights["ahead"]
-    flights.clear()
+    expected = answers(without_lookahead(share=HARDER), prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert not launches["lookahead"]
+    launches.clear()
     assert answers(exit_parts(share=HARDER), prompts, params) == expected
-    assert flights["ahead"] >= flights["launched"] - 6
-    assert flights["launched"] == flights["read"], "that all texts may end by their length is known beforehand"
+    assert launches["lookahead"] >= launches["launched"] - 6
+    assert launches["launched"] == launches["read"], "that all texts may end by their length is known beforehand"
     has_branches = mode == "verified" and num_rows == 1
-    assert (flights["cycles"] > flights["launched"]) == (legs > 1 and not has_branches)
+    assert (launches["cycles"] > launches["launched"]) == (steps_per_launch > 1 and not has_branches)
 
 
 @pytest.mark.parametrize("mode", ["full", "verified"])
-def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: str, flights: Counter[str]) -> None:
+def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: str, launches: Counter[str]) -> None:
     prompts, params = random_prompts(5, 11), SamplingParams(max_tokens=40, ignore_eos=True, mode=mode)
     found = []
-    for legs in (1, 3):
+    for steps_per_launch in (1, 3):
         parts = exit_parts(share=HARDER)
         assert parts.runner.cycles is not None
-        parts.runner.cycles.depths = fixed_depths(legs)
+        parts.runner.cycles.depths = fixed_depths(steps_per_launch)
         with poisoned(parts) as engine:
-            said = engine.generate(prompts, params)
-        tokens = [[(token.token_id, token.exit_layer, token.score) for token in one.tokens[:30]] for one in said]
-        usages = [one.usage for one in said if one.usage is not None]
+            outputs = engine.generate(prompts, params)
+        tokens = [[(token.token_id, token.exit_layer, token.score) for token in one.tokens[:30]] for one in outputs]
+        usages = [one.usage for one in outputs if one.usage is not None]
         layers_run, stats = sum(usage.layers_run for usage in usages), parts.core.exits
         assert (stats.layers_run, stats.total_tokens) == (layers_run, 5 * 40)
         assert stats.deep_passes == sum(usage.deep_passes for usage in usages)
-        found.append((tokens, all_ids(said), stats.deep_passes, parts.core.counters.num_steps))
+        found.append((tokens, all_ids(outputs), stats.deep_passes, parts.core.counters.num_steps))
     (*one_by_one, passes, num_steps), (*together, passes_together, fewer_steps) = found
     assert together == one_by_one, "at the end there may be other drafts"
     assert passes_together == pytest.approx(passes, rel=0.2)
@@ -132,19 +131,27 @@ def test_cycles_that_are_read_together_are_fewer_steps_and_count_the_same(mode: 
 
 
 def test_the_launch_depth_observes_only_launches_that_follow_one_another(
-    flights: Counter[str], monkeypatch: pytest.MonkeyPatch
+    launches: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flight that was launched ahead for a text that has ended is never read; what comes next follows nothing."""
-    pauses, heard = 0.3, list[tuple[float, float]]()
+    """A lookahead step for a text that has ended is never read; the launch after it follows nothing.
+
+    Every look at the clock takes a second, and every launch has two: one that follows another took two seconds."""
+    clock_s, observed = 0.0, list[tuple[float, float]]()
+
+    def perf_counter() -> float:
+        nonlocal clock_s
+        clock_s += 1.0
+        return clock_s
 
     class Recording(FixedDepth):
         def observe(self, steps: int, device_s: float, wait_s: float, period_s: float) -> None:
-            heard.append((device_s, period_s))
+            observed.append((device_s, period_s))
 
+    monkeypatch.setattr(graph_cycle, "time", SimpleNamespace(perf_counter=perf_counter))
     parts = exit_parts(share=HARDER)
     assert parts.runner.cycles is not None
     parts.runner.cycles.depths = LaunchDepths(Recording)
-    monkeypatch.setattr(HostBuffer, "device_s", lambda side: 0.125)  # there is no device that could tell
+    monkeypatch.setattr(HostBuffer, "device_s", lambda host: 0.125)  # there is no device that has a clock
     monkeypatch.setattr(GraphCycles, "_overlaps", property(lambda cycles: cycles._in_flight is not None))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     with poisoned(parts) as engine:
@@ -153,73 +160,72 @@ def test_the_launch_depth_observes_only_launches_that_follow_one_another(
         for _ in range(3):
             engine.generate(random_prompts(1, 11), ended)
             assert parts.runner.cycles._in_flight is not None, "one was launched that nobody reads"
-            time.sleep(pauses)
-    assert len(heard) > 10
-    assert {ran_s for ran_s, _ in heard} == {0.125}
-    assert max(took_s for _, took_s in heard) < pauses
+            clock_s += 1000.0
+    assert len(observed) > 10
+    assert set(observed) == {(0.125, 2.0)}
 
 
 @pytest.mark.parametrize(("num_rows", "most"), [(5, MAX_STEPS), (1, 1)])
-def test_plans_count_on_the_legs_that_there_may_be_and_with_branches_there_is_one(
-    num_rows: int, most: int, flights: Counter[str], monkeypatch: pytest.MonkeyPatch
+def test_plans_expect_the_most_steps_per_launch_and_one_with_branches(
+    num_rows: int, most: int, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, told = exit_parts(share=HARDER), list[tuple[int, int, float, int]]()
+    parts, observed = exit_parts(share=HARDER), list[tuple[int, int, float, int]]()
     monkeypatch.setattr(GraphCycles, "_overlaps", property(lambda cycles: cycles._in_flight is not None))
-    parts.core._planner = SimpleNamespace(observe=lambda drafts: None, observe_host=lambda *what: told.append(what))
+    parts.core._planner = SimpleNamespace(observe=lambda drafts: None, observe_host=lambda *what: observed.append(what))
     with poisoned(parts) as engine:
         engine.generate(random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True))
-    told = told[: len(told) // 2]  # rows that end draft fewer tokens than others, and have no branches
-    assert len(told) > 3
-    assert {most_cycles for *_, most_cycles in told} == {most}
+    observed = observed[: len(observed) // 2]  # rows that end draft fewer tokens than others, and have no branches
+    assert len(observed) > 3
+    assert {most_cycles for *_, most_cycles in observed} == {most}
 
 
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize("max_rows", [1, 3])
-def test_rows_on_standby_follow_sooner_and_say_the_same(mode: str, max_rows: int, flights: Counter[str]) -> None:
+def test_prompts_that_are_prefilled_ahead_take_fewer_steps_and_give_the_same_tokens(
+    mode: str, max_rows: int, launches: Counter[str]
+) -> None:
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(9, 40))]
     params = [SamplingParams(max_tokens=3 + 5 * i % 11, mode=mode, ignore_eos=True) for i in range(9)]
     found = []
-    for keeps in (False, True):
+    for prefills_ahead in (False, True):
         parts = exit_parts(share=HARDER, max_rows=max_rows)
         assert parts.core.scheduler.prefills_ahead
-        parts.core.scheduler.prefills_ahead = keeps
+        parts.core.scheduler.prefills_ahead = prefills_ahead
         found.append((answers(parts, prompts, params), parts.core.counters.num_steps))
     (expected, num_without), (ids, num_steps) = found
     assert ids == expected
     assert num_steps < num_without
 
 
-@ONE_LEG_OR_MORE
+@ONE_STEP_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
-def test_rows_come_and_go_while_others_in_flight(mode: str, flights: Counter[str], legs: int) -> None:
-    """Texts that end by a token, which nobody knows beforehand, or by their length; a new row waits for the cycle that
-    is on its way, and joins the next."""
+def test_rows_come_and_go_while_a_step_is_in_flight(mode: str, launches: Counter[str], steps_per_launch: int) -> None:
+    """Texts that end by a token, which nobody knows beforehand, or by their length; a new row waits for the step in
+    flight, and joins the next."""
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(9, 40))]
-    ends = [ids[7] for ids in answers(without_running_ahead(share=HARDER), prompts, SamplingParams(max_tokens=8))]
+    ends = [ids[7] for ids in answers(without_lookahead(share=HARDER), prompts, SamplingParams(max_tokens=8))]
     params = [
         SamplingParams(max_tokens=9 + 4 * i, mode=mode, ignore_eos=True, stop_ids=(ends[i],) if i % 2 else ())
         for i in range(9)
     ]
-    expected = [
-        answers(without_running_ahead(share=HARDER), [p], [one])[0] for p, one in zip(prompts, params, strict=True)
-    ]
-    flights.clear()
+    expected = [answers(without_lookahead(share=HARDER), [p], [one])[0] for p, one in zip(prompts, params, strict=True)]
+    launches.clear()
     assert answers(exit_parts(share=HARDER, max_rows=3), prompts, params) == expected
-    assert flights["ahead"] > 10
-    assert flights["waited"] > 2
-    assert flights["launched"] > flights["read"] - flights["waited"]
+    assert launches["lookahead"] > 10
+    assert launches["waited"] > 2
+    assert launches["launched"] > launches["read"] - launches["waited"]
 
 
-@ONE_LEG_OR_MORE
+@ONE_STEP_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize("num_blocks", [9, 12, 16])
 def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
-    mode: str, num_blocks: int, flights: Counter[str], legs: int
+    mode: str, num_blocks: int, launches: Counter[str], steps_per_launch: int
 ) -> None:
     """The pool is full: blocks that were given beforehand are taken back, and rows give way."""
     prompts, params = random_prompts(4, 21), SamplingParams(max_tokens=50, ignore_eos=True, mode=mode)
-    expected = answers(without_running_ahead(share=HARDER), prompts, params)
-    flights.clear()
+    expected = answers(without_lookahead(share=HARDER), prompts, params)
+    launches.clear()
     parts = exit_parts(share=HARDER)
     blocks = parts.core.scheduler.blocks
     others = blocks.new_table()
@@ -230,41 +236,41 @@ def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
         blocks.free(others)
     assert all_ids(found) == expected
     assert parts.core.scheduler.num_preemptions
-    assert flights["ahead"] > 5
+    assert launches["lookahead"] > 5
 
 
-@ONE_LEG_OR_MORE
-def test_a_request_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str], legs: int) -> None:
+@ONE_STEP_OR_MORE
+def test_a_request_that_is_aborted_in_flight_changes_no_other(launches: Counter[str], steps_per_launch: int) -> None:
     prompts, params = random_prompts(3, 11), {"max_tokens": 90, "ignore_eos": True}
-    expected = answers(without_running_ahead(share=HARDER), prompts, SamplingParams(**params))
+    expected = answers(without_lookahead(share=HARDER), prompts, SamplingParams(**params))
     parts = exit_parts(share=HARDER)
     with poisoned(parts) as engine:
         core = parts.core
         with engine._loop.step_lock:
-            said: list[RequestOutput] = []
+            outputs: list[RequestOutput] = []
             for r, prompt in enumerate(prompts):
                 core.add(engine.make_request(prompt, SamplingParams(**params), request_id=f"r{r}"))
             for step in range(100):
                 if step == 4:
                     assert parts.runner.cycles is not None
                     assert parts.runner.cycles._in_flight is not None
-                    said.append(core.abort("r1"))  # type: ignore[arg-type]
+                    outputs.append(core.abort("r1"))  # type: ignore[arg-type]
                     core.add(engine.make_request(prompts[1], SamplingParams(**params), request_id="again"))
-                core.advance(said.extend)
+                core.advance(outputs.extend)
                 if not core.has_work:
                     break
     for name, ids in (("r0", expected[0]), ("r2", expected[2]), ("again", expected[1])):
-        mine = [output for output in said if output.request_id == name]
+        mine = [output for output in outputs if output.request_id == name]
         assert [token.token_id for output in mine for token in output.tokens] == ids
         assert mine[-1].finish_reason is FinishReason.LENGTH
 
 
-@ONE_LEG_OR_MORE
-def test_a_step_that_fails_leaves_nothing_on_its_way(
-    flights: Counter[str], legs: int, monkeypatch: pytest.MonkeyPatch
+@ONE_STEP_OR_MORE
+def test_a_step_that_fails_leaves_nothing_in_flight(
+    launches: Counter[str], steps_per_launch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, params = random_prompts(3, 11), SamplingParams(max_tokens=30, ignore_eos=True)
-    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    expected = answers(without_lookahead(share=HARDER), prompts, params)
     parts = exit_parts(share=HARDER)
     results, calls = InFlightStep.results, []
 
@@ -291,19 +297,23 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@ONE_LEG_OR_MORE
+@ONE_STEP_OR_MORE
 @pytest.mark.parametrize("params", KINDS, ids=str)
 @pytest.mark.parametrize("num_special", [1, 3])
 def test_rows_of_every_kind_are_launched_ahead_and_so_are_those_next_to_them(
-    params: dict[str, Any], num_special: int, flights: Counter[str], legs: int, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, Any],
+    num_special: int,
+    launches: Counter[str],
+    steps_per_launch: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A threshold of its own, a bound, a temperature, log-probabilities, penalties, a bias, fewest tokens."""
     monkeypatch.setattr(core_module, "without_exits", lambda policy: policy)  # when a bound breaks depends on the order
     prompts, usual = random_prompts(4, 11), {"max_tokens": 40, "ignore_eos": True}
     wishes = [SamplingParams(**{**usual, **(params if row < num_special else {})}) for row in range(4)]
     found = []
-    for parts in (without_running_ahead(share=HARDER), exit_parts(share=HARDER)):
-        flights.clear()
+    for parts in (without_lookahead(share=HARDER), exit_parts(share=HARDER)):
+        launches.clear()
         with poisoned(parts) as engine:
             found.append(engine.generate(prompts, wishes))
         parts.core.check_idle()
@@ -312,22 +322,22 @@ def test_rows_of_every_kind_are_launched_ahead_and_so_are_those_next_to_them(
     assert [token.logprob for one in launched_ahead for token in one.tokens] == pytest.approx(
         [token.logprob for one in expected for token in one.tokens], abs=1e-4
     )
-    assert flights["ahead"] >= flights["launched"] - 8
+    assert launches["lookahead"] >= launches["launched"] - 8
 
 
-@ONE_LEG_OR_MORE
+@ONE_STEP_OR_MORE
 @pytest.mark.parametrize("longest", [64, None])
-def test_nothing_is_begun_behind_the_last_position_there_is(
-    longest: int | None, flights: Counter[str], legs: int, caplog: pytest.LogCaptureFixture
+def test_no_step_is_launched_after_the_last_position(
+    longest: int | None, launches: Counter[str], steps_per_launch: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the model, or of the engine where that is told of fewer: its tables end there."""
+    """Of the model, or of the engine where its settings have fewer: its tables end there."""
     settings = {} if longest is None else {"max_model_len": longest}
     parts = exit_parts(**settings)
     prompts = random_prompts(4, parts.max_model_len - 20)
     with poisoned(parts) as engine:
         answers = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     assert [len(answer.tokens) for answer in answers] == [20] * 4
-    assert flights["ahead"] > 2
+    assert launches["lookahead"] > 2
     assert not caplog.records, "no step has failed"
 
 
@@ -352,27 +362,25 @@ def slow_prompts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("mode", ["full", "verified"])
-def test_rows_that_talk_go_on_while_a_prompt_is_on_its_way(
-    mode: str, flights: Counter[str], slow_prompts: Counter[str]
-) -> None:
-    """And the prompt is run once, for all that."""
+def test_rows_decode_while_a_prompt_is_in_flight(mode: str, launches: Counter[str], slow_prompts: Counter[str]) -> None:
+    """And the prompt is run only once."""
     prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(7, 40))]
     params = [SamplingParams(max_tokens=9 + 4 * i, mode=mode, ignore_eos=True) for i in range(7)]
-    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    expected = answers(without_lookahead(share=HARDER), prompts, params)
     assert not slow_prompts["asked"]
     slow_prompts.clear()
     assert answers(exit_parts(share=HARDER, max_rows=3), prompts, params) == expected
     assert slow_prompts["asked"] >= 3 * 3
-    assert slow_prompts["launched"] == 4, "four together, one of them on standby, then one by one"
+    assert slow_prompts["launched"] == 4, "four together, one of them prefilled ahead, then one by one"
 
 
-def test_a_prompt_gains_what_it_was_begun_with_however_much_of_it_is_asked_for_meanwhile(
-    flights: Counter[str], slow_prompts: Counter[str]
+def test_a_prompt_gets_the_tokens_it_was_launched_with_however_many_are_scheduled_meanwhile(
+    launches: Counter[str], slow_prompts: Counter[str]
 ) -> None:
     """A prompt longer than the budget, whose share changes with the drafts of others."""
     prompts = [*random_prompts(3, 8), random_prompts(1, 70)[0]]
     params = [*(SamplingParams(max_tokens=50 + 7 * i, ignore_eos=True) for i in range(3)), SamplingParams(max_tokens=4)]
-    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    expected = answers(without_lookahead(share=HARDER), prompts, params)
     slow_prompts.clear()
     parts = exit_parts(share=HARDER, max_batch_tokens=32, prefix_caching=False)
     plans = itertools.cycle((1, 2, 3))
@@ -382,8 +390,8 @@ def test_a_prompt_gains_what_it_was_begun_with_however_much_of_it_is_asked_for_m
     assert parts.core.counters.num_prompt_tokens == sum(map(len, prompts))
 
 
-def test_those_who_talk_wait_for_a_prompt_that_is_never_done(
-    flights: Counter[str], slow_prompts: Counter[str], monkeypatch: pytest.MonkeyPatch
+def test_rows_that_decode_wait_for_a_prompt_that_is_never_done(
+    launches: Counter[str], slow_prompts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     is_done = REALLY_DONE
@@ -400,80 +408,82 @@ def test_those_who_talk_wait_for_a_prompt_that_is_never_done(
     prompts = random_prompts(2, 8)
     parts = exit_parts(share=HARDER)
     with poisoned(parts) as engine, engine._loop.step_lock:
-        core, said = parts.core, list[RequestOutput]()
-        core.add(engine.make_request(prompts[0], SamplingParams(max_tokens=100, ignore_eos=True), request_id="talks"))
-        core.advance(said.extend)
+        core, outputs = parts.core, list[RequestOutput]()
+        core.add(engine.make_request(prompts[0], SamplingParams(max_tokens=100, ignore_eos=True), request_id="decodes"))
+        core.advance(outputs.extend)
         core.add(engine.make_request(prompts[1], SamplingParams(max_tokens=3, ignore_eos=True), request_id="prompt"))
         for _ in range(PATIENCE + 8):
-            core.advance(said.extend)
+            core.advance(outputs.extend)
     assert len(asked) == PATIENCE + 1
-    assert any(output.request_id == "prompt" for output in said)
+    assert any(output.request_id == "prompt" for output in outputs)
 
 
-def test_the_planner_hears_what_a_cycle_was_allowed_when_it_was_begun(flights: Counter[str]) -> None:
-    """A plan counts for the cycle behind the one on its way."""
+def test_the_planner_observes_the_drafts_a_cycle_was_launched_with(launches: Counter[str]) -> None:
+    """A plan is for the cycle after the one in flight."""
     parts = exit_parts(share=HARDER, prefix_caching=False)
     plans = itertools.cycle((0, 2))
     parts.core.scheduler.plan_drafts = lambda *rows: next(plans)
-    heard: list[tuple[int, int]] = []
+    observed: list[tuple[int, int]] = []
 
     def observe(seen: Any) -> None:
-        heard.extend((counts.allowed, counts.accepted + 1) for counts, _ in seen)
+        observed.extend((counts.allowed, counts.accepted + 1) for counts, _ in seen)
 
     parts.core._planner = SimpleNamespace(observe=observe, observe_host=lambda *what: None)
     answers(parts, random_prompts(1, 8), SamplingParams(max_tokens=40, ignore_eos=True))
-    assert {2} <= {allowed for allowed, _ in heard} <= {1, 2}, "fewer at the end"
-    assert all(tokens <= allowed + 1 for allowed, tokens in heard)
-    assert any(tokens > 1 for _, tokens in heard)
+    assert {2} <= {allowed for allowed, _ in observed} <= {1, 2}, "fewer at the end"
+    assert all(tokens <= allowed + 1 for allowed, tokens in observed)
+    assert any(tokens > 1 for _, tokens in observed)
 
 
-def test_a_row_that_only_waits_has_not_been_started(flights: Counter[str], slow_prompts: Counter[str]) -> None:
+def test_a_row_that_only_waits_has_not_been_started(launches: Counter[str], slow_prompts: Counter[str]) -> None:
     parts = exit_parts(share=HARDER, prefix_caching=False)
     with poisoned(parts) as engine, engine._loop.step_lock:
         core, params = parts.core, SamplingParams(max_tokens=30, ignore_eos=True)
-        core.add(engine.make_request(random_prompts(1, 8)[0], params, request_id="talks"))
+        core.add(engine.make_request(random_prompts(1, 8)[0], params, request_id="decodes"))
         core.advance(lambda outputs: None)
         core.add(engine.make_request(random_prompts(1, 9)[0], params, request_id="waits"))
         core.advance(lambda outputs: None)
-        assert core._open["talks"].started_at is not None
+        assert core._open["decodes"].started_at is not None
         assert core._open["waits"].started_at is None
 
 
-def test_a_prompt_that_is_aborted_on_its_way_harms_nobody(flights: Counter[str], slow_prompts: Counter[str]) -> None:
+def test_a_prompt_that_is_aborted_in_flight_changes_no_other(
+    launches: Counter[str], slow_prompts: Counter[str]
+) -> None:
     prompts, params = random_prompts(3, 11), SamplingParams(max_tokens=12, ignore_eos=True)
-    expected = answers(without_running_ahead(share=HARDER), prompts, params)
+    expected = answers(without_lookahead(share=HARDER), prompts, params)
     parts = exit_parts(share=HARDER, prefix_caching=False)
-    core, said = parts.core, list[RequestOutput]()
+    core, outputs = parts.core, list[RequestOutput]()
     with poisoned(parts) as engine, engine._loop.step_lock:
         core.add(engine.make_request(prompts[0], params, request_id="r0"))
-        core.advance(said.extend)
+        core.advance(outputs.extend)
         core.add(engine.make_request(prompts[1], params, request_id="gone"))
-        core.advance(said.extend)
+        core.advance(outputs.extend)
         assert parts.runner.prompts is not None
         assert parts.runner.prompts.in_flight
-        said.append(core.abort("gone"))  # type: ignore[arg-type]
+        outputs.append(core.abort("gone"))  # type: ignore[arg-type]
         core.add(engine.make_request(prompts[2], params, request_id="r2"))
         while core.has_work:
-            core.advance(said.extend)
+            core.advance(outputs.extend)
     for name, ids in (("r0", expected[0]), ("r2", expected[2])):
-        mine = [output for output in said if output.request_id == name]
+        mine = [output for output in outputs if output.request_id == name]
         assert [token.token_id for output in mine for token in output.tokens] == ids
 
 
-def begun_ahead(step: RowStep, *, token: int, position: int) -> InFlightStep:
-    """A cycle begun behind one that leaves the row of this step so."""
+def lookahead_step(row: RowStep, *, token: int, position: int) -> InFlightStep:
+    """A cycle after one that leaves the row at this token and position."""
     host: Any = None
-    flight = InFlightStep([RowPlace(step, 2, list(step.table.block_ids), previous=0)], 1, host, [0], Layers(1, 4))
-    flight.learn_starts(CycleOutput([], (), [[token], [position]], [], []))
-    return flight
+    step = InFlightStep([RowPlace(row, 2, list(row.table.block_ids), previous=0)], 1, host, [0], Layers(1, 4))
+    step.learn_starts(CycleOutput([], (), [[token], [position]], [], []))
+    return step
 
 
-def test_a_row_that_goes_on_as_the_device_ran_it_is_found() -> None:
+def test_a_row_that_continues_as_the_device_ran_it_is_found() -> None:
     now = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
-    flight = begun_ahead(now, token=5, position=21)
-    assert flight.find([now]) == {0: 0}
-    now.table.block_ids.append(12)  # more is no harm
-    assert flight.find([now]) == {0: 0}
+    step = lookahead_step(now, token=5, position=21)
+    assert step.find([now]) == {0: 0}
+    now.table.block_ids.append(12)  # more blocks change nothing
+    assert step.find([now]) == {0: 0}
 
 
 @pytest.mark.parametrize(
@@ -489,23 +499,23 @@ def test_a_row_that_goes_on_as_the_device_ran_it_is_found() -> None:
 )
 def test_a_row_that_is_no_longer_what_the_device_ran_is_not_found(change: dict[str, Any]) -> None:
     then = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
-    assert begun_ahead(then, token=5, position=21).find([then._replace(**change)]) == {}
+    assert lookahead_step(then, token=5, position=21).find([then._replace(**change)]) == {}
 
 
 @pytest.mark.parametrize("blocks", [[4, 7], [4, 7, 10], []], ids=str)
 def test_a_row_whose_blocks_were_taken_from_it_is_not_found(blocks: list[int]) -> None:
     """It may have others in their place; what the cycle wrote lies where somebody else will write."""
     row = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
-    flight = begun_ahead(row, token=5, position=21)
+    step = lookahead_step(row, token=5, position=21)
     row.table.block_ids[:] = blocks
-    assert flight.find([row]) == {}
+    assert step.find([row]) == {}
 
 
-def test_a_row_that_stands_elsewhere_than_the_device_thinks_is_not_found() -> None:
+def test_a_row_at_another_position_than_on_the_device_is_not_found() -> None:
     row = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
-    flight = begun_ahead(row, token=5, position=21)
+    step = lookahead_step(row, token=5, position=21)
     row.table.lengths[0] = 20
-    assert flight.find([row]) == {}
+    assert step.find([row]) == {}
 
 
 def make_step(**params: Any) -> RowStep:
@@ -551,8 +561,8 @@ def test_results_are_the_same_token_by_token_and_by_the_fast_way(spoiled: bool) 
     assert num_usual < 190 if spoiled else num_usual == 200
 
 
-@ONE_LEG_OR_MORE
-def test_scores_that_are_no_numbers_change_no_token(flights: Counter[str], legs: int) -> None:
+@ONE_STEP_OR_MORE
+def test_scores_that_are_not_finite_change_no_token(launches: Counter[str], steps_per_launch: int) -> None:
     prompts, params = random_prompts(5, 11), SamplingParams(max_tokens=30, ignore_eos=True)
     expected = answers(exit_parts(), prompts, params)
     parts = exit_parts()
@@ -564,21 +574,21 @@ def test_scores_that_are_no_numbers_change_no_token(flights: Counter[str], legs:
 
 
 @pytest.mark.parametrize("mode", ["full", "verified"])
-def test_legs_behind_a_stop_string_are_not_counted(mode: str, flights: Counter[str]) -> None:
-    """No more than those behind an end that ids or their number tell."""
+def test_steps_after_a_stop_string_are_not_counted(mode: str, launches: Counter[str]) -> None:
+    """Nor are those after an end by a token or by the length."""
     prompts = random_prompts(5, 11)
     found = []
-    for legs in (1, 4):
+    for steps_per_launch in (1, 4):
         parts = exit_parts(share=HARDER)
         assert parts.runner.cycles is not None
-        parts.runner.cycles.depths = fixed_depths(legs)
+        parts.runner.cycles.depths = fixed_depths(steps_per_launch)
         with poisoned(parts) as engine:
             whole = engine.generate(prompts, SamplingParams(max_tokens=60, ignore_eos=True, mode=mode))
-            # A text that each answer says somewhere in its middle.
+            # A text in the middle of each answer.
             stops = ["".join(token.text for token in one.tokens)[20:24] for one in whole]
             params = [SamplingParams(max_tokens=60, ignore_eos=True, mode=mode, stop=(stop,)) for stop in stops]
-            said = engine.generate(prompts, params)
-        assert {one.finish_reason for one in said} == {FinishReason.STOP}
-        usages = [one.usage for one in said if one.usage is not None]
-        found.append((all_ids(said), [(usage.deep_passes, usage.num_drafts) for usage in usages]))
+            outputs = engine.generate(prompts, params)
+        assert {one.finish_reason for one in outputs} == {FinishReason.STOP}
+        usages = [one.usage for one in outputs if one.usage is not None]
+        found.append((all_ids(outputs), [(usage.deep_passes, usage.num_drafts) for usage in usages]))
     assert found[0] == found[1]

@@ -206,7 +206,7 @@ def test_long_pieces_and_long_contexts_are_left_to_the_plain_path(
         *((1, 41, 48, False), (3, 2, 16, False), (7, 6, 48, False), (3, 25, 96, False)),
     ],
 )
-def test_prompts_take_the_smallest_pass_that_has_room_for_their_tokens_rows_and_contexts(
+def test_prompts_run_in_the_smallest_shape_that_holds_their_tokens_rows_and_contexts(
     num: int, length: int, size: int, is_short: bool, pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_prompts, "SHORT_CONTEXT", 40)

@@ -11,7 +11,6 @@ import pickle
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -290,11 +289,11 @@ def test_a_symbolic_link_is_refused_even_to_the_right_bytes(replaced: Path) -> N
     refused(replaced.parent, replaced.name, "a symbolic link")
 
 
+@pytest.mark.timeout(60)
 def test_a_pipe_is_refused_without_waiting_for_it(replaced: Path) -> None:
+    """Nobody writes to it: whoever waits for it waits for ever."""
     os.mkfifo(replaced)
-    started = time.monotonic()
     refused(replaced.parent, replaced.name, "a pipe")
-    assert time.monotonic() - started < 5
 
 
 def test_a_socket_and_a_folder_in_place_of_a_file_are_refused(replaced: Path, monkeypatch: pytest.MonkeyPatch) -> None:

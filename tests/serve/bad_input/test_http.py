@@ -89,7 +89,7 @@ def test_a_bad_chat_gets_its_status_and_envelope(server: Server, body: Any, fiel
 
 
 def test_38_a_chunked_body_without_a_length_is_cut_off(server: Server) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     try:
         connection.request(
             "POST", "/v1/completions", iter([b"x" * 100_000] * 30), {"Content-Type": "application/json", **AUTH},

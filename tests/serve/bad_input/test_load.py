@@ -88,7 +88,7 @@ def header_block(fields: list[tuple[str, str]]) -> bytes:
 @contextlib.contextmanager
 def http2(server: Server) -> Iterator[socket.socket]:
     """A connection on which nobody waits for answers: what comes is read and dropped."""
-    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=30) as raw:
+    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=60) as raw:
         raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0) + frame(SETTINGS, 1, 0))
         threading.Thread(target=_drain, args=(raw,), daemon=True).start()
         yield raw
