@@ -62,6 +62,7 @@ class ReplayedCycles:
     def _accept_drafts(
         self,
         row_meta: Tensor,
+        counting: Tensor,
         starts: Tensor,
         positions: Tensor,
         drafted: Tensor,
