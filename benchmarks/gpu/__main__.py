@@ -91,6 +91,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join([*PARTS, *MORE_PARTS])}")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--small", action="store_true", help="a tiny shape and few repeats")
+    parser.add_argument("--batches", help="rows of the parts step, demo and ablation, such as 1,8")
     parser.add_argument("--kernels", default="auto", choices=("auto", "reference"))
     parser.add_argument("--profile", action="store_true", help="also the busy time of the device in steps and cycles")
     parser.add_argument(
@@ -105,6 +106,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options.parts = tuple(dict.fromkeys(options.parts.split(",")))
     if unknown := set(options.parts) - {*PARTS, *MORE_PARTS}:
         parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
+    if options.batches is not None:
+        if not all(rows.isdecimal() and int(rows) for rows in options.batches.split(",")):
+            parser.error(f"--batches: got {options.batches}, expected numbers of rows such as 1,8")
+        options.batches = tuple(int(rows) for rows in options.batches.split(","))
     return options
 
 
@@ -178,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("benchmark: no CUDA device can be used here; --device cpu --small runs without one")
     started = time.perf_counter()
     shape, sizes = (SMALL, SMALL_SIZES) if options.small else (EIGHT_B, LARGE_SIZES)
+    if options.batches is not None:
+        sizes = replace(sizes, batches=options.batches)
     subject = Subject(shape, options.device, kernels=options.kernels, max_rows=max(sizes.batches))
     sources = options.demo, options.demo_artefact, options.prompt_file
     session = Session(subject, sizes, read_rate(subject.device), *sources, with_profile=options.profile)

@@ -46,7 +46,7 @@ def ablation(session: Session, switches: Mapping[str, Switch] = SWITCHES) -> Mea
             for mode in MODES
         }
         with bench.at_most(rows):
-            runs = take_turns(works, sizes.batch_turns)
+            runs = take_turns(works, sizes.turns if rows == 1 else sizes.batch_turns)
         found.figures[f"batch {rows}"] = {name: mine.figures() for name, mine in runs.items()}
         for name in present:
             _add(found, runs, name, rows)

@@ -247,6 +247,15 @@ def test_an_unknown_part_is_refused(run: Run, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         run("--parts", "step,steps")
     assert "unknown steps" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--batches", "1,none")
+    assert "--batches: got 1,none, expected numbers of rows" in capsys.readouterr().err
+
+
+def test_only_the_batches_that_are_named_are_measured(run: Run) -> None:
+    code, report = run("--parts", "step", "--batches", "2", "--no-bars")
+    assert code == 0
+    assert list(report["parts"]["step"]["measures"]) == ["step_2"]
 
 
 def test_shallow_and_deep_passes_are_separated_by_two_cycles() -> None:
