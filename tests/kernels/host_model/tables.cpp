@@ -26,8 +26,8 @@ static void print_plan(int rows, int drafts, int branch_size) {
          {plan.newest, plan.draft_deep_slots, plan.draft_positions, plan.draft_slots, plan.draft_distances,
           plan.positions, plan.slots, plan.sources, plan.kept_slots, plan.deep_slots, plan.distances, plan.wide_end})
         std::printf("%ld ", static_cast<long>(part - wide.data()));
-    for (const int32_t* part :
-         {plan.draft_starts, plan.draft_lens, plan.starts, plan.lens, plan.copies, plan.returns, plan.narrow_end})
+    for (const int32_t* part : {plan.draft_starts, plan.draft_lens, plan.starts, plan.lens, plan.counting, plan.copies,
+                                plan.returns, plan.narrow_end})
         std::printf("%ld ", static_cast<long>(part - narrow.data()));
 }
 
