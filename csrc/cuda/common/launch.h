@@ -20,11 +20,6 @@
 
 namespace tide::cuda {
 
-// Reports and clears the error of the launch just made.
-inline void check_launch(const char* op) {
-    check(op, cudaGetLastError());
-}
-
 struct LaunchShape {
     int64_t grid;
     int block;
