@@ -158,12 +158,12 @@ void attend_joined(int dtype, const HeadsTuple& q, const HeadsTuple& k, const He
     tide::cuda::attend_joined(dtype_of(dtype), params, rotary, stream_of(stream));
 }
 
-void rms_norm(int dtype, Address x, Address weight, Address y, Address index, Address num_rows, int64_t rows,
-              int64_t width, int64_t x_stride, int64_t y_stride, double eps, Address stream) {
-    tide::cuda::rms_norm(dtype_of(dtype),
-                         {in(x), in(weight), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, width, x_stride,
-                          y_stride, static_cast<float>(eps)},
-                         stream_of(stream));
+void rms_norm(int dtype, Address x, Address weight, Address y, Address num_rows, int64_t rows, int64_t width,
+              int64_t x_stride, int64_t y_stride, double eps, Address stream) {
+    tide::cuda::rms_norm(
+        dtype_of(dtype),
+        {in(x), in(weight), out(y), in<int32_t>(num_rows), rows, width, x_stride, y_stride, static_cast<float>(eps)},
+        stream_of(stream));
 }
 
 void silu_mul(int dtype, Address gate, Address up, Address y, Address num_rows, int64_t rows, int64_t width,
@@ -416,7 +416,7 @@ PYBIND11_MODULE(_cuda, m) {
           "Whether attend_joined runs on the current device with heads and blocks of these sizes.");
     m.def("paged_attention_workspace", &tide::cuda::paged_attention_workspace,
           "Bytes of workspace for calls with at most so many tokens, heads, elements of a head and positions.");
-    m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows, those that an index names.");
+    m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows.");
     m.def("silu_mul", &silu_mul, no_gil, "y = silu(gate) * up over rows.");
     m.def("rotary_write", &rotary_write, no_gil, "Norm and rotary positions of q and k; k and v go to their pages.");
     m.def("top2_logsumexp", &top2_logsumexp, no_gil,

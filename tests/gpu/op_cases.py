@@ -80,19 +80,13 @@ def linear(
     return RowOp(inputs, lambda rows: [empty(rows, out, dtype=dtype)], run, expected)
 
 
-def rms_norm(dtype: torch.dtype, width: int, *, indexed: bool = False) -> RowOp:
-    weight, table = randn(width, dtype=dtype), randn(TABLE_ROWS, width, dtype=dtype, scale=5.0)
-
-    def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
-        if indexed:
-            return cuda.rms_norm(table, weight, 1e-5, index=given[0], num_rows=num_rows, out=results[0])
-        return cuda.rms_norm(given[0], weight, 1e-5, num_rows=num_rows, out=results[0])
-
+def rms_norm(dtype: torch.dtype, width: int) -> RowOp:
+    weight = randn(width, dtype=dtype)
     return RowOp(
-        lambda rows: [indices(rows) if indexed else randn(rows, width, dtype=dtype, scale=5.0)],
+        lambda rows: [randn(rows, width, dtype=dtype, scale=5.0)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        run,
-        lambda given: [reference.rms_norm(table[given[0]] if indexed else given[0], weight, 1e-5)],
+        lambda given, results, num_rows: cuda.rms_norm(given[0], weight, 1e-5, num_rows=num_rows, out=results[0]),
+        lambda given: [reference.rms_norm(given[0], weight, 1e-5)],
     )
 
 
@@ -208,7 +202,6 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "rms_norm 576": lambda dtype: rms_norm(dtype, 576),
     "rms_norm 4096": lambda dtype: rms_norm(dtype, 4096),
     "rms_norm 9001": lambda dtype: rms_norm(dtype, 9001),
-    "rms_norm 576, indexed": lambda dtype: rms_norm(dtype, 576, indexed=True),
     "silu_mul 7": lambda dtype: silu_mul(dtype, 7),
     "silu_mul 1536": lambda dtype: silu_mul(dtype, 1536),
     "silu_mul 14336": lambda dtype: silu_mul(dtype, 14336),

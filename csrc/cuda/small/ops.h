@@ -11,12 +11,11 @@
 
 namespace tide::cuda {
 
-// y[i] = norm of x[index[i]] times weight. A negative index leaves its row of y as it was.
+// y = norm of x times weight
 struct RmsNormParams {
-    const void* x;         // [n, width]
-    const void* weight;    // [width]
-    void* y;               // [rows, width]; may be x where there is no index
-    const int64_t* index;  // [rows], or null: row i reads row i
+    const void* x;       // [rows, width]
+    const void* weight;  // [width]
+    void* y;             // [rows, width]; may be x
     const int32_t* num_rows;
     int64_t rows;
     int64_t width;

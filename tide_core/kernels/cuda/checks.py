@@ -44,13 +44,6 @@ def linear_faults(
         yield rows_fault("residual", residual)
 
 
-def rms_norm_faults(x: Tensor, weight: Tensor, index: Tensor | None, device: torch.device) -> Faults:
-    yield from checks.rms_norm_faults(x, weight, device)
-    if index is not None:
-        yield checks.dims_fault("x", x, 2)
-        yield from index_faults(index, device)
-
-
 def silu_mul_faults(gate: Tensor, up: Tensor, device: torch.device) -> Faults:
     yield checks.float_fault("gate", gate, None, device)
     yield checks.float_fault("up", up, gate.dtype, device)

@@ -158,37 +158,16 @@ def supports(k_pool: Tensor, v_pool: Tensor) -> bool:
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    index: Tensor | None = None,
-    num_rows: Tensor | None = None,
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, eps: float, *, num_rows: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Hugging Face LlamaRMSNorm of `x` [..., D] with `weight` [D], or of the rows that `index` [R] names.
-
-    A negative index leaves its row unset. Without an index `out` may be `x`."""
+    """Hugging Face LlamaRMSNorm of `x` [..., D] with `weight` [D]; `out` may be `x`."""
     device = device_of(x)
-    checks.refuse(cuda_checks.rms_norm_faults(x, weight, index, device))
-    shape = tuple(x.shape) if index is None else (index.shape[0], x.shape[-1])
-    y = result(out, x, shape, num_rows, device)
+    checks.refuse(checks.rms_norm_faults(x, weight, device))
+    y = result(out, x, tuple(x.shape), num_rows, device)
     if y.numel():
         x, rows = as_rows(x), as_rows(y)
-        launch(
-            device,
-            "rms_norm",
-            _DTYPE_CODES[x.dtype],
-            ptr(x),
-            ptr(weight),
-            ptr(rows),
-            ptr(index),
-            ptr(num_rows),
-            *rows.shape,
-            row_stride(x),
-            row_stride(rows),
-            eps,
-        )
+        tensors = ptr(x), ptr(weight), ptr(rows), ptr(num_rows)
+        launch(device, "rms_norm", _DTYPE_CODES[x.dtype], *tensors, *rows.shape, row_stride(x), row_stride(rows), eps)
     return y
 
 
