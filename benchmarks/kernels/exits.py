@@ -46,14 +46,12 @@ class ExitOps(Inputs):
         )
 
     def _router(self, shape: Shape, rows: int) -> Calls:
-        """Norm and router: the part of `judge` after `peak`."""
-        from tide_core.kernels.cuda import ops as cuda
-
+        """Norm and router."""
         features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
         top2 = reference.top2_logsumexp(self._randn(rows, shape.shortlist, scale=3.0))
         scratch = self.kernels.score_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
         return Calls(
-            lambda i: cuda.router(features, top2, weights, scratch=scratch)[0],
+            lambda i: self.kernels.router(features, top2, weights, scratch=scratch),
             lambda i: reference.router(features, top2, weights),
             self._bytes(features.numel()) + 4 * weights.down.numel(),
         )

@@ -214,9 +214,9 @@ void top2_logsumexp(int dtype, Address x, Address best, Address index, Address s
 }
 
 void router(int dtype, Address features, Address best, Address second, Address sum, Address norm, Address down,
-            Address down_bias, Address out_weight, Address out_bias, Address thresholds, Address scores, Address flags,
-            Address partials, Address counters, Address num_rows, int64_t rows, int64_t width, int64_t features_stride,
-            int64_t bottleneck, double eps, Address stream) {
+            Address down_bias, Address out_weight, Address out_bias, Address scores, Address partials, Address counters,
+            Address num_rows, int64_t rows, int64_t width, int64_t features_stride, int64_t bottleneck, double eps,
+            Address stream) {
     tide::cuda::RouterParams params = {};
     params.features = in(features);
     params.best = in<float>(best);
@@ -227,9 +227,7 @@ void router(int dtype, Address features, Address best, Address second, Address s
     params.down_bias = in<float>(down_bias);
     params.out = in<float>(out_weight);
     params.out_bias = in<float>(out_bias);
-    params.thresholds = in<float>(thresholds);
     params.scores = out<float>(scores);
-    params.flags = out<int32_t>(flags);
     params.partials = out<float>(partials);
     params.counters = out<uint32_t>(counters);
     params.num_rows = in<int32_t>(num_rows);
@@ -423,7 +421,7 @@ PYBIND11_MODULE(_cuda, m) {
           "Largest number of each row, its index, the second, and the sum of exp(x - best).");
     m.def("top2_logsumexp_partials", &tide::cuda::top2_logsumexp_partials,
           "Bytes of partials that top2_logsumexp needs.");
-    m.def("router", &router, no_gil, "Scores of a router and whether they reach their thresholds.");
+    m.def("router", &router, no_gil, "Scores of a router.");
     m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
     m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from the metadata of its rows.");

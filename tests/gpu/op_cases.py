@@ -138,9 +138,7 @@ def router(dtype: torch.dtype, width: int, bottleneck: int) -> RowOp:
 
     def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
         features, best, second, total = given
-        return cuda.router(
-            features, Top2(best, best, second, total), weights, num_rows=num_rows, out=(results[0], None)
-        )
+        return cuda.router(features, Top2(best, best, second, total), weights, num_rows=num_rows, out=results[0])
 
     return RowOp(
         inputs,

@@ -67,7 +67,7 @@ class Scorer:
         self.kernels.top2_logsumexp(logits, self.scratch, out=out)
 
     def score_features(self, features: torch.Tensor, peaks: Top2, out: torch.Tensor) -> None:
-        self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
+        self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=out)
 
 
 @dataclass(frozen=True, slots=True)

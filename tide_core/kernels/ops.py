@@ -162,7 +162,7 @@ class CudaKernels(Kernels):
     `held` one that is handed back where it is large enough."""
     top2_logsumexp: Callable[..., Top2]
     """Of logits, with a scratch and an optional `out`."""
-    router: Callable[..., tuple[Tensor, Tensor | None]]
+    router: Callable[..., Tensor]
     """Of features, top-2 and weights, with an optional `scratch` and `out`."""
     score: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
     score_scratch: Callable[..., Any]

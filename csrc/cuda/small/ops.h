@@ -87,20 +87,18 @@ struct Top2LogsumexpParams {
 
 // The router of tide_core/exits/artefact/router.py; its weights are float32.
 struct RouterParams {
-    const void* features;     // [rows, width]
-    const float* best;        // [rows], as top2_logsumexp writes them
-    const float* second;      // [rows]
-    const float* sum;         // [rows]
-    const float* norm;        // [width]
-    const float* down;        // [bottleneck, width + 2]
-    const float* down_bias;   // [bottleneck]
-    const float* out;         // [bottleneck]
-    const float* out_bias;    // [1]
-    const float* thresholds;  // [rows], or null: no flags
-    float* scores;            // [rows]
-    int32_t* flags;           // [rows] whether the score reaches the threshold, or null
-    float* partials;          // [rows, bottleneck]
-    uint32_t* counters;       // [rows], all zero, and zero again afterwards
+    const void* features;    // [rows, width]
+    const float* best;       // [rows], as top2_logsumexp writes them
+    const float* second;     // [rows]
+    const float* sum;        // [rows]
+    const float* norm;       // [width]
+    const float* down;       // [bottleneck, width + 2]
+    const float* down_bias;  // [bottleneck]
+    const float* out;        // [bottleneck]
+    const float* out_bias;   // [1]
+    float* scores;           // [rows]
+    float* partials;         // [rows, bottleneck]
+    uint32_t* counters;      // [rows], all zero, and zero again afterwards
     const int32_t* num_rows;
     int64_t rows;
     int64_t width;

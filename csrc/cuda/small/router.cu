@@ -94,9 +94,7 @@ __device__ void write_score(const RouterParams& p, int64_t row) {
     float sum = 0.0f;
     for (int64_t unit = threadIdx.x % kWarp; unit < p.bottleneck; unit += kWarp) sum += __ldcg(partials + unit);
     const float score = 1.0f / (1.0f + expf(-(warp_sum(sum) + p.out_bias[0])));
-    if (threadIdx.x % kWarp != 0) return;
-    p.scores[row] = score;
-    if (p.flags != nullptr) p.flags[row] = score >= p.thresholds[row] ? 1 : 0;  // a NaN reaches nothing
+    if (threadIdx.x % kWarp == 0) p.scores[row] = score;
 }
 
 template <typename T, int kRows, int kUnits, bool kAligned>

@@ -133,9 +133,7 @@ def top2_faults(logits: Tensor, device: torch.device) -> Faults:
         yield checks.shape_error("logits", logits, "rows of 1 to 2**31 - 1 numbers")
 
 
-def router_faults(
-    features: Tensor, top2: Top2, weights: RouterWeights, thresholds: Tensor | None, device: torch.device
-) -> Faults:
+def router_faults(features: Tensor, top2: Top2, weights: RouterWeights, device: torch.device) -> Faults:
     yield from matrix_faults("features", features, device)
     num_rows, width = features.shape
     for name in ("best", "second", "sum"):
@@ -152,8 +150,6 @@ def router_faults(
         ("out_bias", (1,), "[1]"),
     ):
         yield from checks.exact_faults(f"weights.{name}", getattr(weights, name), torch.float32, shape, letters, device)
-    if thresholds is not None:
-        yield from checks.exact_faults("thresholds", thresholds, torch.float32, (num_rows,), "[R]", device)
 
 
 def exit_input_faults(

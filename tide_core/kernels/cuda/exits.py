@@ -66,18 +66,19 @@ def router(
     features: Tensor,
     top2: Top2,
     weights: RouterWeights,
-    thresholds: Tensor | None = None,
     *,
     num_rows: Tensor | None = None,
     scratch: Scratch | None = None,
-    out: tuple[Tensor, Tensor | None] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Scores [R] of `features` [R, D] and, with `thresholds` [R], int32 flags of those that reach theirs."""
+    out: Tensor | None = None,
+) -> Tensor:
+    """Scores [R] of `features` [R, D], float32."""
     device = device_of(features)
-    checks.refuse(cuda_checks.router_faults(features, top2, weights, thresholds, device))
+    checks.refuse(cuda_checks.router_faults(features, top2, weights, device))
     rows, width = features.shape
     bottleneck = weights.down.shape[0]
-    scores, flags = _scores(out, rows, thresholds, num_rows, device)
+    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
+    checks.refuse(cuda_checks.out_faults("out", out, torch.float32, (rows,), device))
+    scores = torch.empty(rows, device=device) if out is None else out
     if rows:
         scratch = scratch or Scratch.sized(device, rows, bottleneck=bottleneck)
         _refuse_small(scratch, 4 * rows * bottleneck, rows, device)
@@ -88,9 +89,7 @@ def router(
             ptr(features),
             *(ptr(part) for part in (top2.best, top2.second, top2.sum)),
             *(ptr(part) for part in (weights.norm, weights.down, weights.down_bias, weights.out, weights.out_bias)),
-            ptr(thresholds),
             ptr(scores),
-            ptr(flags),
             ptr(scratch.partials),
             ptr(scratch.counters),
             ptr(num_rows),
@@ -101,7 +100,7 @@ def router(
             weights.eps,
             counters=scratch.counters,
         )
-    return scores, flags
+    return scores
 
 
 def score(
@@ -109,7 +108,7 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Scores [R] and the index of the best of `logits` [R, V], [R]."""
     top2 = top2_logsumexp(logits, scratch=scratch)
-    return router(features, top2, weights, scratch=scratch)[0], top2.best_at
+    return router(features, top2, weights, scratch=scratch), top2.best_at
 
 
 def gather_rows(x: Tensor, index: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -204,25 +203,6 @@ def _top2_out(out: Top2 | None, rows: int, num_rows: Tensor | None, device: torc
     for name, part, dtype in zip(Top2._fields, out, _TOP2_DTYPES, strict=True):
         checks.refuse(cuda_checks.out_faults(f"out.{name}", part, dtype, (rows,), device))
     return out
-
-
-def _scores(
-    out: tuple[Tensor, Tensor | None] | None,
-    rows: int,
-    thresholds: Tensor | None,
-    num_rows: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor, Tensor | None]:
-    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
-    if out is None:
-        flags = None if thresholds is None else torch.empty(rows, dtype=torch.int32, device=device)
-        return torch.empty(rows, device=device), flags
-    scores, flags = out
-    checks.refuse(cuda_checks.out_faults("scores", scores, torch.float32, (rows,), device))
-    checks.refuse(cuda_checks.out_faults("flags", flags, torch.int32, (rows,), device))
-    if (flags is None) != (thresholds is None):
-        raise ValueError("flags, thresholds: got one of them, expected both or none")
-    return scores, flags
 
 
 def _refuse_small(scratch: Scratch, size: int, num_counters: int, device: torch.device) -> None:
