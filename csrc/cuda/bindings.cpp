@@ -241,9 +241,9 @@ void router(int dtype, Address features, Address best, Address second, Address s
 
 template <void (*op)(DType, const tide::cuda::RowsParams&, cudaStream_t)>
 void rows_op(int dtype, Address x, Address y, Address index, Address num_rows, int64_t rows, int64_t limit,
-             int64_t width, int64_t x_stride, int64_t y_stride, bool zeros, Address stream) {
+             int64_t width, int64_t x_stride, int64_t y_stride, Address stream) {
     op(dtype_of(dtype),
-       {in(x), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, limit, width, x_stride, y_stride, zeros},
+       {in(x), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, limit, width, x_stride, y_stride},
        stream_of(stream));
 }
 
@@ -422,7 +422,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("top2_logsumexp_partials", &tide::cuda::top2_logsumexp_partials,
           "Bytes of partials that top2_logsumexp needs.");
     m.def("router", &router, no_gil, "Scores of a router.");
-    m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
+    m.def("embed", &rows_op<&tide::cuda::embed>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
     m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from the metadata of its rows.");
     m.def("pending_tokens", &pending_tokens, no_gil, "The token ids of the drafts of a cycle and of its deep pass.");

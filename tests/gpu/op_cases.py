@@ -150,12 +150,12 @@ def router(dtype: torch.dtype, width: int, bottleneck: int) -> RowOp:
     )
 
 
-def gather_rows(dtype: torch.dtype, width: int) -> RowOp:
+def embed(dtype: torch.dtype, width: int) -> RowOp:
     table = randn(TABLE_ROWS, width, dtype=dtype)
     return RowOp(
         lambda rows: [indices(rows)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.gather_rows(table, given[0], num_rows=num_rows, out=results[0]),
+        lambda given, results, num_rows: cuda.embed(given[0], table, num_rows=num_rows, out=results[0]),
         lambda given: [table[given[0]]],
         exact=True,
     )
@@ -215,8 +215,8 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "router 5 of 33": lambda dtype: router(dtype, 33, 5),
     "router 128 of 576": lambda dtype: router(dtype, 576, 128),
     "router 128 of 4096": lambda dtype: router(dtype, 4096, 128),
-    "gather_rows 3": lambda dtype: gather_rows(dtype, 3),
-    "gather_rows 576": lambda dtype: gather_rows(dtype, 576),
+    "embed 3": lambda dtype: embed(dtype, 3),
+    "embed 576": lambda dtype: embed(dtype, 576),
     "exit_input 7": lambda dtype: exit_input(dtype, 7),
     "exit_input 576": lambda dtype: exit_input(dtype, 576),
     "exit_input 4096": lambda dtype: exit_input(dtype, 4096),
@@ -229,7 +229,7 @@ NARROW = [
     "rotary 3 of 6",
     "top2_logsumexp 7",
     "router 5 of 33",
-    "gather_rows 3",
+    "embed 3",
     "exit_input 7",
 ]
 

@@ -119,8 +119,8 @@ def router_arguments(**changed: Any) -> dict[str, Any]:
     return {"features": torch.zeros(ROWS, WIDTH), "top2": peaks_of(ROWS), "weights": weights, **changed}
 
 
-def gather_rows_arguments(**changed: Any) -> dict[str, Any]:
-    return {"x": torch.zeros(4, 8), "index": torch.zeros(3, dtype=torch.int64), **changed}
+def embed_arguments(**changed: Any) -> dict[str, Any]:
+    return {"weight": torch.zeros(4, 8), "ids": torch.zeros(3, dtype=torch.int64), **changed}
 
 
 def scatter_rows_arguments(**changed: Any) -> dict[str, Any]:
@@ -153,7 +153,7 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "attend_joined": attend_joined_arguments,
     "top2_logsumexp": peak_arguments,
     "router": router_arguments,
-    "gather_rows": gather_rows_arguments,
+    "embed": embed_arguments,
     "scatter_rows": scatter_rows_arguments,
     "exit_input": exit_input_arguments,
 }
@@ -242,8 +242,9 @@ def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> 
         ("router", {"features": torch.zeros(ROWS, 9)}, ValueError, r"weights.norm: got shape \[48\], expected \[D\]"),
         ("router", {"top2": peaks_of(2)}, ValueError, r"top2.best: got shape \[2\]"),
         ("router", {"out": torch.zeros(ROWS).double()}, TypeError, "out: got torch.float64, expected torch.float32"),
-        ("gather_rows", {"x": torch.zeros(8)}, ValueError, r"x: got shape \[8\]"),
-        ("gather_rows", {"index": torch.zeros(3)}, TypeError, "index: got torch.float32, expected torch.int64"),
+        ("embed", {"weight": torch.zeros(8)}, ValueError, r"weight: got shape \[8\]"),
+        ("embed", {"ids": torch.zeros(3)}, TypeError, "ids: got torch.float32, expected torch.int64"),
+        ("embed", {"ids": torch.zeros(3, 1, dtype=INT64)}, ValueError, r"ids: got shape \[3, 1\]"),
         ("scatter_rows", {"index": torch.arange(4)}, ValueError, r"index: got shape \[4\], expected \[R\] = \[3\]"),
         ("scatter_rows", {"out": torch.zeros(5, 9)}, ValueError, r"out: got shape \[5, 9\]"),
         ("scatter_rows", {"out": torch.zeros(5, 8).half()}, TypeError, "out: got torch.float16"),
@@ -354,7 +355,7 @@ EMPTY = {
     "rotary": {"x": torch.zeros(0, 2, 8), "cos": torch.zeros(0, 8), "sin": torch.zeros(0, 8)},
     "top2_logsumexp": {"logits": torch.zeros(0, 8)},
     "router": {"features": torch.zeros(0, WIDTH), "top2": peaks_of(0)},
-    "gather_rows": {"index": torch.zeros(0, dtype=INT64)},
+    "embed": {"ids": torch.zeros(0, dtype=INT64)},
     "scatter_rows": {"x": torch.zeros(0, 8), "index": torch.zeros(0, dtype=INT64)},
     "exit_input": {
         "states": torch.zeros(0, 8),

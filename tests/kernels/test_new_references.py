@@ -130,6 +130,7 @@ def test_a_fused_linear_is_the_gated_mlp_with_its_residual(dtype: torch.dtype) -
 def test_rows_are_gathered_scattered_and_embedded_by_index() -> None:
     table = torch.randn(4, 3)
     assert_same_bits(reference.embed(torch.tensor([2, 0, 2]), table), table[[2, 0, 2]])
+    assert reference.embed(torch.tensor([-1, 4]), table).isnan().all()
     gathered = reference.gather_rows(table, torch.tensor([1, -1, 4, 3]))
     assert gathered[0].equal(table[1])
     assert gathered[3].equal(table[3])

@@ -107,8 +107,8 @@ struct RouterParams {
     float eps;
 };
 
-// Gather: y[i] = x[index[i]] for i < rows, and NaN where index[i] >= limit. Scatter: y[index[i]] = x[i] where
-// index[i] < limit. A negative index is skipped. `limit` counts the rows of the side that the index points into.
+// embed: y[i] = x[index[i]], and NaN where index[i] is not in [0, limit). scatter_rows: y[index[i]] = x[i] where
+// index[i] is in it. `limit` counts the rows of the side that the index points into.
 struct RowsParams {
     const void* x;
     void* y;
@@ -119,7 +119,6 @@ struct RowsParams {
     int64_t width;
     int64_t x_stride;
     int64_t y_stride;
-    bool zeros;  // a negative index gathers zeros; else it leaves its row as it was
 };
 
 // y[i] = [norm of states[i] | norm of deep[deep_slots[i]]] + table[min(distances[i], max_distance)]. The deep state is
@@ -147,7 +146,7 @@ struct ExitInputParams {
 void rms_norm(DType dtype, const RmsNormParams& params, cudaStream_t stream);
 void silu_mul(DType dtype, const SiluMulParams& params, cudaStream_t stream);
 void rotary_write(DType dtype, const RotaryWriteParams& params, cudaStream_t stream);
-void gather_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
+void embed(DType dtype, const RowsParams& params, cudaStream_t stream);
 void scatter_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
 void exit_input(DType dtype, const ExitInputParams& params, cudaStream_t stream);
 

@@ -176,11 +176,6 @@ def exit_input_faults(
     yield from checks.exact_faults("table", table, states.dtype, (table.shape[0], 2 * width), "[M + 1, 2 D]", device)
 
 
-def index_faults(index: Tensor, device: torch.device) -> Faults:
-    yield checks.dims_fault("index", index, 1)
-    yield from checks.exact_faults("index", index, torch.int64, (index.shape[0],), "[R]", device)
-
-
 def matrix_faults(
     name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None, width: int | None = None
 ) -> Faults:

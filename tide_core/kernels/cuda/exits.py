@@ -111,16 +111,14 @@ def score(
     return router(features, top2, weights, scratch=scratch), top2.best_at
 
 
-def gather_rows(x: Tensor, index: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The rows of `x` [N, D] that `index` [R] names: a negative one leaves its row as it was (zeros in a new tensor),
-    one past the end gives NaN."""
-    device = device_of(x)
-    checks.refuse(cuda_checks.matrix_faults("x", x, device))
-    checks.refuse(cuda_checks.index_faults(index, device))
-    shape = index.shape[0], x.shape[1]
-    rest = x.new_zeros(shape) if out is None and num_rows is not None else out
-    y = result(rest, x, shape, num_rows, device)
-    _copy_rows("gather_rows", x, y, index, num_rows, x.shape[0], device, zeros=out is None)
+def embed(ids: Tensor, weight: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The rows of `weight` [V, D] that the tokens `ids` [T] name; an id outside gives NaN."""
+    device = device_of(weight)
+    checks.refuse(cuda_checks.matrix_faults("weight", weight, device))
+    checks.refuse([checks.dims_fault("ids", ids, 1)])
+    checks.refuse(checks.exact_faults("ids", ids, torch.int64, (ids.shape[0],), "[T]", device))
+    y = result(out, weight, (ids.shape[0], weight.shape[1]), num_rows, device)
+    _copy_rows("embed", weight, y, ids, num_rows, weight.shape[0], device)
     return y
 
 
@@ -132,11 +130,6 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor, *, num_rows: Tensor | No
     checks.refuse(cuda_checks.matrix_faults("out", out, device, x.dtype, x.shape[1]))
     checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
     _copy_rows("scatter_rows", x, out, index, num_rows, out.shape[0], device)
-
-
-def embed(ids: Tensor, weight: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The rows of `weight` [V, D] that the tokens `ids` [T] name."""
-    return gather_rows(weight, ids, num_rows=num_rows, out=out)
 
 
 def exit_input(
@@ -179,21 +172,13 @@ def exit_input(
 
 
 def _copy_rows(
-    op: str,
-    x: Tensor,
-    y: Tensor,
-    index: Tensor,
-    num_rows: Tensor | None,
-    limit: int,
-    device: torch.device,
-    *,
-    zeros: bool = False,
+    op: str, x: Tensor, y: Tensor, index: Tensor, num_rows: Tensor | None, limit: int, device: torch.device
 ) -> None:
     rows, width = index.shape[0], x.shape[1]
     if rows and width:
         code = _DTYPE_CODES[x.dtype]
         strides = row_stride(x), row_stride(y)
-        launch(device, op, code, ptr(x), ptr(y), ptr(index), ptr(num_rows), rows, limit, width, *strides, zeros)
+        launch(device, op, code, ptr(x), ptr(y), ptr(index), ptr(num_rows), rows, limit, width, *strides)
 
 
 def _top2_out(out: Top2 | None, rows: int, num_rows: Tensor | None, device: torch.device) -> Top2:

@@ -289,8 +289,8 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def embed(ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The rows of `weight` [V, D] that the tokens `ids` [T] name."""
-    rows = gather_rows(weight, ids)
+    """The rows of `weight` [V, D] that the tokens `ids` [T] name; an id outside gives NaN."""
+    rows = gather_rows(weight, ids.masked_fill(ids < 0, weight.shape[0]))
     return rows if out is None else out.copy_(rows)
 
 
