@@ -35,16 +35,6 @@ class ExitOps(Inputs):
             self._bytes(logits.numel()),
         )
 
-    def _score(self, shape: Shape, rows: int) -> Calls:
-        features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
-        logits = self._randn(rows, shape.shortlist, scale=3.0)
-        scratch = self.kernels.score_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
-        return Calls(
-            lambda i: self.kernels.score(features, logits, weights, scratch)[0],
-            lambda i: reference.score(features, logits, weights)[0],
-            self._bytes(features.numel() + logits.numel()) + 4 * weights.down.numel(),
-        )
-
     def _router(self, shape: Shape, rows: int) -> Calls:
         """Norm and router."""
         features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)

@@ -72,7 +72,6 @@ class Cases(LayerOps, ExitOps, DrawOps):
             "write_kv": (self._write_kv, False),
             "rotary_write": (self._rotary_write, True),
             "top2_logsumexp": (self._top2, True),
-            "score": (self._score, True),
             "router": (self._router, True),
             "scatter_rows": (self._scatter_rows, True),
             "exit_input": (self._exit_input, True),

@@ -58,7 +58,6 @@ def twin_kernels() -> CudaKernels:
         attention_workspace=workspace,
         top2_logsumexp=reference.top2_logsumexp,
         router=reference.router,
-        score=reference.score,
         score_scratch=workspace,
         exit_input=reference.exit_input,
         norm_into=reference.norm_into,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tide_core.kernels.reference.branches import CopySlots
-from tide_core.kernels.reference.ops import Norm, RouterWeights, Top2
+from tide_core.kernels.reference.ops import Norm, Top2
 
 
 class LinearOp(Protocol):
@@ -164,9 +164,8 @@ class CudaKernels(Kernels):
     """Of logits, with a scratch and an optional `out`."""
     router: Callable[..., Tensor]
     """Of features, top-2 and weights, with an optional `scratch` and `out`."""
-    score: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
     score_scratch: Callable[..., Any]
-    """For `top2_logsumexp` and `score`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    """For `top2_logsumexp` and `router`: where, rows, and by name `vocabulary` and `bottleneck`."""
     exit_input: ExitInputOp
     norm_into: Callable[..., Tensor]
     """`rms_norm` with an optional `out`."""

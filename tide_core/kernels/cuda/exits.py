@@ -103,14 +103,6 @@ def router(
     return scores
 
 
-def score(
-    features: Tensor, logits: Tensor, weights: RouterWeights, scratch: Scratch | None = None
-) -> tuple[Tensor, Tensor]:
-    """Scores [R] and the index of the best of `logits` [R, V], [R]."""
-    top2 = top2_logsumexp(logits, scratch=scratch)
-    return router(features, top2, weights, scratch=scratch), top2.best_at
-
-
 def embed(ids: Tensor, weight: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The rows of `weight` [V, D] that the tokens `ids` [T] name; an id outside gives NaN."""
     device = device_of(weight)

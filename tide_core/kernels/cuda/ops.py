@@ -16,15 +16,7 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
-from tide_core.kernels.cuda.exits import (
-    Scratch,
-    embed,
-    exit_input,
-    router,
-    scatter_rows,
-    score,
-    top2_logsumexp,
-)
+from tide_core.kernels.cuda.exits import Scratch, embed, exit_input, router, scatter_rows, top2_logsumexp
 from tide_core.kernels.cuda.joined import attend_joined, supports_joined
 from tide_core.kernels.cuda.launch import (
     MOST_ROWS,
@@ -54,7 +46,6 @@ __all__ = [
     "rotary_write",
     "router",
     "scatter_rows",
-    "score",
     "silu_mul",
     "supports",
     "supports_joined",

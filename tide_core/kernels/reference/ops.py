@@ -269,12 +269,6 @@ def router(
     return scores if out is None else out.copy_(scores)
 
 
-def score(features: Tensor, logits: Tensor, weights: RouterWeights, scratch: object = None) -> tuple[Tensor, Tensor]:
-    """`router` on `top2_logsumexp`: scores [R] and the index of the best of `logits` [R, V]; `scratch` is unused."""
-    top2 = top2_logsumexp(logits)
-    return router(features, top2, weights), top2.best_at
-
-
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows of `x` [N, D] that `index` [R] names, zeros where it is negative, NaN where it is past the end."""
     rows = x[index.clamp(0, x.shape[0] - 1)]
