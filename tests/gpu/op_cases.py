@@ -23,14 +23,14 @@ class RowOp:
 
     inputs: Callable[[int], list[Tensor]]
     results: Callable[[int], list[Tensor]]
-    run: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], object]
+    run: Callable[[Sequence[Tensor], Sequence[Tensor]], object]
     expected: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     tolerance: dict[str, float] | None = None
     exact: bool = False
 
-    def __call__(self, inputs: Sequence[Tensor], num_rows: Tensor | None = None) -> list[Tensor]:
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         results = self.results(len(inputs[0]))
-        self.run(inputs, results, num_rows)
+        self.run(inputs, results)
         return results
 
 
@@ -64,10 +64,10 @@ def linear(
         x = [randn(rows, inner, dtype=dtype)]
         return [*x, randn(rows, out, dtype=dtype)] if residual else x
 
-    def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
+    def run(given: Sequence[Tensor], results: Sequence[Tensor]) -> object:
         more = given[1] if residual else None
         around = {"residual": more, "norm": norm}
-        return cuda.linear(given[0], weight, added, gated=gated, num_rows=num_rows, out=results[0], **around)
+        return cuda.linear(given[0], weight, added, gated=gated, out=results[0], **around)
 
     def expected(given: Sequence[Tensor]) -> list[Tensor]:
         x = given[0].float()
@@ -85,7 +85,7 @@ def rms_norm(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, width, dtype=dtype, scale=5.0)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.rms_norm(given[0], weight, 1e-5, num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.rms_norm(given[0], weight, 1e-5, out=results[0]),
         lambda given: [reference.rms_norm(given[0], weight, 1e-5)],
     )
 
@@ -94,7 +94,7 @@ def silu_mul(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, width, dtype=dtype, scale=3.0), randn(rows, width, dtype=dtype)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.silu_mul(*given, num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.silu_mul(*given, out=results[0]),
         lambda given: [reference.silu_mul(*given)],
     )
 
@@ -103,7 +103,7 @@ def rotary(dtype: torch.dtype, heads: int, dim: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, heads, dim, dtype=dtype), *(randn(rows, dim, dtype=dtype) for _ in range(2))],
         lambda rows: [empty(rows, heads, dim, dtype=dtype)],
-        lambda given, results, num_rows: cuda.rotary(*given, num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.rotary(*given, out=results[0]),
         lambda given: [reference.rotary(*given)],
         exact=True,
     )
@@ -117,7 +117,7 @@ def top2_logsumexp(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, width, dtype=dtype, scale=3.0)],
         results,
-        lambda given, results, num_rows: cuda.top2_logsumexp(given[0], num_rows=num_rows, out=Top2(*results)),
+        lambda given, results: cuda.top2_logsumexp(given[0], out=Top2(*results)),
         lambda given: reference.top2_logsumexp(given[0]),
     )
 
@@ -136,9 +136,9 @@ def router(dtype: torch.dtype, width: int, bottleneck: int) -> RowOp:
         rand = [torch.rand(rows, device=DEVICE) for _ in range(3)]
         return [randn(rows, width, dtype=dtype, scale=9.0), rand[0] + 3, rand[1], rand[2] + 1]
 
-    def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
+    def run(given: Sequence[Tensor], results: Sequence[Tensor]) -> object:
         features, best, second, total = given
-        return cuda.router(features, Top2(best, best, second, total), weights, num_rows=num_rows, out=results[0])
+        return cuda.router(features, Top2(best, best, second, total), weights, out=results[0])
 
     return RowOp(
         inputs,
@@ -155,7 +155,7 @@ def embed(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         lambda rows: [indices(rows)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.embed(given[0], table, num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.embed(given[0], table, out=results[0]),
         lambda given: [table[given[0]]],
         exact=True,
     )
@@ -175,7 +175,7 @@ def exit_input(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         inputs,
         lambda rows: [empty(rows, 2 * width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.exit_input(*arguments(given), num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.exit_input(*arguments(given), out=results[0]),
         lambda given: [reference.exit_input(*arguments(given))],
     )
 

@@ -1,5 +1,5 @@
-"""The CUDA ops against their references, and what all of them promise: any number of rows, also one that only the
-device knows; a row's result whatever its batch; nothing written elsewhere; graphs."""
+"""The CUDA ops against their references, and what all of them promise: any number of rows; a row's result whatever its
+batch; nothing written elsewhere; graphs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
-
-
-def count(value: int) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
 
 
 def poison(inputs: list[Tensor], first: int) -> list[Tensor]:
@@ -92,25 +88,18 @@ def test_a_small_call_is_clean(name: str, rows: int) -> None:
 
 @EVERY_OP
 @EVERY_DTYPE
-@pytest.mark.parametrize(("rows", "true_rows"), [(17, 9), (33, 32), (5, 0), (70, 3)])
-def test_rows_past_the_true_number_are_neither_read_nor_written(
-    name: str, dtype: torch.dtype, rows: int, true_rows: int
+@pytest.mark.parametrize(("rows", "used"), [(17, 9), (33, 32), (5, 0), (70, 3)])
+def test_rows_past_those_given_are_neither_read_nor_written(
+    name: str, dtype: torch.dtype, rows: int, used: int
 ) -> None:
     op = ROW_OPS[name](dtype)
     inputs = op.inputs(rows)
     whole, results = op(inputs), op.results(rows)
     for one in results:
         one.fill_(GUARD)
-    op.run(poison(inputs, true_rows), results, count(true_rows))
-    assert_same([one[:true_rows] for one in results], [one[:true_rows] for one in whole])
-    assert all((one[true_rows:] == GUARD).all() for one in results)
-
-
-@EVERY_OP
-def test_a_true_number_above_the_rows_means_all_of_them(name: str) -> None:
-    op = ROW_OPS[name](torch.float16)
-    inputs = op.inputs(6)
-    assert_same(op(inputs, count(1000)), op(inputs))
+    op.run([one[:used] for one in poison(inputs, used)], [one[:used] for one in results])
+    assert_same([one[:used] for one in results], [one[:used] for one in whole])
+    assert all((one[used:] == GUARD).all() for one in results)
 
 
 @EVERY_OP
@@ -122,7 +111,7 @@ def test_rows_may_lie_apart_and_anywhere(name: str, dtype: torch.dtype) -> None:
     outs = [_spread(one) if one.dim() == 2 and one.shape[1] > 1 else one for one in results]
     if name.startswith("rotary"):
         spread[1:] = inputs[1:]  # tables are contiguous
-    op.run(spread, outs, None)
+    op.run(spread, outs)
     if name.startswith("linear"):
         assert_right(op, outs, op.expected(inputs))  # loose rows may take another kernel
     else:
@@ -138,24 +127,21 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 @EVERY_OP
-def test_a_captured_op_follows_its_inputs_and_the_true_number_of_rows(name: str) -> None:
+def test_a_captured_op_follows_its_inputs(name: str) -> None:
     op = ROW_OPS[name](torch.bfloat16)
-    inputs, true_rows = op.inputs(12), count(12)
-    results = op(inputs, true_rows)  # before the capture, so that nothing is loaded during it
+    inputs = op.inputs(12)
+    results = op(inputs)  # before the capture, so that nothing is loaded during it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.run(inputs, results, true_rows)
-    for rows in (12, 5, 0, 12):
+        op.run(inputs, results)
+    for _ in range(2):
         others = op.inputs(12)
         for one, other in zip(inputs, others, strict=True):
             one.copy_(other)
         for one in results:
             one.fill_(GUARD)
-        true_rows.fill_(rows)
         graph.replay()
-        whole = op(others)
-        assert_same([one[:rows] for one in results], [one[:rows] for one in whole])
-        assert all((one[rows:] == GUARD).all() for one in results)
+        assert_same(results, op(others))
 
 
 @EVERY_OP
@@ -165,7 +151,7 @@ def test_with_given_results_and_scratch_nothing_is_allocated(name: str) -> None:
     op = ROW_OPS[name](torch.bfloat16)  # a norm in front of a float16 linear has a result of its own
     inputs, results = op.inputs(7), op.results(7)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    op.run(inputs, results, None)
+    op.run(inputs, results)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -231,11 +217,11 @@ def test_rows_are_embedded_and_scattered_by_index(dtype: torch.dtype, width: int
     assert_same([cuda.embed(ids, x)], [torch.nn.functional.embedding(ids, x)])
     places = torch.randperm(60, device=DEVICE)[:TABLE_ROWS]
     places[2], places[7] = -5, 60
-    for true_rows in (None, 0, 31):
+    for used in (TABLE_ROWS, 0, 31):
         out = torch.full((60, width), GUARD, dtype=dtype, device=DEVICE)
         expected = out.clone()
-        cuda.scatter_rows(x, places, out, num_rows=None if true_rows is None else count(true_rows))
-        reference.scatter_rows(x[:true_rows], places[:true_rows], expected)
+        cuda.scatter_rows(x[:used], places[:used], out)
+        reference.scatter_rows(x[:used], places[:used], expected)
         assert_same([out], [expected])
 
 

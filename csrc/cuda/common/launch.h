@@ -91,13 +91,6 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// The true number of rows; call it after wait_for_previous().
-__device__ inline int64_t count_rows(const int32_t* num_rows, int64_t rows) {
-    if (!num_rows) return rows;
-    const int64_t count = *num_rows;
-    return count < rows ? count : rows;
-}
-
 #endif
 
 }  // namespace tide::cuda

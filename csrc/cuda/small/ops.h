@@ -1,6 +1,5 @@
 // The small ops. Each is one launch, takes the caller's stream and allocates nothing.
 // Pointers are raw and on the device, counts and strides are in elements.
-// `num_rows`, where not null, holds the true number of rows, at most `rows`: nothing past it is read or written.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +15,6 @@ struct RmsNormParams {
     const void* x;       // [rows, width]
     const void* weight;  // [width]
     void* y;             // [rows, width]; may be x
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t x_stride;
@@ -29,7 +27,6 @@ struct SiluMulParams {
     const void* gate;  // [rows, width]
     const void* up;    // [rows, width]
     void* y;           // [rows, width]; may be gate or up
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t gate_stride;
@@ -58,7 +55,6 @@ struct RotaryWriteParams {
     void* q_out;               // [rows, q.heads, key_dim]; may be q
     void* k_pool;              // [num_blocks, k.heads, block_size, key_dim]
     void* v_pool;              // [num_blocks, v.heads, block_size, value_dim]
-    const int32_t* num_rows;
     int64_t rows;
     int64_t q_out_token_stride;
     int64_t q_out_head_stride;
@@ -79,7 +75,6 @@ struct Top2LogsumexpParams {
     float* sum;          // [rows] of exp(x - best)
     void* partials;      // top2_logsumexp_partials(rows, width) bytes
     uint32_t* counters;  // [rows], all zero, and zero again afterwards
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t x_stride;
@@ -99,7 +94,6 @@ struct RouterParams {
     float* scores;           // [rows]
     float* partials;         // [rows, bottleneck]
     uint32_t* counters;      // [rows], all zero, and zero again afterwards
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t features_stride;
@@ -113,7 +107,6 @@ struct RowsParams {
     const void* x;
     void* y;
     const int64_t* index;  // [rows]
-    const int32_t* num_rows;
     int64_t rows;
     int64_t limit;
     int64_t width;
@@ -132,7 +125,6 @@ struct ExitInputParams {
     const int64_t* deep_slots;  // [rows]
     const int64_t* distances;   // [rows]
     void* y;                    // [rows, 2 * width]
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t num_deep;

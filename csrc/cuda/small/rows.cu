@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(RowsParams p, int64_t ti
     if (!publishes) let_next_start();
     wait_for_previous();
     if (publishes) let_next_start();
-    const int64_t tiles = count_rows(p.num_rows, p.rows) * tiles_per_row;
+    const int64_t tiles = p.rows * tiles_per_row;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int64_t row = tile / tiles_per_row, at = (tile - row * tiles_per_row) * kThreads + threadIdx.x;
         const int64_t other = p.index[row];

@@ -1,6 +1,6 @@
 """What the CUDA wrappers ask of their tensors beyond what `checks` asks for both devices.
 
-Rows may have a stride. `out` and `num_rows` are checked like every other argument; nothing is read from the device.
+Rows may have a stride. `out` is checked like every other argument; nothing is read from the device.
 """
 
 from __future__ import annotations
@@ -211,17 +211,6 @@ def out_faults(
         yield checks.device_fault(name, out, device)
         yield checks.shape_fault(name, out, shape, "the result's")
         yield checks.unit_stride_fault(name, out) if strided_heads else rows_fault(name, out)
-
-
-def num_rows_faults(num_rows: Tensor | None, device: torch.device) -> Faults:
-    if num_rows is not None:
-        yield (
-            None
-            if num_rows.dtype is torch.int32
-            else TypeError(f"num_rows: got {num_rows.dtype}, expected torch.int32")
-        )
-        yield checks.device_fault("num_rows", num_rows, device)
-        yield None if num_rows.numel() == 1 else checks.shape_error("num_rows", num_rows, "one number")
 
 
 def rows_fault(name: str, tensor: Tensor) -> ValueError | None:
