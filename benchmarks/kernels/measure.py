@@ -78,6 +78,7 @@ class Cases(LayerOps, ExitOps, DrawOps):
             "embed": (self._embed, True),
             "plan_cycle": (self._plan_cycle, True),
             "accept_drafts": (self._accept_drafts, True),
+            "top_logprobs": (self._top_logprobs, True),
             "draw_numbers": (self._draw_numbers, True),
             "adjust_logits": (self._adjust_logits, True),
             "count_outputs": (self._count_outputs, True),
