@@ -18,7 +18,7 @@ from tide_core.kernels.reference import ops as reference
 from tide_core.kernels.reference.draw import DrawnCycle
 from tide_core.kernels.reference.ops import RouterWeights, Top2
 
-DRAFTS, DRAWN_DRAFTS = 4, 3
+DRAFTS, DRAWN_DRAFTS, LOGPROBS = 4, 3, 5
 SETTINGS = (0.8, 0.0, 0.95, 0.0, -torch.inf)
 """Of every row: temperature, top-k, top-p, min-p, least score."""
 
@@ -35,25 +35,13 @@ class ExitOps(Inputs):
             self._bytes(logits.numel()),
         )
 
-    def _score(self, shape: Shape, rows: int) -> Calls:
-        features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
-        logits = self._randn(rows, shape.shortlist, scale=3.0)
-        scratch = self.kernels.score_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
-        return Calls(
-            lambda i: self.kernels.score(features, logits, weights, scratch)[0],
-            lambda i: reference.score(features, logits, weights)[0],
-            self._bytes(features.numel() + logits.numel()) + 4 * weights.down.numel(),
-        )
-
     def _router(self, shape: Shape, rows: int) -> Calls:
-        """Norm and router: the part of `judge` after `peak`."""
-        from tide_core.kernels.cuda import ops as cuda
-
+        """Norm and router."""
         features, weights = self._randn(rows, shape.hidden), self._router_weights(shape)
         top2 = reference.top2_logsumexp(self._randn(rows, shape.shortlist, scale=3.0))
         scratch = self.kernels.score_scratch(self.device, rows, vocabulary=shape.shortlist, bottleneck=BOTTLENECK)
         return Calls(
-            lambda i: cuda.router(features, top2, weights, scratch=scratch)[0],
+            lambda i: self.kernels.router(features, top2, weights, scratch=scratch),
             lambda i: reference.router(features, top2, weights),
             self._bytes(features.numel()) + 4 * weights.down.numel(),
         )
@@ -95,8 +83,7 @@ class ExitOps(Inputs):
     def _plan_cycle(self, shape: Shape, rows: int) -> Calls:
         """The indices of a cycle in which every row makes `DRAFTS` drafts."""
         blocks = -(-(shape.context + DRAFTS + 1) // BLOCK)
-        facts = [[1] * rows, [shape.context] * rows, [DRAFTS] * rows, [1] * rows]
-        row_meta = torch.tensor(facts, dtype=torch.int32, device=self.device)
+        row_meta = self._decoding_rows(shape, rows)[0][: cycle_plan.NUM_PLANNED]
         tables = torch.arange(rows * blocks, dtype=torch.int32, device=self.device).view(rows, blocks)
         next_state = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
         wide, narrow = cycle_plan.sizes(rows, DRAFTS)
@@ -120,9 +107,10 @@ class ExitOps(Inputs):
         )
 
     def _decoding_rows(self, shape: Shape, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Metadata of rows with drafts, each with a slot for logit adjustments; starts, positions, and drafts."""
+        """Metadata of rows with drafts, logit adjustments and log-probabilities; starts, positions, and drafts."""
         tokens, none = rows * (DRAFTS + 1), torch.tensor([-math.inf, math.inf]).view(torch.int32).tolist()
-        facts = [1, shape.context, DRAFTS, 1, *none, shape.context // 2, 0]
+        end = shape.context + 2 * (DRAFTS + 1)
+        facts = [1, shape.context, DRAFTS, 1, end, *none, shape.context // 2, 0, LOGPROBS]
         row_meta = torch.tensor(facts, dtype=torch.int32, device=self.device)[:, None].repeat(1, rows)
         row_meta[cycle_plan.ADJUST_SLOT] = torch.arange(rows, device=self.device)
         starts = torch.arange(0, tokens + 1, DRAFTS + 1, dtype=torch.int32, device=self.device)
@@ -132,21 +120,49 @@ class ExitOps(Inputs):
     def _accept_drafts(self, shape: Shape, rows: int) -> Calls:
         """The next state of rows of which some drafts are accepted."""
         row_meta, starts, positions, drafted = self._decoding_rows(shape, rows)
-        scores = torch.rand(DRAFTS, rows, device=self.device)
+        counting, scores = row_meta[cycle_plan.DRAFTS], torch.rand(DRAFTS, rows, device=self.device)
         following = torch.randint(0, 2, (len(positions),), device=self.device)
         carried = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
         ours, plain = (torch.zeros((2, rows), dtype=torch.int64, device=self.device) for _ in range(2))
 
         def accept(op: Any, into: Tensor) -> Tensor:
-            op(row_meta, starts, positions, drafted, scores, following, 1, carried, into)
+            op(row_meta, counting, starts, positions, drafted, scores, following, 1, carried, into)
             return into
 
         return Calls(
             lambda i: accept(self.kernels.accept_drafts, ours),
             lambda i: accept(cycle_plan.accept_drafts, plain),
-            4 * (row_meta.numel() + starts.numel() + scores.numel() + 2 * rows) + 8 * (2 * len(positions) + 4 * rows),
+            4 * (row_meta.numel() + starts.numel() + scores.numel() + 3 * rows) + 8 * (2 * len(positions) + 4 * rows),
             graph_reference=False,
         )
+
+    def _top_logprobs(self, shape: Shape, rows: int) -> Calls:
+        """The likeliest tokens after every token of a deep pass."""
+        row_meta, starts, positions, _ = self._decoding_rows(shape, rows)
+        logits, tokens = self._randn(len(positions), shape.vocabulary, scale=3.0), len(positions)
+        following = torch.randint(0, shape.vocabulary, (tokens,), device=self.device)
+        given = logits, self._sources(rows), starts, row_meta, following
+
+        def buffers() -> tuple[Tensor, Tensor, Tensor]:
+            ids = torch.zeros(tokens, LOGPROBS, dtype=torch.int64, device=self.device)
+            return ids, torch.zeros(tokens, LOGPROBS, device=self.device), torch.zeros(tokens, device=self.device)
+
+        def run(op: Any, into: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            op(*given, *into)
+            return into[1:]
+
+        ours, plain = buffers(), buffers()
+        return Calls(
+            lambda i: run(self.kernels.top_logprobs, ours),
+            lambda i: run(cycle_plan.top_logprobs, plain),
+            self._bytes(logits.numel()),
+            graph_reference=False,
+        )
+
+    def _sources(self, rows: int) -> Tensor:
+        """Index of each token of a deep pass among newest tokens and drafts."""
+        every = torch.arange(rows * (DRAFTS + 1), device=self.device)
+        return every % (DRAFTS + 1) * rows + every // (DRAFTS + 1)
 
     def _draw_numbers(self, shape: Shape, rows: int) -> Calls:
         """The random numbers of sampled rows."""
@@ -178,9 +194,7 @@ class ExitOps(Inputs):
         """Bias and penalties of every row of a deep pass."""
         row_meta, starts, positions, drafted = self._decoding_rows(shape, rows)
         logits = self._randn(len(positions), shape.vocabulary)
-        every = torch.arange(len(positions), device=self.device)
-        sources = every % (DRAFTS + 1) * rows + every // (DRAFTS + 1)
-        given = logits, None, sources, starts, positions, drafted, row_meta
+        given = logits, None, self._sources(rows), starts, positions, drafted, row_meta
         state = self._adjust_state(shape, rows)
         ours, plain = (torch.empty(logits.shape, device=self.device) for _ in range(2))
 

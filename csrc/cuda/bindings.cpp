@@ -49,9 +49,9 @@ Heads heads_of(const HeadsTuple& heads) {
     return {in(std::get<0>(heads)), std::get<1>(heads), std::get<2>(heads), std::get<3>(heads)};
 }
 
-void linear(int dtype, Address x, Address weight, Address bias, Address norm, Address residual, Address y,
-            Address num_rows, int64_t rows, int64_t in_features, int64_t out_features, int64_t x_stride,
-            int64_t y_stride, int64_t residual_stride, double norm_eps, bool gated, Address stream) {
+void linear(int dtype, Address x, Address weight, Address bias, Address norm, Address residual, Address y, int64_t rows,
+            int64_t in_features, int64_t out_features, int64_t x_stride, int64_t y_stride, int64_t residual_stride,
+            double norm_eps, bool gated, Address stream) {
     tide::cuda::LinearParams params = {};
     params.x = in(x);
     params.weight = in(weight);
@@ -59,7 +59,6 @@ void linear(int dtype, Address x, Address weight, Address bias, Address norm, Ad
     params.norm = in(norm);
     params.residual = in(residual);
     params.y = out(y);
-    params.num_rows = in<int32_t>(num_rows);
     params.rows = rows;
     params.in_features = in_features;
     params.out_features = out_features;
@@ -72,9 +71,9 @@ void linear(int dtype, Address x, Address weight, Address bias, Address norm, Ad
 }
 
 void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,
-                     Address context_lens, Address y, Address workspace, Address num_rows, int64_t rows,
-                     int64_t num_tokens, int64_t max_queries, int64_t max_context, int64_t num_heads,
-                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t max_blocks, int64_t num_blocks,
+                     Address context_lens, Address y, Address workspace, int64_t rows, int64_t num_tokens,
+                     int64_t max_queries, int64_t max_context, int64_t num_heads, int64_t num_kv_heads,
+                     int64_t head_dim, int64_t block_size, int64_t max_blocks, int64_t num_blocks,
                      int64_t q_token_stride, int64_t q_head_stride, double scaling, int64_t window, double softcap,
                      bool queries_are_new, Address stream) {
     tide::cuda::PagedAttentionParams params = {};
@@ -87,7 +86,6 @@ void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Addre
     params.context_lens = in<int32_t>(context_lens);
     params.out = out(y);
     params.workspace = out(workspace);
-    params.num_rows = in<int32_t>(num_rows);
     params.rows = rows;
     params.num_tokens = num_tokens;
     params.max_queries = max_queries;
@@ -158,27 +156,24 @@ void attend_joined(int dtype, const HeadsTuple& q, const HeadsTuple& k, const He
     tide::cuda::attend_joined(dtype_of(dtype), params, rotary, stream_of(stream));
 }
 
-void rms_norm(int dtype, Address x, Address weight, Address y, Address index, Address num_rows, int64_t rows,
-              int64_t width, int64_t x_stride, int64_t y_stride, double eps, Address stream) {
+void rms_norm(int dtype, Address x, Address weight, Address y, int64_t rows, int64_t width, int64_t x_stride,
+              int64_t y_stride, double eps, Address stream) {
     tide::cuda::rms_norm(dtype_of(dtype),
-                         {in(x), in(weight), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, width, x_stride,
-                          y_stride, static_cast<float>(eps)},
+                         {in(x), in(weight), out(y), rows, width, x_stride, y_stride, static_cast<float>(eps)},
                          stream_of(stream));
 }
 
-void silu_mul(int dtype, Address gate, Address up, Address y, Address num_rows, int64_t rows, int64_t width,
-              int64_t gate_stride, int64_t up_stride, int64_t y_stride, Address stream) {
-    tide::cuda::silu_mul(
-        dtype_of(dtype),
-        {in(gate), in(up), out(y), in<int32_t>(num_rows), rows, width, gate_stride, up_stride, y_stride},
-        stream_of(stream));
+void silu_mul(int dtype, Address gate, Address up, Address y, int64_t rows, int64_t width, int64_t gate_stride,
+              int64_t up_stride, int64_t y_stride, Address stream) {
+    tide::cuda::silu_mul(dtype_of(dtype), {in(gate), in(up), out(y), rows, width, gate_stride, up_stride, y_stride},
+                         stream_of(stream));
 }
 
 void rotary_write(int dtype, const HeadsTuple& q, const HeadsTuple& k, const HeadsTuple& v, Address q_norm,
                   Address k_norm, Address cos, Address sin, Address positions, Address slots, Address q_out,
-                  Address k_pool, Address v_pool, Address num_rows, int64_t rows, int64_t q_out_token_stride,
-                  int64_t q_out_head_stride, int64_t key_dim, int64_t value_dim, int64_t num_positions,
-                  int64_t num_blocks, int64_t block_size, double eps, Address stream) {
+                  Address k_pool, Address v_pool, int64_t rows, int64_t q_out_token_stride, int64_t q_out_head_stride,
+                  int64_t key_dim, int64_t value_dim, int64_t num_positions, int64_t num_blocks, int64_t block_size,
+                  double eps, Address stream) {
     tide::cuda::RotaryWriteParams params = {};
     params.q = heads_of(q);
     params.k = heads_of(k);
@@ -192,7 +187,6 @@ void rotary_write(int dtype, const HeadsTuple& q, const HeadsTuple& k, const Hea
     params.q_out = out(q_out);
     params.k_pool = out(k_pool);
     params.v_pool = out(v_pool);
-    params.num_rows = in<int32_t>(num_rows);
     params.rows = rows;
     params.q_out_token_stride = q_out_token_stride;
     params.q_out_head_stride = q_out_head_stride;
@@ -206,17 +200,16 @@ void rotary_write(int dtype, const HeadsTuple& q, const HeadsTuple& k, const Hea
 }
 
 void top2_logsumexp(int dtype, Address x, Address best, Address index, Address second, Address sum, Address partials,
-                    Address counters, Address num_rows, int64_t rows, int64_t width, int64_t x_stride, Address stream) {
+                    Address counters, int64_t rows, int64_t width, int64_t x_stride, Address stream) {
     tide::cuda::top2_logsumexp(dtype_of(dtype),
                                {in(x), out<float>(best), out<int64_t>(index), out<float>(second), out<float>(sum),
-                                out(partials), out<uint32_t>(counters), in<int32_t>(num_rows), rows, width, x_stride},
+                                out(partials), out<uint32_t>(counters), rows, width, x_stride},
                                stream_of(stream));
 }
 
 void router(int dtype, Address features, Address best, Address second, Address sum, Address norm, Address down,
-            Address down_bias, Address out_weight, Address out_bias, Address thresholds, Address scores, Address flags,
-            Address partials, Address counters, Address num_rows, int64_t rows, int64_t width, int64_t features_stride,
-            int64_t bottleneck, double eps, Address stream) {
+            Address down_bias, Address out_weight, Address out_bias, Address scores, Address partials, Address counters,
+            int64_t rows, int64_t width, int64_t features_stride, int64_t bottleneck, double eps, Address stream) {
     tide::cuda::RouterParams params = {};
     params.features = in(features);
     params.best = in<float>(best);
@@ -227,12 +220,9 @@ void router(int dtype, Address features, Address best, Address second, Address s
     params.down_bias = in<float>(down_bias);
     params.out = in<float>(out_weight);
     params.out_bias = in<float>(out_bias);
-    params.thresholds = in<float>(thresholds);
     params.scores = out<float>(scores);
-    params.flags = out<int32_t>(flags);
     params.partials = out<float>(partials);
     params.counters = out<uint32_t>(counters);
-    params.num_rows = in<int32_t>(num_rows);
     params.rows = rows;
     params.width = width;
     params.features_stride = features_stride;
@@ -242,21 +232,19 @@ void router(int dtype, Address features, Address best, Address second, Address s
 }
 
 template <void (*op)(DType, const tide::cuda::RowsParams&, cudaStream_t)>
-void rows_op(int dtype, Address x, Address y, Address index, Address num_rows, int64_t rows, int64_t limit,
-             int64_t width, int64_t x_stride, int64_t y_stride, bool zeros, Address stream) {
-    op(dtype_of(dtype),
-       {in(x), out(y), in<int64_t>(index), in<int32_t>(num_rows), rows, limit, width, x_stride, y_stride, zeros},
-       stream_of(stream));
+void rows_op(int dtype, Address x, Address y, Address index, int64_t rows, int64_t limit, int64_t width,
+             int64_t x_stride, int64_t y_stride, Address stream) {
+    op(dtype_of(dtype), {in(x), out(y), in<int64_t>(index), rows, limit, width, x_stride, y_stride}, stream_of(stream));
 }
 
 void exit_input(int dtype, Address states, Address state_norm, Address deep, Address deep_norm, Address table,
-                Address deep_slots, Address distances, Address y, Address num_rows, int64_t rows, int64_t width,
-                int64_t num_deep, int64_t max_distance, int64_t states_stride, int64_t deep_stride, int64_t y_stride,
-                double eps, Address stream) {
+                Address deep_slots, Address distances, Address y, int64_t rows, int64_t width, int64_t num_deep,
+                int64_t max_distance, int64_t states_stride, int64_t deep_stride, int64_t y_stride, double eps,
+                Address stream) {
     tide::cuda::exit_input(dtype_of(dtype),
                            {in(states), in(state_norm), in(deep), in(deep_norm), in(table), in<int64_t>(deep_slots),
-                            in<int64_t>(distances), out(y), in<int32_t>(num_rows), rows, width, num_deep, max_distance,
-                            states_stride, deep_stride, y_stride, static_cast<float>(eps)},
+                            in<int64_t>(distances), out(y), rows, width, num_deep, max_distance, states_stride,
+                            deep_stride, y_stride, static_cast<float>(eps)},
                            stream_of(stream));
 }
 
@@ -416,15 +404,15 @@ PYBIND11_MODULE(_cuda, m) {
           "Whether attend_joined runs on the current device with heads and blocks of these sizes.");
     m.def("paged_attention_workspace", &tide::cuda::paged_attention_workspace,
           "Bytes of workspace for calls with at most so many tokens, heads, elements of a head and positions.");
-    m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows, those that an index names.");
+    m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows.");
     m.def("silu_mul", &silu_mul, no_gil, "y = silu(gate) * up over rows.");
     m.def("rotary_write", &rotary_write, no_gil, "Norm and rotary positions of q and k; k and v go to their pages.");
     m.def("top2_logsumexp", &top2_logsumexp, no_gil,
           "Largest number of each row, its index, the second, and the sum of exp(x - best).");
     m.def("top2_logsumexp_partials", &tide::cuda::top2_logsumexp_partials,
           "Bytes of partials that top2_logsumexp needs.");
-    m.def("router", &router, no_gil, "Scores of a router and whether they reach their thresholds.");
-    m.def("gather_rows", &rows_op<&tide::cuda::gather_rows>, no_gil, "y[i] = x[index[i]]");
+    m.def("router", &router, no_gil, "Scores of a router.");
+    m.def("embed", &rows_op<&tide::cuda::embed>, no_gil, "y[i] = x[index[i]]");
     m.def("scatter_rows", &rows_op<&tide::cuda::scatter_rows>, no_gil, "y[index[i]] = x[i]");
     m.def("plan_cycle", &plan_cycle, no_gil, "The indices of every pass of a cycle, from the metadata of its rows.");
     m.def("pending_tokens", &pending_tokens, no_gil, "The token ids of the drafts of a cycle and of its deep pass.");

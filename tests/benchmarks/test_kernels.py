@@ -17,7 +17,6 @@ from benchmarks.kernels.layers import Calls
 from benchmarks.kernels.measure import Case, Cases, Rates, Timed, difference, time_case
 from tests.kernels.twin import twin_kernels
 from tide_core.kernels import CudaKernels
-from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.reference import ops as reference
 
 CPU = torch.device("cpu")
@@ -35,11 +34,7 @@ NOT_TIMED = {
 
 
 @pytest.fixture
-def twin_cases(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
-    def router(features: Any, peaks: Any, weights: Any, *, scratch: Any) -> tuple[torch.Tensor, None]:
-        return reference.router(features, peaks, weights), None
-
-    monkeypatch.setattr(cuda, "router", router)
+def twin_cases() -> list[Case]:
     cases = Cases(twin_kernels(), CPU, torch.float32, small=True)
     return list(cases.all([SMALL], [1, 3], [(20, 2), (48, 9)]))
 

@@ -23,14 +23,14 @@ class RowOp:
 
     inputs: Callable[[int], list[Tensor]]
     results: Callable[[int], list[Tensor]]
-    run: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], object]
+    run: Callable[[Sequence[Tensor], Sequence[Tensor]], object]
     expected: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     tolerance: dict[str, float] | None = None
     exact: bool = False
 
-    def __call__(self, inputs: Sequence[Tensor], num_rows: Tensor | None = None) -> list[Tensor]:
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         results = self.results(len(inputs[0]))
-        self.run(inputs, results, num_rows)
+        self.run(inputs, results)
         return results
 
 
@@ -64,10 +64,10 @@ def linear(
         x = [randn(rows, inner, dtype=dtype)]
         return [*x, randn(rows, out, dtype=dtype)] if residual else x
 
-    def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
+    def run(given: Sequence[Tensor], results: Sequence[Tensor]) -> object:
         more = given[1] if residual else None
         around = {"residual": more, "norm": norm}
-        return cuda.linear(given[0], weight, added, gated=gated, num_rows=num_rows, out=results[0], **around)
+        return cuda.linear(given[0], weight, added, gated=gated, out=results[0], **around)
 
     def expected(given: Sequence[Tensor]) -> list[Tensor]:
         x = given[0].float()
@@ -80,19 +80,13 @@ def linear(
     return RowOp(inputs, lambda rows: [empty(rows, out, dtype=dtype)], run, expected)
 
 
-def rms_norm(dtype: torch.dtype, width: int, *, indexed: bool = False) -> RowOp:
-    weight, table = randn(width, dtype=dtype), randn(TABLE_ROWS, width, dtype=dtype, scale=5.0)
-
-    def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
-        if indexed:
-            return cuda.rms_norm(table, weight, 1e-5, index=given[0], num_rows=num_rows, out=results[0])
-        return cuda.rms_norm(given[0], weight, 1e-5, num_rows=num_rows, out=results[0])
-
+def rms_norm(dtype: torch.dtype, width: int) -> RowOp:
+    weight = randn(width, dtype=dtype)
     return RowOp(
-        lambda rows: [indices(rows) if indexed else randn(rows, width, dtype=dtype, scale=5.0)],
+        lambda rows: [randn(rows, width, dtype=dtype, scale=5.0)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        run,
-        lambda given: [reference.rms_norm(table[given[0]] if indexed else given[0], weight, 1e-5)],
+        lambda given, results: cuda.rms_norm(given[0], weight, 1e-5, out=results[0]),
+        lambda given: [reference.rms_norm(given[0], weight, 1e-5)],
     )
 
 
@@ -100,7 +94,7 @@ def silu_mul(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, width, dtype=dtype, scale=3.0), randn(rows, width, dtype=dtype)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.silu_mul(*given, num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.silu_mul(*given, out=results[0]),
         lambda given: [reference.silu_mul(*given)],
     )
 
@@ -109,7 +103,7 @@ def rotary(dtype: torch.dtype, heads: int, dim: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, heads, dim, dtype=dtype), *(randn(rows, dim, dtype=dtype) for _ in range(2))],
         lambda rows: [empty(rows, heads, dim, dtype=dtype)],
-        lambda given, results, num_rows: cuda.rotary(*given, num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.rotary(*given, out=results[0]),
         lambda given: [reference.rotary(*given)],
         exact=True,
     )
@@ -123,7 +117,7 @@ def top2_logsumexp(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         lambda rows: [randn(rows, width, dtype=dtype, scale=3.0)],
         results,
-        lambda given, results, num_rows: cuda.top2_logsumexp(given[0], num_rows=num_rows, out=Top2(*results)),
+        lambda given, results: cuda.top2_logsumexp(given[0], out=Top2(*results)),
         lambda given: reference.top2_logsumexp(given[0]),
     )
 
@@ -142,11 +136,9 @@ def router(dtype: torch.dtype, width: int, bottleneck: int) -> RowOp:
         rand = [torch.rand(rows, device=DEVICE) for _ in range(3)]
         return [randn(rows, width, dtype=dtype, scale=9.0), rand[0] + 3, rand[1], rand[2] + 1]
 
-    def run(given: Sequence[Tensor], results: Sequence[Tensor], num_rows: Tensor | None) -> object:
+    def run(given: Sequence[Tensor], results: Sequence[Tensor]) -> object:
         features, best, second, total = given
-        return cuda.router(
-            features, Top2(best, best, second, total), weights, num_rows=num_rows, out=(results[0], None)
-        )
+        return cuda.router(features, Top2(best, best, second, total), weights, out=results[0])
 
     return RowOp(
         inputs,
@@ -158,12 +150,12 @@ def router(dtype: torch.dtype, width: int, bottleneck: int) -> RowOp:
     )
 
 
-def gather_rows(dtype: torch.dtype, width: int) -> RowOp:
+def embed(dtype: torch.dtype, width: int) -> RowOp:
     table = randn(TABLE_ROWS, width, dtype=dtype)
     return RowOp(
         lambda rows: [indices(rows)],
         lambda rows: [empty(rows, width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.gather_rows(table, given[0], num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.embed(given[0], table, out=results[0]),
         lambda given: [table[given[0]]],
         exact=True,
     )
@@ -183,7 +175,7 @@ def exit_input(dtype: torch.dtype, width: int) -> RowOp:
     return RowOp(
         inputs,
         lambda rows: [empty(rows, 2 * width, dtype=dtype)],
-        lambda given, results, num_rows: cuda.exit_input(*arguments(given), num_rows=num_rows, out=results[0]),
+        lambda given, results: cuda.exit_input(*arguments(given), out=results[0]),
         lambda given: [reference.exit_input(*arguments(given))],
     )
 
@@ -208,7 +200,6 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "rms_norm 576": lambda dtype: rms_norm(dtype, 576),
     "rms_norm 4096": lambda dtype: rms_norm(dtype, 4096),
     "rms_norm 9001": lambda dtype: rms_norm(dtype, 9001),
-    "rms_norm 576, indexed": lambda dtype: rms_norm(dtype, 576, indexed=True),
     "silu_mul 7": lambda dtype: silu_mul(dtype, 7),
     "silu_mul 1536": lambda dtype: silu_mul(dtype, 1536),
     "silu_mul 14336": lambda dtype: silu_mul(dtype, 14336),
@@ -224,8 +215,8 @@ ROW_OPS: dict[str, Callable[[torch.dtype], RowOp]] = {
     "router 5 of 33": lambda dtype: router(dtype, 33, 5),
     "router 128 of 576": lambda dtype: router(dtype, 576, 128),
     "router 128 of 4096": lambda dtype: router(dtype, 4096, 128),
-    "gather_rows 3": lambda dtype: gather_rows(dtype, 3),
-    "gather_rows 576": lambda dtype: gather_rows(dtype, 576),
+    "embed 3": lambda dtype: embed(dtype, 3),
+    "embed 576": lambda dtype: embed(dtype, 576),
     "exit_input 7": lambda dtype: exit_input(dtype, 7),
     "exit_input 576": lambda dtype: exit_input(dtype, 576),
     "exit_input 4096": lambda dtype: exit_input(dtype, 4096),
@@ -238,7 +229,7 @@ NARROW = [
     "rotary 3 of 6",
     "top2_logsumexp 7",
     "router 5 of 33",
-    "gather_rows 3",
+    "embed 3",
     "exit_input 7",
 ]
 

@@ -102,16 +102,11 @@ def test_rotary_write_says_what_its_reference_says(dtype: torch.dtype, dim: int,
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("normed", [False, True])
-def test_a_tokens_turn_is_the_same_alone_in_place_and_past_a_true_number(dtype: torch.dtype, normed: bool) -> None:
+def test_a_tokens_turn_is_the_same_alone_and_in_place(dtype: torch.dtype, normed: bool) -> None:
     case = Projection(20, dtype, normed=normed)
     q, k_pool, v_pool = case.run(cuda.rotary_write)
     for first, last in ((0, 1), (19, 20), (7, 12)):
         assert_same([case.run(cuda.rotary_write, slice(first, last))[0]], [q[first:last]])
-    shorter = case.run(cuda.rotary_write, slice(0, 9))
-    out = torch.full_like(q, GUARD)
-    longer = case.run(cuda.rotary_write, num_rows=count(9), out=out)
-    assert_same([out[:9], *longer[1:]], [shorter[0], *shorter[1:]])
-    assert (out[9:] == GUARD).all()
     inside = case.qkv.view(20, 10, 64)[:, :6]
     rest = case.qkv[:, 6 * 64 :].clone()
     placed = case.run(cuda.rotary_write, out=inside)
@@ -147,12 +142,10 @@ def test_pages_are_written_where_the_slots_say(dtype: torch.dtype, key_dim: int,
         v = randn(3, tokens, value_dim, dtype=dtype).transpose(0, 1)
         slots = slots_of(tokens, 96)
         pools = randn(6, 3, 16, key_dim, dtype=dtype), randn(6, 3, 16, value_dim, dtype=dtype)
-        for true_rows in (tokens, tokens // 2):
-            written, expected = [one.clone() for one in pools], [one.clone() for one in pools]
-            cuda.write_kv(k, v, written[0], written[1], slots, num_rows=count(true_rows))
-            kept = slots[:true_rows].where(slots[:true_rows] < 96, -1)
-            reference.write_kv(k[:true_rows], v[:true_rows], expected[0], expected[1], kept)
-            assert_same(written, expected)
+        written, expected = [one.clone() for one in pools], [one.clone() for one in pools]
+        cuda.write_kv(k, v, written[0], written[1], slots)
+        reference.write_kv(k, v, expected[0], expected[1], slots.where(slots < 96, -1))
+        assert_same(written, expected)
 
 
 def on_device(case: PagedCase) -> list[Any]:
@@ -277,19 +270,18 @@ def test_many_lanes_are_clean(copies: int, queries: int, dim: int, dtype: torch.
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("true_rows", [0, 2, 6])
-def test_rows_past_the_true_number_are_neither_read_nor_written(dtype: torch.dtype, true_rows: int) -> None:
+@pytest.mark.parametrize("rows", [0, 2, 6])
+def test_queries_that_no_row_owns_are_neither_read_nor_written(dtype: torch.dtype, rows: int) -> None:
     case = PagedCase(CONTEXTS, QUERIES, dtype=dtype)
     whole = attend(case)
     q, k_pool, v_pool, tables, starts, lengths, *rest = on_device(case)
-    owned = int(starts[true_rows])
-    tables[true_rows:], lengths[true_rows:], starts[true_rows + 1 :] = 2**30, 2**30, 2**30
+    owned = int(starts[rows])
+    tables[rows:], lengths[rows:], starts[rows + 1 :] = 2**30, 2**30, 2**30
     q = q.contiguous()
     q[owned:] = float("nan")
     out = torch.full_like(whole, GUARD)
-    cuda.paged_attention(
-        q, k_pool, v_pool, tables, starts, lengths, *rest, max_context=600, num_rows=count(true_rows), out=out
-    )
+    indices = tables[:rows], starts[: rows + 1], lengths[:rows]
+    cuda.paged_attention(q, k_pool, v_pool, *indices, *rest, max_context=600, out=out)
     assert_same([out[:owned]], [whole[:owned]])
     assert (out[owned:] == GUARD).all()
 

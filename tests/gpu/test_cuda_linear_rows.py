@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.op_cases import DEVICE, RowOp, assert_right, assert_same, linear, randn
+from tests.gpu.op_cases import RowOp, assert_right, assert_same, linear, randn
 from tide_core.kernels import cuda_unsupported_reason
 from tide_core.kernels.cuda import ops as cuda
 from tide_core.kernels.cuda.launch import fast_for_many_rows
@@ -91,11 +91,11 @@ def test_a_row_among_many_is_the_same_alone(shape: str, dtype: torch.dtype) -> N
 
 @EVERY_SHAPE
 @HALF_WIDTHS
-def test_only_as_many_rows_are_written_as_the_device_says(shape: str, dtype: torch.dtype) -> None:
+def test_only_as_many_rows_are_written_as_are_given(shape: str, dtype: torch.dtype) -> None:
     op, inputs, whole = made(shape, dtype)
     for count in (0, 1, 40, 257, MOST):
         results = [torch.full_like(one, 77) for one in whole]
-        op.run(inputs, results, torch.tensor([count], dtype=torch.int32, device=DEVICE))
+        op.run([one[:count] for one in inputs], [one[:count] for one in results])
         expected = [torch.full_like(one, 77) for one in whole]
         for one, right in zip(expected, whole, strict=True):
             one[:count] = right[:count]
@@ -116,14 +116,14 @@ def test_a_normed_row_is_the_same_in_batches_of_every_size_and_alone(shape: str)
 
 @EVERY_NARROW
 def test_a_normed_row_does_not_see_what_lies_past_the_rows(shape: str) -> None:
-    """More rows are in the buffer than the device says, and they are not numbers."""
+    """More rows are in the buffer than are given, and they are not numbers."""
     op = NARROW[shape]()
     inputs = op.inputs(100)
     for count in (0, 1, 20, 32, 33, 100):
         given = rows_of(inputs, 0, 100)
         given[0][count:] = torch.nan
         results = [torch.full_like(one, 77) for one in op(inputs)]
-        op.run(given, results, torch.tensor([count], dtype=torch.int32, device=DEVICE))
+        op.run([one[:count] for one in given], [one[:count] for one in results])
         assert all(bool((one[count:] == 77).all()) for one in results)
         if count:
             assert_same([one[:count] for one in results], op(rows_of(inputs, 0, count)))
@@ -162,7 +162,7 @@ def test_many_rows_may_be_computed_in_a_graph(dtype: torch.dtype) -> None:
     results = [torch.zeros_like(one) for one in whole]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.run(inputs, results, None)
+        op.run(inputs, results)
     graph.replay()
     assert_same(results, whole)
 

@@ -1,5 +1,5 @@
-"""The CUDA ops against their references, and what all of them promise: any number of rows, also one that only the
-device knows; a row's result whatever its batch; nothing written elsewhere; graphs."""
+"""The CUDA ops against their references, and what all of them promise: any number of rows; a row's result whatever its
+batch; nothing written elsewhere; graphs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
-
-
-def count(value: int) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
 
 
 def poison(inputs: list[Tensor], first: int) -> list[Tensor]:
@@ -92,25 +88,18 @@ def test_a_small_call_is_clean(name: str, rows: int) -> None:
 
 @EVERY_OP
 @EVERY_DTYPE
-@pytest.mark.parametrize(("rows", "true_rows"), [(17, 9), (33, 32), (5, 0), (70, 3)])
-def test_rows_past_the_true_number_are_neither_read_nor_written(
-    name: str, dtype: torch.dtype, rows: int, true_rows: int
+@pytest.mark.parametrize(("rows", "used"), [(17, 9), (33, 32), (5, 0), (70, 3)])
+def test_rows_past_those_given_are_neither_read_nor_written(
+    name: str, dtype: torch.dtype, rows: int, used: int
 ) -> None:
     op = ROW_OPS[name](dtype)
     inputs = op.inputs(rows)
     whole, results = op(inputs), op.results(rows)
     for one in results:
         one.fill_(GUARD)
-    op.run(poison(inputs, true_rows), results, count(true_rows))
-    assert_same([one[:true_rows] for one in results], [one[:true_rows] for one in whole])
-    assert all((one[true_rows:] == GUARD).all() for one in results)
-
-
-@EVERY_OP
-def test_a_true_number_above_the_rows_means_all_of_them(name: str) -> None:
-    op = ROW_OPS[name](torch.float16)
-    inputs = op.inputs(6)
-    assert_same(op(inputs, count(1000)), op(inputs))
+    op.run([one[:used] for one in poison(inputs, used)], [one[:used] for one in results])
+    assert_same([one[:used] for one in results], [one[:used] for one in whole])
+    assert all((one[used:] == GUARD).all() for one in results)
 
 
 @EVERY_OP
@@ -122,7 +111,7 @@ def test_rows_may_lie_apart_and_anywhere(name: str, dtype: torch.dtype) -> None:
     outs = [_spread(one) if one.dim() == 2 and one.shape[1] > 1 else one for one in results]
     if name.startswith("rotary"):
         spread[1:] = inputs[1:]  # tables are contiguous
-    op.run(spread, outs, None)
+    op.run(spread, outs)
     if name.startswith("linear"):
         assert_right(op, outs, op.expected(inputs))  # loose rows may take another kernel
     else:
@@ -138,24 +127,21 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 @EVERY_OP
-def test_a_captured_op_follows_its_inputs_and_the_true_number_of_rows(name: str) -> None:
+def test_a_captured_op_follows_its_inputs(name: str) -> None:
     op = ROW_OPS[name](torch.bfloat16)
-    inputs, true_rows = op.inputs(12), count(12)
-    results = op(inputs, true_rows)  # before the capture, so that nothing is loaded during it
+    inputs = op.inputs(12)
+    results = op(inputs)  # before the capture, so that nothing is loaded during it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.run(inputs, results, true_rows)
-    for rows in (12, 5, 0, 12):
+        op.run(inputs, results)
+    for _ in range(2):
         others = op.inputs(12)
         for one, other in zip(inputs, others, strict=True):
             one.copy_(other)
         for one in results:
             one.fill_(GUARD)
-        true_rows.fill_(rows)
         graph.replay()
-        whole = op(others)
-        assert_same([one[:rows] for one in results], [one[:rows] for one in whole])
-        assert all((one[rows:] == GUARD).all() for one in results)
+        assert_same(results, op(others))
 
 
 @EVERY_OP
@@ -165,7 +151,7 @@ def test_with_given_results_and_scratch_nothing_is_allocated(name: str) -> None:
     op = ROW_OPS[name](torch.bfloat16)  # a norm in front of a float16 linear has a result of its own
     inputs, results = op.inputs(7), op.results(7)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    op.run(inputs, results, None)
+    op.run(inputs, results)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -175,11 +161,11 @@ def test_one_scratch_serves_many_calls_and_its_counters_return_to_zero() -> None
     for rows, width in ((40, 50_000), (3, 9000), (40, 4097), (1, 50_000), (7, 11)):
         logits, features = randn(rows, width, dtype=torch.float16), randn(rows, 48, dtype=torch.float16)
         top2 = cuda.top2_logsumexp(logits)
-        scores, _ = cuda.router(features, top2, weights)
+        scores = cuda.router(features, top2, weights)
         mine, out = Top2(*(torch.empty_like(one) for one in top2)), torch.empty_like(scores)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         cuda.top2_logsumexp(logits, scratch=scratch, out=mine)
-        cuda.router(features, mine, weights, scratch=scratch, out=(out, None))
+        cuda.router(features, mine, weights, scratch=scratch, out=out)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert_same([*mine, out], [*top2, scores])
         assert not scratch.counters.any()
@@ -200,21 +186,14 @@ def test_peaks_of_equal_infinite_and_missing_numbers(row: list[float], dtype: to
 
 
 @EVERY_DTYPE
-def test_a_router_flags_scores_that_reach_their_threshold_and_no_others(dtype: torch.dtype) -> None:
+def test_features_that_are_no_numbers_give_no_score_and_change_no_other(dtype: torch.dtype) -> None:
     weights = RouterWeights(*router_weights(DEVICE))
     features, logits = randn(40, 48, dtype=dtype), randn(40, 300, dtype=dtype)
-    features[3] = NAN
     top2 = cuda.top2_logsumexp(logits)
-    alone, none = cuda.router(features, top2, weights)
-    assert none is None
-    thresholds = alone.clone()
-    thresholds[10:20] = alone[10:20].nextafter(torch.tensor(2.0, device=DEVICE))
-    thresholds[20:30] = NAN
-    scores, flags = cuda.router(features, top2, weights, thresholds)
-    assert flags is not None
-    torch.testing.assert_close(scores, alone, rtol=0, atol=0, equal_nan=True)
-    assert flags.tolist() == [*[1] * 3, 0, *[1] * 6, *[0] * 20, *[1] * 10]
-    assert torch.equal(flags, reference.reaches(scores, thresholds))
+    expected = cuda.router(features, top2, weights)
+    features[3] = expected[3] = NAN
+    scores = cuda.router(features, top2, weights)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.sanitizer
@@ -230,24 +209,19 @@ def test_a_small_scatter_is_clean(width: int) -> None:
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("width", [1, 3, 8, 576])
-def test_rows_are_gathered_and_scattered_where_the_index_says(dtype: torch.dtype, width: int) -> None:
+def test_rows_are_embedded_and_scattered_by_index(dtype: torch.dtype, width: int) -> None:
     x, index = randn(TABLE_ROWS, width, dtype=dtype), indices(33)
     index[::4], index[5] = -1, TABLE_ROWS
-    torch.testing.assert_close(
-        cuda.gather_rows(x, index), reference.gather_rows(x, index), rtol=0, atol=0, equal_nan=True
-    )
-    kept = torch.full((33, width), GUARD, dtype=dtype, device=DEVICE)
-    cuda.gather_rows(x, index, out=kept)
-    assert (kept[::4] == GUARD).all()
+    torch.testing.assert_close(cuda.embed(index, x), reference.embed(index, x), rtol=0, atol=0, equal_nan=True)
     ids = indices(9)
     assert_same([cuda.embed(ids, x)], [torch.nn.functional.embedding(ids, x)])
     places = torch.randperm(60, device=DEVICE)[:TABLE_ROWS]
     places[2], places[7] = -5, 60
-    for true_rows in (None, 0, 31):
+    for used in (TABLE_ROWS, 0, 31):
         out = torch.full((60, width), GUARD, dtype=dtype, device=DEVICE)
         expected = out.clone()
-        cuda.scatter_rows(x, places, out, num_rows=None if true_rows is None else count(true_rows))
-        reference.scatter_rows(x[:true_rows], places[:true_rows], expected)
+        cuda.scatter_rows(x[:used], places[:used], out)
+        reference.scatter_rows(x[:used], places[:used], expected)
         assert_same([out], [expected])
 
 

@@ -119,8 +119,8 @@ def router_arguments(**changed: Any) -> dict[str, Any]:
     return {"features": torch.zeros(ROWS, WIDTH), "top2": peaks_of(ROWS), "weights": weights, **changed}
 
 
-def gather_rows_arguments(**changed: Any) -> dict[str, Any]:
-    return {"x": torch.zeros(4, 8), "index": torch.zeros(3, dtype=torch.int64), **changed}
+def embed_arguments(**changed: Any) -> dict[str, Any]:
+    return {"weight": torch.zeros(4, 8), "ids": torch.zeros(3, dtype=torch.int64), **changed}
 
 
 def scatter_rows_arguments(**changed: Any) -> dict[str, Any]:
@@ -153,7 +153,7 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "attend_joined": attend_joined_arguments,
     "top2_logsumexp": peak_arguments,
     "router": router_arguments,
-    "gather_rows": gather_rows_arguments,
+    "embed": embed_arguments,
     "scatter_rows": scatter_rows_arguments,
     "exit_input": exit_input_arguments,
 }
@@ -189,17 +189,7 @@ def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> 
         ("linear", {"out": torch.zeros(2, 4, dtype=INT64)}, TypeError, "out: got torch.int64, expected torch.float32"),
         ("linear", {"out": torch.zeros(4, 2).T}, ValueError, "out: got stride 2 in the last dimension"),
         ("linear", {"out": torch.zeros(2, 4, device="meta")}, ValueError, "out: got a tensor on meta, expected cpu"),
-        (
-            "linear",
-            {"num_rows": torch.zeros(1, dtype=INT64)},
-            TypeError,
-            "num_rows: got torch.int64, expected torch.in",
-        ),
-        ("linear", {"num_rows": torch.zeros(2, dtype=INT32)}, ValueError, r"num_rows: got shape \[2\], expected one"),
         ("rms_norm", {"weight": torch.zeros(7)}, ValueError, r"x: got shape \[2, 8\], expected \[..., 7\]"),
-        ("rms_norm", {"index": torch.zeros(2, dtype=INT32)}, TypeError, "index: got torch.int32, expected torch.int64"),
-        ("rms_norm", {"index": torch.zeros(2, 1, dtype=INT64)}, ValueError, r"index: got shape \[2, 1\]"),
-        ("rms_norm", {"x": torch.zeros(1, 2, 8), "index": torch.arange(2)}, ValueError, "x: got shape .* 2 dimensions"),
         ("silu_mul", {"up": torch.zeros(2, 9)}, ValueError, r"up: got shape \[2, 9\], expected as gate = \[2, 8\]"),
         ("silu_mul", {"gate": torch.zeros(8, 2).T}, ValueError, "gate: got stride 2 in the last dimension"),
         ("silu_mul", {"gate": torch.zeros(()), "up": torch.zeros(())}, ValueError, r"gate: got shape \[\]"),
@@ -244,15 +234,10 @@ def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> 
         ("top2_logsumexp", {"out": peaks_of(2)}, ValueError, r"out.best: got shape \[2\]"),
         ("router", {"features": torch.zeros(ROWS, 9)}, ValueError, r"weights.norm: got shape \[48\], expected \[D\]"),
         ("router", {"top2": peaks_of(2)}, ValueError, r"top2.best: got shape \[2\]"),
-        ("router", {"thresholds": torch.zeros(ROWS).double()}, TypeError, "thresholds: got torch.float64"),
-        (
-            "router",
-            {"out": (torch.zeros(ROWS), torch.zeros(ROWS, dtype=INT32))},
-            ValueError,
-            "flags, thresholds: got o",
-        ),
-        ("gather_rows", {"x": torch.zeros(8)}, ValueError, r"x: got shape \[8\]"),
-        ("gather_rows", {"index": torch.zeros(3)}, TypeError, "index: got torch.float32, expected torch.int64"),
+        ("router", {"out": torch.zeros(ROWS).double()}, TypeError, "out: got torch.float64, expected torch.float32"),
+        ("embed", {"weight": torch.zeros(8)}, ValueError, r"weight: got shape \[8\]"),
+        ("embed", {"ids": torch.zeros(3)}, TypeError, "ids: got torch.float32, expected torch.int64"),
+        ("embed", {"ids": torch.zeros(3, 1, dtype=INT64)}, ValueError, r"ids: got shape \[3, 1\]"),
         ("scatter_rows", {"index": torch.arange(4)}, ValueError, r"index: got shape \[4\], expected \[R\] = \[3\]"),
         ("scatter_rows", {"out": torch.zeros(5, 9)}, ValueError, r"out: got shape \[5, 9\]"),
         ("scatter_rows", {"out": torch.zeros(5, 8).half()}, TypeError, "out: got torch.float16"),
@@ -363,7 +348,7 @@ EMPTY = {
     "rotary": {"x": torch.zeros(0, 2, 8), "cos": torch.zeros(0, 8), "sin": torch.zeros(0, 8)},
     "top2_logsumexp": {"logits": torch.zeros(0, 8)},
     "router": {"features": torch.zeros(0, WIDTH), "top2": peaks_of(0)},
-    "gather_rows": {"index": torch.zeros(0, dtype=INT64)},
+    "embed": {"ids": torch.zeros(0, dtype=INT64)},
     "scatter_rows": {"x": torch.zeros(0, 8), "index": torch.zeros(0, dtype=INT64)},
     "exit_input": {
         "states": torch.zeros(0, 8),
@@ -427,9 +412,9 @@ def test_what_is_given_is_written_and_returned(launches: Launches) -> None:
     assert cuda.rms_norm(**rms_norm_arguments(out=out)) is out
     assert cuda.silu_mul(**silu_mul_arguments(out=out)) is out
     assert cuda.linear(torch.zeros(2, 3), torch.zeros(8, 3), out=out) is out
-    top2, scores = peaks_of(3), (torch.zeros(ROWS), None)
+    top2, scores = peaks_of(3), torch.zeros(ROWS)
     assert cuda.top2_logsumexp(torch.zeros(3, 5), out=top2) is top2
-    assert cuda.router(**router_arguments(out=scores))[0] is scores[0]
+    assert cuda.router(**router_arguments(out=scores)) is scores
     _, (_, _, _, address, *_) = launches[0]
     assert address == out.data_ptr()
 
@@ -439,7 +424,7 @@ def test_rows_may_have_a_stride_and_a_single_row_has_none(launches: Launches) ->
     cuda.rms_norm(wide[:, :8], torch.zeros(8), 1e-5)
     cuda.rms_norm(wide[1:2, :8], torch.zeros(8), 1e-5)
     cuda.rms_norm(torch.zeros(2, 3, 8), torch.zeros(8), 1e-5)
-    assert [arguments[6:10] for _, arguments in launches] == [(4, 8, 20, 8), (1, 8, 8, 8), (6, 8, 8, 8)]
+    assert [arguments[4:8] for _, arguments in launches] == [(4, 8, 20, 8), (1, 8, 8, 8), (6, 8, 8, 8)]
 
 
 def test_queries_may_be_rotated_where_they_lie(launches: Launches) -> None:
@@ -458,7 +443,7 @@ def test_queries_may_be_rotated_where_they_lie(launches: Launches) -> None:
 def test_positions_past_the_block_tables_are_not_asked_for(launches: Launches) -> None:
     cuda.paged_attention(**paged_attention_arguments(), max_context=10_000, max_queries=2)
     cuda.paged_attention(**paged_attention_arguments(), max_context=7)
-    assert [arguments[10:14] for _, arguments in launches] == [(2, 3, 2, 48), (2, 3, 3, 7)]
+    assert [arguments[9:13] for _, arguments in launches] == [(2, 3, 2, 48), (2, 3, 3, 7)]
 
 
 @pytest.fixture

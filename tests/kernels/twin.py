@@ -44,9 +44,6 @@ def twin_kernels() -> CudaKernels:
     def supports(k_pool: torch.Tensor, v_pool: torch.Tensor) -> bool:
         return k_pool.shape == v_pool.shape
 
-    def router(features: Any, top2: Any, weights: Any, *, scratch: Any, out: Any) -> tuple[torch.Tensor, None]:
-        return out[0].copy_(reference.router(features, top2, weights)), None
-
     return CudaKernels(
         name="cuda",
         linear=reference.linear,
@@ -60,8 +57,7 @@ def twin_kernels() -> CudaKernels:
         attend=attend,
         attention_workspace=workspace,
         top2_logsumexp=reference.top2_logsumexp,
-        router=router,
-        score=reference.score,
+        router=reference.router,
         score_scratch=workspace,
         exit_input=reference.exit_input,
         norm_into=reference.norm_into,

@@ -61,13 +61,14 @@ class Scorer:
         return cls(weights, kernels.score_scratch(down.weight.device, MAX_SCORED, **sizes), kernels)
 
     def __call__(self, features: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kernels.score(features, logits, self.weights, self.scratch)
+        top2 = self.kernels.top2_logsumexp(logits, self.scratch)
+        return self.kernels.router(features, top2, self.weights, scratch=self.scratch), top2.best_at
 
     def top2(self, logits: torch.Tensor, out: Top2) -> None:
         self.kernels.top2_logsumexp(logits, self.scratch, out=out)
 
     def score_features(self, features: torch.Tensor, peaks: Top2, out: torch.Tensor) -> None:
-        self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=(out, None))
+        self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=out)
 
 
 @dataclass(frozen=True, slots=True)

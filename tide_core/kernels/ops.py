@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tide_core.kernels.reference.branches import CopySlots
-from tide_core.kernels.reference.ops import Norm, RouterWeights, Top2
+from tide_core.kernels.reference.ops import Norm, Top2
 
 
 class LinearOp(Protocol):
@@ -162,11 +162,10 @@ class CudaKernels(Kernels):
     `held` one that is handed back where it is large enough."""
     top2_logsumexp: Callable[..., Top2]
     """Of logits, with a scratch and an optional `out`."""
-    router: Callable[..., tuple[Tensor, Tensor | None]]
+    router: Callable[..., Tensor]
     """Of features, top-2 and weights, with an optional `scratch` and `out`."""
-    score: Callable[[Tensor, Tensor, RouterWeights, Any], tuple[Tensor, Tensor]]
     score_scratch: Callable[..., Any]
-    """For `top2_logsumexp` and `score`: where, rows, and by name `vocabulary` and `bottleneck`."""
+    """For `top2_logsumexp` and `router`: where, rows, and by name `vocabulary` and `bottleneck`."""
     exit_input: ExitInputOp
     norm_into: Callable[..., Tensor]
     """`rms_norm` with an optional `out`."""

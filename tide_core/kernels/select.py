@@ -67,7 +67,6 @@ def cuda_kernels() -> CudaKernels:
         attention_workspace=cuda.attention_workspace,
         top2_logsumexp=cuda.top2_logsumexp,
         router=cuda.router,
-        score=cuda.score,
         score_scratch=cuda.Scratch.sized,
         exit_input=cuda.exit_input,
         norm_into=cuda.rms_norm,

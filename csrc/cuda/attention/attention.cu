@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
     const Partials from = partials(p);
     let_next_start();
     wait_for_previous();
-    if (row >= count_rows(p.num_rows, p.rows)) return;
+    if (row >= p.rows) return;
     const int first_query = p.query_starts[row], num_queries = p.query_starts[row + 1] - first_query;
     for (int query = static_cast<int>(turn % queries_at_once); query < num_queries;
          query += static_cast<int>(queries_at_once)) {

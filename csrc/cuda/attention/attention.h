@@ -3,9 +3,6 @@
 // Pointers are raw and on the device, counts and strides are in elements. The op enqueues its kernels on `stream` and
 // returns: nothing is allocated, nothing waits for the device, and all of it can be captured in a graph. A launch that
 // fails throws std::runtime_error naming the op.
-//
-// `num_rows` (may be null: then `rows` counts) is the true number of rows, at most `rows`, known to the device only:
-// rows past it are neither read nor written, so that one captured graph serves any count.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,8 +25,7 @@ struct PagedAttentionParams {
     const int32_t* query_starts;  // [rows + 1]
     const int32_t* context_lens;  // [rows]
     void* out;                    // [T, num_heads, head_dim], contiguous
-    void* workspace;          // paged_attention_workspace(...) bytes, 16-byte aligned, cleared once (accumulate ops.h)
-    const int32_t* num_rows;  // [1] or null
+    void* workspace;  // paged_attention_workspace(...) bytes, 16-byte aligned, cleared once (accumulate ops.h)
     int64_t rows;
     int64_t num_tokens;   // T: query_starts[rows] is at most this
     int64_t max_queries;  // the most queries a row has; more are right but slow
@@ -52,9 +48,8 @@ struct PagedAttentionParams {
 // the fast path.
 void paged_attention(DType dtype, const PagedAttentionParams& params, cudaStream_t stream);
 
-// rotary_write, then paged_attention of its queries, with the same bits, in one launch. `rotary` has no q_out and no
-// num_rows; a token that no row owns is neither read nor written. Half-width types, and what supports_joined()
-// supports; else it throws.
+// rotary_write, then paged_attention of its queries, with the same bits, in one launch. `rotary` has no q_out; a token
+// that no row owns is neither read nor written. Half-width types, and what supports_joined() supports; else it throws.
 void attend_joined(DType dtype, const PagedAttentionParams& params, const RotaryWriteParams& rotary,
                    cudaStream_t stream);
 

@@ -219,7 +219,7 @@ void launch_attention_stream(const PagedAttentionParams& p, const RotaryWritePar
         work.joined = true;
         work.rotary = *rotary;
         work.aligned = in_twos<T>(*rotary);
-        work.reads_early = StreamHistory::may_read(stream, p.k_pool) && p.num_rows == nullptr;  // that is read as usual
+        work.reads_early = StreamHistory::may_read(stream, p.k_pool);
     }
     work.keys = map_rows("paged_attention", kType, p.k_pool, pool_rows(p), p.head_dim, kTilePositions);
     work.values = map_rows("paged_attention", kType, p.v_pool, pool_rows(p), p.head_dim, kTilePositions);

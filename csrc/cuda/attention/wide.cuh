@@ -268,8 +268,8 @@ void launch_attention_wide(const PagedAttentionParams& p, bool& combined, cudaSt
     constexpr DType kType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     StreamWork work(p);
     const EarlyReads early = StreamHistory::early_reads(stream, p.k_pool, p.queries_are_new);
-    work.reads_early = early != EarlyReads::kNone && p.num_rows == nullptr;  // that number is read as usual
-    work.reads_old_pages = work.reads_early && early == EarlyReads::kOldPages;
+    work.reads_early = early != EarlyReads::kNone;
+    work.reads_old_pages = early == EarlyReads::kOldPages;
     work.keys = map_eights("paged_attention", kType, p.k_pool, pool_rows(p), p.head_dim, kTilePositions);
     work.values = map_eights("paged_attention", kType, p.v_pool, pool_rows(p), p.head_dim, kTilePositions);
     const bool many = work.attention.heads_per_kv * p.max_queries > 32;

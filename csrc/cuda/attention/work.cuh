@@ -167,11 +167,10 @@ struct PieceFinder {
     __device__ void count(const AttentionWork& p) {
         const int rows = static_cast<int>(p.rows), share = rows_per_thread(p);
         const int first_row = share * threadIdx.x, last_row = min(first_row + share, rows);
-        const int true_rows = static_cast<int>(count_rows(p.num_rows, p.rows));
         int upto = 0;
         for (int row = first_row; row < last_row; ++row) {
-            const RowWork work = read_row(p, row);  // without waiting for true_rows
-            upto += row < true_rows ? work.template num_pieces<kQueryHeads>(p) : 0;
+            const RowWork work = read_row(p, row);
+            upto += work.template num_pieces<kQueryHeads>(p);
             if (row > first_row) continue;
             first_rows[threadIdx.x][0] = work.first_query;
             first_rows[threadIdx.x][1] = work.num_queries;
@@ -292,11 +291,10 @@ class WarpFinder {
     __device__ explicit WarpFinder(const AttentionWork& p, const IndexReader& read = {})
         : share_(static_cast<int>((p.rows + 31) / 32)), first_(0), queries_(0), length_(0), upto_(0) {
         const int lane = threadIdx.x % 32, rows = static_cast<int>(p.rows);
-        const int true_rows = static_cast<int>(count_rows(p.num_rows, p.rows));
         int mine = 0;
         for (int row = share_ * lane; row < min(share_ * (lane + 1), rows); ++row) {
-            const RowWork work = read_row(p, row, read);  // without waiting for true_rows
-            mine += row < true_rows ? work.num_pieces<kQueryHeads>(p) : 0;
+            const RowWork work = read_row(p, row, read);
+            mine += work.num_pieces<kQueryHeads>(p);
             if (row > share_ * lane) continue;
             first_ = work.first_query;
             queries_ = work.num_queries;

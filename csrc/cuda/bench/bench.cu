@@ -1,5 +1,5 @@
-// Times the CUDA ops; tests/gpu checks them. Arguments: any of linear, narrow, head, chain, attention, small, draw;
-// none: all.
+// Times the linears with every tile; `python -m benchmarks.kernels` times the other ops and tests/gpu checks them all.
+// Arguments: any of linear, narrow, head, chain; none: all.
 #include <cstring>
 
 #include "cuda/bench/support.cuh"
@@ -13,17 +13,11 @@ int main(int argc, char** argv) {
         }
         return false;
     };
-    if (wanted("linear") || wanted("narrow") || wanted("head") || wanted("chain") || wanted("attention") ||
-        wanted("small")) {
-        const int64_t bytes = wanted("chain") ? int64_t{16} << 30 : int64_t{2} << 30;
-        const Buffer arena(bytes);
-        fill(arena.get<__nv_bfloat16>(), bytes / 2, 8, 0.02f);
-        if (wanted("linear")) time_linear(arena);
-        if (wanted("narrow")) time_narrow(arena);
-        if (wanted("head")) time_head(arena);
-        if (wanted("chain")) time_chain(arena);
-        if (wanted("attention")) time_attention(arena);
-        if (wanted("small")) time_small(arena);
-    }
-    if (wanted("draw")) time_draw();
+    const int64_t bytes = wanted("chain") ? int64_t{16} << 30 : int64_t{2} << 30;
+    const Buffer arena(bytes);
+    fill(arena.get<__nv_bfloat16>(), bytes / 2, 8, 0.02f);
+    if (wanted("linear")) time_linear(arena);
+    if (wanted("narrow")) time_narrow(arena);
+    if (wanted("head")) time_head(arena);
+    if (wanted("chain")) time_chain(arena);
 }

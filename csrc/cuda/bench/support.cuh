@@ -8,7 +8,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/attention/attention.h"
 #include "cuda/common/convert.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/linear/kernels.h"
@@ -33,11 +32,6 @@ class Buffer {
         return static_cast<T*>(data_);
     }
     int64_t bytes() const { return bytes_; }
-    void fill_bytes(int value) const { require(cudaMemset(data_, value, bytes_)); }
-    template <typename T>
-    void put(const std::vector<T>& values) const {
-        require(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-    }
 
   private:
     void* data_ = nullptr;
@@ -61,11 +55,6 @@ template <typename T>
 void fill(T* to, int64_t count, uint64_t seed, float scale) {
     if (count > 0) fill_noise<T><<<1024, 256>>>(to, count, seed, scale);
     require(cudaGetLastError());
-}
-
-template <typename T>
-constexpr DType dtype_of() {
-    return sizeof(T) == 4 ? DType::kFloat32 : std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
 }
 
 // Row tiles x token tiles / CTAs of a cluster, s: x goes through shared memory, d: deep.
@@ -136,10 +125,7 @@ constexpr double kPeakBytesPerUs = 4.1e6;  // 4.1 TB/s: what reads reach on the 
 
 void time_linear(const Buffer& arena);
 void time_chain(const Buffer& arena);
-void time_attention(const Buffer& arena);
-void time_small(const Buffer& arena);
 void time_narrow(const Buffer& arena);
 void time_head(const Buffer& arena);
-void time_draw();
 
 }  // namespace tide::cuda::bench

@@ -131,8 +131,7 @@ void time_chain(const Buffer& arena) {
                 if (add) p.residual = y.get();
                 if (!add && norms == kFused) p.norm = norm.get();
                 if (!add && norms == kApart) {
-                    const RmsNormParams n = {x.get(), norm.get(), normed.get(), nullptr, nullptr,
-                                             rows,    s.k,        x_stride,     s.k,     1e-5f};
+                    const RmsNormParams n = {x.get(), norm.get(), normed.get(), rows, s.k, x_stride, s.k, 1e-5f};
                     rms_norm(DType::kBFloat16, n, stream);
                     p.x = normed.get();
                     p.x_stride = s.k;

@@ -20,11 +20,6 @@
 
 namespace tide::cuda {
 
-// Reports and clears the error of the launch just made.
-inline void check_launch(const char* op) {
-    check(op, cudaGetLastError());
-}
-
 struct LaunchShape {
     int64_t grid;
     int block;
@@ -94,13 +89,6 @@ __device__ inline void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
 #endif
-}
-
-// The true number of rows; call it after wait_for_previous().
-__device__ inline int64_t count_rows(const int32_t* num_rows, int64_t rows) {
-    if (!num_rows) return rows;
-    const int64_t count = *num_rows;
-    return count < rows ? count : rows;
 }
 
 #endif

@@ -10,7 +10,6 @@
 
 namespace tide::cuda {
 
-constexpr int64_t kMostVocabulary = int64_t{1} << 20;
 constexpr int kDrawSettings = 5;  // of a row: temperature, top-k, top-p, min-p, least score of a draft
 constexpr int kHeadNumbers = 4;   // best logit, logit of the last token kept, its place, sum of the weights kept
 

@@ -3,9 +3,6 @@
 // Pointers are raw and on the device, counts and strides are in elements. The op enqueues its kernels on `stream` and
 // returns: nothing is allocated, nothing waits for the device, and all of it can be captured in a graph. A launch that
 // fails throws std::runtime_error naming the op.
-//
-// `num_rows` (may be null: then `rows` counts) is the true number of rows, at most `rows`, known to the device only:
-// rows past it are neither read nor written, so that one captured graph serves any count.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,13 +19,12 @@ namespace tide::cuda {
 // Gated: weight and bias have 2 * out_features rows, first those of the gate, then those of up, and
 // y = silu(gate) * up. Gate, up and silu(gate) are rounded to the storage type before they are used.
 struct LinearParams {
-    const void* x;            // [rows, in_features], row stride below
-    const void* weight;       // [out_features, in_features], contiguous; gated: [2 * out_features, in_features]
-    const void* bias;         // [out_features] or null; gated: [2 * out_features]
-    const void* norm;         // [in_features] or null
-    const void* residual;     // [rows, out_features], row stride below, or null; may be y
-    void* y;                  // [rows, out_features], row stride below
-    const int32_t* num_rows;  // [1] or null
+    const void* x;         // [rows, in_features], row stride below
+    const void* weight;    // [out_features, in_features], contiguous; gated: [2 * out_features, in_features]
+    const void* bias;      // [out_features] or null; gated: [2 * out_features]
+    const void* norm;      // [in_features] or null
+    const void* residual;  // [rows, out_features], row stride below, or null; may be y
+    void* y;               // [rows, out_features], row stride below
     int64_t rows;
     int64_t in_features;
     int64_t out_features;  // columns of y

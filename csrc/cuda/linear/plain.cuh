@@ -41,8 +41,7 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
     const int64_t first_token = int64_t{blockIdx.x % token_blocks} * kPlainTokens;
     const int outputs = p.gated ? kPlainColumns / 2 : kPlainColumns;
     const int64_t first_column = (int64_t{blockIdx.x / token_blocks} * kPlainWarps + warp) * outputs;
-    const int64_t rows = count_rows(p.num_rows, p.rows);
-    if (first_token >= rows || first_column >= p.out_features) return;
+    if (first_column >= p.out_features) return;
 
     // Rows that do not exist are read as the last one that does, and never written.
     const T* weight[kPlainColumns];
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
     }
 #pragma unroll
     for (int m = 0; m < kPlainTokens; ++m)
-        x[m] = static_cast<const T*>(p.x) + min(first_token + m, rows - 1) * p.x_stride;
+        x[m] = static_cast<const T*>(p.x) + min(first_token + m, p.rows - 1) * p.x_stride;
 
     float sums[kPlainColumns][kPlainTokens] = {}, squares[kPlainTokens] = {};
     for (int64_t k = lane * kPlainVector; k < p.in_features; k += 32 * kPlainVector) {
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
     }
     const float up = __shfl_down_sync(~0u, mine, 16);  // of output n, two weight rows further on
     const int n = lane / kPlainTokens, m = lane % kPlainTokens;
-    if (n < outputs && first_column + n < p.out_features && first_token + m < rows) {
+    if (n < outputs && first_column + n < p.out_features && first_token + m < p.rows) {
         const T residual = residual_of<T>(p, first_token + m, first_column + n);
         write_output<T>(p, first_token + m, first_column + n, mine, up, residual);
     }

@@ -125,14 +125,9 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     close_copy_group();
     let_next_start();
     wait_for_previous();
-    const int64_t rows = count_rows(p.num_rows, p.rows);
-    if (first_token >= rows) {  // the same for the whole cluster
-        wait_copy_groups<0>();
-        return;
-    }
 
     // 2. x of the first stages. Rows that do not exist are left as they are: they touch no other row's sums.
-    const int tokens = static_cast<int>(min(rows - first_token - lane / 4, static_cast<int64_t>(Layout::kTokens)));
+    const int tokens = static_cast<int>(min(p.rows - first_token - lane / 4, static_cast<int64_t>(Layout::kTokens)));
     const char* x =
         static_cast<const char*>(p.x) + ((first_token + lane / 4) * p.x_stride + slice_begin + lane % 4 * kVector) * 2;
     const int64_t x_tile_step = kTileTokens * p.x_stride * 2;
@@ -152,7 +147,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         close_copy_group();
     }
     const T residual =
-        Outputs<Layout>(p, row_block, first_token, rows).template residual<T>(p, rank * Layout::kThreads + threadIdx.x);
+        Outputs<Layout>(p, row_block, first_token).template residual<T>(p, rank * Layout::kThreads + threadIdx.x);
 
     // 3. The slice.
     float sums[kRowTiles][kTokenTiles][4] = {};
@@ -195,7 +190,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         stage =
             stage + Layout::kStageBytes == mine + kStages * Layout::kStageBytes ? mine : stage + Layout::kStageBytes;
     }
-    const Outputs<Layout> outputs(p, row_block, first_token, rows);
+    const Outputs<Layout> outputs(p, row_block, first_token);
     finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, rank, outputs, residual);
 #else
     refuse_architecture();

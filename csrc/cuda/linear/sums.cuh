@@ -85,12 +85,12 @@ struct Outputs {
     int64_t first_token, first_column;
     bool gated;
 
-    __device__ Outputs(const LinearParams& p, int64_t row_block, int64_t first_token, int64_t rows)
+    __device__ Outputs(const LinearParams& p, int64_t row_block, int64_t first_token)
         : columns(p.gated ? kColumns / 2 : kColumns),
           first_token(first_token),
           first_column(row_block * columns),
           gated(p.gated) {
-        count = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Shape::kTokens))) * columns;
+        count = static_cast<int>(min(p.rows - first_token, static_cast<int64_t>(Shape::kTokens))) * columns;
     }
     // Divisions by constants are quick.
     __device__ int token(int i) const { return gated ? i / (kColumns / 2) : i / kColumns; }

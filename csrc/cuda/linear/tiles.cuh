@@ -148,17 +148,12 @@ __global__ void __launch_bounds__(kSlices * 32)
     }
     let_next_start();
     wait_for_previous();
-    const int64_t rows = count_rows(p.num_rows, p.rows);
-    if (first_token >= rows) {
-        wait_copy_groups<0>();
-        return;
-    }
 
     // 2. x of this lane: token g, two vectors of a stage.
     const int64_t first_k = slice_begin + t * kVector;
     const char* x = static_cast<const char*>(p.x) + ((first_token + g) * p.x_stride + first_k) * 2;
     const int64_t x_columns = p.in_features - first_k;
-    const bool exists = first_token + g < rows;
+    const bool exists = first_token + g < p.rows;
     constexpr int kBlocksInFlight = kShort ? kStages : 1;
     uint4 xs[kBlocksInFlight][2];
     const auto fetch_x = [&](int slot_of_x, int b) {
@@ -170,7 +165,7 @@ __global__ void __launch_bounds__(kSlices * 32)
     };
 #pragma unroll
     for (int b = 0; b < kBlocksInFlight; ++b) fetch_x(b, b);
-    const T residual = Outputs<Layout>(p, row_block, first_token, rows).template residual<T>(p, threadIdx.x);
+    const T residual = Outputs<Layout>(p, row_block, first_token).template residual<T>(p, threadIdx.x);
 
     // 3. The slice: 64 columns a turn.
     float sums[kRowTiles][1][4] = {};
@@ -244,7 +239,7 @@ __global__ void __launch_bounds__(kSlices * 32)
     }
 
     // 4. The slices' sums, in order.
-    const Outputs<Layout> outputs(p, row_block, first_token, rows);
+    const Outputs<Layout> outputs(p, row_block, first_token);
     finish_outputs<T, Layout>(p, shared, warp_bytes, sums, squares, 0, outputs, residual);
 #else
     refuse_architecture();

@@ -7,8 +7,6 @@
 // registers for are summed side by side; what is left comes in further passes.
 //
 // Where there are few weight rows two CTAs, a cluster, split the slices: the first sends its sums to the second.
-//
-// Rows of x from num_rows on may be read; they touch no other row's sums.
 #pragma once
 
 #include "cuda/linear/wide_ring.cuh"
@@ -76,7 +74,7 @@ __device__ inline void consumer_barrier() {
 
 // From the sums to y, through shared memory so that neighbours are written together.
 template <typename T, typename Layout>
-__device__ inline void write_sums(const LinearParams& p, int64_t first_column, int64_t first_token, int64_t rows,
+__device__ inline void write_sums(const LinearParams& p, int64_t first_column, int64_t first_token,
                                   const float (&total)[Layout::kSums], float* ordered) {
     consumer_barrier<Layout>();  // the memory is free again
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * kTileRows + lane / 4;
@@ -89,7 +87,7 @@ __device__ inline void write_sums(const LinearParams& p, int64_t first_column, i
     // Each thread keeps to a column.
     constexpr int kBatch = 8;
     const int columns = p.gated ? Layout::kRows / 2 : Layout::kRows, step = Layout::kConsumers / columns;
-    const int live = static_cast<int>(min(rows - first_token, static_cast<int64_t>(Layout::kTokens)));
+    const int live = static_cast<int>(min(p.rows - first_token, static_cast<int64_t>(Layout::kTokens)));
     const int local = threadIdx.x & (columns - 1);
     const int64_t column = first_column + local;
     if (column >= p.out_features) return;
@@ -115,8 +113,6 @@ __device__ inline void write_sums(const LinearParams& p, int64_t first_column, i
 template <typename T, typename Layout>
 __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& work, char* memory, int partial_offset) {
     wait_for_previous();
-    const int64_t rows = count_rows(p.num_rows, p.rows);
-    if (work.first_token >= rows) return;
     const bool sends = Layout::kSplit > 1 && work.part == 0, receives = Layout::kSplit > 1 && !sends;
     const auto partial_at = [&](int i) { return partial_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
     const auto x_at = [&](int, uint32_t slot) {
@@ -136,7 +132,7 @@ __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& wo
         for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + partial_at(i), 1, total[i]);
         return cluster_barrier();
     }
-    write_sums<T, Layout>(p, work.first_column, work.first_token, rows, total, reinterpret_cast<float*>(memory));
+    write_sums<T, Layout>(p, work.first_column, work.first_token, total, reinterpret_cast<float*>(memory));
 }
 
 template <typename T, typename Layout>
@@ -168,7 +164,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
         if constexpr (Layout::kGivesAway) give_registers<kLinearProducerRegisters>();
         if (threadIdx.x == Layout::kConsumers) produce_blocks<Layout>(p, weights, xs, work);
         wait_for_previous();
-        if (Layout::kSplit > 1 && work.first_token < count_rows(p.num_rows, p.rows)) cluster_barrier();
+        if constexpr (Layout::kSplit > 1) cluster_barrier();
     }
 }
 

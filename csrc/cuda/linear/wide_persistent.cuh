@@ -30,8 +30,7 @@ struct PersistentWork {
 
 // The producer: one thread requests all copies. The first stages' weights come before what earlier kernels wrote.
 template <typename Layout>
-__device__ inline void produce_tiles(const LinearParams& p, const CUtensorMap& weights, const CUtensorMap& xs,
-                                     const PersistentWork& work) {
+__device__ inline void produce_tiles(const CUtensorMap& weights, const CUtensorMap& xs, const PersistentWork& work) {
     using Persistent = PersistentLayout<Layout>;
     WideRing ring = work.ring;
     BlockWalk<Layout> walk(work.blocks, 0);
@@ -47,13 +46,8 @@ __device__ inline void produce_tiles(const LinearParams& p, const CUtensorMap& w
     };
     fetch_map(weights);
     fetch_map(xs);
-    uint32_t begun = 0;
-    for (; begun < ring.count && tile < work.tiles; ++begun) fetch(begun);
+    for (uint32_t slot = 0; slot < ring.count && tile < work.tiles; ++slot) fetch(slot);
     wait_for_previous();
-    if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // no CTA may end before its copies have arrived
-        for (uint32_t slot = 0; slot < begun; ++slot) wait_bytes(ring.full + slot * 8, 0);
-        return;
-    }
     expect_bytes(work.x_full, work.blocks * Persistent::kXBlockBytes);
     for (int block = 0; block < work.blocks; ++block) {
         copy_box(work.x + block * Persistent::kXBlockBytes, xs, block * kBlockColumns,
@@ -70,8 +64,6 @@ template <typename T, typename Layout>
 __device__ inline void consume_tiles(const LinearParams& p, const PersistentWork& work, float* ordered) {
     using Persistent = PersistentLayout<Layout>;
     wait_for_previous();
-    const int64_t rows = count_rows(p.num_rows, p.rows);
-    if (work.first_token >= rows) return;
     wait_bytes(work.x_full, 0);
     WideRing ring = work.ring;
     for (uint32_t tile = work.first; tile < work.tiles; tile += work.step) {
@@ -83,7 +75,7 @@ __device__ inline void consume_tiles(const LinearParams& p, const PersistentWork
 #pragma unroll
                 for (float& sum : sums) sum = 0.0f;
             });
-        write_sums<T, Layout>(p, int64_t{tile} * Layout::kRows, work.first_token, rows, total, ordered);
+        write_sums<T, Layout>(p, int64_t{tile} * Layout::kRows, work.first_token, total, ordered);
     }
 }
 
@@ -120,7 +112,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
         consume_tiles<T, Layout>(p, work, reinterpret_cast<float*>(memory + sums_offset));
     } else {
         if constexpr (Layout::kGivesAway) give_registers<kLinearProducerRegisters>();
-        if (threadIdx.x == Layout::kConsumers) produce_tiles<Layout>(p, weights, xs, work);
+        if (threadIdx.x == Layout::kConsumers) produce_tiles<Layout>(weights, xs, work);
         wait_for_previous();
     }
 }

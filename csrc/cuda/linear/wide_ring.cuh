@@ -106,10 +106,6 @@ __device__ inline void produce_blocks(const LinearParams& p, const CUtensorMap& 
         fetch_weight(begun, first_walk.column());
     wait_for_previous();
     for (uint32_t slot = 0; slot < begun; ++slot, walk.next()) fetch_x(slot, walk.column());
-    if (work.first_token >= count_rows(p.num_rows, p.rows)) {  // no CTA may end before its copies have arrived
-        for (uint32_t slot = 0; slot < begun; ++slot) wait_bytes(ring.full + slot * 8, 0);
-        return;
-    }
     for (; !walk.is_done(); walk.next(), ring.next()) {
         wait_bytes(ring.free() + ring.slot * 8, ring.phase);
         fetch_weight(ring.slot, walk.column());

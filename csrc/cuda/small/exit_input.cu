@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kMaxNormThreads, 1) exit_input_kernel(ExitInpu
     __shared__ float sums[kMaxNormThreads / kWarp];
     let_next_start();
     wait_for_previous();
-    const int64_t halves = 2 * count_rows(p.num_rows, p.rows);
+    const int64_t halves = 2 * p.rows;
     for (int64_t half = blockIdx.x; half < halves; half += gridDim.x) {
         const int64_t row = half / 2, start = half % 2 * p.width;
         const bool deep = half % 2 != 0;

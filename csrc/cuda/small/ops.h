@@ -1,6 +1,5 @@
 // The small ops. Each is one launch, takes the caller's stream and allocates nothing.
 // Pointers are raw and on the device, counts and strides are in elements.
-// `num_rows`, where not null, holds the true number of rows, at most `rows`: nothing past it is read or written.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,13 +10,11 @@
 
 namespace tide::cuda {
 
-// y[i] = norm of x[index[i]] times weight. A negative index leaves its row of y as it was.
+// y = norm of x times weight
 struct RmsNormParams {
-    const void* x;         // [n, width]
-    const void* weight;    // [width]
-    void* y;               // [rows, width]; may be x where there is no index
-    const int64_t* index;  // [rows], or null: row i reads row i
-    const int32_t* num_rows;
+    const void* x;       // [rows, width]
+    const void* weight;  // [width]
+    void* y;             // [rows, width]; may be x
     int64_t rows;
     int64_t width;
     int64_t x_stride;
@@ -30,7 +27,6 @@ struct SiluMulParams {
     const void* gate;  // [rows, width]
     const void* up;    // [rows, width]
     void* y;           // [rows, width]; may be gate or up
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t gate_stride;
@@ -59,7 +55,6 @@ struct RotaryWriteParams {
     void* q_out;               // [rows, q.heads, key_dim]; may be q
     void* k_pool;              // [num_blocks, k.heads, block_size, key_dim]
     void* v_pool;              // [num_blocks, v.heads, block_size, value_dim]
-    const int32_t* num_rows;
     int64_t rows;
     int64_t q_out_token_stride;
     int64_t q_out_head_stride;
@@ -80,7 +75,6 @@ struct Top2LogsumexpParams {
     float* sum;          // [rows] of exp(x - best)
     void* partials;      // top2_logsumexp_partials(rows, width) bytes
     uint32_t* counters;  // [rows], all zero, and zero again afterwards
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t x_stride;
@@ -88,21 +82,18 @@ struct Top2LogsumexpParams {
 
 // The router of tide_core/exits/artefact/router.py; its weights are float32.
 struct RouterParams {
-    const void* features;     // [rows, width]
-    const float* best;        // [rows], as top2_logsumexp writes them
-    const float* second;      // [rows]
-    const float* sum;         // [rows]
-    const float* norm;        // [width]
-    const float* down;        // [bottleneck, width + 2]
-    const float* down_bias;   // [bottleneck]
-    const float* out;         // [bottleneck]
-    const float* out_bias;    // [1]
-    const float* thresholds;  // [rows], or null: no flags
-    float* scores;            // [rows]
-    int32_t* flags;           // [rows] whether the score reaches the threshold, or null
-    float* partials;          // [rows, bottleneck]
-    uint32_t* counters;       // [rows], all zero, and zero again afterwards
-    const int32_t* num_rows;
+    const void* features;    // [rows, width]
+    const float* best;       // [rows], as top2_logsumexp writes them
+    const float* second;     // [rows]
+    const float* sum;        // [rows]
+    const float* norm;       // [width]
+    const float* down;       // [bottleneck, width + 2]
+    const float* down_bias;  // [bottleneck]
+    const float* out;        // [bottleneck]
+    const float* out_bias;   // [1]
+    float* scores;           // [rows]
+    float* partials;         // [rows, bottleneck]
+    uint32_t* counters;      // [rows], all zero, and zero again afterwards
     int64_t rows;
     int64_t width;
     int64_t features_stride;
@@ -110,19 +101,17 @@ struct RouterParams {
     float eps;
 };
 
-// Gather: y[i] = x[index[i]] for i < rows, and NaN where index[i] >= limit. Scatter: y[index[i]] = x[i] where
-// index[i] < limit. A negative index is skipped. `limit` counts the rows of the side that the index points into.
+// embed: y[i] = x[index[i]], and NaN where index[i] is not in [0, limit). scatter_rows: y[index[i]] = x[i] where
+// index[i] is in it. `limit` counts the rows of the side that the index points into.
 struct RowsParams {
     const void* x;
     void* y;
     const int64_t* index;  // [rows]
-    const int32_t* num_rows;
     int64_t rows;
     int64_t limit;
     int64_t width;
     int64_t x_stride;
     int64_t y_stride;
-    bool zeros;  // a negative index gathers zeros; else it leaves its row as it was
 };
 
 // y[i] = [norm of states[i] | norm of deep[deep_slots[i]]] + table[min(distances[i], max_distance)]. The deep state is
@@ -136,7 +125,6 @@ struct ExitInputParams {
     const int64_t* deep_slots;  // [rows]
     const int64_t* distances;   // [rows]
     void* y;                    // [rows, 2 * width]
-    const int32_t* num_rows;
     int64_t rows;
     int64_t width;
     int64_t num_deep;
@@ -150,7 +138,7 @@ struct ExitInputParams {
 void rms_norm(DType dtype, const RmsNormParams& params, cudaStream_t stream);
 void silu_mul(DType dtype, const SiluMulParams& params, cudaStream_t stream);
 void rotary_write(DType dtype, const RotaryWriteParams& params, cudaStream_t stream);
-void gather_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
+void embed(DType dtype, const RowsParams& params, cudaStream_t stream);
 void scatter_rows(DType dtype, const RowsParams& params, cudaStream_t stream);
 void exit_input(DType dtype, const ExitInputParams& params, cudaStream_t stream);
 

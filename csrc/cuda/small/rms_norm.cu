@@ -24,11 +24,8 @@ __global__ void __launch_bounds__(kMaxNormThreads, 1) rms_norm_kernel(RmsNormPar
     let_next_start();
     if (kOnePack) weights = load_pack(weight + mine, p.width - mine, aligned);
     wait_for_previous();
-    const int64_t rows = count_rows(p.num_rows, p.rows);
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const int64_t from = p.index == nullptr ? row : p.index[row];
-        if (from < 0) continue;
-        const T* x = static_cast<const T*>(p.x) + from * p.x_stride;
+    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
         T* y = static_cast<T*>(p.y) + row * p.y_stride;
         if (kOnePack) {
             const Pack pack = load_pack(x + mine, p.width - mine, aligned);

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     wait_for_previous();
     let_next_start();  // attention follows, and may read older pages then
     const int heads = static_cast<int>(p.q.heads + p.k.heads + p.v.heads);
-    const int tasks = static_cast<int>(count_rows(p.num_rows, p.rows)) * heads;
+    const int tasks = static_cast<int>(p.rows) * heads;
     const int first = blockIdx.x * kWarps + threadIdx.x / kWarp, step = gridDim.x * kWarps;
     for (int task = first; task < tasks; task += step) {
         const int token = by_heads(task), head = task - token * heads;

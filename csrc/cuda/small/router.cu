@@ -94,9 +94,7 @@ __device__ void write_score(const RouterParams& p, int64_t row) {
     float sum = 0.0f;
     for (int64_t unit = threadIdx.x % kWarp; unit < p.bottleneck; unit += kWarp) sum += __ldcg(partials + unit);
     const float score = 1.0f / (1.0f + expf(-(warp_sum(sum) + p.out_bias[0])));
-    if (threadIdx.x % kWarp != 0) return;
-    p.scores[row] = score;
-    if (p.flags != nullptr) p.flags[row] = score >= p.thresholds[row] ? 1 : 0;  // a NaN reaches nothing
+    if (threadIdx.x % kWarp == 0) p.scores[row] = score;
 }
 
 template <typename T, int kRows, int kUnits, bool kAligned>
@@ -124,13 +122,12 @@ __global__ void __launch_bounds__(kThreads, 1) router_kernel(RouterParams p, int
     fetch_weights(0);  // no kernel writes weights, so they need not wait
     const Unit unit(p, unit_at(threadIdx.x % kUnits));
     wait_for_previous();
-    const int64_t rows = count_rows(p.num_rows, p.rows), first = tile * kRows;
-    if (first >= rows) return;
+    const int64_t first = tile * kRows;
     Pair<T> features[kAhead][kRows];
     const auto fetch_features = [&](int64_t begin) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {  // the last row again and again, where there are no more
-            const T* row = static_cast<const T*>(p.features) + min(first + r, rows - 1) * p.features_stride;
+            const T* row = static_cast<const T*>(p.features) + min(first + r, p.rows - 1) * p.features_stride;
 #pragma unroll
             for (int a = 0; a < kAhead; ++a)
                 features[a][r] = Pair<T>::template load<kAligned>(row, column(begin, a), p.width);
@@ -174,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1) router_kernel(RouterParams p, int
     leave_sums<kRows>(squares, own + kSums);
     __syncthreads();
     const int r = threadIdx.x / kUnits, u = threadIdx.x % kUnits;
-    if (threadIdx.x < kSums && first + r < rows && first_unit + u < p.bottleneck) {
+    if (threadIdx.x < kSums && first + r < p.rows && first_unit + u < p.bottleneck) {
         float dot = 0.0f, square = 0.0f;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
@@ -184,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 1) router_kernel(RouterParams p, int
         p.partials[(first + r) * p.bottleneck + first_unit + u] = unit.adds(p, first + r, dot, square, T{});
     }
     if (!last_to_finish(p.counters + tile, static_cast<uint32_t>(unit_blocks))) return;
-    for (int row = threadIdx.x / kWarp; row < kRows && first + row < rows; row += kWarps) write_score(p, first + row);
+    for (int row = threadIdx.x / kWarp; row < kRows && first + row < p.rows; row += kWarps) write_score(p, first + row);
 }
 
 int64_t count_ctas(const RouterParams& p, int64_t rows, int64_t units) {

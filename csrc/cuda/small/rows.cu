@@ -19,32 +19,18 @@ __device__ uint4 not_a_number<uint4>() {
     return {~0u, ~0u, ~0u, ~0u};
 }
 
-template <typename Unit>
-__device__ Unit zero() {
-    return Unit{0};
-}
-
-template <>
-__device__ uint4 zero<uint4>() {
-    return {0, 0, 0, 0};
-}
-
 // Width and strides in units; a CTA takes up to `kThreads` units of a row at a time.
 template <typename Unit, bool kScatter>
 __global__ void __launch_bounds__(kThreads) rows_kernel(RowsParams p, int64_t tiles_per_row, bool publishes) {
     if (!publishes) let_next_start();
     wait_for_previous();
     if (publishes) let_next_start();
-    const int64_t tiles = count_rows(p.num_rows, p.rows) * tiles_per_row;
+    const int64_t tiles = p.rows * tiles_per_row;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int64_t row = tile / tiles_per_row, at = (tile - row * tiles_per_row) * kThreads + threadIdx.x;
         const int64_t other = p.index[row];
-        const bool known = other < p.limit;
+        const bool known = other >= 0 && other < p.limit;
         if (at >= p.width || (kScatter && !known)) continue;
-        if (other < 0) {
-            if (!kScatter && p.zeros) static_cast<Unit*>(p.y)[row * p.y_stride + at] = zero<Unit>();
-            continue;
-        }
         const int64_t from = kScatter ? row : other, to = kScatter ? other : row;
         const Unit* x = static_cast<const Unit*>(p.x) + from * p.x_stride + at;
         static_cast<Unit*>(p.y)[to * p.y_stride + at] = known ? *x : not_a_number<Unit>();
@@ -60,7 +46,7 @@ void launch_rows(RowsParams p, int64_t row_bytes, int64_t x_bytes, int64_t y_byt
     const int64_t tiles_per_row = (p.width + kThreads - 1) / kThreads;
     const bool publishes = !kScatter && !StreamHistory::is_published(stream);
     const Effect effect = kScatter ? Effect::kWrites : publishes ? Effect::kPublishes : Effect::kNone;
-    launch(kScatter ? "scatter_rows" : "gather_rows", rows_kernel<Unit, kScatter>,
+    launch(kScatter ? "scatter_rows" : "embed", rows_kernel<Unit, kScatter>,
            LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, effect}, stream, p, tiles_per_row, publishes);
 }
 
@@ -80,7 +66,7 @@ void copy_rows(DType dtype, const RowsParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void gather_rows(DType dtype, const RowsParams& params, cudaStream_t stream) {
+void embed(DType dtype, const RowsParams& params, cudaStream_t stream) {
     copy_rows<false>(dtype, params, stream);
 }
 

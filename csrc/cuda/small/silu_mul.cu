@@ -14,7 +14,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) silu_mul_kernel(SiluMulParams p, int64_t tiles_per_row, bool aligned) {
     let_next_start();
     wait_for_previous();
-    const int64_t tiles = count_rows(p.num_rows, p.rows) * tiles_per_row;
+    const int64_t tiles = p.rows * tiles_per_row;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int64_t row = tile / tiles_per_row;
         const int64_t at = (tile - row * tiles_per_row) * kTile + threadIdx.x * kPack;

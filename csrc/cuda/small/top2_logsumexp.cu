@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
     __shared__ Part warps[kWarps];
     wait_for_previous();
     let_next_start();  // drafts follow one another: it publishes
-    const int64_t tasks = count_rows(p.num_rows, p.rows) * chunks;
+    const int64_t tasks = p.rows * chunks;
     for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
         const int64_t row = task / chunks, chunk = task - row * chunks;
         const T* x = static_cast<const T*>(p.x) + row * p.x_stride;

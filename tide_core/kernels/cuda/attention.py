@@ -14,14 +14,14 @@ _Heads = tuple[int, int, int, int]  # address, heads, stride of tokens, stride o
 _NO_HEADS = (0, 0, 0, 0)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rotary positions in halves of `x` [T, H, D] by `cos` and `sin` [T, D]; `out` may be `x`."""
     device = device_of(x)
     checks.refuse(checks.rotary_faults(x, cos, sin, device))
-    y = result(out, x, tuple(x.shape), num_rows, device, strided_heads=True)
+    y = result(out, x, tuple(x.shape), device, strided_heads=True)
     if y.numel():
         heads = (heads_of(x), _NO_HEADS, _NO_HEADS)
-        _rotary_write(device, x, heads, (x.shape[2], 0), q_out=y, tables=(cos, sin), num_rows=num_rows)
+        _rotary_write(device, x, heads, (x.shape[2], 0), q_out=y, tables=(cos, sin))
     return y
 
 
@@ -37,7 +37,6 @@ def rotary_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    num_rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Queries [T, Hq, D] of a joined projection `qkv`, normed and rotated; its keys and values go into the pools.
@@ -52,7 +51,7 @@ def rotary_write(
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     num_query_heads = heads.shape[1] - 2 * num_heads
     q, k, v = (heads_of(part) for part in heads.tensor_split((num_query_heads, num_query_heads + num_heads), dim=1))
-    y = result(out, qkv, (qkv.shape[0], num_query_heads, head_dim), num_rows, device, strided_heads=True)
+    y = result(out, qkv, (qkv.shape[0], num_query_heads, head_dim), device, strided_heads=True)
     if qkv.numel():
         _rotary_write(
             device,
@@ -66,22 +65,18 @@ def rotary_write(
             positions=positions,
             slots=slots,
             pools=(k_pool, v_pool),
-            num_rows=num_rows,
         )
     return y
 
 
-def write_kv(
-    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor, *, num_rows: Tensor | None = None
-) -> None:
+def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Copies `k` [T, H, Dk] and `v` [T, H, Dv] into the pools at `slots` [T], in place; those outside are skipped."""
     device = device_of(k)
     checks.refuse(checks.write_kv_faults(k, v, k_pool, v_pool, slots, device))
-    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
     if k.numel() or v.numel():
         heads = (_NO_HEADS, heads_of(k), heads_of(v))
         dims = k.shape[2], v.shape[2]
-        _rotary_write(device, k, heads, dims, slots=slots, pools=(k_pool, v_pool), num_rows=num_rows)
+        _rotary_write(device, k, heads, dims, slots=slots, pools=(k_pool, v_pool))
 
 
 def attention_workspace(
@@ -114,7 +109,6 @@ def paged_attention(
     *,
     max_queries: int | None = None,
     max_context: int | None = None,
-    num_rows: Tensor | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
     queries_are_new: bool = False,
@@ -134,7 +128,7 @@ def paged_attention(
     rows, max_blocks = block_tables.shape
     most = max_blocks * block_size
     max_context = most if max_context is None else min(max_context, most)
-    y = result(out, q, tuple(q.shape), num_rows, device)
+    y = result(out, q, tuple(q.shape), device)
     checks.refuse([checks.contiguous_fault("out", y)])
     if y.numel() and rows:
         if workspace is None:
@@ -153,7 +147,6 @@ def paged_attention(
             ptr(context_lens),
             ptr(y),
             ptr(workspace),
-            ptr(num_rows),
             rows,
             num_tokens,
             num_tokens if max_queries is None else max_queries,
@@ -193,7 +186,6 @@ def _rotary_write(
     positions: Tensor | None = None,
     slots: Tensor | None = None,
     pools: tuple[Tensor | None, Tensor | None] = (None, None),
-    num_rows: Tensor | None = None,
 ) -> None:
     """One kernel for all that happens to q, k and v between their projection and attention."""
     k_pool, _ = pools
@@ -209,7 +201,6 @@ def _rotary_write(
         ptr(slots),
         ptr(q_out),
         *(ptr(pool) for pool in pools),
-        ptr(num_rows),
         tokens.shape[0],
         *((0, 0) if q_out is None else (q_out.stride(0), q_out.stride(1))),
         *dims,

@@ -1,6 +1,6 @@
 """What the CUDA wrappers ask of their tensors beyond what `checks` asks for both devices.
 
-Rows may have a stride. `out` and `num_rows` are checked like every other argument; nothing is read from the device.
+Rows may have a stride. `out` is checked like every other argument; nothing is read from the device.
 """
 
 from __future__ import annotations
@@ -42,13 +42,6 @@ def linear_faults(
         yield checks.float_fault("residual", residual, x.dtype, device)
         yield checks.shape_fault("residual", residual, (*x.shape[:-1], width), "[..., N]")
         yield rows_fault("residual", residual)
-
-
-def rms_norm_faults(x: Tensor, weight: Tensor, index: Tensor | None, device: torch.device) -> Faults:
-    yield from checks.rms_norm_faults(x, weight, device)
-    if index is not None:
-        yield checks.dims_fault("x", x, 2)
-        yield from index_faults(index, device)
 
 
 def silu_mul_faults(gate: Tensor, up: Tensor, device: torch.device) -> Faults:
@@ -140,9 +133,7 @@ def top2_faults(logits: Tensor, device: torch.device) -> Faults:
         yield checks.shape_error("logits", logits, "rows of 1 to 2**31 - 1 numbers")
 
 
-def router_faults(
-    features: Tensor, top2: Top2, weights: RouterWeights, thresholds: Tensor | None, device: torch.device
-) -> Faults:
+def router_faults(features: Tensor, top2: Top2, weights: RouterWeights, device: torch.device) -> Faults:
     yield from matrix_faults("features", features, device)
     num_rows, width = features.shape
     for name in ("best", "second", "sum"):
@@ -159,8 +150,6 @@ def router_faults(
         ("out_bias", (1,), "[1]"),
     ):
         yield from checks.exact_faults(f"weights.{name}", getattr(weights, name), torch.float32, shape, letters, device)
-    if thresholds is not None:
-        yield from checks.exact_faults("thresholds", thresholds, torch.float32, (num_rows,), "[R]", device)
 
 
 def exit_input_faults(
@@ -185,11 +174,6 @@ def exit_input_faults(
     if table.shape[0] == 0:
         yield checks.shape_error("table", table, "a row for every distance from 0 on")
     yield from checks.exact_faults("table", table, states.dtype, (table.shape[0], 2 * width), "[M + 1, 2 D]", device)
-
-
-def index_faults(index: Tensor, device: torch.device) -> Faults:
-    yield checks.dims_fault("index", index, 1)
-    yield from checks.exact_faults("index", index, torch.int64, (index.shape[0],), "[R]", device)
 
 
 def matrix_faults(
@@ -227,17 +211,6 @@ def out_faults(
         yield checks.device_fault(name, out, device)
         yield checks.shape_fault(name, out, shape, "the result's")
         yield checks.unit_stride_fault(name, out) if strided_heads else rows_fault(name, out)
-
-
-def num_rows_faults(num_rows: Tensor | None, device: torch.device) -> Faults:
-    if num_rows is not None:
-        yield (
-            None
-            if num_rows.dtype is torch.int32
-            else TypeError(f"num_rows: got {num_rows.dtype}, expected torch.int32")
-        )
-        yield checks.device_fault("num_rows", num_rows, device)
-        yield None if num_rows.numel() == 1 else checks.shape_error("num_rows", num_rows, "one number")
 
 
 def rows_fault(name: str, tensor: Tensor) -> ValueError | None:

@@ -101,13 +101,13 @@ def top_logprobs(
     launch(device, "top_logprobs", DTYPE_CODES[logits.dtype], *addresses, *sizes)
 
 
-def meta_faults(row_meta: Tensor, device: torch.device) -> checks.Faults:
-    """Of `row_meta` [10, R] int32, with at most as many rows as a kernel has threads."""
+def meta_faults(row_meta: Tensor, device: torch.device, num: int = cycle_plan.NUM_META) -> checks.Faults:
+    """Of `row_meta` [num, R] int32, with at most as many rows as a kernel has threads."""
     yield checks.dims_fault("row_meta", row_meta, 2)
-    rows = row_meta.shape[1]
-    yield from checks.exact_faults("row_meta", row_meta, torch.int32, (cycle_plan.NUM_META, rows), "[10, R]", device)
+    rows, letters = row_meta.shape[1], f"[{num}, R]"
+    yield from checks.exact_faults("row_meta", row_meta, torch.int32, (num, rows), letters, device)
     if rows > cycle_plan.MOST_ROWS:
-        yield checks.shape_error("row_meta", row_meta, f"[10, R] with at most {cycle_plan.MOST_ROWS} rows")
+        yield checks.shape_error("row_meta", row_meta, f"{letters} with at most {cycle_plan.MOST_ROWS} rows")
 
 
 def plan_cycle(
@@ -124,12 +124,9 @@ def plan_cycle(
     """Fill both buffers from `row_meta` [5, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
     [R, B] of the rows, all int32; branches get blocks of their own in `tables`."""
     device = device_of(row_meta)
-    checks.refuse([checks.dims_fault("row_meta", row_meta, 2), checks.dims_fault("tables", tables, 2)])
+    checks.refuse(meta_faults(row_meta, device, cycle_plan.NUM_PLANNED))
+    checks.refuse([checks.dims_fault("tables", tables, 2)])
     rows, blocks = row_meta.shape[1], tables.shape[1]
-    _refuse_rows(row_meta)
-    checks.refuse(
-        checks.exact_faults("row_meta", row_meta, torch.int32, (cycle_plan.NUM_PLANNED, rows), "[5, R]", device)
-    )
     most = cycle_plan.MOST_ROWS
     checks.refuse(checks.exact_faults("next_state", next_state, torch.int32, (2, most), "[2, MOST_ROWS]", device))
     checks.refuse(checks.exact_faults("tables", tables, torch.int32, (rows, blocks), "[R, B]", device))
@@ -138,9 +135,3 @@ def plan_cycle(
     checks.refuse(checks.exact_faults("narrow", narrow, torch.int32, (num_narrow,), "cycle_plan.sizes", device))
     addresses = (ptr(part) for part in (row_meta, next_state, tables, wide, narrow))
     launch(device, "plan_cycle", *addresses, rows, drafts, blocks, block_size, branches, first_spare)
-
-
-def _refuse_rows(row_meta: Tensor) -> None:
-    """Refuse more rows than the kernels have threads for."""
-    if row_meta.shape[1] > cycle_plan.MOST_ROWS:
-        checks.refuse([checks.shape_error("row_meta", row_meta, f"[5, R] with at most {cycle_plan.MOST_ROWS} rows")])

@@ -34,14 +34,12 @@ class Scratch:
         )
 
 
-def top2_logsumexp(
-    logits: Tensor, scratch: Scratch | None = None, *, num_rows: Tensor | None = None, out: Top2 | None = None
-) -> Top2:
+def top2_logsumexp(logits: Tensor, scratch: Scratch | None = None, *, out: Top2 | None = None) -> Top2:
     """Of each row of `logits` [R, V]: best, its index, second and sum of exp(x - best), [R] each."""
     device = device_of(logits)
     checks.refuse(cuda_checks.top2_faults(logits, device))
     rows, width = logits.shape
-    top2 = _top2_out(out, rows, num_rows, device)
+    top2 = _top2_out(out, rows, device)
     if rows:
         scratch = scratch or Scratch.sized(device, rows, vocabulary=width)
         _refuse_small(scratch, module().top2_logsumexp_partials(rows, width), rows, device)
@@ -53,7 +51,6 @@ def top2_logsumexp(
             *(ptr(part) for part in top2),
             ptr(scratch.partials),
             ptr(scratch.counters),
-            ptr(num_rows),
             rows,
             width,
             row_stride(logits),
@@ -66,18 +63,17 @@ def router(
     features: Tensor,
     top2: Top2,
     weights: RouterWeights,
-    thresholds: Tensor | None = None,
     *,
-    num_rows: Tensor | None = None,
     scratch: Scratch | None = None,
-    out: tuple[Tensor, Tensor | None] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Scores [R] of `features` [R, D] and, with `thresholds` [R], int32 flags of those that reach theirs."""
+    out: Tensor | None = None,
+) -> Tensor:
+    """Scores [R] of `features` [R, D], float32."""
     device = device_of(features)
-    checks.refuse(cuda_checks.router_faults(features, top2, weights, thresholds, device))
+    checks.refuse(cuda_checks.router_faults(features, top2, weights, device))
     rows, width = features.shape
     bottleneck = weights.down.shape[0]
-    scores, flags = _scores(out, rows, thresholds, num_rows, device)
+    checks.refuse(cuda_checks.out_faults("out", out, torch.float32, (rows,), device))
+    scores = torch.empty(rows, device=device) if out is None else out
     if rows:
         scratch = scratch or Scratch.sized(device, rows, bottleneck=bottleneck)
         _refuse_small(scratch, 4 * rows * bottleneck, rows, device)
@@ -88,12 +84,9 @@ def router(
             ptr(features),
             *(ptr(part) for part in (top2.best, top2.second, top2.sum)),
             *(ptr(part) for part in (weights.norm, weights.down, weights.down_bias, weights.out, weights.out_bias)),
-            ptr(thresholds),
             ptr(scores),
-            ptr(flags),
             ptr(scratch.partials),
             ptr(scratch.counters),
-            ptr(num_rows),
             rows,
             width,
             row_stride(features),
@@ -101,43 +94,27 @@ def router(
             weights.eps,
             counters=scratch.counters,
         )
-    return scores, flags
+    return scores
 
 
-def score(
-    features: Tensor, logits: Tensor, weights: RouterWeights, scratch: Scratch | None = None
-) -> tuple[Tensor, Tensor]:
-    """Scores [R] and the index of the best of `logits` [R, V], [R]."""
-    top2 = top2_logsumexp(logits, scratch=scratch)
-    return router(features, top2, weights, scratch=scratch)[0], top2.best_at
-
-
-def gather_rows(x: Tensor, index: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The rows of `x` [N, D] that `index` [R] names: a negative one leaves its row as it was (zeros in a new tensor),
-    one past the end gives NaN."""
-    device = device_of(x)
-    checks.refuse(cuda_checks.matrix_faults("x", x, device))
-    checks.refuse(cuda_checks.index_faults(index, device))
-    shape = index.shape[0], x.shape[1]
-    rest = x.new_zeros(shape) if out is None and num_rows is not None else out
-    y = result(rest, x, shape, num_rows, device)
-    _copy_rows("gather_rows", x, y, index, num_rows, x.shape[0], device, zeros=out is None)
+def embed(ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The rows of `weight` [V, D] that the tokens `ids` [T] name; an id outside gives NaN."""
+    device = device_of(weight)
+    checks.refuse(cuda_checks.matrix_faults("weight", weight, device))
+    checks.refuse([checks.dims_fault("ids", ids, 1)])
+    checks.refuse(checks.exact_faults("ids", ids, torch.int64, (ids.shape[0],), "[T]", device))
+    y = result(out, weight, (ids.shape[0], weight.shape[1]), device)
+    _copy_rows("embed", weight, y, ids, weight.shape[0], device)
     return y
 
 
-def scatter_rows(x: Tensor, index: Tensor, out: Tensor, *, num_rows: Tensor | None = None) -> None:
+def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
     """Row i of `x` [R, D] becomes row `index[i]` of `out` [N, D]; rows outside it are dropped, none may come twice."""
     device = device_of(x)
     checks.refuse(cuda_checks.matrix_faults("x", x, device))
     checks.refuse(checks.exact_faults("index", index, torch.int64, (x.shape[0],), "[R]", device))
     checks.refuse(cuda_checks.matrix_faults("out", out, device, x.dtype, x.shape[1]))
-    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
-    _copy_rows("scatter_rows", x, out, index, num_rows, out.shape[0], device)
-
-
-def embed(ids: Tensor, weight: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The rows of `weight` [V, D] that the tokens `ids` [T] name."""
-    return gather_rows(weight, ids, num_rows=num_rows, out=out)
+    _copy_rows("scatter_rows", x, out, index, out.shape[0], device)
 
 
 def exit_input(
@@ -150,7 +127,6 @@ def exit_input(
     table: Tensor,
     eps: float,
     *,
-    num_rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The input of an exit head, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
@@ -161,14 +137,13 @@ def exit_input(
         )
     )
     rows, width = states.shape
-    y = result(out, states, (rows, 2 * width), num_rows, device)
+    y = result(out, states, (rows, 2 * width), device)
     if y.numel():
         launch(
             device,
             "exit_input",
             _DTYPE_CODES[states.dtype],
             *(ptr(part) for part in (states, state_norm, deep_states, deep_norm, table, deep_slots, distances, y)),
-            ptr(num_rows),
             rows,
             width,
             deep_states.shape[0],
@@ -179,50 +154,20 @@ def exit_input(
     return y
 
 
-def _copy_rows(
-    op: str,
-    x: Tensor,
-    y: Tensor,
-    index: Tensor,
-    num_rows: Tensor | None,
-    limit: int,
-    device: torch.device,
-    *,
-    zeros: bool = False,
-) -> None:
+def _copy_rows(op: str, x: Tensor, y: Tensor, index: Tensor, limit: int, device: torch.device) -> None:
     rows, width = index.shape[0], x.shape[1]
     if rows and width:
         code = _DTYPE_CODES[x.dtype]
         strides = row_stride(x), row_stride(y)
-        launch(device, op, code, ptr(x), ptr(y), ptr(index), ptr(num_rows), rows, limit, width, *strides, zeros)
+        launch(device, op, code, ptr(x), ptr(y), ptr(index), rows, limit, width, *strides)
 
 
-def _top2_out(out: Top2 | None, rows: int, num_rows: Tensor | None, device: torch.device) -> Top2:
-    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
+def _top2_out(out: Top2 | None, rows: int, device: torch.device) -> Top2:
     if out is None:
         return Top2(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _TOP2_DTYPES))
     for name, part, dtype in zip(Top2._fields, out, _TOP2_DTYPES, strict=True):
         checks.refuse(cuda_checks.out_faults(f"out.{name}", part, dtype, (rows,), device))
     return out
-
-
-def _scores(
-    out: tuple[Tensor, Tensor | None] | None,
-    rows: int,
-    thresholds: Tensor | None,
-    num_rows: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor, Tensor | None]:
-    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
-    if out is None:
-        flags = None if thresholds is None else torch.empty(rows, dtype=torch.int32, device=device)
-        return torch.empty(rows, device=device), flags
-    scores, flags = out
-    checks.refuse(cuda_checks.out_faults("scores", scores, torch.float32, (rows,), device))
-    checks.refuse(cuda_checks.out_faults("flags", flags, torch.int32, (rows,), device))
-    if (flags is None) != (thresholds is None):
-        raise ValueError("flags, thresholds: got one of them, expected both or none")
-    return scores, flags
 
 
 def _refuse_small(scratch: Scratch, size: int, num_counters: int, device: torch.device) -> None:

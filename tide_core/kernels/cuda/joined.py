@@ -62,7 +62,7 @@ def attend_joined(
         raise ValueError(f"max_queries: got {max_queries}, expected 1 to {cuda_checks.MOST_JOINED_QUERIES}")
     rows, max_blocks = block_tables.shape
     max_context = min(max_context, max_blocks * block_size)
-    y = result(out, qkv, tuple(q.shape), None, device)
+    y = result(out, qkv, tuple(q.shape), device)
     checks.refuse([checks.contiguous_fault("out", y)])
     if y.numel() and rows:
         if workspace is None:

@@ -75,12 +75,10 @@ def result(
     out: Tensor | None,
     like: Tensor,
     shape: tuple[int, ...],
-    num_rows: Tensor | None,
     device: torch.device,
     *,
     strided_heads: bool = False,
 ) -> Tensor:
     """Where an op writes: `out` if it fits, else a new tensor. `strided_heads`: only its last dimension has no gaps."""
-    checks.refuse(cuda_checks.num_rows_faults(num_rows, device))
     checks.refuse(cuda_checks.out_faults("out", out, like.dtype, shape, device, strided_heads=strided_heads))
     return like.new_empty(shape) if out is None else out

@@ -2,9 +2,6 @@
 
 `reference.ops` defines each op. A row's result is bitwise the same alone and in any batch. Every
 op runs on the current stream, waits for nothing and can be captured in a graph. With `out` it allocates nothing.
-
-`num_rows` [1], int32 on the device, is the true number of rows where only the device knows it: rows past it are neither
-read nor written, and in a new tensor they hold anything.
 """
 
 from __future__ import annotations
@@ -16,16 +13,7 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
-from tide_core.kernels.cuda.exits import (
-    Scratch,
-    embed,
-    exit_input,
-    gather_rows,
-    router,
-    scatter_rows,
-    score,
-    top2_logsumexp,
-)
+from tide_core.kernels.cuda.exits import Scratch, embed, exit_input, router, scatter_rows, top2_logsumexp
 from tide_core.kernels.cuda.joined import attend_joined, supports_joined
 from tide_core.kernels.cuda.launch import (
     MOST_ROWS,
@@ -47,7 +35,6 @@ __all__ = [
     "embed",
     "exit_input",
     "fused_linear_of_any",
-    "gather_rows",
     "linear",
     "linear_of_any",
     "paged_attention",
@@ -56,7 +43,6 @@ __all__ = [
     "rotary_write",
     "router",
     "scatter_rows",
-    "score",
     "silu_mul",
     "supports",
     "supports_joined",
@@ -77,7 +63,6 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
     norm: Norm | None = None,
-    num_rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]; as `fused_linear` where more is asked.
@@ -88,10 +73,10 @@ def linear(
     device = device_of(x)
     checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, norm, device))
     if norm is not None and x.dtype is torch.float16:
-        x, norm = rms_norm(x, *norm, num_rows=num_rows), None
+        x, norm = rms_norm(x, *norm), None
     in_features = x.shape[-1]
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = result(out, x, (*x.shape[:-1], out_features), num_rows, device)
+    y = result(out, x, (*x.shape[:-1], out_features), device)
     if y.numel():
         x, rows = as_rows(x), as_rows(y)
         added = None if residual is None else as_rows(residual)
@@ -105,7 +90,6 @@ def linear(
             ptr(None if norm is None else norm[0]),
             ptr(added),
             ptr(rows),
-            ptr(num_rows),
             rows.shape[0],
             in_features,
             out_features,
@@ -157,49 +141,26 @@ def supports(k_pool: Tensor, v_pool: Tensor) -> bool:
     return fits and k_pool.shape == v_pool.shape
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    index: Tensor | None = None,
-    num_rows: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Hugging Face LlamaRMSNorm of `x` [..., D] with `weight` [D], or of the rows that `index` [R] names.
-
-    A negative index leaves its row unset. Without an index `out` may be `x`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Hugging Face LlamaRMSNorm of `x` [..., D] with `weight` [D]; `out` may be `x`."""
     device = device_of(x)
-    checks.refuse(cuda_checks.rms_norm_faults(x, weight, index, device))
-    shape = tuple(x.shape) if index is None else (index.shape[0], x.shape[-1])
-    y = result(out, x, shape, num_rows, device)
+    checks.refuse(checks.rms_norm_faults(x, weight, device))
+    y = result(out, x, tuple(x.shape), device)
     if y.numel():
         x, rows = as_rows(x), as_rows(y)
-        launch(
-            device,
-            "rms_norm",
-            _DTYPE_CODES[x.dtype],
-            ptr(x),
-            ptr(weight),
-            ptr(rows),
-            ptr(index),
-            ptr(num_rows),
-            *rows.shape,
-            row_stride(x),
-            row_stride(rows),
-            eps,
-        )
+        tensors = ptr(x), ptr(weight), ptr(rows)
+        launch(device, "rms_norm", _DTYPE_CODES[x.dtype], *tensors, *rows.shape, row_stride(x), row_stride(rows), eps)
     return y
 
 
-def silu_mul(gate: Tensor, up: Tensor, *, num_rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
     """silu of `gate` times `up`, of one shape [..., N]; `out` may be either."""
     device = device_of(gate)
     checks.refuse(cuda_checks.silu_mul_faults(gate, up, device))
-    y = result(out, gate, tuple(gate.shape), num_rows, device)
+    y = result(out, gate, tuple(gate.shape), device)
     if y.numel():
         gate, up, rows = as_rows(gate), as_rows(up), as_rows(y)
         strides = row_stride(gate), row_stride(up), row_stride(rows)
         code = _DTYPE_CODES[gate.dtype]
-        launch(device, "silu_mul", code, ptr(gate), ptr(up), ptr(rows), ptr(num_rows), *rows.shape, *strides)
+        launch(device, "silu_mul", code, ptr(gate), ptr(up), ptr(rows), *rows.shape, *strides)
     return y

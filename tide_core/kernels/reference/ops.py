@@ -257,23 +257,16 @@ def top2_logsumexp(logits: Tensor, scratch: object = None, *, out: Top2 | None =
     return top2 if out is None else Top2(*(part.copy_(found) for part, found in zip(out, top2, strict=True)))
 
 
-def router(features: Tensor, top2: Top2, weights: RouterWeights) -> Tensor:
-    """Scores [R], float32, of a `Router` on `features` [R, D] and on how sure the head is of its best token."""
+def router(
+    features: Tensor, top2: Top2, weights: RouterWeights, *, scratch: object = None, out: Tensor | None = None
+) -> Tensor:
+    """Scores [R], float32, of a `Router` on `features` [R, D] and on how sure the head is of its best token. `scratch`
+    is unused."""
     confidence = torch.stack((-top2.sum.log(), top2.best - top2.second), -1).to(features.dtype)
     normed = rms_norm(features.float(), weights.norm, weights.eps)
     hidden = F.silu(F.linear(torch.cat((normed, confidence.float()), -1), weights.down, weights.down_bias))
-    return (hidden @ weights.out + weights.out_bias).sigmoid()
-
-
-def score(features: Tensor, logits: Tensor, weights: RouterWeights, scratch: object = None) -> tuple[Tensor, Tensor]:
-    """`router` on `top2_logsumexp`: scores [R] and the index of the best of `logits` [R, V]; `scratch` is unused."""
-    top2 = top2_logsumexp(logits)
-    return router(features, top2, weights), top2.best_at
-
-
-def reaches(scores: Tensor, thresholds: Tensor) -> Tensor:
-    """Flags [R], int32: 1 where a score is at least its threshold. A NaN reaches nothing."""
-    return (scores >= thresholds).int()
+    scores = (hidden @ weights.out + weights.out_bias).sigmoid()
+    return scores if out is None else out.copy_(scores)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -290,8 +283,8 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def embed(ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The rows of `weight` [V, D] that the tokens `ids` [T] name."""
-    rows = gather_rows(weight, ids)
+    """The rows of `weight` [V, D] that the tokens `ids` [T] name; an id outside gives NaN."""
+    rows = gather_rows(weight, ids.masked_fill(ids < 0, weight.shape[0]))
     return rows if out is None else out.copy_(rows)
 
 
