@@ -19,7 +19,6 @@ class AuditSnapshot:
     epsilon: float | None
     delta: float
     broken: bool
-    num_resets: int
 
 
 @dataclass(frozen=True, slots=True)
