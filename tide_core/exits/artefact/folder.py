@@ -21,6 +21,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from tide_core.disk import sync
 from tide_core.errors import ArtefactError
 from tide_core.exits.artefact.manifest import MANIFEST_FILE, FileEntry
 
@@ -135,21 +136,12 @@ def replacing(folder: Path) -> Iterator[Path]:
         _clear_leftovers(folder)
 
 
-def write(path: Path, data: bytes) -> FileEntry:
+def write(path: Path, data: bytes) -> None:
     """A new file that is on the disk when this returns."""
     with path.open("xb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return FileEntry(hashlib.sha256(data).hexdigest(), len(data))
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _swap(temporary: Path, folder: Path) -> None:
