@@ -25,7 +25,6 @@ from tide_core.disk import sync
 from tide_core.errors import ArtefactError
 from tide_core.exits.artefact.manifest import MANIFEST_FILE, FileEntry
 
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 CHUNK_BYTES = 2**20
 RENAME_EXCHANGE = 2
 
@@ -51,8 +50,6 @@ def _not_a_folder(path: Path) -> str:
     wanted = f"an artefact folder, with {MANIFEST_FILE} in it"
     if not os.path.lexists(path):
         return f"{wanted}; nothing was found at this path"
-    if path.suffix.lower() in PICKLE_SUFFIXES:
-        return f"{wanted}; a {path.suffix} file may be a pickle, which can run code, and is never read"
     return f"{wanted}; this path is no folder"
 
 
