@@ -61,7 +61,6 @@ def stats_of(exit_stats: ExitStats | None = None, **values: Any) -> EngineStats:
         "num_preemptions": 0,
         "blocks_total": 100,
         "blocks_owned": 0,
-        "blocks_cached": 0,
         "max_blocks_owned": 0,
         "kernels": "native",
         "dead": False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,7 +263,7 @@ def test_usage_counts_what_came_and_went() -> None:
     assert 0 <= answer.usage.queue_s <= answer.usage.first_token_s <= answer.usage.total_s
 
 
-def test_time_in_the_queue_ends_when_the_first_step_begins() -> None:
+def test_time_in_the_queue_ends_when_the_first_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     parts = make_parts(max_rows=1)
     core = parts.core
@@ -272,7 +273,8 @@ def test_time_in_the_queue_ends_when_the_first_step_begins() -> None:
         now += 1.0
         return parts.runner.run(batch)
 
-    core._runner, core._clock = RunnerOf(slow), lambda: now
+    core._runner = RunnerOf(slow)
+    monkeypatch.setattr("tide_core.engine.core.time", SimpleNamespace(monotonic=lambda: now))
     for name in ("first", "second"):
         core.add(make_request(request_id=name, max_tokens=2, ignore_eos=True))
     usages = {}

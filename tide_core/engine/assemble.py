@@ -328,7 +328,6 @@ def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
             draft_threshold=checkpoint.draft_threshold,
             exit_thresholds={point.epsilon: point.threshold for point in checkpoint.thresholds},
             fast_threshold=None if checkpoint.fast is None else checkpoint.fast.threshold,
-            acceptance=checkpoint.acceptance,
         )
         for checkpoint in artefact.manifest.checkpoints
     )

@@ -30,7 +30,7 @@ DEAR = CostModel((1, 64, 128), (0.8, 0.8, 1.6), (0.3, 0.3, 0.6), (0.2, 0.2, 0.4)
 
 def priced(trace: SequenceTrace, costs: CostModel, *, draft_threshold: float, max_drafts: int) -> float:
     """Speed-up of one row, by running its cycles and paying for each pass as it is made."""
-    start, cost, length = 0, 0.0, trace.num_tokens
+    start, cost, length = 0, 0.0, trace.agree.shape[1]
     while start < length:
         drafts = 0
         while drafts < max_drafts and start + drafts < length:

@@ -80,10 +80,6 @@ class Certification:
     """At the same threshold as `risk`."""
     test: str = TEST
 
-    @property
-    def certified(self) -> bool:
-        return self.threshold is not None
-
     def __str__(self) -> str:
         promise = f"epsilon {self.epsilon:g}, delta {self.delta:g}"
         if self.threshold is not None:
