@@ -73,8 +73,8 @@ def test_a_bound_must_hold_on_prompts_that_people_wrote_as_well(own: float, give
 
 
 def test_of_two_certified_thresholds_the_stricter_one_is_taken_with_its_own_numbers() -> None:
-    loose, strict = (Certification(0.02, 0.05, threshold, 9, 0.01, 0.4, 0.03, "betting") for threshold in (0.8, 0.9))
-    none = Certification(0.02, 0.05, None, 9, 0.01, 0.4, 0.3, "betting")
+    loose, strict = (Certification(0.02, 0.05, threshold, 9, 0.01, 0.4, 0.03) for threshold in (0.8, 0.9))
+    none = Certification(0.02, 0.05, None, 9, 0.01, 0.4, 0.3)
 
     assert strictest([loose, strict]) is strict
     assert strictest([strict, loose]) is strict

@@ -130,14 +130,14 @@ def _promises(data: ReportData) -> str:
             f"{c.coverage:.1%}",
             f"{c.p_value:.2g}",
             str(c.num_sequences),
-            c.test,
         )
         for c in data.risk
     ]
-    head = ("ε", "δ", "threshold", "disagreement", "exits", "p-value", "sequences", "test")
+    head = ("ε", "δ", "threshold", "disagreement", "exits", "p-value", "sequences")
     lines = ["## Mode `bounded`", "", _table(head, rows), ""]
     lines += [
-        "Disagreement (a mean over sequences) and exits: per generated token, teacher-forced, on held-out sequences."
+        "Disagreement (a mean over sequences) and exits: per generated token, teacher-forced, on held-out sequences. "
+        "The p-value is that of a betting test."
     ]
     lines += [f"- {choice}" for choice in data.risk if choice.threshold is None]
     fast = "No threshold keeps the disagreement low enough; the mode is not offered."
