@@ -16,7 +16,6 @@ import numpy as np
 from tide_core.calibration.ledger import WorkerTime
 from tide_core.calibration.risk.certify import Certification, threshold_grid
 from tide_core.calibration.risk.decide import DraftPlan, FastChoice
-from tide_core.calibration.risk.simulate import CycleCounts
 from tide_core.calibration.risk.traces import CandidateTraces, agreement
 from tide_core.errors import ConfigError
 
@@ -117,8 +116,6 @@ class ReportData:
     fast: FastChoice | None
     predicted: Mapping[int, float]
     """Speed-up over full depth in mode verified, by batch size."""
-    exit_histogram: Mapping[int, int]
-    """Tokens by exit layer."""
     reliability: tuple[ReliabilityBin, ...]
     verdict: tuple[str, ...]
     measured: tuple[Measured, ...] = ()
@@ -176,11 +173,6 @@ def reliability(candidate: CandidateTraces, num_bins: int = 10) -> tuple[Reliabi
         if inside.any():
             found.append(ReliabilityBin(float(score[inside].mean()), float(right[inside].mean()), int(inside.sum())))
     return tuple(found)
-
-
-def exit_histogram(counts: CycleCounts, layer: int, num_layers: int) -> dict[int, int]:
-    """Tokens by exit layer: accepted drafts at the checkpoint layer, all others after the last layer."""
-    return {layer: counts.accepted, num_layers: counts.tokens - counts.accepted}
 
 
 def _first_distance(candidate: CandidateTraces) -> tuple[Any, Any]:
