@@ -134,8 +134,8 @@ def _promises(data: ReportData) -> str:
     ]
     head = ("ε", "δ", "threshold", "disagreement", "exits", "p-value", "sequences")
     lines = ["## Mode `bounded`", "", _table(head, rows), ""]
-    text = "Disagreement (a mean over sequences) and exits: per generated token, teacher-forced, on held-out sequences. "
-    lines += [text + "The p-value is that of a betting test."]
+    text = "Disagreement (a mean over sequences) and exits: per generated token, teacher-forced, on held-out sequences."
+    lines += [f"{text} The p-value is that of a betting test."]
     lines += [f"- {choice}" for choice in data.risk if choice.threshold is None]
     fast = "No threshold keeps the disagreement low enough; the mode is not offered."
     if data.fast is not None:
