@@ -28,7 +28,7 @@ from tide_core.calibration.risk.simulate import acceptance_by_distance, pack
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.errors import ConfigError
 
-COSTS = CostModel((1, 64), (0.1, 0.1), (0.05, 0.05), (0.9, 0.9))
+COSTS = CostModel(shallow=0.1, head=0.05, deep=0.9)
 
 
 def made_report() -> ReportData:
