@@ -20,6 +20,7 @@ from tide_core.calibration.risk.traces import CandidateTraces, agreement
 from tide_core.errors import ConfigError
 
 FORMAT_VERSION = 1
+RELIABILITY_BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +162,14 @@ def candidate_curves(candidate: CandidateTraces, plan: DraftPlan) -> CandidateCu
     )
 
 
-def reliability(candidate: CandidateTraces, num_bins: int = 10) -> tuple[ReliabilityBin, ...]:
+def reliability(candidate: CandidateTraces) -> tuple[ReliabilityBin, ...]:
     """Positions in bins of their score at distance 1, bins of equal width; empty bins are left out."""
     score, right = _first_distance(candidate)
     kept = np.isfinite(score)
     score, right = score[kept], right[kept]
-    bins = np.clip((score * num_bins).astype(int), 0, num_bins - 1)
+    bins = np.clip((score * RELIABILITY_BINS).astype(int), 0, RELIABILITY_BINS - 1)
     found = []
-    for index in range(num_bins):
+    for index in range(RELIABILITY_BINS):
         inside = bins == index
         if inside.any():
             found.append(ReliabilityBin(float(score[inside].mean()), float(right[inside].mean()), int(inside.sum())))

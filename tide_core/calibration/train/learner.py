@@ -23,6 +23,7 @@ from tide_core.exits.artefact.router import confidence_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
+MOMENTUM = 0.95
 ADAMW_RMS = 0.2
 
 
@@ -32,8 +33,8 @@ class Muon(torch.optim.Optimizer):
     For matrices only. Torch's own Muon computes in bfloat16 everywhere, which is about a hundred times slower on
     processors without it."""
 
-    def __init__(self, matrices: Iterable[Tensor], lr: float | Tensor, *, momentum: float = 0.95) -> None:
-        super().__init__(list(matrices), {"lr": lr, "momentum": momentum})
+    def __init__(self, matrices: Iterable[Tensor], lr: float | Tensor) -> None:
+        super().__init__(list(matrices), {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,8 +43,8 @@ class Muon(torch.optim.Optimizer):
                 if matrix.grad is None:
                     continue
                 mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
-                mean.lerp_(matrix.grad, 1.0 - group["momentum"])
-                nesterov = matrix.grad.lerp(mean, group["momentum"])
+                mean.lerp_(matrix.grad, 1.0 - MOMENTUM)
+                nesterov = matrix.grad.lerp(mean, MOMENTUM)
                 scale = ADAMW_RMS * max(matrix.shape) ** 0.5
                 matrix.sub_(orthogonal(nesterov) * (group["lr"] * scale))  # the rate may be a tensor
 
