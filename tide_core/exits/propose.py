@@ -136,12 +136,12 @@ class Exits:
             features = features[torch.from_numpy(ends).to(states.device)]
         if not self._scorers or len(features) > MAX_SCORED:
             logits = self._narrow_head(self._adapter.norm(features))
-            score, best = self.checkpoints[index].router.score(features, confidence_of(logits)), logits.argmax(-1)
+            score, top = self.checkpoints[index].router.score(features, confidence_of(logits)), logits.argmax(-1)
         else:
             logits = self._narrow_logits(features)
-            score, best = self._scorers[index](features, logits)
+            score, top = self._scorers[index](features, logits)
         # One read of the device; float64 holds ids exactly.
-        scores, best_ids = torch.stack((score.double(), self.shortlist[best].double())).tolist()
+        scores, best_ids = torch.stack((score.double(), self.shortlist[top].double())).tolist()
         return Proposal(logits, scores, [int(i) for i in best_ids])
 
     def draft(
