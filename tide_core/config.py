@@ -12,6 +12,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "reference")
 GIB = 2**30
+REMOVED = {"checkpoint_layers": "no such key: it was removed, because the artefact decides the checkpoint layers"}
+"""Settings of earlier versions, and why they are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,6 @@ class EngineConfig:
     """Most requests that run concurrently; the others wait."""
     max_batch_tokens: int = 512
     """Token budget of one step; longer prompts run in chunks."""
-    checkpoint_layers: tuple[int, ...] = ()
-    """Layers after which a segment ends, counted from 1; empty: those of the artefact, or one segment without one."""
     artefact: str = "auto"
     """Folder of the calibrated exits; auto: the one shipped for the demo model, none for others; none: full depth."""
     drafts: int | None = None
@@ -77,7 +77,6 @@ class EngineConfig:
             _integer("num_threads", self.num_threads, 1, 1024)
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError("prefix_caching", self.prefix_caching, "true or false")
-        _check_checkpoints(self.checkpoint_layers)
         if not isinstance(self.artefact, str) or not self.artefact:
             raise ConfigError("artefact", self.artefact, "a folder, auto or none")
         _integer("max_pending", self.max_pending, 1, 64)
@@ -92,11 +91,10 @@ class EngineConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build from YAML or JSON values; an unknown key names itself and the nearest known one."""
+        for name in REMOVED.keys() & values.keys():
+            raise ConfigError(name, values[name], REMOVED[name])
         refuse_unknown("engine setting", values, [f.name for f in fields(cls)])
-        plain = dict(values)
-        if isinstance(plain.get("checkpoint_layers"), list):
-            plain["checkpoint_layers"] = tuple(plain["checkpoint_layers"])
-        return cls(**plain)
+        return cls(**values)
 
     @property
     def kv_memory_bytes(self) -> int:
@@ -111,11 +109,3 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(name, value, f"an integer in {low}..{high}")
-
-
-def _check_checkpoints(layers: tuple[int, ...]) -> None:
-    expected = "rising layer counts of at least 1, each below the model's number of layers"
-    if not isinstance(layers, tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in layers):
-        raise ConfigError("checkpoint_layers", layers, expected)
-    if any(i < 1 for i in layers) or list(layers) != sorted(set(layers)):
-        raise ConfigError("checkpoint_layers", layers, expected)

@@ -19,7 +19,6 @@ class AuditSnapshot:
     epsilon: float | None
     delta: float
     broken: bool
-    num_resets: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class EngineStats:
     num_preemptions: int
     blocks_total: int
     blocks_owned: int
-    blocks_cached: int
     max_blocks_owned: int
     """Most blocks owned at one time."""
     kernels: str
@@ -69,10 +67,8 @@ class EngineStats:
     """Exit layers of output tokens and layers run for them: `ExitStats.summary()` over all requests."""
     audits: Mapping[str, AuditSnapshot] = field(default_factory=dict)
     """Audit results by mode and bound."""
-    drafts_planned: int = 0
-    """Drafts per cycle in the last plan."""
     predicted_gain: float = 1.0
-    """Predicted speed-up of that plan over full depth."""
+    """Predicted speed-up of the last plan over full depth."""
     num_plans: int = 0
     num_full_plans: int = 0
     """Plans that ran rows that may exit at full depth, because exits would not pay."""

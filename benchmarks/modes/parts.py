@@ -12,6 +12,7 @@ from benchmarks.common.bars import Bar, Part
 from benchmarks.common.prompts import Prompt, different_kinds
 from benchmarks.common.runs import NO_EXITS_THRESHOLD, Bench, Runs, greedy, output_ids, usage_of
 from tide_core.engine.engine import Completion
+from tide_core.exits.audit import AuditBook
 from tide_core.request import Audit, SamplingParams
 
 SPEEDUP = {"cpu": 1.5, "cuda": 1.6}
@@ -101,7 +102,7 @@ def quality(bench: Bench, sizes: Sizes) -> Part:
         "bounded": SamplingParams(mode="bounded", epsilon=EPSILON, **ends),
         "fast": SamplingParams(mode="fast", **ends),
     }
-    bench.parts.core.audits.reset()  # after a broken bound there would be nothing to count
+    bench.parts.core.audits = AuditBook()  # after a broken bound there would be nothing to count
     with bench.fixed_drafts() as drafts:
         for name, params in contracts.items():
             figures = _disagreement(bench, prompts, bench.run_batched(prompts, params, sizes.batch))

@@ -115,7 +115,7 @@ class ReadyEngine:
 
     def stats(self) -> EngineStats:
         exits = ExitStats(NUM_LAYERS).summary()
-        return EngineStats(0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, "none", False, 0.0, exits=exits)
+        return EngineStats(0, 0, 0, 0, 0, 0, 0, 1, 0, 0, "none", False, 0.0, exits=exits)
 
 
 @serve.deployment

@@ -16,7 +16,7 @@ from deploy.config.policy import LivePolicy
 from deploy.keys import KeyRing
 from deploy.strict import yaml_file
 from deploy.strict.schema import imported, validated
-from tide_core.config import EngineConfig
+from tide_core.config import REMOVED, EngineConfig
 from tide_core.errors import ConfigError, refuse_unknown
 
 OUR_DEPLOYMENT = "TideServer"
@@ -87,7 +87,7 @@ def _check_app(app: Mapping[str, Any], where: str) -> AppArgs:
     """Check arguments, policy and key file of a TIDE application."""
     given, place = app.get("args") or {}, f"{where}.args"
     if isinstance(engine := given.get("engine"), Mapping):
-        refuse_unknown(f"{place}.engine", engine, [field.name for field in fields(EngineConfig)])
+        refuse_unknown(f"{place}.engine", engine, [*(field.name for field in fields(EngineConfig)), *REMOVED])
         try:
             EngineConfig.from_mapping(engine)
         except ConfigError as error:

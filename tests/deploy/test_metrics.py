@@ -61,7 +61,6 @@ def stats_of(exit_stats: ExitStats | None = None, **values: Any) -> EngineStats:
         "num_preemptions": 0,
         "blocks_total": 100,
         "blocks_owned": 0,
-        "blocks_cached": 0,
         "max_blocks_owned": 0,
         "kernels": "native",
         "dead": False,
@@ -72,7 +71,7 @@ def stats_of(exit_stats: ExitStats | None = None, **values: Any) -> EngineStats:
 
 
 def audit(*, broken: bool = False, epsilon: float | None = 0.02) -> AuditSnapshot:
-    return AuditSnapshot(1000, 9, 0.009, 0.004, 0.015, epsilon, 0.05, broken, 0)
+    return AuditSnapshot(1000, 9, 0.009, 0.004, 0.015, epsilon, 0.05, broken)
 
 
 def piece(num_tokens: int = 1, usage: Usage | None = None) -> RequestOutput:

@@ -16,11 +16,14 @@ from tide_core.request import SamplingParams
 
 @pytest.mark.parametrize("chunk_tokens", [3, 16, 128])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral_window", "falcon_alibi", "deepseek_v2"])
-def test_scores_are_those_of_the_librarys_forward(family: str, chunk_tokens: int) -> None:
+def test_scores_are_those_of_the_librarys_forward(
+    family: str, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tide_core.evaluation.full_depth.CHUNK_TOKENS", chunk_tokens)
     parts = make_parts(family)
     [tokens] = random_prompts(1, 40)
     prompt, output = tokens[:17], tokens[17:]
-    got = FullDepth(parts.runner.adapter, parts.kernels, chunk_tokens=chunk_tokens).score(prompt, output)
+    got = FullDepth(parts.runner.adapter, parts.kernels).score(prompt, output)
     with torch.inference_mode():
         logits = tiny_model(family)(torch.tensor([tokens])).logits[0, 16:-1]
     assert list(got.choices) == logits.argmax(-1).tolist()

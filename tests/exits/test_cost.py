@@ -14,6 +14,7 @@ from tide_core.exits.cost import (
     PRIOR_REACH,
     PROBE_EVERY,
     Acceptance,
+    Chance,
     CostPoint,
     CostTable,
     DraftPlanner,
@@ -35,6 +36,11 @@ def point(rows: int, full: float = 10.0, first: float = 10.0, draft: float = 1.0
 def planner(acceptance: float, *points: CostPoint, max_drafts: int = MAX_DRAFTS) -> DraftPlanner:
     prior = Acceptance.prior([acceptance] * max_drafts, max_drafts)
     return DraftPlanner(max_drafts, prior, CostTable(points or (point(1), point(8), point(32))))
+
+
+def chance(of_each: list[Chance], draft: int) -> float:
+    """That a row gets to its `draft`-th draft, each given the one before."""
+    return math.prod(one.value for one in of_each[:draft])
 
 
 def test_a_table_is_exact_at_its_points_and_straight_between_them() -> None:
@@ -59,10 +65,9 @@ def test_prior_acceptance_falls_with_distance_and_never_keeps_what_was_not_reach
     prior = Acceptance.prior([0.9, 0.8], 4)
     rights = [0.9, 0.8, 0.8, 0.8]
     expected = [math.prod(PRIOR_REACH * right for right in rights[:k]) for k in (1, 2, 3, 4)]
-    assert [prior.keep(k) for k in (1, 2, 3, 4)] == pytest.approx(expected)
-    assert prior.reach(0) == 1.0
-    assert all(prior.keep(k) <= prior.reach(k) <= prior.reach(k - 1) for k in (1, 2, 3, 4))
-    assert Acceptance.prior([], 2).keep(1) == 0.0
+    assert [chance(prior.kept, k) for k in (1, 2, 3, 4)] == pytest.approx(expected)
+    assert all(chance(prior.kept, k) <= chance(prior.reached, k) <= chance(prior.reached, k - 1) for k in (1, 2, 3, 4))
+    assert chance(Acceptance.prior([], 2).kept, 1) == 0.0
 
 
 def test_the_higher_the_acceptance_the_more_drafts_are_planned() -> None:
@@ -246,9 +251,9 @@ def test_what_the_host_does_for_a_row_is_shared_by_the_cycles_that_it_reads_toge
 
 def test_a_step_without_drafts_is_not_an_observation() -> None:
     idle: Any = planner(0.9)
-    before = idle.acceptance.keep(1)
+    before = idle.acceptance.kept[0].value
     observe(idle, allowed=0, drafted=0, accepted=0)
-    assert idle.acceptance.keep(1) == before
+    assert idle.acceptance.kept[0].value == before
 
 
 def test_rows_that_did_not_do_the_same_count_by_how_many_they_are_in_whatever_order() -> None:
@@ -257,7 +262,7 @@ def test_rows_that_did_not_do_the_same_count_by_how_many_they_are_in_whatever_or
     right, wrong = DraftCounts(1, 1, allowed=1), DraftCounts(1, 0, allowed=1)
     for _ in range(200):
         counted.observe([(right, 96), (wrong, 32)])
-    assert counted.acceptance.keep(1) == pytest.approx(0.75, abs=1e-3)
+    assert counted.acceptance.kept[0].value == pytest.approx(0.75, abs=1e-3)
 
 
 @pytest.mark.parametrize("before", [0, 460, 700])

@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.exit_engines import easy_model, exit_parts
 from tests.factories import random_prompts
+from tests.sampling.chances import token_probabilities
 from tide_core.batch import ExitPolicy
 from tide_core.engine.core import EngineCore
 from tide_core.exits.policy import resolve_policy
@@ -18,7 +19,6 @@ from tide_core.exits.verify import Target, rejects
 from tide_core.request import Request, SamplingParams
 from tide_core.sampling.draw import DRAFT_STREAM, draw, uniform
 from tide_core.sampling.rows import SamplingRow
-from tide_core.sampling.sampler import token_probabilities
 
 NUM_DRAWS = 20_000
 LEAST_P = 0.001

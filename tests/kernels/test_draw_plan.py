@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.draw_cases import cycle_of, logits_of, numbers_of, params_of, settings_of
+from tests.sampling.chances import token_probabilities
 from tide_core.exits import verify
 from tide_core.exits.row_cycle import Draft
 from tide_core.exits.verify import Target, rejects
@@ -17,7 +18,6 @@ from tide_core.request import SamplingParams
 from tide_core.sampling.draw import ACCEPT_STREAM
 from tide_core.sampling.draw import draw as inverse_cdf
 from tide_core.sampling.rows import SamplingRow
-from tide_core.sampling.sampler import token_probabilities
 from tide_core.sampling.weights import token_weights
 
 V = 1000

@@ -22,11 +22,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tide_core.errors import EngineError
+from tests.sampling.chances import token_probabilities
 from tide_core.request import SamplingParams
-from tide_core.sampling import SampledToken, SamplingRow, sample, sample_with_chances, token_probabilities
 from tide_core.sampling.adjust import adjusted
 from tide_core.sampling.draw import DRAFT_STREAM, draw, uniform
+from tide_core.sampling.rows import SampledToken, SamplingRow
+from tide_core.sampling.sampler import probabilities_of, sample, sample_with_chances
 from tide_core.sampling.weights import HEAD_TOKENS
 
 pytestmark = pytest.mark.unit
@@ -371,8 +372,9 @@ def test_a_row_that_is_not_finite_gets_an_error_and_its_mates_do_not_notice(
     assert "penalties" not in str(failed.error)  # they are not to blame
     assert (failed.logprob, failed.top_logprobs) == (None, ())
     assert [first, *others] == sample(good, [rows[0], *rows[2:]])
-    with pytest.raises(EngineError, match="numerical_error"):
-        token_probabilities(torch.tensor(bad), rows[1])
+    _, errors = probabilities_of(logits, rows)
+    assert errors.keys() == {1}
+    assert errors[1].startswith("numerical_error")
 
 
 def test_a_token_ruled_out_by_the_model_is_no_error_and_never_drawn() -> None:

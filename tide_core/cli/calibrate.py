@@ -12,11 +12,13 @@ import typer
 from tide_core.calibration.config import HEADS, CalibrationConfig
 from tide_core.cli import console
 from tide_core.cli.exit_codes import with_exit_code
+from tide_core.cli.options import numbers
 from tide_core.cli.output import write
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError
 
 SETTINGS = CalibrationConfig()
+LAYERS = "layer counts with commas between them, as in 2,5"
 
 
 @with_exit_code
@@ -65,7 +67,7 @@ def calibrate(
         "data": data,
         "num_samples": samples,
         "max_new_tokens": max_new_tokens,
-        "checkpoints": _layers(checkpoints),
+        "checkpoints": numbers("--checkpoints", checkpoints, int, LAYERS) if checkpoints else [],
         "heads": [kind.strip() for kind in heads.split(",")],
         "steps": steps,
         "max_drafts": max_drafts,
@@ -97,13 +99,6 @@ def calibrate(
         raise
     write("".join(f"{line}\n" for line in result.verdict))
     write(f"artefact: {result.artefact} ({result.digest[:16]})\nreport: {result.report}\n")
-
-
-def _layers(text: str | None) -> list[int]:
-    try:
-        return [int(layer) for layer in text.split(",")] if text else []
-    except ValueError:
-        raise ConfigError("--checkpoints", text, "layer counts with commas between them, as in 2,5") from None
 
 
 def extra_settings(settings: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 
 from tide_core.cli import console, prompts
 from tide_core.cli.exit_codes import with_exit_code
+from tide_core.cli.options import numbers
 from tide_core.cli.output import write
 from tide_core.config import DEVICES, DTYPES, EngineConfig
 from tide_core.errors import ConfigError, RequestError
@@ -61,7 +62,8 @@ def evaluate(
     with the token that full depth chooses there. Speeds are ratios within this run; the modes alternate.
     """
     console.prepare(verbose=verbose)
-    scores = _scores(thresholds)
+    expected = f"router scores from 0 up to {MAX_THRESHOLD:g} with commas between them, as in 0.5,0.9"
+    given = numbers("--thresholds", thresholds, float, expected, (0.0, MAX_THRESHOLD)) if thresholds.strip() else []
     if limit is not None and limit < 1:
         raise ConfigError("--limit", limit, "at least 1")
     if not 1 <= batch <= MAX_BATCH:
@@ -90,7 +92,7 @@ def evaluate(
 
         parts = assemble(config)
     num_layers = parts.runner.adapter.num_layers
-    contracts = contracts_of(parts.checkpoints, num_layers, scores)
+    contracts = contracts_of(parts.checkpoints, num_layers, sorted(set(given)))
     with Engine.from_parts(config, parts) as engine:
         ids = _ids(engine, items, max_tokens, chat=chat)
         with console.progress(len(contracts) * -(-len(ids) // batch), quiet=quiet) as bar:
@@ -107,17 +109,6 @@ def evaluate(
             )
     values = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "batch": batch, "chat": chat, "file": file.name}
     _write_files(output, results, _conditions(config, parts) | values)
-
-
-def _scores(text: str) -> list[float]:
-    expected = f"router scores from 0 up to {MAX_THRESHOLD:g} with commas between them, as in 0.5,0.9"
-    try:
-        scores = [float(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise ConfigError("--thresholds", text, expected) from None
-    if any(not 0.0 <= score <= MAX_THRESHOLD for score in scores):
-        raise ConfigError("--thresholds", text, expected)
-    return sorted(set(scores))
 
 
 def _ids(engine: Engine, items: Sequence[prompts.PromptItem], max_tokens: int, *, chat: bool) -> list[tuple[int, ...]]:

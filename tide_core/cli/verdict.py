@@ -9,9 +9,9 @@ import typer
 
 from tide_core.cli import console
 from tide_core.cli.exit_codes import with_exit_code
+from tide_core.cli.options import numbers
 from tide_core.cli.output import write
 from tide_core.config import DEVICES, DTYPES, EngineConfig
-from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tide_core.evaluation.verdict import Verdict
@@ -42,7 +42,8 @@ def verdict(
     acceptance. At the engine's default context the measured table is stored for its next start.
     """
     console.prepare(verbose=verbose)
-    counts = _counts(rows)
+    expected = f"integers in 1..{MAX_ROWS} with commas between them, as in 1,8,32"
+    counts = sorted(set(numbers("--rows", rows, int, expected, (1, MAX_ROWS))))
     max_rows = max(SETTINGS.max_rows, *counts)
     config = EngineConfig(
         model=model,
@@ -59,17 +60,6 @@ def verdict(
 
         found = decide(config, counts, context=context)
     write(json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n" if as_json else _as_text(found))
-
-
-def _counts(text: str) -> list[int]:
-    expected = f"integers in 1..{MAX_ROWS} with commas between them, as in 1,8,32"
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise ConfigError("--rows", text, expected) from None
-    if not 1 <= counts[0] <= counts[-1] <= MAX_ROWS:
-        raise ConfigError("--rows", text, expected)
-    return counts
 
 
 def _as_text(found: Verdict) -> str:

@@ -140,7 +140,8 @@ def assemble_loaded(
         kernels = select_kernels(config.kernels, adapter.device)
         use_kernels(model, kernels)
         fused = fuse_layers(adapter.layers, kernels) if isinstance(kernels, CudaKernels) else 0
-        segments = plan_segments(adapter.num_layers, _checkpoint_layers(config, artefact))
+        layers = () if artefact is None else tuple(point.layer for point in artefact.manifest.checkpoints)
+        segments = plan_segments(adapter.num_layers, layers)
         max_model_len = _model_len(config, adapter)
         adapter.keep_rotations(max_model_len)
         if fused == adapter.num_layers:
@@ -328,7 +329,6 @@ def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
             draft_threshold=checkpoint.draft_threshold,
             exit_thresholds={point.epsilon: point.threshold for point in checkpoint.thresholds},
             fast_threshold=None if checkpoint.fast is None else checkpoint.fast.threshold,
-            acceptance=checkpoint.acceptance,
         )
         for checkpoint in artefact.manifest.checkpoints
     )
@@ -366,15 +366,6 @@ def build_pool(
         num_blocks, config.block_size, num_segments=num_segments, prefix_caching=config.prefix_caching
     )
     return cache, blocks
-
-
-def _checkpoint_layers(config: EngineConfig, artefact: Artefact | None) -> tuple[int, ...]:
-    if artefact is None:
-        return config.checkpoint_layers
-    layers = tuple(checkpoint.layer for checkpoint in artefact.manifest.checkpoints)
-    if config.checkpoint_layers and config.checkpoint_layers != layers:
-        raise ConfigError("checkpoint_layers", config.checkpoint_layers, f"none, or the artefact's own {layers}")
-    return layers
 
 
 def _model_len(config: EngineConfig, adapter: ModelAdapter) -> int:

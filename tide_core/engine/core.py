@@ -67,7 +67,6 @@ class EngineCore:
         namespace: str,
         num_layers: int,
         planner: Planner | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.counters = Counters()
@@ -79,7 +78,6 @@ class EngineCore:
         self._runner = runner
         self._tokenizer = tokenizer
         self._namespace = namespace
-        self._clock = clock
         self._open: dict[str, RequestState] = {}
         self._pending: list[StepOutput] = []
         self._running_rows: list[Row] = []
@@ -103,7 +101,7 @@ class EngineCore:
         row = self.scheduler.add(request, self._cache_namespace(request))
         if is_broken:
             row.policy = without_exits(row.policy)
-        self._open[request.request_id] = RequestState(row, text, request.end_ids, self._clock())
+        self._open[request.request_id] = RequestState(row, text, request.end_ids, time.monotonic())
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any phase; None if it is not open."""
@@ -116,7 +114,7 @@ class EngineCore:
         self._flush_stats()
         if request_id in self._open:  # else its text could not be made
             self._close(state)
-        return RequestOutput(request_id, tokens, FinishReason.ABORT, state.usage(self._clock()))
+        return RequestOutput(request_id, tokens, FinishReason.ABORT, state.usage(time.monotonic()))
 
     def step(self) -> list[RequestOutput]:
         """One step of all rows that fit in it, and all its outputs."""
@@ -130,11 +128,11 @@ class EngineCore:
         if not self.scheduler.has_work:
             deliver(self.emit())
             return
-        scheduled_at = self._clock()
+        scheduled_at = time.monotonic()
         rows, batch = self.scheduler.schedule(lookahead=self._runner.lookahead_steps())
         self.counters.num_steps += 1
         self.counters.max_blocks_owned = max(self.counters.max_blocks_owned, self.scheduler.blocks.num_owned)
-        began_at = self._clock()
+        began_at = time.monotonic()
         self._running_rows = rows
         try:
             running = self._start(batch)  # a GPU works from here on
@@ -148,7 +146,7 @@ class EngineCore:
         for row, step, row_result in zip(rows, batch.rows, result.rows, strict=True):
             self._commit(row, step, row_result, began_at)
         if result.timing is not None and self._planner is not None:
-            host_s = self._clock() - scheduled_at - result.timing.wait_s
+            host_s = time.monotonic() - scheduled_at - result.timing.wait_s
             num_tokens = self.counters.num_output_tokens - num_before
             self._planner.observe_host(len(rows), num_tokens, host_s, result.timing.max_steps_per_launch)
 
@@ -226,7 +224,7 @@ class EngineCore:
             self.scheduler.advance(row, result.num_valid, ())
             return
         if state.first_token_at is None:
-            state.first_token_at = self._clock()
+            state.first_token_at = time.monotonic()
         try:
             self._commit_tokens(state, step, result)
         except Exception as error:  # the text of a row with stop strings, or an exit layer that does not exist
@@ -269,7 +267,7 @@ class EngineCore:
         emitted = () if tokens is None else tuple(tokens)
         if reason is None:
             return RequestOutput(request_id, emitted)
-        return RequestOutput(request_id, emitted, reason, state.usage(self._clock()), output.error)
+        return RequestOutput(request_id, emitted, reason, state.usage(time.monotonic()), output.error)
 
     def _fail_output(self, state: RequestState, error: Exception) -> RequestOutput:
         """The last output of a request whose text cannot be made."""
@@ -279,7 +277,7 @@ class EngineCore:
             self._close(state)
         state.ended_early = True
         failure = EngineError(f"{type(error).__name__}: {error}")
-        return RequestOutput(request_id, (), FinishReason.ERROR, state.usage(self._clock()), failure)
+        return RequestOutput(request_id, (), FinishReason.ERROR, state.usage(time.monotonic()), failure)
 
     def _record(self, state: RequestState, step: RowStep, result: RowResult) -> None:
         """Count what was emitted and what ran for it."""

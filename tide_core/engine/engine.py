@@ -179,7 +179,6 @@ class Engine:
             num_preemptions=core.scheduler.num_preemptions,
             blocks_total=blocks.num_blocks,
             blocks_owned=blocks.num_owned,
-            blocks_cached=blocks.num_cached,
             max_blocks_owned=core.counters.max_blocks_owned,
             kernels=self._parts.kernels.name,
             dead=self._loop.dead,
@@ -336,7 +335,6 @@ def _for_each(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingPar
 
 def _plan_stats(planner: DraftPlanner) -> dict[str, Any]:
     return {
-        "drafts_planned": planner.last.drafts,
         "predicted_gain": planner.last.gain,
         "num_plans": planner.num_plans,
         "num_full_plans": planner.num_full,

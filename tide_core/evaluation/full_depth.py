@@ -39,10 +39,9 @@ class FullDepthScores:
 class FullDepth:
     """Scores texts with the model of an engine. The engine must be idle meanwhile: both use the same threads."""
 
-    def __init__(self, adapter: ModelAdapter, kernels: Kernels, *, chunk_tokens: int = CHUNK_TOKENS) -> None:
+    def __init__(self, adapter: ModelAdapter, kernels: Kernels) -> None:
         self._adapter = adapter
         self._kernels = kernels
-        self._chunk_tokens = chunk_tokens
         self._layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
         self._pool = self._new_pool(1)
         self._view_kind = view_kind(self._pool, kernels, gathers_kv=adapter.gathers_kv)
@@ -69,8 +68,8 @@ class FullDepth:
         if num_blocks > self._pool.num_blocks:
             self._pool = self._new_pool(num_blocks)
         block_ids = range(num_blocks)
-        for start in range(0, len(tokens), self._chunk_tokens):
-            chunk = tokens[start : start + self._chunk_tokens]
+        for start in range(0, len(tokens), CHUNK_TOKENS):
+            chunk = tokens[start : start + CHUNK_TOKENS]
             view = self._view_kind(self._pool, self._kernels, [RowSpan(block_ids, start, len(chunk))])
             states = adapter.embed(torch.tensor(chunk, device=adapter.device), view.positions)
             states = adapter.run_layers(states, 0, adapter.num_layers, adapter.layer_inputs(view.positions, view))[0]

@@ -34,7 +34,7 @@ _BISECTIONS = 60
 class AuditLedger:
     """Tokens and disagreements of one key, with the interval of their rate."""
 
-    __slots__ = ("_broken", "_counts", "_log_prior", "_num_resets", "_prior", "delta", "epsilon")
+    __slots__ = ("_broken", "_counts", "_log_prior", "_prior", "delta", "epsilon")
 
     def __init__(self, epsilon: float | None = None, delta: float = DEFAULT_DELTA) -> None:
         """Without an epsilon there is an interval and nothing to break."""
@@ -49,7 +49,6 @@ class AuditLedger:
         self._prior = (0.5, 0.5) if epsilon is None else (1.0, (1.0 - epsilon) / epsilon)
         self._log_prior = _log_beta(*self._prior)
         self._counts = (0, 0)  # tokens and disagreements, changed in one go: another thread may read them
-        self._num_resets = 0
         self._broken = False
 
     def observe(self, num_tokens: int, num_disagreements: int) -> None:
@@ -63,28 +62,9 @@ class AuditLedger:
             self._broken = above and self._evidence(self._counts, self.epsilon) >= -math.log(self.delta)
 
     @property
-    def num_tokens(self) -> int:
-        return self._counts[0]
-
-    @property
-    def num_disagreements(self) -> int:
-        return self._counts[1]
-
-    @property
     def broken(self) -> bool:
-        """Whether the lower end has ever passed epsilon since the last reset."""
+        """Whether the lower end has ever passed epsilon."""
         return self._broken
-
-    def interval(self) -> tuple[float, float]:
-        """Lower and upper end of the rate; (0, 1) before the first token."""
-        counts = self._counts
-        return self._end(counts, 0.0), self._end(counts, 1.0)
-
-    def reset(self) -> None:
-        """Forget everything; the promise of the interval starts anew, so do this only for a reason."""
-        self._counts = (0, 0)
-        self._num_resets += 1
-        self._broken = False
 
     def snapshot(self) -> AuditSnapshot:
         counts = tokens, disagreements = self._counts
@@ -97,7 +77,6 @@ class AuditLedger:
             epsilon=self.epsilon,
             delta=self.delta,
             broken=self._broken,
-            num_resets=self._num_resets,
         )
 
     def _evidence(self, counts: tuple[int, int], rate: float) -> float:
@@ -131,20 +110,14 @@ class AuditBook:
         self._ledgers: dict[Hashable, AuditLedger] = {}
 
     def ledger(self, key: Hashable, epsilon: float | None = None) -> AuditLedger:
-        """The ledger of a key; `epsilon` counts when it is made and must stay the same."""
+        """The ledger of a key, which names its epsilon."""
         found = self._ledgers.get(key)
         if found is None:
             found = self._ledgers[key] = AuditLedger(epsilon, self._delta)
-        elif found.epsilon != epsilon:
-            raise ConfigError("epsilon", epsilon, f"{found.epsilon}, as when the ledger {key!r} was opened")
         return found
 
     def snapshots(self) -> dict[Hashable, AuditSnapshot]:
         return {key: ledger.snapshot() for key, ledger in list(self._ledgers.items())}
-
-    def reset(self) -> None:
-        for ledger in self._ledgers.values():
-            ledger.reset()
 
 
 def _log_beta(a: float, b: float) -> float:

@@ -153,13 +153,6 @@ class Acceptance:
         _observe(self.reached, [(counts.allowed, counts.drafted, times) for counts, times in drafts])
         _observe(self.kept, [(counts.allowed, counts.accepted, times) for counts, times in drafts])
 
-    def reach(self, draft: int) -> float:
-        """Chance that a row makes its `draft`-th draft; 1 for the 0th."""
-        return _product(self.reached[:draft])
-
-    def keep(self, draft: int) -> float:
-        return _product(self.kept[:draft])
-
 
 @dataclass(slots=True)
 class DraftPlanner:
@@ -254,10 +247,6 @@ def _observe(chances: Sequence[Chance], seen: Sequence[tuple[int, int, int]]) ->
         if not tries:
             return
         chance.count(sum([times for allowed, hits, times in seen if index < allowed and index < hits]), tries)
-
-
-def _product(chances: Sequence[Chance]) -> float:
-    return math.prod(chance.value for chance in chances)
 
 
 def _interpolate(places: Sequence[int], values: Sequence[float], at: int) -> float:

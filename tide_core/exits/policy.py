@@ -24,8 +24,6 @@ class CheckpointPolicy:
     exit_thresholds: dict[float, float]
     """Epsilon to the least score that keeps it."""
     fast_threshold: float | None
-    acceptance: tuple[float, ...] = ()
-    """Chance that a draft is right, by distance from the last deep state, given that those before it were."""
 
 
 def resolve_policy(params: SamplingParams, checkpoints: Sequence[CheckpointPolicy], num_layers: int) -> ExitPolicy:

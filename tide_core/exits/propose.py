@@ -131,50 +131,19 @@ class Exits:
         if self._programs:
             logits, scores, best = self._programs[index].propose(view, states, sources, each=each)
             return Proposal(logits, scores, [self._ids[i] for i in best])
-        chosen = None
+        features = self._features(index, view, states, *self._deep_slots(index, sources))
         if len(states) != len(parts) and not each:
             ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
-            chosen = torch.from_numpy(ends).to(states.device)
-        logits, both = self.propose_on_device(index, view, states, *self._deep_slots(index, sources), chosen=chosen)
-        scores, best_ids = both.tolist()
-        return Proposal(logits, scores, [int(i) for i in best_ids])
-
-    def propose_on_device(
-        self,
-        index: int,
-        view: PagedView,
-        states: torch.Tensor,
-        deep_slots: torch.Tensor | None,
-        distances: torch.Tensor | None,
-        *,
-        chosen: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [T, S], and scores and best ids [2, T] in float64, which holds ids exactly."""
-        logits, score, best = self.score(index, view, states, deep_slots, distances, chosen=chosen)
-        return logits, torch.stack((score.double(), self.shortlist[best].double()))
-
-    def score(
-        self,
-        index: int,
-        view: PagedView,
-        states: torch.Tensor,
-        deep_slots: torch.Tensor | None,
-        distances: torch.Tensor | None,
-        *,
-        chosen: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Nothing waits for the device: logits [T, S], scores [T] and where in the shortlist the largest logits stand,
-        [T]; of the tokens `chosen` alone where given. `deep_slots`, `distances`: where the last deep state before every
-        token lies, and how far back it is."""
-        checkpoint = self.checkpoints[index]
-        features = self._features(index, view, states, deep_slots, distances)
-        if chosen is not None:
-            features = features[chosen]
+            features = features[torch.from_numpy(ends).to(states.device)]
         if not self._scorers or len(features) > MAX_SCORED:
             logits = self._narrow_head(self._adapter.norm(features))
-            return logits, checkpoint.router.score(features, confidence_of(logits)), logits.argmax(-1)
-        logits = self._narrow_logits(features)
-        return logits, *self._scorers[index](features, logits)
+            score, top = self.checkpoints[index].router.score(features, confidence_of(logits)), logits.argmax(-1)
+        else:
+            logits = self._narrow_logits(features)
+            score, top = self._scorers[index](features, logits)
+        # One read of the device; float64 holds ids exactly.
+        scores, best_ids = torch.stack((score.double(), self.shortlist[top].double())).tolist()
+        return Proposal(logits, scores, [int(i) for i in best_ids])
 
     def draft(
         self, view: KernelView, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor

@@ -120,16 +120,13 @@ class RowCycle:
     def deep_sources(self, tokens: Range, last_segment: int) -> tuple[np.ndarray, np.ndarray]:
         """For each token the position of the last one before it that ran deep, and how far back that is (0: none)."""
         positions = np.arange(self.step.start + tokens[0], self.step.start + tokens[1])
-        if not self.left_at:
-            sources = positions - 1
-        else:
-            deep = self.step.start - 1
-            sources = np.empty_like(positions)
-            for token in range(tokens[1]):
-                if token >= tokens[0]:
-                    sources[token - tokens[0]] = deep
-                if not self.skips(token, last_segment):
-                    deep = self.step.start + token
+        sources = np.empty_like(positions)
+        deep = self.step.start - 1
+        for token in range(tokens[1]):
+            if token >= tokens[0]:
+                sources[token - tokens[0]] = deep
+            if not self.skips(token, last_segment):
+                deep = self.step.start + token
         return np.maximum(sources, 0), np.where(sources >= 0, positions - sources, 0)
 
     def slots(self, positions: np.ndarray, block_size: int) -> np.ndarray:

@@ -260,19 +260,6 @@ class StepIndex:
         return cls(positions, slots, block_tables, np.array(begins, dtype=np.int32), np.array(ends, dtype=np.int32))
 
     @classmethod
-    def of_places(
-        cls,
-        positions: np.ndarray[Any, np.dtype[np.int64]],
-        block_tables: np.ndarray[Any, np.dtype[np.int32]],
-        block_size: int,
-    ) -> StepIndex:
-        """One token a row, at these positions of rows with these blocks."""
-        blocks = block_tables[np.arange(len(positions)), positions // block_size].astype(np.int64)
-        starts = np.arange(len(positions) + 1, dtype=np.int32)
-        slots = blocks * block_size + positions % block_size
-        return cls(positions, slots, block_tables, starts, (positions + 1).astype(np.int32))
-
-    @classmethod
     def _of_single_tokens(cls, spans: Sequence[RowSpan], block_size: int) -> StepIndex:
         """The same for one token a row, in a few calls: drafting builds one for every token."""
         starts = [span.start for span in spans]

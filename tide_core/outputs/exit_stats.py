@@ -14,13 +14,20 @@ from typing import Any
 from tide_core.errors import ConfigError
 from tide_core.request import Audit
 
-_COUNTS = ("layers_run", "deep_passes", "drafts", "accepted", "non_finite_scores")
-
 
 class ExitStats:
-    """Counts since the beginning or the last merge; not locked: one thread writes."""
+    """Counts since the beginning; not locked: one thread writes."""
 
-    __slots__ = ("audits", "num_layers", "tokens_per_layer", *_COUNTS)
+    __slots__ = (
+        "accepted",
+        "audits",
+        "deep_passes",
+        "drafts",
+        "layers_run",
+        "non_finite_scores",
+        "num_layers",
+        "tokens_per_layer",
+    )
 
     def __init__(self, num_layers: int) -> None:
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
@@ -74,15 +81,6 @@ class ExitStats:
         self.drafts += drafts * times
         self.accepted += accepted * times
         self.non_finite_scores += non_finite_scores * times
-
-    def merge(self, other: ExitStats) -> None:
-        """Add the counts of another engine of the same model."""
-        if other.num_layers != self.num_layers:
-            raise ConfigError("num_layers", other.num_layers, f"{self.num_layers}: stats of one model")
-        self.tokens_per_layer.update(other.tokens_per_layer)
-        self.audits.update(other.audits)
-        for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def total_tokens(self) -> int:
@@ -140,20 +138,6 @@ class ExitStats:
             "audits": {audit.value: self.audits[audit] for audit in Audit},
             "non_finite_scores": self.non_finite_scores,
         }
-
-    @classmethod
-    def from_summary(cls, values: Mapping[str, Any]) -> ExitStats:
-        """The stats a summary was made of, such as one of another process."""
-        try:
-            stats = cls(values["num_layers"])
-            stats.tokens_per_layer.update({int(layer): count for layer, count in values["exits_per_layer"].items()})
-            stats.tokens_per_layer[stats.num_layers] += values["remaining_tokens"]
-            stats.audits.update({Audit(audit): count for audit, count in values["audits"].items()})
-            for name in _COUNTS:
-                setattr(stats, name, int(values[name]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError("exit stats", f"{type(error).__name__}: {error}", "a whole summary") from error
-        return stats
 
     def __str__(self) -> str:
         """The histogram for people."""

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 
 import torch
 
-from tide_core.errors import EngineError
 from tide_core.kernels.cpu.best import best
 from tide_core.sampling.adjust import adjusted, needs_adjusting
 from tide_core.sampling.draw import draw, uniform
@@ -39,7 +38,6 @@ __all__ = [
     "probabilities_of",
     "sample",
     "sample_with_chances",
-    "token_probabilities",
     "with_logprobs",
 ]
 
@@ -70,7 +68,7 @@ def sample_with_chances(
     logits: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> list[tuple[SampledToken, torch.Tensor | None]]:
     """The tokens of `sample`, without log-probabilities, and for each that was drawn the distribution it was drawn
-    from, as `token_probabilities` has it: [V] float64. Both come from one pass over the vocabulary."""
+    from, as `probabilities_of` has it: [V] float64. Both come from one pass over the vocabulary."""
     if not rows:
         return []
     _, errors = _best(logits)
@@ -86,14 +84,6 @@ def sample_with_chances(
             for position, row in zip(drawn, _probabilities(weights), strict=True):
                 chances[sound[position]] = row
     return list(zip(tokens, chances, strict=True))
-
-
-def token_probabilities(logits_row: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """The distribution that `sample` draws from: [V] logits to [V] float64, one-hot when greedy."""
-    probabilities, errors = probabilities_of(logits_row.unsqueeze(0), [row])
-    if errors:
-        raise EngineError(errors[0])
-    return probabilities[0]
 
 
 def probabilities_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, dict[int, str]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -173,14 +172,10 @@ class TIDE:
         return joined(input_ids, rows, new, self._pad_id if pad_token_id is None else pad_token_id)
 
     def _answers(self, rows: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
-        if params.is_greedy or params.seed is None or len(rows) == 1:
-            answers = self.engine.generate(rows, params)
-        else:  # equal prompts must not draw equal tokens
-            requests = [(row, replace(params, seed=params.seed + index)) for index, row in enumerate(rows)]
-            for row, own in requests:
-                self.engine.make_request(row, own)  # refuse all before any runs
-            with ThreadPoolExecutor(min(len(rows), self.engine.config.max_rows)) as pool:
-                answers = list(pool.map(lambda request: self.engine.generate([request[0]], request[1])[0], requests))
+        of_rows = [params] * len(rows)
+        if params.seed is not None and not params.is_greedy:  # equal prompts must not draw equal tokens
+            of_rows = [replace(params, seed=params.seed + index) for index in range(len(rows))]
+        answers = self.engine.generate(rows, of_rows)
         for index, answer in enumerate(answers):
             if answer.finish_reason is FinishReason.ABORT:
                 raise EngineDeadError("the engine was closed")

@@ -18,7 +18,6 @@ from tide_core.calibration.report.data import (
     PartSize,
     ReportData,
     candidate_curves,
-    exit_histogram,
     reliability,
 )
 from tide_core.calibration.report.report import CAPTIONS, add_measured, render_report
@@ -29,7 +28,7 @@ from tide_core.calibration.risk.simulate import acceptance_by_distance, pack
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.errors import ConfigError
 
-COSTS = CostModel((1, 64), (0.1, 0.1), (0.05, 0.05), (0.9, 0.9))
+COSTS = CostModel(shallow=0.1, head=0.05, deep=0.9)
 
 
 def made_report() -> ReportData:
@@ -67,7 +66,6 @@ def made_report() -> ReportData:
         risk=tuple(certify_threshold(curve, epsilon, 0.05) for epsilon in (0.001, 0.02, 0.05)),
         fast=choose_fast(traces, layer=best.layer, num_layers=30, max_drafts=chosen.max_drafts),
         predicted=speedups,
-        exit_histogram=exit_histogram(chosen.counts, best.layer, 30),
         reliability=reliability(best),
         verdict=verdict_lines(chosen, speedups),
     )
@@ -141,7 +139,7 @@ def test_the_certified_thresholds_are_marked_on_the_curve(data: ReportData) -> N
     axes = figure.Figure().add_subplot()
     PLOTS["precision_coverage.png"][0](axes, data)
     marked = {text.get_text() for text in axes.texts}
-    assert marked == {f"ε = {choice.epsilon:g}" for choice in data.risk if choice.certified}
+    assert marked == {f"ε = {choice.epsilon:g}" for choice in data.risk if choice.threshold is not None}
     assert "ε = 0.05" in marked
 
 
@@ -194,9 +192,9 @@ def test_without_matplotlib_the_report_has_no_plots_and_a_note(
 
 
 def test_a_model_whose_exits_do_not_pay_has_a_report_too(data: ReportData) -> None:
-    empty = replace(data, fast=None, exit_histogram={}, reliability=(), risk=(), acceptance=(0.0, math.nan))
+    empty = replace(data, fast=None, reliability=(), risk=(), acceptance=(0.0, math.nan))
     files = render_report(empty)
-    assert "exit_histogram.png" not in files
+    assert "reliability.png" not in files
     assert "the mode is not offered" in files["report.md"].decode()
 
 
@@ -234,9 +232,3 @@ def test_reliability_puts_positions_of_similar_score_together() -> None:
     bins = reliability(CandidateTraces("2:block", 2, "block", [trace]))
     assert [(entry.num_positions, entry.agreement) for entry in bins] == [(2, 0.5), (2, 1.0)]
     assert [entry.score for entry in bins] == pytest.approx([0.03, 0.985])
-
-
-def test_the_histogram_holds_every_token_once(data: ReportData) -> None:
-    layer = data.chosen_candidate.layer
-    assert set(data.exit_histogram) == {layer, 30}
-    assert sum(data.exit_histogram.values()) == 200 * 50

@@ -15,7 +15,7 @@ def plain_walk(
         score = float(sequence.score[distance, position])
         return math.isfinite(score) and score >= threshold
 
-    length = sequence.num_tokens
+    length = sequence.agree.shape[1]
     drafted_at, refused_at, accepted_at, examined_at = ([0] * max_drafts for _ in range(4))
     deep_passes = exits = disagreements = start = 0
     while start < length:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.calibration.tiny_runs import tiny_calibration
 from tide_core.calibration.risk.certify import Certification, strictest
-from tide_core.calibration.risk.costs import parameter_costs
+from tide_core.calibration.risk.costs import CostModel
 from tide_core.calibration.risk.decide import Decision, decide
 from tide_core.calibration.risk.traces import CandidateTraces, SequenceTrace
 
@@ -24,13 +24,7 @@ def traces(name: str, layer: int, right: float, *, num: int = 400, seed: int = 0
 def decided(
     test: list[CandidateTraces], calibration: list[CandidateTraces], given: list[CandidateTraces] | None = None
 ) -> Decision:
-    sizes = {"layer_parameters": 1000, "num_layers": LAYERS, "head_parameters": 1000}
-    costs = {
-        each.name: parameter_costs(
-            checkpoint_layer=each.layer, shortlist_parameters=500, vocabulary_parameters=4000, **sizes
-        )
-        for each in test
-    }
+    costs = {each.name: CostModel(1e3 * each.layer, 1500.0, 1e3 * (LAYERS - each.layer) + 4000.0) for each in test}
     config = tiny_calibration(max_drafts=3, epsilons=(0.05,))
     parts = {"test": test, "calibration": calibration}
     return decide(config, parts if given is None else {**parts, "given": given}, costs, LAYERS)
@@ -73,8 +67,8 @@ def test_a_bound_must_hold_on_prompts_that_people_wrote_as_well(own: float, give
 
 
 def test_of_two_certified_thresholds_the_stricter_one_is_taken_with_its_own_numbers() -> None:
-    loose, strict = (Certification(0.02, 0.05, threshold, 9, 0.01, 0.4, 0.03, "betting") for threshold in (0.8, 0.9))
-    none = Certification(0.02, 0.05, None, 9, 0.01, 0.4, 0.3, "betting")
+    loose, strict = (Certification(0.02, 0.05, threshold, 9, 0.01, 0.4, 0.03) for threshold in (0.8, 0.9))
+    none = Certification(0.02, 0.05, None, 9, 0.01, 0.4, 0.3)
 
     assert strictest([loose, strict]) is strict
     assert strictest([strict, loose]) is strict

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.calibration.risk.traces_factory import made_candidate, made_traces, trace_of
-from tide_core.calibration.risk.costs import CostModel, parameter_costs, predict_speedup, predict_speedups
+from tests.calibration.train.heads import tiny_adapter
+from tide_core.calibration.risk.costs import RIDGE_TOKENS, CostModel, costs_of, predict_speedup, predict_speedups
 from tide_core.calibration.risk.decide import (
     BATCH_SIZES,
     DraftPlan,
@@ -22,15 +23,17 @@ from tide_core.calibration.risk.decide import (
 )
 from tide_core.calibration.risk.simulate import pack, simulate_all
 from tide_core.calibration.risk.traces import SequenceTrace
+from tide_core.calibration.train.candidates import CandidateSpec, make_candidate
 from tide_core.errors import ConfigError
 
-CHEAP = CostModel((1, 64, 128), (0.1, 0.1, 0.2), (0.05, 0.05, 0.1), (0.9, 0.9, 1.8))
-DEAR = CostModel((1, 64, 128), (0.8, 0.8, 1.6), (0.3, 0.3, 0.6), (0.2, 0.2, 0.4))
+CHEAP = CostModel(shallow=0.1, head=0.05, deep=0.9)
+RIDGE = "tide_core.calibration.risk.costs.RIDGE_TOKENS"
+DEAR = CostModel(shallow=0.8, head=0.3, deep=0.2)
 
 
 def priced(trace: SequenceTrace, costs: CostModel, *, draft_threshold: float, max_drafts: int) -> float:
     """Speed-up of one row, by running its cycles and paying for each pass as it is made."""
-    start, cost, length = 0, 0.0, trace.num_tokens
+    start, cost, length = 0, 0.0, trace.agree.shape[1]
     while start < length:
         drafts = 0
         while drafts < max_drafts and start + drafts < length:
@@ -46,11 +49,14 @@ def priced(trace: SequenceTrace, costs: CostModel, *, draft_threshold: float, ma
     return length * costs.full_of(1) / cost
 
 
+@pytest.mark.parametrize("ridge_tokens", [2, RIDGE_TOKENS])
 @pytest.mark.parametrize("max_drafts", [1, 3, 4])
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.8, 2.0])
-def test_the_predicted_speedup_of_one_row_is_that_of_paying_pass_by_pass(threshold: float, max_drafts: int) -> None:
-    bent = CostModel((1, 2, 3, 8), (0.1, 0.1, 0.2, 0.4), (0.05, 0.1, 0.1, 0.1), (0.9, 1.1, 1.2, 2.0))
-    for costs in (CHEAP, DEAR, bent):
+def test_the_predicted_speedup_of_one_row_is_that_of_paying_pass_by_pass(
+    threshold: float, max_drafts: int, ridge_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RIDGE, ridge_tokens)
+    for costs in (CHEAP, DEAR):
         for trace in made_traces(5, 40, seed=2):
             counts = simulate_all(pack([trace]), draft_threshold=threshold, max_drafts=max_drafts).total()
             expected = priced(trace, costs, draft_threshold=threshold, max_drafts=max_drafts)
@@ -65,13 +71,13 @@ def test_a_perfect_head_has_the_speedup_of_the_formula() -> None:
     assert predict_speedup(counts, CHEAP) == pytest.approx(expected)
 
 
-def test_rows_of_a_batch_wait_for_the_one_that_drafts_longest() -> None:
+def test_rows_of_a_batch_wait_for_the_one_that_drafts_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RIDGE, 10**9)  # tokens are free, only passes cost
     counts = simulate_all(pack(made_traces(50, 60)), draft_threshold=0.7, max_drafts=4).total()
-    flat = CostModel((1,), CHEAP.shallow[:1], CHEAP.head[:1], CHEAP.deep[:1])  # tokens are free, only passes cost
-    by_batch = predict_speedups(counts, flat, (1, 2, 8, 1000))
+    by_batch = predict_speedups(counts, CHEAP, (1, 2, 8, 1000))
     assert list(by_batch.values()) == sorted(by_batch.values(), reverse=True)
-    every_pass = 4 * flat.draft_of(1) + flat.shallow_of(1) + flat.deep_of(1)
-    assert by_batch[1000] == pytest.approx(counts.tokens_per_deep_pass * flat.full_of(1) / every_pass)
+    every_pass = 4 * CHEAP.draft_of(1) + CHEAP.shallow_of(1) + CHEAP.deep_of(1)
+    assert by_batch[1000] == pytest.approx(counts.tokens_per_deep_pass * CHEAP.full_of(1) / every_pass)
 
 
 def test_where_arithmetic_sets_the_time_drafts_that_fail_are_dear() -> None:
@@ -84,41 +90,23 @@ def test_a_walk_without_cycles_is_as_fast_as_full_depth() -> None:
     assert predict_speedup(counts, CHEAP) == 1.0
 
 
-def test_costs_from_parameters_are_parts_of_the_model() -> None:
-    costs = parameter_costs(
-        layer_parameters=100,
-        num_layers=10,
-        checkpoint_layer=2,
-        head_parameters=120,
-        shortlist_parameters=30,
-        vocabulary_parameters=250,
-        ridge_tokens=16,
-    )
-    assert costs.full_of(1) == 1250
-    assert costs.draft_of(1) == pytest.approx(200 + 120 + 30)
-    assert costs.deep_of(16) == costs.deep_of(1) == 1050
-    assert costs.deep_of(24) == pytest.approx(1.5 * 1050)
-    assert costs.deep_of(160) == pytest.approx(10 * 1050)
-    with pytest.raises(ConfigError, match=r"checkpoint_layer: got 10, expected an integer in 1\.\.9"):
-        parameter_costs(
-            layer_parameters=1,
-            num_layers=10,
-            checkpoint_layer=10,
-            head_parameters=1,
-            shortlist_parameters=1,
-            vocabulary_parameters=1,
-        )
+def test_costs_are_parameters_read() -> None:
+    adapter = tiny_adapter()
+    spec = CandidateSpec.parse("1:affine")
+    candidate = make_candidate(adapter, spec, max_distance=3, bottleneck=8, seed=0)
+    costs = costs_of(candidate, adapter, shortlist_size=10)
+    width = candidate.head.spec.width
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in adapter.layers]
+    own = [*candidate.head.parameters(), *candidate.router.parameters()]
+    assert costs.shallow_of(1) == layers[0]
+    assert costs.draft_of(1) == layers[0] + sum(parameter.numel() for parameter in own) + 10 * width
+    assert costs.full_of(1) == sum(layers) + adapter.vocab_size * width
 
 
-def test_measured_costs_are_taken_between_and_beyond_their_entries() -> None:
-    costs = CostModel((1, 4, 8), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (50.0, 79.0, 78.0))
-    assert costs.deep_of(2.5) == pytest.approx(64.5)
-    assert costs.deep_of(0.5) == 50.0
-    assert costs.deep_of(16) == 78.0, "a table that falls at its end is not carried on downwards"
-    with pytest.raises(ConfigError, match=r"costs\.tokens"):
-        CostModel((4, 1), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
-    with pytest.raises(ConfigError, match=r"costs\.head: .* expected 2 numbers of at least 0"):
-        CostModel((1, 2), (1.0, 1.0), (1.0, float("nan")), (1.0, 1.0))
+def test_from_the_ridge_on_a_pass_costs_in_proportion_to_its_tokens() -> None:
+    assert CHEAP.deep_of(0.5) == CHEAP.deep_of(1) == CHEAP.deep_of(RIDGE_TOKENS) == 0.9
+    assert CHEAP.deep_of(1.5 * RIDGE_TOKENS) == pytest.approx(1.5 * 0.9)
+    assert CHEAP.full_of(10 * RIDGE_TOKENS) == pytest.approx(10.0)
 
 
 def test_the_plan_is_the_best_of_the_whole_grid() -> None:

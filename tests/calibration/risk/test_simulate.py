@@ -35,7 +35,7 @@ class Row:
     drafts: int = 0
 
     def run(self) -> None:
-        length = self.trace.num_tokens
+        length = self.trace.agree.shape[1]
         while len(self.emitted) < length:
             pending = []
             while len(pending) < self.max_drafts and len(self.emitted) + len(pending) < length:

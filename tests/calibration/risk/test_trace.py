@@ -53,11 +53,12 @@ def one_by_one(
     "name",
     ["2:block:deep", "1:block:deep:taps=2+3", "2:block:deep:hidden=16:taps=0", "1:block", "3:identity", "2:mlp:deep"],
 )
-def test_traces_are_those_of_each_sequence_alone(tmp_path: Path, name: str) -> None:
+def test_traces_are_those_of_each_sequence_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide_core.calibration.risk.trace.BATCH_TOKENS", 64)
     adapter = tiny_adapter()
     shards = write_sequences(tmp_path, "test", 7)
     candidate = make(adapter, name)
-    [traces] = trace_candidates(adapter, [candidate], shards, SHORTLIST, DRAFTS, batch_tokens=64)
+    [traces] = trace_candidates(adapter, [candidate], shards, SHORTLIST, DRAFTS)
     assert (traces.name, traces.layer, traces.kind) == (candidate.name, candidate.layer, candidate.kind)
     assert len(traces.sequences) == shards.num_sequences
     for index, got in enumerate(traces.sequences):

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.calibration.train.heads import SHORTLIST, tiny_adapter, write_sequences
 from tests.calibration.train.test_train import BLOCK, settings, weights
 from tide_core.calibration.collect.shards import TokenShards
+from tide_core.calibration.train import train
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec
-from tide_core.calibration.train.learner import Recipe
 from tide_core.calibration.train.process_group import ProcessGroup, TorchProcessGroup
 from tide_core.calibration.train.train import STATE_NAME, fit
 
@@ -60,7 +60,7 @@ class Threads:
 
 def trained(shards: TokenShards, threads: Threads, *names: str, **changes: Any) -> list[list[Candidate]]:
     """The candidates of every member."""
-    resume_dir, recipe = changes.pop("resume_dir", None), changes.pop("recipe", None)
+    resume_dir = changes.pop("resume_dir", None)
     specs = [CandidateSpec.parse(name) for name in names or (BLOCK,)]
     adapters = [tiny_adapter() for _ in range(threads.size)]
 
@@ -74,7 +74,6 @@ def trained(shards: TokenShards, threads: Threads, *names: str, **changes: Any) 
                 candidates=specs,
                 group=threads.slot(rank),
                 resume_dir=resume_dir,
-                recipe=recipe,
             )
 
     with ThreadPoolExecutor(threads.size) as pool:
@@ -107,13 +106,15 @@ def test_more_members_than_sequences_in_a_batch_is_no_trouble(tmp_path: Path) ->
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
-def test_a_group_goes_on_from_the_state_that_its_first_member_saved(tmp_path: Path) -> None:
+def test_a_group_goes_on_from_the_state_that_its_first_member_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards, state = write_sequences(tmp_path / "shards"), tmp_path / "state"
-    recipe = Recipe(save_every=4)
-    straight = trained(shards, Threads(2), "2:affine", steps=12, recipe=recipe)
-    trained(shards, Threads(2), "2:affine", steps=12, resume_dir=state, recipe=recipe)  # leaves the state of step 8
+    monkeypatch.setattr(train, "SAVE_EVERY", 4)
+    straight = trained(shards, Threads(2), "2:affine", steps=12)
+    trained(shards, Threads(2), "2:affine", steps=12, resume_dir=state)  # leaves the state of step 8
     assert (state / STATE_NAME).exists()
-    resumed = trained(shards, Threads(2), "2:affine", steps=12, resume_dir=state, recipe=recipe)
+    resumed = trained(shards, Threads(2), "2:affine", steps=12, resume_dir=state)
     for ours, theirs in zip(weights(resumed[0][0]), weights(straight[0][0]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 

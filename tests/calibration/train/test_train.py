@@ -15,7 +15,7 @@ from tide_core.calibration.risk.trace import trace_candidates
 from tide_core.calibration.risk.traces import agreement
 from tide_core.calibration.train import train
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec
-from tide_core.calibration.train.learner import Learner, Recipe
+from tide_core.calibration.train.learner import Learner
 from tide_core.calibration.train.train import _padded, fit, loss_rows
 from tide_core.errors import ConfigError, TideError
 from tide_core.exits.artefact.router import CONFIDENCE_SIZE
@@ -28,11 +28,11 @@ def settings(**changes: Any) -> CalibrationConfig:
     return CalibrationConfig(**{**small, **changes})
 
 
-def fitted(shards: TokenShards, *names: str, recipe: Recipe | None = None, **changes: Any) -> list[Candidate]:
+def fitted(shards: TokenShards, *names: str, **changes: Any) -> list[Candidate]:
     resume_dir = changes.pop("resume_dir", None)
     specs = [CandidateSpec.parse(name) for name in names or (BLOCK,)]
     config = settings(**changes)
-    return fit(config, tiny_adapter(), shards, SHORTLIST, candidates=specs, recipe=recipe, resume_dir=resume_dir)
+    return fit(config, tiny_adapter(), shards, SHORTLIST, candidates=specs, resume_dir=resume_dir)
 
 
 def weights(candidate: Candidate) -> list[torch.Tensor]:
@@ -104,8 +104,8 @@ def test_a_router_learns_from_the_heads_own_confidence(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = write_sequences(tmp_path / "data")
     names = (BLOCK, "2:mlp:deep:muon:hidden=8", "1:affine", "1:identity")
-    recipe = Recipe(save_every=3)
-    whole = fitted(shards, *names, recipe=recipe, steps=11)
+    monkeypatch.setattr(train, "SAVE_EVERY", 3)
+    whole = fitted(shards, *names, steps=11)
     steps: list[int] = []
     begin = Learner.begin
 
@@ -117,10 +117,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Learner, "begin", killed)
     with pytest.raises(KeyboardInterrupt):
-        fitted(shards, *names, recipe=recipe, steps=11, resume_dir=tmp_path / "run")
+        fitted(shards, *names, steps=11, resume_dir=tmp_path / "run")
     monkeypatch.setattr(Learner, "begin", lambda self, step: (steps.append(step), begin(self, step)))
     steps.clear()
-    resumed = fitted(shards, *names, recipe=recipe, steps=11, resume_dir=tmp_path / "run")
+    resumed = fitted(shards, *names, steps=11, resume_dir=tmp_path / "run")
     assert steps[0] == 6  # the last saved state is after six steps
     assert all(same(left, right) for left, right in zip(resumed, whole, strict=True))
 
@@ -135,9 +135,9 @@ def test_a_training_that_was_done_is_not_done_again(tmp_path: Path, monkeypatch:
 
 def test_the_state_of_another_training_is_refused(tmp_path: Path) -> None:
     shards = write_sequences(tmp_path / "data")
-    fitted(shards, recipe=Recipe(save_every=4), resume_dir=tmp_path / "run")
+    fitted(shards, resume_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match="another one needs another folder"):
-        fitted(shards, recipe=Recipe(save_every=4), resume_dir=tmp_path / "run", learning_rate=0.5)
+        fitted(shards, resume_dir=tmp_path / "run", learning_rate=0.5)
 
 
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
@@ -152,10 +152,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_naming_step_and_candidate(tmp_pa
         fitted(write_sequences(tmp_path), "1:affine", "2:affine:lr=1e20")
 
 
-def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "SAVE_EVERY", 4)
     shards = write_sequences(tmp_path / "data")
     with pytest.raises(TideError, match="not finite"):
-        fitted(shards, "2:affine:lr=1e20", recipe=Recipe(save_every=4), resume_dir=tmp_path / "run")
+        fitted(shards, "2:affine:lr=1e20", resume_dir=tmp_path / "run")
     assert not (tmp_path / "run" / train.STATE_NAME).exists()
 
 

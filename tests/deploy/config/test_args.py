@@ -26,8 +26,8 @@ APPLICATION: dict[str, Any] = CONFIG["applications"][0]
 
 
 def test_engine_settings_are_completed_with_their_defaults() -> None:
-    args = AppArgs.model_validate({"engine": {"model": "demo", "checkpoint_layers": [2, 4]}})
-    assert EngineConfig(**args.engine) == EngineConfig(model="demo", checkpoint_layers=(2, 4))
+    args = AppArgs.model_validate({"engine": {"model": "demo", "max_rows": 8}})
+    assert EngineConfig(**args.engine) == EngineConfig(model="demo", max_rows=8)
     assert args.served_model_name is None
     assert args.limits == Limits()
     assert (args.api_keys_file, args.playground) == (None, None)

@@ -137,6 +137,7 @@ VALUES = [
     (f"{APP}.args.engine.device", "gpu"),
     (f"{APP}.args.engine.prefix_caching", "on"),
     (f"{APP}.args.engine.audit_share", "1e-3"),
+    (f"{APP}.args.engine.checkpoint_layers", [2]),
     (f"{APP}.args.limits.max_tokens", 0),
     (f"{APP}.args.limits.json_depth", 10**6),
     (f"{APP}.args.limits", 5),

@@ -16,11 +16,11 @@ import numpy as np
 from tide_core.calibration.ledger import WorkerTime
 from tide_core.calibration.risk.certify import Certification, threshold_grid
 from tide_core.calibration.risk.decide import DraftPlan, FastChoice
-from tide_core.calibration.risk.simulate import CycleCounts
 from tide_core.calibration.risk.traces import CandidateTraces, agreement
 from tide_core.errors import ConfigError
 
 FORMAT_VERSION = 1
+RELIABILITY_BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,6 @@ class ReportData:
     fast: FastChoice | None
     predicted: Mapping[int, float]
     """Speed-up over full depth in mode verified, by batch size."""
-    exit_histogram: Mapping[int, int]
-    """Tokens by exit layer."""
     reliability: tuple[ReliabilityBin, ...]
     verdict: tuple[str, ...]
     measured: tuple[Measured, ...] = ()
@@ -164,23 +162,18 @@ def candidate_curves(candidate: CandidateTraces, plan: DraftPlan) -> CandidateCu
     )
 
 
-def reliability(candidate: CandidateTraces, num_bins: int = 10) -> tuple[ReliabilityBin, ...]:
+def reliability(candidate: CandidateTraces) -> tuple[ReliabilityBin, ...]:
     """Positions in bins of their score at distance 1, bins of equal width; empty bins are left out."""
     score, right = _first_distance(candidate)
     kept = np.isfinite(score)
     score, right = score[kept], right[kept]
-    bins = np.clip((score * num_bins).astype(int), 0, num_bins - 1)
+    bins = np.clip((score * RELIABILITY_BINS).astype(int), 0, RELIABILITY_BINS - 1)
     found = []
-    for index in range(num_bins):
+    for index in range(RELIABILITY_BINS):
         inside = bins == index
         if inside.any():
             found.append(ReliabilityBin(float(score[inside].mean()), float(right[inside].mean()), int(inside.sum())))
     return tuple(found)
-
-
-def exit_histogram(counts: CycleCounts, layer: int, num_layers: int) -> dict[int, int]:
-    """Tokens by exit layer: accepted drafts at the checkpoint layer, all others after the last layer."""
-    return {layer: counts.accepted, num_layers: counts.tokens - counts.accepted}
 
 
 def _first_distance(candidate: CandidateTraces) -> tuple[Any, Any]:

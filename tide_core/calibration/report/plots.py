@@ -142,16 +142,6 @@ def _speedup(axes: Axes, data: ReportData) -> None:
     axes.legend(loc="lower left")
 
 
-def _exit_histogram(axes: Axes, data: ReportData) -> None:
-    layers = sorted(data.exit_histogram)
-    total = max(sum(data.exit_histogram.values()), 1)
-    shares = [100.0 * data.exit_histogram[layer] / total for layer in layers]
-    bars = axes.bar([str(layer) for layer in layers], shares, color=COLOURS[0], width=0.5)
-    axes.bar_label(bars, fmt="%.1f %%", padding=2)
-    axes.set(xlabel="exit layer (layers run when the token was decided)", ylabel="share of tokens (%)", ylim=(0, 105))
-    axes.grid(False, axis="x")
-
-
 def _reliability(axes: Axes, data: ReportData) -> None:
     axes.plot([0, 1], [0, 1], color="#666666", linewidth=0.8, label="score = share that agrees")
     most = max(entry.num_positions for entry in data.reliability)
@@ -183,6 +173,5 @@ PLOTS: dict[str, tuple[Callable[[Any, ReportData], None], Callable[[ReportData],
     "agreement_by_distance.png": (_agreement_by_distance, lambda data: bool(data.candidates)),
     "precision_coverage.png": (_precision_coverage, lambda data: bool(data.candidates)),
     "speedup.png": (_speedup, lambda data: bool(data.predicted)),
-    "exit_histogram.png": (_exit_histogram, lambda data: bool(data.exit_histogram)),
     "reliability.png": (_reliability, lambda data: bool(data.reliability)),
 }

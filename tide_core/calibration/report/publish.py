@@ -19,7 +19,6 @@ from tide_core.calibration.report.data import (
     PartSize,
     ReportData,
     candidate_curves,
-    exit_histogram,
     reliability,
 )
 from tide_core.calibration.report.report import TEXT, add_measured, render_report
@@ -173,7 +172,6 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         risk=decision.certifications,
         fast=decision.fast,
         predicted=decision.speedups,
-        exit_histogram=exit_histogram(best.counts, best.layer, identity.num_layers),
         reliability=reliability(stated),
         verdict=decision.verdict,
         workers=tuple(findings.workers),

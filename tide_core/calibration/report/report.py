@@ -21,7 +21,6 @@ CAPTIONS = {
     "agreement_by_distance.png": "Agreement by distance to the last deep state",
     "precision_coverage.png": "Tokens that score enough and the share of them that agrees; certified thresholds marked",
     "speedup.png": "Speed-up over full depth by batch size, mode `verified`",
-    "exit_histogram.png": "Tokens by exit layer under the chosen plan, mode `verified`",
     "reliability.png": "What the router's score means",
 }
 
@@ -130,15 +129,13 @@ def _promises(data: ReportData) -> str:
             f"{c.coverage:.1%}",
             f"{c.p_value:.2g}",
             str(c.num_sequences),
-            c.test,
         )
         for c in data.risk
     ]
-    head = ("ε", "δ", "threshold", "disagreement", "exits", "p-value", "sequences", "test")
+    head = ("ε", "δ", "threshold", "disagreement", "exits", "p-value", "sequences")
     lines = ["## Mode `bounded`", "", _table(head, rows), ""]
-    lines += [
-        "Disagreement (a mean over sequences) and exits: per generated token, teacher-forced, on held-out sequences."
-    ]
+    text = "Disagreement (a mean over sequences) and exits: per generated token, teacher-forced, on held-out sequences."
+    lines += [f"{text} The p-value is that of a betting test."]
     lines += [f"- {choice}" for choice in data.risk if choice.threshold is None]
     fast = "No threshold keeps the disagreement low enough; the mode is not offered."
     if data.fast is not None:

@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from tide_core.calibration.risk.simulate import PackedTraces, simulate_all
 from tide_core.errors import ConfigError
 
-TEST = "betting"
-"""Name of the statistical test, as reports show it."""
 STAKES = tuple(2.0**-k for k in range(7))
 """Fractions of the largest bet that cannot lose more than the whole capital."""
 _WEIGHTS = np.array([3.0**-k for k in range(7)]) / sum(3.0**-k for k in range(7))
@@ -78,11 +76,6 @@ class Certification:
     """Share of tokens emitted at an exit, at the same threshold as `risk`."""
     p_value: float
     """At the same threshold as `risk`."""
-    test: str = TEST
-
-    @property
-    def certified(self) -> bool:
-        return self.threshold is not None
 
     def __str__(self) -> str:
         promise = f"epsilon {self.epsilon:g}, delta {self.delta:g}"

@@ -32,7 +32,6 @@ def trace_candidates(
     shortlist: Tensor,
     max_distance: int,
     *,
-    batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> list[CandidateTraces]:
     """Traces of all candidates over all sequences, in file order, at distances 1 to `max_distance`."""
@@ -44,7 +43,7 @@ def trace_candidates(
         fast_matmul(adapter.device),
         (progress or SilentProgress()).stage(stage_name, shards.num_sequences, "sequence") as stage,
     ):
-        for batch in shards.batches(batch_tokens, seed=None):
+        for batch in shards.batches(BATCH_TOKENS, seed=None):
             rows = generated_rows(batch).to(adapter.device)
             states = teacher.run(batch.tokens.to(adapter.device), layers)
             top = teacher.top_tokens(states, rows)

@@ -37,10 +37,6 @@ class SequenceTrace:
     def max_distance(self) -> int:
         return int(self.agree.shape[0])
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.agree.shape[1])
-
 
 @dataclass(frozen=True, slots=True)
 class CandidateTraces:

@@ -23,6 +23,7 @@ from tide_core.exits.artefact.router import confidence_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
+MOMENTUM = 0.95
 ADAMW_RMS = 0.2
 
 
@@ -32,8 +33,8 @@ class Muon(torch.optim.Optimizer):
     For matrices only. Torch's own Muon computes in bfloat16 everywhere, which is about a hundred times slower on
     processors without it."""
 
-    def __init__(self, matrices: Iterable[Tensor], lr: float | Tensor, *, momentum: float = 0.95) -> None:
-        super().__init__(list(matrices), {"lr": lr, "momentum": momentum})
+    def __init__(self, matrices: Iterable[Tensor], lr: float | Tensor) -> None:
+        super().__init__(list(matrices), {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,8 +43,8 @@ class Muon(torch.optim.Optimizer):
                 if matrix.grad is None:
                     continue
                 mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
-                mean.lerp_(matrix.grad, 1.0 - group["momentum"])
-                nesterov = matrix.grad.lerp(mean, group["momentum"])
+                mean.lerp_(matrix.grad, 1.0 - MOMENTUM)
+                nesterov = matrix.grad.lerp(mean, MOMENTUM)
                 scale = ADAMW_RMS * max(matrix.shape) ** 0.5
                 matrix.sub_(orthogonal(nesterov) * (group["lr"] * scale))  # the rate may be a tensor
 
@@ -68,22 +69,10 @@ ADAMW_RATE = 1e-3
 """Default learning rates of the two optimisers."""
 PLAIN_RATE = 2.0
 """Factor on the AdamW rate for heads without attention."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Training constants that are not settings of a calibration."""
-
-    distance_decay: float = 0.8
-    """Weight of a distance relative to the one before it: a far draft counts only after right ones."""
-    rows_per_step: int = 4096
-    """Maximum number of positions in the loss of one step."""
-    ema_decay: float = 0.99
-    """Of the running mean of the weights, which is the final result."""
-    save_every: int = 500
-    """Steps between two saved states."""
-    save_seconds: float = 60.0
-    """Maximum time between two saved states."""
+DISTANCE_DECAY = 0.8
+"""Weight of a distance relative to the one before it: a far draft counts only after right ones."""
+EMA_DECAY = 0.99
+"""Of the running mean of the weights, which is the final result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +91,10 @@ class Learner:
         candidate: Candidate,
         spec: CandidateSpec,
         config: CalibrationConfig,
-        recipe: Recipe,
         group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.candidate = candidate
-        self._config, self._recipe, self._group = config, recipe, group
+        self._config, self._group = config, group
         self._module = nn.ModuleDict({"head": candidate.head, "router": candidate.router})
         self._parameters: list[Tensor] = list(self._module.parameters())
         self._mean = [parameter.detach().clone() for parameter in self._parameters]
@@ -141,7 +129,7 @@ class Learner:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
             deep = states.fed_to(head)
             features = features_by_distance(head, states.at[self.candidate.layer], deep, distances)
-        weights = [self._recipe.distance_decay ** (distance - 1) for distance in distances]
+        weights = [DISTANCE_DECAY ** (distance - 1) for distance in distances]
         first, total = None, torch.zeros(3, device=device)
         for distance, weight in zip(distances, weights, strict=True):
             losses = self._losses(teacher, features[distance].index_select(0, targets.rows), targets)
@@ -160,7 +148,7 @@ class Learner:
 
     def end(self, step: int) -> None:
         """Add the step to the running mean and to the sums."""
-        decay = min(self._recipe.ema_decay, (step + 1) / (step + 10))  # short at first: early weights are far off
+        decay = min(EMA_DECAY, (step + 1) / (step + 10))  # short at first: early weights are far off
         with torch.no_grad():
             torch._foreach_lerp_(self._mean, self._parameters, 1.0 - decay)
         self._add_losses(step, self._latest)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tide_core.calibration.collect.shards import SequenceBatch, TokenShards
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec, candidates_of, layers_of, make_candidate
-from tide_core.calibration.train.learner import Learner, Recipe
+from tide_core.calibration.train.learner import DISTANCE_DECAY, EMA_DECAY, Learner
 from tide_core.calibration.train.process_group import SINGLE_PROCESS, ProcessGroup
 from tide_core.calibration.train.teacher import Teacher, fast_matmul, fused_norms
 from tide_core.disk import write_whole
@@ -36,6 +35,12 @@ from tide_core.models.adapter import ModelAdapter
 
 STATE_NAME = "training.safetensors"
 REPORT_EVERY = 50
+ROWS_PER_STEP = 4096
+"""Maximum number of positions in the loss of one step."""
+SAVE_EVERY = 500
+"""Steps between two saved states."""
+SAVE_SECONDS = 60.0
+"""Maximum time between two saved states."""
 LENGTH_STEP = 64
 ROW_STEP = 8
 """For graphs, batches are padded to multiples of these, so that there are few shapes."""
@@ -54,7 +59,6 @@ def fit(
     resume_dir: Path | None = None,
     on_saved: Callable[[], None] = lambda: None,
     candidates: Sequence[CandidateSpec] | None = None,
-    recipe: Recipe | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[Candidate]:
     """Train the candidates, by default those of the configuration; with a `resume_dir`, from the last saved state.
@@ -63,13 +67,13 @@ def fit(
     same arguments and gets the same candidates; rank 0 saves states and calls `on_saved` after each."""
     if not shards.num_sequences:
         raise ConfigError("train sequences", 0, "at least one")
-    recipe, progress = recipe or Recipe(), progress or SilentProgress()
+    progress = progress or SilentProgress()
     specs = list(candidates_of(config, adapter.num_layers) if candidates is None else candidates)
     sizes = {"max_distance": config.max_drafts, "bottleneck": config.router_bottleneck, "seed": config.seed}
-    learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, recipe, group) for spec in specs]
+    learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, group) for spec in specs]
     layers = layers_of([learner.candidate for learner in learners])
     teacher = Teacher(adapter, shortlist)
-    saved = SavedState(resume_dir, _run_digest(config, recipe, specs, shards, shortlist))
+    saved = SavedState(resume_dir, _run_digest(config, specs, shards, shortlist))
     first = saved.load(learners)
     saved_at = time.monotonic()
     distances = tuple(range(1, config.max_drafts + 1))
@@ -89,11 +93,11 @@ def fit(
         progress.stage("train", config.steps, "step", first) as stage,
     ):
         for step, batch in _batches(config, shards, first):
-            rows = loss_rows(batch, config.loss_positions, recipe.rows_per_step, seed=(config.seed, step))
+            rows = loss_rows(batch, config.loss_positions, ROWS_PER_STEP, seed=(config.seed, step))
             for learner in learners:
                 learner.begin(step)
             if graphs is not None:
-                graphs(*_padded(batch, rows, recipe.rows_per_step))
+                graphs(*_padded(batch, rows, ROWS_PER_STEP))
             else:
                 run_step(*(_move(tensor, adapter.device) for tensor in _share(batch, rows, group)))
             for learner in learners:
@@ -103,7 +107,7 @@ def fit(
                 stage.update(1, **{learner.candidate.name: learner.report().head for learner in learners})
             else:
                 stage.update(1)
-            due = done % recipe.save_every == 0 or time.monotonic() - saved_at > recipe.save_seconds
+            due = done % SAVE_EVERY == 0 or time.monotonic() - saved_at > SAVE_SECONDS
             if (due or done == config.steps) and group.rank == 0:
                 saved.save(learners, done)
                 on_saved()
@@ -246,10 +250,11 @@ def _batches(config: CalibrationConfig, shards: TokenShards, first: int) -> Iter
 
 
 def _run_digest(
-    config: CalibrationConfig, recipe: Recipe, specs: Sequence[CandidateSpec], shards: TokenShards, shortlist: Tensor
+    config: CalibrationConfig, specs: Sequence[CandidateSpec], shards: TokenShards, shortlist: Tensor
 ) -> str:
     ids = hashlib.sha256(shortlist.cpu().numpy().astype("<i8").tobytes()).hexdigest()
-    parts = [config.digest, asdict(recipe), [spec.name for spec in specs], shards.digest, ids]
+    constants = [DISTANCE_DECAY, EMA_DECAY, ROWS_PER_STEP]
+    parts = [config.digest, constants, [spec.name for spec in specs], shards.digest, ids]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -21,10 +21,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from tide_core.disk import sync
 from tide_core.errors import ArtefactError
 from tide_core.exits.artefact.manifest import MANIFEST_FILE, FileEntry
 
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 CHUNK_BYTES = 2**20
 RENAME_EXCHANGE = 2
 
@@ -50,8 +50,6 @@ def _not_a_folder(path: Path) -> str:
     wanted = f"an artefact folder, with {MANIFEST_FILE} in it"
     if not os.path.lexists(path):
         return f"{wanted}; nothing was found at this path"
-    if path.suffix.lower() in PICKLE_SUFFIXES:
-        return f"{wanted}; a {path.suffix} file may be a pickle, which can run code, and is never read"
     return f"{wanted}; this path is no folder"
 
 
@@ -135,21 +133,12 @@ def replacing(folder: Path) -> Iterator[Path]:
         _clear_leftovers(folder)
 
 
-def write(path: Path, data: bytes) -> FileEntry:
+def write(path: Path, data: bytes) -> None:
     """A new file that is on the disk when this returns."""
     with path.open("xb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return FileEntry(hashlib.sha256(data).hexdigest(), len(data))
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _swap(temporary: Path, folder: Path) -> None:

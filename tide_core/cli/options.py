@@ -1,0 +1,28 @@
+"""Values of options that hold several numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from tide_core.errors import ConfigError
+
+Number = TypeVar("Number", int, float)
+
+
+def numbers(
+    option: str,
+    text: str,
+    kind: Callable[[str], Number],
+    expected: str,
+    between: tuple[float, float] = (-math.inf, math.inf),
+) -> list[Number]:
+    """The numbers of a text such as `1,8,32`, in its order."""
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(option, text, expected) from None
+    if not all(between[0] <= number <= between[1] for number in found):
+        raise ConfigError(option, text, expected)
+    return found
