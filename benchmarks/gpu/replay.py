@@ -7,6 +7,7 @@ of accepted drafts from the trace. The time of a cycle is measured; its yield is
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -24,7 +25,7 @@ from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, Ste
 from tide_core.engine.assemble import Parts
 from tide_core.engine.core import EngineCore
 from tide_core.execution.cost_measure import measure
-from tide_core.exits.cost import Acceptance, DraftPlanner
+from tide_core.exits.cost import DraftPlanner
 from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
 
 Run = Callable[[ScheduledBatch], StepResult]
@@ -96,7 +97,8 @@ def best_drafts(session: Session, rows: int) -> int:
         context=session.subject.shape.context,
         max_positions=parts.max_model_len,
     )
-    acceptance = Acceptance.prior(bench.parts.checkpoints[0].acceptance, most)
+    acceptance = copy.deepcopy(bench.planner.calibrated)
+    assert acceptance is not None
     for drafted, accepted in record(bench, most, session.sizes.tokens, rows):
         acceptance.observe([(DraftCounts(drafted, accepted, allowed=most), 1)])
     return DraftPlanner(most, acceptance, table).plan(rows, rows).drafts
