@@ -213,7 +213,7 @@ class Service:
     async def _fill(self, answer: Answer) -> None:
         """Set `max_tokens` to what fits in the context after the prompt, up to the limit."""
         ids = await self.tokenize(answer.prompt)
-        most = max(1, min(self.limits.max_tokens, self.engine.room_for(len(ids))))
+        most = max(1, min(self.limits.max_tokens, self.engine.max_answer_tokens(len(ids))))
         answer.prompt, answer.params = ids, replace(answer.params, max_tokens=most)
 
     def _record(self, answer: Answer, output: RequestOutput) -> None:

@@ -150,14 +150,14 @@ def memory(cluster: Cluster, num: int, log: Log) -> Part:
         }
         run = cluster.job(model, calibration, 2, watched=True)
         runs.append(run)
-        log(f"  {num * times} documents: {run.seconds:.1f} s, peaks {[size >> 20 for size in run.peaks()]} MiB")
+        log(f"  {num * times} documents: {run.seconds:.1f} s, top2 {[size >> 20 for size in run.top2()]} MiB")
     data, bars = {"documents": num}, []
     for stage in ("collect", "train", None):
-        peaks = [run.peaks(stage) for run in runs]
-        ratio = max(more / few for few, more in zip(*peaks, strict=True))
+        top2 = [run.top2(stage) for run in runs]
+        ratio = max(more / few for few, more in zip(*top2, strict=True))
         name = f"by the end of {stage or 'the run'}"
         data[name] = {
-            f"{times}x_mib": [size / 2**20 for size in sizes] for times, sizes in zip((1, MORE), peaks, strict=True)
+            f"{times}x_mib": [size / 2**20 for size in sizes] for times, sizes in zip((1, MORE), top2, strict=True)
         }
         bars.append(Bar(f"peak of a worker at {MORE}x the samples over 1x, {name}", ratio, 1.1, at_least=False))
     return Part("b", f"memory of each of two workers at {MORE}x the samples", data, bars)

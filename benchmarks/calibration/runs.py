@@ -73,7 +73,7 @@ class Run:
         found = [(at, re.search(r"shards/\S+ by worker (\d+) in ([\d.]+) s", line)) for at, line in self.lines]
         return [(at, match[1], float(match[2])) for at, match in found if match is not None]
 
-    def peaks(self, stage: str | None = None) -> list[int]:
+    def top2(self, stage: str | None = None) -> list[int]:
         """Peak memory of each worker by the end of a stage or of the run, ascending."""
         end = self.seconds if stage is None else self._last(f"tide: {stage}:")
         by_process: dict[int, int] = {}

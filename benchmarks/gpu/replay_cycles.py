@@ -69,7 +69,7 @@ class ReplayedCycles:
         scores: Tensor,
         following: Tensor,
         branches: int,
-        carried: Tensor,
+        device_state: Tensor,
         next_state: Tensor,
     ) -> None:
         rows = torch.arange(row_meta.shape[1], device=row_meta.device)
@@ -77,4 +77,4 @@ class ReplayedCycles:
         begins = begins.clamp(max=len(following) - 1)  # padding
         at = (begins + accepted).clamp(max=len(following) - 1)
         next_state.copy_(torch.stack((following[at], positions[begins] + accepted + 1)))
-        carried[:, : len(rows)] = next_state
+        device_state[:, : len(rows)] = next_state

@@ -122,11 +122,11 @@ class ExitOps(Inputs):
         row_meta, starts, positions, drafted = self._decoding_rows(shape, rows)
         counting, scores = row_meta[cycle_plan.DRAFTS], torch.rand(DRAFTS, rows, device=self.device)
         following = torch.randint(0, 2, (len(positions),), device=self.device)
-        carried = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
+        device_state = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
         ours, plain = (torch.zeros((2, rows), dtype=torch.int64, device=self.device) for _ in range(2))
 
         def accept(op: Any, into: Tensor) -> Tensor:
-            op(row_meta, counting, starts, positions, drafted, scores, following, 1, carried, into)
+            op(row_meta, counting, starts, positions, drafted, scores, following, 1, device_state, into)
             return into
 
         return Calls(

@@ -315,11 +315,11 @@ void verify_drawn(int dtype, Address logits, Address sources, Address num_tokens
 }
 
 void accept_drafts(Address row_meta, Address counting, Address starts, Address positions, Address drafted,
-                   Address scores, Address following, Address carried, Address next_state, int64_t rows, int64_t drafts,
-                   int64_t branches, Address stream) {
+                   Address scores, Address following, Address device_state, Address next_state, int64_t rows,
+                   int64_t drafts, int64_t branches, Address stream) {
     tide::cuda::accept_drafts({in<int32_t>(row_meta), in<int32_t>(counting), in<int32_t>(starts),
                                in<int64_t>(positions), in<int64_t>(drafted), in<float>(scores), in<int64_t>(following),
-                               out<int32_t>(carried), out<int64_t>(next_state), rows, drafts, branches},
+                               out<int32_t>(device_state), out<int64_t>(next_state), rows, drafts, branches},
                               stream_of(stream));
 }
 

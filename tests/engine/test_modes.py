@@ -204,7 +204,7 @@ def test_a_cached_prefix_of_full_depth_requests_is_not_taken_for_one_with_head_m
     assert got.usage.cached_tokens == 0
 
 
-def test_bounded_emits_exits_whatever_full_depth_says_and_audits_every_one() -> None:
+def test_bounded_emits_exits_whatever_full_depth_chooses_and_audits_every_one() -> None:
     parts = exit_parts(artefact={"thresholds": (), "draft_threshold": 0.0})
     got = _bounded(parts, exit_threshold=0.0)
     tokens = [token for answer in got for token in answer.tokens]

@@ -190,7 +190,7 @@ def test_a_failure_to_deliver_is_not_taken_for_one_of_the_step(parts: Parts) -> 
         core.advance(broken)
 
 
-def test_an_engine_that_is_closed_says_the_ends_that_were_reached(parts: Parts) -> None:
+def test_an_engine_that_is_closed_emits_the_ends_that_were_reached(parts: Parts) -> None:
     with Engine.from_parts(make_config(), parts) as engine:
         [answer] = engine.generate(random_prompts(1, 5), SamplingParams(max_tokens=1, ignore_eos=True))
     assert answer.finish_reason is FinishReason.LENGTH

@@ -30,11 +30,11 @@ def test_a_fused_deep_state_is_the_heads_own(taps: tuple[int, ...], num_tokens: 
     fused = FusedHead(head, twin_kernels())
     for _ in range(2):  # the second time with what the first has made
         last, *tapped = torch.randn(1 + len(taps), num_tokens, WIDTH)
-        room, given = fused.gather_buffer(last), last
-        if room is not None:
-            fused.gather(tapped, room)
-            given = room[:, :WIDTH].copy_(last) if in_place else last
-        torch.testing.assert_close(fused.deep_state(given, room), head.deep_state(last, tapped), rtol=0, atol=1e-6)
+        buffer, given = fused.gather_buffer(last), last
+        if buffer is not None:
+            fused.gather(tapped, buffer)
+            given = buffer[:, :WIDTH].copy_(last) if in_place else last
+        torch.testing.assert_close(fused.deep_state(given, buffer), head.deep_state(last, tapped), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("hidden", [0, 32])

@@ -88,7 +88,7 @@ def test_a_small_turn_is_clean(dim: int) -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize("dim", [2, 6, 64, 80, 96, 128, 256, 320])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotary_write_says_what_its_reference_says(dtype: torch.dtype, dim: int, normed: bool) -> None:
+def test_rotary_write_gives_what_its_reference_gives(dtype: torch.dtype, dim: int, normed: bool) -> None:
     for tokens in (0, 1, 3, 33):
         case = Projection(tokens, dtype, dim=dim, normed=normed)
         results, expected = case.run(cuda.rotary_write), case.run(reference.rotary_write)
@@ -168,7 +168,7 @@ CONTEXTS, QUERIES = [1, 20, 33, 130, 513, 600], [1, 3, 1, 5, 2, 16]
 @EVERY_DTYPE
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 3), (2, 4), (1, 16), (1, 20)])
-def test_attention_says_what_its_reference_says(dtype: torch.dtype, dim: int, kv_heads: int, group: int) -> None:
+def test_attention_gives_what_its_reference_gives(dtype: torch.dtype, dim: int, kv_heads: int, group: int) -> None:
     case = PagedCase(
         CONTEXTS,
         QUERIES,

@@ -35,9 +35,9 @@ def same_plans(
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)
-def test_a_cycle_is_planned_as_the_reference_plans_it(num_rows: int, room: int, drafts: int, seed: int) -> None:
-    row_meta, tables = cycle_case(seed, num_rows, room, drafts)
+@pytest.mark.parametrize(("num_rows", "places", "drafts"), CASES)
+def test_a_cycle_is_planned_as_the_reference_plans_it(num_rows: int, places: int, drafts: int, seed: int) -> None:
+    row_meta, tables = cycle_case(seed, num_rows, places, drafts)
     same_plans(row_meta, no_row_carried(), tables, drafts, 1)
     same_plans(*carried_case(seed, row_meta), tables, drafts, 1)
 

@@ -129,7 +129,7 @@ def test_from_the_first_score_that_is_too_low_or_no_number_on_drafts_were_not_ma
 
 
 @pytest.mark.skipif("PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="a graph needs Torch's memory pools")
-def test_nothing_waits_for_the_device_and_a_graph_says_the_same() -> None:
+def test_nothing_waits_for_the_device_and_a_graph_gives_the_same() -> None:
     shortlist = torch.arange(0, 5000, 3)
     logits, cycle = cycle_of(9, params_of(22), [2] * 22, shortlist, 5000, device="cuda", dtype=torch.bfloat16)
     plain = cycle.draft_logits[0], cycle.settings, cycle.plain[0], 5000

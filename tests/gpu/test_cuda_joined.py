@@ -152,7 +152,7 @@ def test_windows_caps_blocks_and_rows_of_tables_are_those_of_the_two_ops(
 
 
 @HALF_WIDTH
-def test_the_joined_op_says_what_its_reference_says(dtype: torch.dtype) -> None:
+def test_the_joined_op_gives_what_its_reference_gives(dtype: torch.dtype) -> None:
     case = Pass(CONTEXTS, QUERIES, dtype, normed=True)
     for one, other in zip(case.joined(), case.in_two(reference), strict=True):
         assert_near(one, other)

@@ -52,7 +52,7 @@ def poison(inputs: list[Tensor], first: int) -> list[Tensor]:
 @EVERY_OP
 @EVERY_DTYPE
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 17, 33, 64, 70])
-def test_an_op_says_what_its_reference_says(name: str, dtype: torch.dtype, rows: int) -> None:
+def test_an_op_gives_what_its_reference_gives(name: str, dtype: torch.dtype, rows: int) -> None:
     op = ROW_OPS[name](dtype)
     inputs = op.inputs(rows)
     assert_right(op, op(inputs), op.expected(inputs))

@@ -169,8 +169,8 @@ def test_outputs_are_counted_as_the_reference_counts_them(
     case = row_case(8, num_rows, places, drafts, vocab_size=3)
     expected = adjust_case(9, case, 403).state.counts
     expected[:, 1] = torch.randint(0x7FFD, 0x8000, expected[:, 1].shape).short()  # nearly as many as there can be
-    carried, next_state = next_state_of(case)
-    cycle.accept_drafts(*case, 1, carried, next_state)
+    device_state, next_state = next_state_of(case)
+    cycle.accept_drafts(*case, 1, device_state, next_state)
     given = case.row_meta, case.starts, case.positions, case.following, next_state
     found = expected.cuda()
     cuda_adjust.count_outputs(*(part.cuda() for part in given), found, case.drafted.cuda() if with_drafts else None)
@@ -185,7 +185,7 @@ def test_a_captured_cycle_gives_what_the_ops_give_one_by_one() -> None:
     logits = adjust_logits_of(7, len(sources), 3000)
     parts = RowCase(*(part.cuda() for part in case))
     given = on_gpu(state), sources.cuda(), keys.cuda(), logits.cuda()
-    carried, next_state = (part.cuda() for part in next_state_of(case))
+    device_state, next_state = (part.cuda() for part in next_state_of(case))
     numbers = torch.full((draw_plan.NUM_STREAMS, 5, 10), 77.0, dtype=torch.float64, device="cuda")
     adjusted = torch.full((len(sources), 3000), 77.0, device="cuda")
     before = given[0].counts.clone()
@@ -194,20 +194,20 @@ def test_a_captured_cycle_gives_what_the_ops_give_one_by_one() -> None:
         of_rows = parts.starts, parts.positions, parts.drafted, parts.row_meta
         cuda_draw.draw_numbers(given[2], parts.starts, parts.positions, parts.row_meta, numbers)
         cuda_adjust.adjust_logits(given[3], None, given[1], *of_rows, given[0], adjusted)
-        cuda_cycle.accept_drafts(*parts, 1, carried, next_state)
+        cuda_cycle.accept_drafts(*parts, 1, device_state, next_state)
         counted = parts.row_meta, parts.starts, parts.positions, parts.following, next_state, given[0].counts
         cuda_adjust.count_outputs(*counted, parts.drafted)
 
     run()
-    expected = [part.clone() for part in (numbers, adjusted, carried, next_state, given[0].counts)]
+    expected = [part.clone() for part in (numbers, adjusted, device_state, next_state, given[0].counts)]
     given[0].counts.copy_(before)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     assert torch.equal(given[0].counts, before)
-    for part in (numbers, adjusted, carried, next_state):
+    for part in (numbers, adjusted, device_state, next_state):
         part.fill_(78)
-    carried[:, 10:] = 77
+    device_state[:, 10:] = 77
     graph.replay()
-    for one, other in zip((numbers, adjusted, carried, next_state, given[0].counts), expected, strict=True):
+    for one, other in zip((numbers, adjusted, device_state, next_state, given[0].counts), expected, strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())

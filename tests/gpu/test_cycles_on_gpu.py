@@ -36,7 +36,9 @@ def cycle_parts(artefact: dict[str, Any], *, capture: bool, dtype: str = "bfloat
 @pytest.mark.parametrize("artefact", [BLOCK, {"kind": "mlp", "draft_threshold": 0.0}], ids=["block", "mlp"])
 @pytest.mark.parametrize("mode", ["full", "verified", "bounded"])
 @pytest.mark.parametrize("num_rows", [1, 3, 6])
-def test_a_replayed_cycle_says_what_its_passes_say_op_by_op(artefact: dict[str, Any], mode: str, num_rows: int) -> None:
+def test_a_replayed_cycle_gives_the_tokens_of_its_passes_op_by_op(
+    artefact: dict[str, Any], mode: str, num_rows: int
+) -> None:
     answers, params = [], SamplingParams(**GREEDY, mode=mode)
     for capture in (False, True):
         with poisoned(cycle_parts(artefact, capture=capture)) as engine:

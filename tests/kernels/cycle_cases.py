@@ -8,18 +8,20 @@ import torch
 BLOCK_SIZE = 16
 
 
-def cycle_case(seed: int, num_rows: int, room: int, drafts: int, blocks: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """The metadata of rows [5, room], and their blocks [room, blocks]; the first `num_rows` exist."""
+def cycle_case(
+    seed: int, num_rows: int, places: int, drafts: int, blocks: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The metadata of rows [5, places], and their blocks [places, blocks]; the first `num_rows` exist."""
     random = np.random.default_rng(seed)
     counts = np.sort(random.integers(0, drafts + 1, num_rows))[::-1]
     counts[: 1 if num_rows else 0] = drafts
     starts = random.integers(0, BLOCK_SIZE * blocks - drafts - 1, num_rows)
     starts[num_rows // 2 : num_rows // 2 + 1] = 0
-    row_meta = np.zeros((5, room), dtype=np.int32)
+    row_meta = np.zeros((5, places), dtype=np.int32)
     row_meta[2] = -1
     row_meta[:4, :num_rows] = (random.integers(0, 1000, num_rows), starts, counts, random.integers(0, 2, num_rows))
     row_meta[4, :num_rows] = starts + random.integers(1, 8, num_rows)  # some answers end within the cycle
-    tables = random.permutation(room * blocks).reshape(room, blocks).astype(np.int32)
+    tables = random.permutation(places * blocks).reshape(places, blocks).astype(np.int32)
     return torch.from_numpy(row_meta), torch.from_numpy(tables)
 
 
@@ -52,4 +54,4 @@ def carried_case(seed: int, row_meta: torch.Tensor) -> tuple[torch.Tensor, torch
 BRANCHED = [(1, 1, 2), (1, 3, 2), (1, 15, 2), (2, 3, 2), (3, 1, 4), (4, 1, 2)]
 """Rows, drafts, branches."""
 CASES = [(1, 1, 0), (1, 1, 5), (3, 4, 3), (8, 8, 1), (5, 16, 15), (64, 64, 3), (130, 192, 0), (256, 256, 0), (0, 2, 2)]
-"""Rows, room for rows, drafts."""
+"""Rows, places for rows, drafts."""

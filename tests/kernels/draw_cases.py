@@ -63,7 +63,7 @@ def cycle_of(
     ties: bool = False,
     draw: Any = draw_plan.draw,
 ) -> tuple[torch.Tensor, DrawnCycle]:
-    """Logits at full depth [T, V], and rows by falling number of drafts, with room for two tokens more."""
+    """Logits at full depth [T, V], and rows by falling number of drafts, with space for two tokens more."""
     rows, drafts = len(params), max(counts, default=0)
     size = len(shortlist)
     sources = [ahead * rows + r for r, count in enumerate(counts) for ahead in range(count + 1)]

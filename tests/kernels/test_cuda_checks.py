@@ -110,13 +110,13 @@ def peak_arguments(**changed: Any) -> dict[str, Any]:
     return {"logits": torch.zeros(3, 50), **changed}
 
 
-def peaks_of(rows: int) -> Top2:
+def top2_of(rows: int) -> Top2:
     return Top2(torch.zeros(rows), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.ones(rows))
 
 
 def router_arguments(**changed: Any) -> dict[str, Any]:
     weights = RouterWeights(*router_weights("cpu"))
-    return {"features": torch.zeros(ROWS, WIDTH), "top2": peaks_of(ROWS), "weights": weights, **changed}
+    return {"features": torch.zeros(ROWS, WIDTH), "top2": top2_of(ROWS), "weights": weights, **changed}
 
 
 def embed_arguments(**changed: Any) -> dict[str, Any]:
@@ -231,9 +231,9 @@ def test_a_tensor_that_is_on_no_gpu_is_refused_by_name(op: str, device: str) -> 
             ValueError,
             r"logits: got shape \[3, 0\], expected rows of 1 to",
         ),
-        ("top2_logsumexp", {"out": peaks_of(2)}, ValueError, r"out.best: got shape \[2\]"),
+        ("top2_logsumexp", {"out": top2_of(2)}, ValueError, r"out.best: got shape \[2\]"),
         ("router", {"features": torch.zeros(ROWS, 9)}, ValueError, r"weights.norm: got shape \[48\], expected \[D\]"),
-        ("router", {"top2": peaks_of(2)}, ValueError, r"top2.best: got shape \[2\]"),
+        ("router", {"top2": top2_of(2)}, ValueError, r"top2.best: got shape \[2\]"),
         ("router", {"out": torch.zeros(ROWS).double()}, TypeError, "out: got torch.float64, expected torch.float32"),
         ("embed", {"weight": torch.zeros(8)}, ValueError, r"weight: got shape \[8\]"),
         ("embed", {"ids": torch.zeros(3)}, TypeError, "ids: got torch.float32, expected torch.int64"),
@@ -347,7 +347,7 @@ EMPTY = {
     "silu_mul": {"gate": torch.zeros(0, 8), "up": torch.zeros(0, 8)},
     "rotary": {"x": torch.zeros(0, 2, 8), "cos": torch.zeros(0, 8), "sin": torch.zeros(0, 8)},
     "top2_logsumexp": {"logits": torch.zeros(0, 8)},
-    "router": {"features": torch.zeros(0, WIDTH), "top2": peaks_of(0)},
+    "router": {"features": torch.zeros(0, WIDTH), "top2": top2_of(0)},
     "embed": {"ids": torch.zeros(0, dtype=INT64)},
     "scatter_rows": {"x": torch.zeros(0, 8), "index": torch.zeros(0, dtype=INT64)},
     "exit_input": {
@@ -412,7 +412,7 @@ def test_what_is_given_is_written_and_returned(launches: Launches) -> None:
     assert cuda.rms_norm(**rms_norm_arguments(out=out)) is out
     assert cuda.silu_mul(**silu_mul_arguments(out=out)) is out
     assert cuda.linear(torch.zeros(2, 3), torch.zeros(8, 3), out=out) is out
-    top2, scores = peaks_of(3), torch.zeros(ROWS)
+    top2, scores = top2_of(3), torch.zeros(ROWS)
     assert cuda.top2_logsumexp(torch.zeros(3, 5), out=top2) is top2
     assert cuda.router(**router_arguments(out=scores)) is scores
     _, (_, _, _, address, *_) = launches[0]

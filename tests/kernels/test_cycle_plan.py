@@ -27,12 +27,12 @@ def planned(
     branches: int = 1,
     next_state: torch.Tensor | None = None,
 ) -> cycle_plan.CycleParts:
-    room, branch_size = row_meta.shape[1], BLOCK_SIZE if branches > 1 else 0
-    wide, narrow = cycle_plan.sizes(room, drafts, branch_size)
+    places, branch_size = row_meta.shape[1], BLOCK_SIZE if branches > 1 else 0
+    wide, narrow = cycle_plan.sizes(places, drafts, branch_size)
     buffers = torch.full((wide,), 77), torch.full((narrow,), 77, dtype=torch.int32)
     next_state = no_row_carried() if next_state is None else next_state
     cycle_plan.plan_cycle(row_meta, next_state, tables, BLOCK_SIZE, drafts, *buffers, branches, 900)
-    return cycle_plan.split(*buffers, room, drafts, branch_size)
+    return cycle_plan.split(*buffers, places, drafts, branch_size)
 
 
 def spans(row_meta: torch.Tensor, tables: torch.Tensor, num_rows: int, ahead: int | None) -> list[RowSpan]:
@@ -47,30 +47,32 @@ def spans(row_meta: torch.Tensor, tables: torch.Tensor, num_rows: int, ahead: in
     return found
 
 
-@pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)
+@pytest.mark.parametrize(("num_rows", "places", "drafts"), CASES)
 def test_every_pass_has_the_indices_of_the_plain_engine_and_the_rest_belongs_to_no_row(
-    num_rows: int, room: int, drafts: int
+    num_rows: int, places: int, drafts: int
 ) -> None:
-    row_meta, tables = cycle_case(7, num_rows, room, drafts)
+    row_meta, tables = cycle_case(7, num_rows, places, drafts)
     parts = planned(row_meta, tables, drafts)
     for ahead in range(drafts):
         index = StepIndex.build(spans(row_meta, tables, num_rows, ahead), BLOCK_SIZE)
         active = len(index.positions)
         assert parts.draft_positions[ahead, :active].tolist() == index.positions.tolist()
-        assert parts.draft_slots[ahead].tolist() == index.slots.tolist() + [-1] * (room - active)
-        assert parts.draft_lens[ahead].tolist() == index.context_lens.tolist() + [0] * (room - active)
-        assert parts.draft_starts[ahead].tolist() == index.query_starts.tolist() + [active] * (room - active)
+        assert parts.draft_slots[ahead].tolist() == index.slots.tolist() + [-1] * (places - active)
+        assert parts.draft_lens[ahead].tolist() == index.context_lens.tolist() + [0] * (places - active)
+        assert parts.draft_starts[ahead].tolist() == index.query_starts.tolist() + [active] * (places - active)
     index = StepIndex.build(spans(row_meta, tables, num_rows, None), BLOCK_SIZE)
-    total, rest = len(index.positions), room * (drafts + 1) - len(index.positions)
+    total, rest = len(index.positions), places * (drafts + 1) - len(index.positions)
     assert parts.positions.tolist() == index.positions.tolist() + [0] * rest
     assert parts.slots.tolist() == index.slots.tolist() + [-1] * rest
-    assert parts.lens.tolist() == index.context_lens.tolist() + [0] * (room - num_rows)
-    assert parts.starts.tolist() == index.query_starts.tolist() + [total] * (room - num_rows)
+    assert parts.lens.tolist() == index.context_lens.tolist() + [0] * (places - num_rows)
+    assert parts.starts.tolist() == index.query_starts.tolist() + [total] * (places - num_rows)
 
 
-@pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)
-def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(num_rows: int, room: int, drafts: int) -> None:
-    row_meta, tables = cycle_case(8, num_rows, room, drafts)
+@pytest.mark.parametrize(("num_rows", "places", "drafts"), CASES)
+def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(
+    num_rows: int, places: int, drafts: int
+) -> None:
+    row_meta, tables = cycle_case(8, num_rows, places, drafts)
     parts = planned(row_meta, tables, drafts)
     assert parts.newest.tolist() == row_meta[0].tolist()
     at = 0
@@ -82,20 +84,20 @@ def test_tokens_find_where_they_come_from_and_the_deep_state_before_them(num_row
         assert parts.draft_distances[:, r].tolist() == [(ahead + 1 if start else 0) for ahead in range(drafts)]
         for ahead in range(count + 1):
             place = start + ahead
-            assert parts.sources[at] == ahead * room + r
+            assert parts.sources[at] == ahead * places + r
             assert parts.kept_slots[at] == (slots[place] if tracked else -1)
             assert (parts.distances[at], parts.deep_slots[at]) == ((1, slots[place - 1]) if place else (0, slots[0]))
             at += 1
     assert parts.kept_slots[at:].tolist() == [-1] * (len(parts.kept_slots) - at)
     assert np.all(parts.sources[at:].numpy() == 0)
-    assert parts.counting[num_rows:].tolist() == [-1] * (room - num_rows)
+    assert parts.counting[num_rows:].tolist() == [-1] * (places - num_rows)
 
 
-@pytest.mark.parametrize(("num_rows", "room", "drafts"), CASES)
+@pytest.mark.parametrize(("num_rows", "places", "drafts"), CASES)
 def test_a_row_that_the_cycle_before_left_somewhere_is_planned_as_if_the_host_knew(
-    num_rows: int, room: int, drafts: int
+    num_rows: int, places: int, drafts: int
 ) -> None:
-    row_meta, tables = cycle_case(9, num_rows, room, drafts)
+    row_meta, tables = cycle_case(9, num_rows, places, drafts)
     told, next_state = carried_case(9, row_meta)
     assert num_rows == 0 or not torch.equal(told, row_meta)
     expected, found = planned(row_meta, tables, drafts), planned(told, tables, drafts, next_state=next_state)

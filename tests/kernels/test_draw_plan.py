@@ -112,7 +112,7 @@ def test_drafts_are_judged_by_the_rejection_rule_of_the_engine(
             token += 1
     assert stayed > 5
     assert replaced > 5
-    assert tokens[-2:].tolist() == best[-2:].tolist() == [0, 0], "room that belongs to no row"
+    assert tokens[-2:].tolist() == best[-2:].tolist() == [0, 0], "space that belongs to no row"
 
 
 @pytest.mark.parametrize(("score", "least"), [(math.nan, -math.inf), (math.inf, -math.inf), (0.2, 0.5)])

@@ -19,8 +19,8 @@ INT32, INT64 = torch.int32, torch.int64
 
 
 def accept_drafts_arguments(**changed: Any) -> dict[str, Any]:
-    carried, next_state = next_state_of(CASE)
-    return {**CASE._asdict(), "branches": 1, "carried": carried, "next_state": next_state, **changed}
+    device_state, next_state = next_state_of(CASE)
+    return {**CASE._asdict(), "branches": 1, "device_state": device_state, "next_state": next_state, **changed}
 
 
 def draw_numbers_arguments(**changed: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_row_metadata_is_refused_by_name(launches: list[Any], op: str, row_meta:
         ("accept_drafts", {"scores": torch.zeros(2, 3).double()}, "scores: got torch.float64"),
         ("accept_drafts", {"scores": torch.zeros(1, 3)}, r"scores.*\[K, R\]"),
         ("accept_drafts", {"branches": 2}, "branches: got 2, expected a divisor of 3 rows"),
-        ("accept_drafts", {"carried": torch.zeros(2, 3, dtype=INT32)}, r"carried.*\[2, MOST_ROWS\]"),
+        ("accept_drafts", {"device_state": torch.zeros(2, 3, dtype=INT32)}, r"device_state.*\[2, MOST_ROWS\]"),
         ("accept_drafts", {"next_state": torch.zeros(2, 3, dtype=INT32)}, "next_state: got torch.int32"),
         ("accept_drafts", {"counting": torch.zeros(3, dtype=INT64)}, "counting: got torch.int64"),
         ("top_logprobs", {"logits": torch.zeros(9, 50).double()}, "logits: got torch.float64"),

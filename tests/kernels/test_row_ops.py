@@ -55,8 +55,8 @@ def test_rows_accept_drafts_by_their_own_thresholds(
     num_rows: int, places: int, drafts: int, branches: int, seed: int
 ) -> None:
     case = row_case(seed, num_rows, places, drafts, branches)
-    carried, next_state = next_state_of(case)
-    cycle.accept_drafts(*case, branches, carried, next_state)
+    device_state, next_state = next_state_of(case)
+    cycle.accept_drafts(*case, branches, device_state, next_state)
     for r in range(places):
         row = first = r - r % branches
         if r >= num_rows:
@@ -70,8 +70,8 @@ def test_rows_accept_drafts_by_their_own_thresholds(
         accepted, begin = accepted_by_rule(case, r, row), int(case.starts[row])
         assert next_state[0, r] == case.following[begin + accepted]
         assert next_state[1, r] == case.row_meta[cycle.START, r] + accepted + 1
-    assert torch.equal(carried[:, :places].long(), next_state)
-    assert (carried[:, places:] == 77).all()
+    assert torch.equal(device_state[:, :places].long(), next_state)
+    assert (device_state[:, places:] == 77).all()
 
 
 def one_row(scores: list[float], min_score: float, exit_score: float, right: list[bool]) -> RowCase:
@@ -102,8 +102,8 @@ def test_a_draft_needs_its_least_score_and_a_high_one_needs_no_comparison(
     scores: list[float], min_score: float, exit_score: float, right: list[bool], accepted: int
 ) -> None:
     case = one_row(scores, min_score, exit_score, right)
-    carried, next_state = next_state_of(case)
-    cycle.accept_drafts(*case, 1, carried, next_state)
+    device_state, next_state = next_state_of(case)
+    cycle.accept_drafts(*case, 1, device_state, next_state)
     assert next_state[1, 0] == case.row_meta[cycle.START, 0] + accepted + 1
     assert next_state[0, 0] == case.following[accepted]
 
@@ -247,8 +247,8 @@ def test_an_entry_applies_below_its_number_of_outputs_and_entries_are_added_in_o
 def test_counts_are_those_of_all_output_tokens(num_rows: int, places: int, drafts: int, branches: int) -> None:
     case = row_case(8, num_rows, places, drafts, vocab_size=3)
     counts = adjust_case(9, case, 403).state.counts
-    carried, next_state = next_state_of(case)
-    cycle.accept_drafts(*case, 1, carried, next_state)
+    device_state, next_state = next_state_of(case)
+    cycle.accept_drafts(*case, 1, device_state, next_state)
     expected = counts.clone()
     for r in range(num_rows):
         begin, slot = int(case.starts[r]), int(case.row_meta[cycle.ADJUST_SLOT, r])

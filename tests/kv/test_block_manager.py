@@ -31,14 +31,14 @@ def test_allocation_takes_only_the_blocks_tokens_need() -> None:
     assert blocks.num_owned == 2
 
 
-def test_a_row_has_room_up_to_the_end_of_its_blocks_and_no_further() -> None:
+def test_a_row_has_capacity_up_to_the_end_of_its_blocks_and_no_further() -> None:
     blocks = make_blocks(8, block_size=4)
     table = blocks.new_table()
-    assert blocks.has_room(table, 0)
-    assert not blocks.has_room(table, 1)
+    assert blocks.has_capacity(table, 0)
+    assert not blocks.has_capacity(table, 1)
     blocks.allocate(table, 5)
-    assert blocks.has_room(table, 8)
-    assert not blocks.has_room(table, 9)
+    assert blocks.has_capacity(table, 8)
+    assert not blocks.has_capacity(table, 9)
 
 
 def test_tokens_are_valid_where_the_deepest_segment_has_them() -> None:

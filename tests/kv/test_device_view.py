@@ -47,7 +47,7 @@ def test_pages_are_read_in_place_where_the_kernels_can() -> None:
     assert view_kind(equal, twin_kernels(), gathers_kv=True) is GatheredView
 
 
-def test_indices_in_a_room_that_is_too_large_are_the_same_and_the_rest_belongs_to_no_row() -> None:
+def test_indices_in_a_buffer_that_is_too_large_are_the_same_and_the_rest_belongs_to_no_row() -> None:
     index = StepIndex.build([RowSpan([2, 0], 3, 2), RowSpan([1], 0, 1)], 4)
     layout = IndexLayout(tokens=8, rows=4, blocks=3, columns=2)
     host = np.full(layout.size, 77, dtype=np.int32)

@@ -248,7 +248,7 @@ class Engine:
         """The ids that a prompt stands for."""
         return self._prompt_ids(prompt, self._parts.runner.adapter.vocab_size)
 
-    def room_for(self, num_prompt: int) -> int:
+    def max_answer_tokens(self, num_prompt: int) -> int:
         """Most tokens that may follow a prompt of that length; below 1 if it is too long."""
         pool = self._parts.core.scheduler.blocks
         return min(self.max_model_len, pool.num_blocks * pool.block_size) - num_prompt

@@ -134,18 +134,18 @@ class Scheduler:
         by_need = [row for row, num in missing.items() if num <= 1]
         if len(by_need) < len(missing):
             by_need += [row for row, num in missing.items() if num > 1]
-        num_preemptions, has_room = self.num_preemptions, self.blocks.has_room
+        num_preemptions, has_capacity = self.num_preemptions, self.blocks.has_capacity
         for row in by_need:
             if self.num_preemptions != num_preemptions and row not in self.running:
                 continue  # preempted for the sake of an earlier row of this loop
             share = min(missing[row], budget)
             num_tokens = row.table.num_valid + share
-            if share and (has_room(row.table, num_tokens) or self._make_room(row, num_tokens)):
+            if share and (has_capacity(row.table, num_tokens) or self._free_blocks_for(row, num_tokens)):
                 shares[row] = share
                 budget -= share
         return {row: shares[row] for row in self.running if row in shares}
 
-    def _make_room(self, row: Row, num_tokens: int) -> bool:
+    def _free_blocks_for(self, row: Row, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens of the row, at the expense of younger rows; False if it gave way itself."""
         if not self.blocks.can_allocate(row.table, num_tokens):
             for other in self.running:  # what drafts were given and did not need
@@ -197,7 +197,7 @@ class Scheduler:
             if row not in shares:
                 continue
             useful = _num_drafts(planned, *limits)
-            if not self.blocks.has_room(row.table, row.num_tokens + useful):
+            if not self.blocks.has_capacity(row.table, row.num_tokens + useful):
                 while useful > 0 and not self.blocks.can_allocate(row.table, row.num_tokens + useful):
                     useful -= 1
                 self.blocks.allocate(row.table, row.num_tokens + useful)
@@ -215,7 +215,7 @@ class Scheduler:
         decoding = [row for row in shares if missing[row] == 1]
         for ahead in range(1 if is_short else lookahead, 0, -1):
             needs = [(row, row.num_tokens + drafts.get(row, 0) + ahead * (drafts.get(row, 0) + 1)) for row in decoding]
-            growing = [(row, num_tokens) for row, num_tokens in needs if not blocks.has_room(row.table, num_tokens)]
+            growing = [(row, num_tokens) for row, num_tokens in needs if not blocks.has_capacity(row.table, num_tokens)]
             lacking = sum([blocks.blocks_for(num_tokens) - len(row.table.block_ids) for row, num_tokens in growing])
             if ahead == 1 or lacking + reserve <= blocks.num_available:
                 break

@@ -67,8 +67,8 @@ class Scorer:
     def top2(self, logits: torch.Tensor, out: Top2) -> None:
         self.kernels.top2_logsumexp(logits, self.scratch, out=out)
 
-    def score_features(self, features: torch.Tensor, peaks: Top2, out: torch.Tensor) -> None:
-        self.kernels.router(features, peaks, self.weights, scratch=self.scratch, out=out)
+    def score_features(self, features: torch.Tensor, top2: Top2, out: torch.Tensor) -> None:
+        self.kernels.router(features, top2, self.weights, scratch=self.scratch, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,9 @@ class Exits:
         """The two largest logits of `draft` and their sum of exponentials; on one stream with `score_features`."""
         self._scorers[0].top2(logits, out)
 
-    def score_features(self, features: torch.Tensor, peaks: Top2, out: torch.Tensor) -> None:
+    def score_features(self, features: torch.Tensor, top2: Top2, out: torch.Tensor) -> None:
         """Router scores [T] of features and top-two values of several drafts at once."""
-        self._scorers[0].score_features(features, peaks, out)
+        self._scorers[0].score_features(features, top2, out)
 
     def _features(
         self,

@@ -94,7 +94,7 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def has_room(self, table: BlockTable, num_tokens: int) -> bool:
+    def has_capacity(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether the row's own blocks hold `num_tokens` tokens in all: there is nothing to allocate."""
         return num_tokens <= len(table.block_ids) * self.block_size
 

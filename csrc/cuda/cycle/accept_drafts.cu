@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kMostCycleRows) accept_drafts_kernel(AcceptDra
         token = p.following[begin + accepted];
         position = p.positions[begin] + accepted + 1;
     }
-    p.carried[r] = static_cast<int32_t>(token);
-    p.carried[kMostCycleRows + r] = static_cast<int32_t>(position);
+    p.device_state[r] = static_cast<int32_t>(token);
+    p.device_state[kMostCycleRows + r] = static_cast<int32_t>(position);
     p.next_state[r] = token;
     p.next_state[rows + r] = position;
 }

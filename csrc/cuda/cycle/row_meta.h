@@ -35,7 +35,7 @@ struct AcceptDraftsParams {
     const int64_t* drafted;    // [drafts, rows]
     const float* scores;       // [drafts, rows]
     const int64_t* following;  // [tokens]
-    int32_t* carried;          // [2, kMostCycleRows]
+    int32_t* device_state;     // [2, kMostCycleRows]
     int64_t* next_state;       // [2, rows], the same in 64 bits
     int64_t rows;
     int64_t drafts;

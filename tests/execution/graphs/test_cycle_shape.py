@@ -41,7 +41,7 @@ def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
     assert (meta[2, after:] == -1).all()
 
 
-def test_every_branch_is_told_the_row_and_its_blocks_and_how_the_row_may_leave() -> None:
+def test_every_branch_has_the_row_its_blocks_and_how_the_row_may_leave() -> None:
     meta, tables = filled(CycleShape(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
     assert meta[:4].tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
     min_scores, exit_scores = meta[[MIN_SCORE, EXIT_SCORE]].view(np.float32)
@@ -52,7 +52,7 @@ def test_every_branch_is_told_the_row_and_its_blocks_and_how_the_row_may_leave()
     assert tables.tolist() == [[1, 2, 3], [1, 2, 3], [3, 4, 5], [3, 4, 5], [7, 8, 9], [7, 8, 9]]
 
 
-def test_of_a_row_that_goes_on_from_the_cycle_before_its_place_there_is_told() -> None:
+def test_a_row_that_continues_from_the_cycle_before_has_its_place_there() -> None:
     known, behind = step(1, 14), step(3, 15)
     rows = [RowPlace(known, 2, [1, 2]), RowPlace(behind, 1, [3, 4], previous=4)]
     shape = CycleShape(2, 2, 3)

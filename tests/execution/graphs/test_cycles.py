@@ -199,7 +199,7 @@ def test_a_row_with_a_number_that_is_none_ends_alone(cycles: list[list[int]], mo
         sound = engine.generate(prompts, params)
     parts = exit_parts(artefact=BLOCK)
     adapter, head, seen = parts.runner.adapter, parts.runner.adapter.head, []
-    of_prompts = 48 // TOKENS_PER_ROW  # that there is room for, with 33 tokens
+    of_prompts = 48 // TOKENS_PER_ROW  # that fit, with 33 tokens
 
     def spoiled(normed: torch.Tensor) -> torch.Tensor:
         logits = head(normed)
@@ -238,9 +238,9 @@ def test_few_shapes_come_up(cycles: list[list[int]]) -> None:
     with poisoned(parts) as engine:
         for num_rows in (1, 3, 5, 7):
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY))
-    rooms = parts.runner.cycles._graphs  # type: ignore[union-attr]
-    assert {room.rows for room in rooms} <= {1, 2, 4, 8}
-    assert len(rooms) <= 4 * 5 + 4
+    shapes = parts.runner.cycles._graphs  # type: ignore[union-attr]
+    assert {shape.rows for shape in shapes} <= {1, 2, 4, 8}
+    assert len(shapes) <= 4 * 5 + 4
 
 
 def test_what_a_row_counts_as_run_is_every_pass_it_was_in(
@@ -269,28 +269,28 @@ def test_shapes_that_were_prepared_are_those_that_come_up(cycles: list[list[int]
     parts = exit_parts(max_rows=6)
     runner = parts.runner.cycles
     assert runner is not None
-    rooms = runner.shapes(6, 4)
-    for room in rooms:
-        runner.prepare(room)
-    assert {room.rows for room in rooms} == {1, 2, 4, 8}
-    assert {room.branches for room in rooms} == {1, 2}
+    shapes = runner.shapes(6, 4)
+    for shape in shapes:
+        runner.prepare(shape)
+    assert {shape.rows for shape in shapes} == {1, 2, 4, 8}
+    assert {shape.branches for shape in shapes} == {1, 2}
     with poisoned(parts) as engine:
         for num_rows in (1, 3, 6):
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY))
             engine.generate(random_prompts(num_rows, 11), SamplingParams(**GREEDY, temperature=0.8))
-    assert set(runner._graphs) == set(rooms), "none had to be made while requests waited"
+    assert set(runner._graphs) == set(shapes), "none had to be made while requests waited"
 
 
 def test_shapes_of_rows_that_are_about_to_end_were_prepared_too(cycles: list[list[int]]) -> None:
     parts = exit_parts(max_rows=2, share=0.3, drafts=3)
     runner = parts.runner.cycles
     assert runner is not None
-    rooms = runner.shapes(2, 3)
-    for room in rooms:
-        runner.prepare(room)
+    shapes = runner.shapes(2, 3)
+    for shape in shapes:
+        runner.prepare(shape)
     with poisoned(parts) as engine:
         for more in range(4):
             lengths = [SamplingParams(**{**GREEDY, "max_tokens": 12 + more * row}) for row in range(2)]
             engine.generate(random_prompts(2, 11), lengths)
     assert [3, 1] in [sorted(drafts, reverse=True) for drafts in cycles], "one may draft fewer tokens than the other"
-    assert set(runner._graphs) == set(rooms)
+    assert set(runner._graphs) == set(shapes)

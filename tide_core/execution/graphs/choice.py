@@ -40,7 +40,7 @@ class Greedy:
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
         if self._scratch is None:  # the first run is not captured
             self._scratch = self._kernels.score_scratch(logits.device, len(logits), vocabulary=logits.shape[1])
-        self._kernels.top2_logsumexp(logits, self._scratch, out=output.deep_peaks)
+        self._kernels.top2_logsumexp(logits, self._scratch, out=output.deep_top2)
 
 
 class Sampled:

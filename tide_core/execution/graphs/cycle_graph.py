@@ -177,7 +177,7 @@ class CycleGraph(Graph):
         with _stream(self._score_stream):
             if drafts and self._exits is not None:
                 features = torch.cat([draft.features for draft in drafts])
-                self._exits.score_features(features, output.all_peaks, output.scores.flatten())
+                self._exits.score_features(features, output.all_top2, output.scores.flatten())
         exits = self._exits if shape.writes_exit_state else None
         states = run_deep(self._adapter, self._deep, output.token_ids, exits, lambda: _stream(self._exit_stream))
         with _stream(self._exit_stream):
@@ -225,7 +225,7 @@ class CycleGraph(Graph):
         deep = parts.draft_deep_slots, parts.draft_distances[distance]
         draft = _Draft(*exits.draft(view, states, *deep))
         with _stream(self._score_stream):
-            exits.top2(draft.logits, output.peaks_of(distance))
+            exits.top2(draft.logits, output.top2_of(distance))
         logits = self._adjusted(draft.logits, self._draft_sources[distance], self._shortlist)
         self._choice.draft(distance, logits, output)
         if self._slots is not None:  # the next passes count this token

@@ -71,7 +71,7 @@ class OutputBuffer:
         self.drafted, self.following, self.next_state, self.scores, self.best, *self.top = self._split(self._device)
         self.places = torch.zeros(self._shape, dtype=torch.int64, device=device)
         """Indices of the drafts in the shortlist."""
-        self._peaks = [torch.zeros(self._shape, device=device) for _ in range(3)]
+        self._top2 = [torch.zeros(self._shape, device=device) for _ in range(3)]
         self._unused = torch.zeros(rows, dtype=torch.int64, device=device)
         self._deep = [torch.zeros(tokens, device=device) for _ in range(2)]
         self.token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -88,19 +88,19 @@ class OutputBuffer:
         parts = [drafted.view(self._shape), following, next_state.view(2, rows), scores.view(self._shape), best]
         return [*parts, top_ids.view(tokens, num), top.view(tokens, num), chosen] if num else parts
 
-    def peaks_of(self, distance: int) -> Top2:
+    def top2_of(self, distance: int) -> Top2:
         """Where the top two values and the sum of one draft pass go. Their index is not used: `choice` decides."""
-        best, second, total = (part[distance] for part in self._peaks)
+        best, second, total = (part[distance] for part in self._top2)
         return Top2(best, self._unused, second, total)
 
     @property
-    def all_peaks(self) -> Top2:
+    def all_top2(self) -> Top2:
         """Of all draft passes, one after another."""
-        best, second, total = (part.flatten() for part in self._peaks)
+        best, second, total = (part.flatten() for part in self._top2)
         return Top2(best, self.places.flatten(), second, total)
 
     @property
-    def deep_peaks(self) -> Top2:
+    def deep_top2(self) -> Top2:
         """Where those of the deep pass go."""
         return Top2(self.best, self.following, *self._deep)
 

@@ -343,7 +343,7 @@ class _PromptPass(Graph, KernelView):
         if self._scratch is None:  # the first run is not captured
             device, (num, vocabulary) = self._logits.device, self._logits.shape
             self._scratch = self._kernels.score_scratch(device, num, vocabulary=vocabulary)
-        self._kernels.top2_logsumexp(self._logits, self._scratch, out=self._output.deep_peaks)
+        self._kernels.top2_logsumexp(self._logits, self._scratch, out=self._output.deep_top2)
         self._output.send(self.host)
 
     def choose(self, rows: Sequence[RowStep]) -> None:

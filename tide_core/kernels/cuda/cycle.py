@@ -42,11 +42,11 @@ def accept_drafts(
     scores: Tensor,
     following: Tensor,
     branches: int,
-    carried: Tensor,
+    device_state: Tensor,
     next_state: Tensor,
 ) -> None:
-    """The token that follows the accepted drafts of each row and its position, into `carried` [2, MOST_ROWS], int32,
-    and into `next_state` [2, R], int64."""
+    """The token that follows the accepted drafts of each row and its position, into `device_state` [2, MOST_ROWS],
+    int32, and into `next_state` [2, R], int64."""
     device = device_of(row_meta)
     checks.refuse(meta_faults(row_meta, device))
     checks.refuse([checks.dims_fault("drafted", drafted, 2)])
@@ -60,11 +60,11 @@ def accept_drafts(
         ("drafted", drafted, torch.int64, (drafts, rows), "[K, R]"),
         ("scores", scores, torch.float32, (drafts, rows), "[K, R]"),
         ("following", following, torch.int64, (tokens,), "[T]"),
-        ("carried", carried, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
+        ("device_state", device_state, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
         ("next_state", next_state, torch.int64, (2, rows), "[2, R]"),
     ):
         checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
-    tensors = row_meta, counting, starts, positions, drafted, scores, following, carried, next_state
+    tensors = row_meta, counting, starts, positions, drafted, scores, following, device_state, next_state
     launch(device, "accept_drafts", *(ptr(tensor) for tensor in tensors), rows, drafts, branches)
 
 

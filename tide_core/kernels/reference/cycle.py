@@ -122,16 +122,16 @@ def accept_drafts(
     scores: Tensor,
     following: Tensor,
     branches: int,
-    carried: Tensor,
+    device_state: Tensor,
     next_state: Tensor,
 ) -> None:
-    """The token that follows the accepted drafts of each row and its position, into `carried` [2, MOST_ROWS], int32,
-    and into `next_state` [2, R], int64; zeros where there is no row.
+    """The token that follows the accepted drafts of each row and its position, into `device_state` [2, MOST_ROWS],
+    int32, and into `next_state` [2, R], int64; zeros where there is no row.
 
     A draft counts if it is one of the first `counting` [R] of its row, and its score is finite and at least MIN_SCORE.
     It is accepted if its score is at least EXIT_SCORE or it equals the token in `following`. The first draft that is
     not accepted ends the row."""
-    carried[:, : row_meta.shape[1]] = next_state[:] = 0
+    device_state[:, : row_meta.shape[1]] = next_state[:] = 0
     min_scores, exit_scores = (row_meta[part].view(torch.float32) for part in (MIN_SCORE, EXIT_SCORE))
     counts = scores.isfinite() & (scores >= min_scores)
     for r, (count, leaves) in enumerate(zip(counting.tolist(), row_meta[LEAVES].tolist(), strict=True)):
@@ -149,7 +149,7 @@ def accept_drafts(
         ):
             accepted += 1
         next_state[:, r] = torch.stack((following[begin + accepted], positions[begin] + accepted + 1))
-        carried[:, r] = next_state[:, r]
+        device_state[:, r] = next_state[:, r]
 
 
 def top_logprobs(
