@@ -16,6 +16,7 @@ from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
+from tide_core.execution.graphs import branches
 from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.in_flight import Launched
 from tide_core.execution.graphs.launch_depth import LaunchDepth, LaunchDepths
@@ -262,8 +263,10 @@ def test_tokens_and_scores_depend_neither_on_launch_depth_nor_on_when_prompts_ar
     cycles: list[Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_done = GraphPrompts._is_done
+    monkeypatch.setattr(branches, "MAX_BRANCHES", 1)  # a row that runs nearly alone has another chance at its draft
     more = {"bounded": {"mode": "bounded"}, "drawn": {"temperature": 0.8, "seed": 3}, "greedy": {}}[kind]
-    params = SamplingParams(max_tokens=24, ignore_eos=True, **{"mode": "verified", **more})
+    settings = {"ignore_eos": True, "mode": "verified", **more}
+    params = [SamplingParams(max_tokens=4 + 7 * row % 13, **settings) for row in range(24)]  # many ends of answers
     model: dict[str, Any] = {"easy": True, "share": 0.3, "artefact": EVERY}
     if kind == "bounded":  # an exit that is wrong, and emitted now and then
         model = {"easy": False, "artefact": {"kind": "mlp", **EVERY}}
@@ -277,13 +280,13 @@ def test_tokens_and_scores_depend_neither_on_launch_depth_nor_on_when_prompts_ar
             parts.runner.cycles.depths = LaunchDepths(lambda: AnyDepth(random))
             monkeypatch.setattr(GraphPrompts, "_is_done", lambda self: random.random() < 0.5 and is_done(self))
         with poisoned(parts) as engine:
-            found = engine.generate(random_prompts(6, 11), params)
+            found = engine.generate(random_prompts(24, 11), params)
         return [[(token.token_id, token.exit_layer, token.score) for token in answer.tokens] for answer in found]
 
     expected = answers(None)
     assert {layer for answer in expected for _, layer, _ in answer} == {1, 4}
-    for seed in range(1, 7):
+    for seed in range(1, 5):
         for one, other in zip(answers(seed), expected, strict=True):
             assert [token[:2] for token in one] == [token[:2] for token in other]
             scores = [(a[2], b[2]) for a, b in zip(one, other, strict=True)]
-            assert all((a is None) == (b is None) and (a is None or a == pytest.approx(b)) for a, b in scores)
+            assert all((a is None) == (b is None) and (a is None or a == pytest.approx(b, abs=1e-4)) for a, b in scores)
