@@ -285,7 +285,7 @@ def test_tokens_and_scores_depend_neither_on_launch_depth_nor_on_when_prompts_ar
 
     expected = answers(None)
     assert {layer for answer in expected for _, layer, _ in answer} == {1, 4}
-    for seed in range(1, 5):
+    for seed in range(1, 3):
         for one, other in zip(answers(seed), expected, strict=True):
             assert [token[:2] for token in one] == [token[:2] for token in other]
             scores = [(a[2], b[2]) for a, b in zip(one, other, strict=True)]
