@@ -131,9 +131,14 @@ def test_the_stages_make_a_tree_that_serves_as_another_user_who_may_not_write_in
         script = [str(ROOT / "tools/image/rehearse.sh"), str(work / "i")]
         files = [str(work / "config.yaml"), str(work / "request.json"), str(cpu_torch(given))]
         done = subprocess.run(
-            [*script, *files], env={**environment_of(work, ports), "DEMO": "0"}, capture_output=True, text=True
+            [*script, *files],
+            env={**environment_of(work, ports), "DEMO": "0", "BYTECODE": "tide_core"},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        installed = next(work.glob("i/prefix/lib/python*/site-packages/tide_core"))
+        assert list(installed.glob("__pycache__/config.*.pyc")), "compiled before the folder is read-only"
         answer = json.loads((work / "i" / "answer.json").read_text())
         assert answer["usage"]["completion_tokens"] == 5
         serving_as = re.search(r"serving as (\d+) on", done.stdout)
