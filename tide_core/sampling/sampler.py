@@ -117,10 +117,9 @@ def _choose(
     drawn = [r for r, row in enumerate(rows) if not row.params.is_greedy and r not in errors]
     weights = None
     if drawn:
-        weights = token_weights(select_rows(logits, drawn), [rows[r].params for r in drawn])  # 7 to 10
-        numbers = [
-            uniform(row.seed, len(row.output_ids), row.stream, row.distance) for row in map(rows.__getitem__, drawn)
-        ]
+        mine = [rows[r] for r in drawn]
+        weights = token_weights(select_rows(logits, drawn), [row.params for row in mine])  # 7 to 10
+        numbers = [uniform(row.seed, len(row.output_ids), row.stream, row.distance) for row in mine]
         for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 11
             token_ids[r] = token_id
     return token_ids, errors, drawn, weights

@@ -347,26 +347,36 @@ class _PromptPass(Graph, KernelView):
         self._output.send(self.host)
 
     def choose(self, rows: Sequence[RowStep]) -> None:
-        """Launch what rows need whose next token is not just the largest logit. Nothing here waits for the device."""
-        num, output, device = len(rows), self._output, self._logits.device
+        """Launch what rows need whose prompt is complete and whose next token is not just the largest logit. Nothing
+        here waits for the device."""
+        ending = [row.request for row in rows if row.samples]
+        draws = any(not request.params.is_greedy or request.adjusts_logits for request in ending)
+        lists = any(request.params.logprobs is not None for request in ending)
+        if draws:
+            self._draw(rows)
+        if lists:
+            self._list_logprobs(rows)
+        if draws or lists:
+            self._output.send(self.host)
+
+    def _draw(self, rows: Sequence[RowStep]) -> None:
+        """The tokens of all rows, after their logit adjustments; a greedy row gets its largest logit."""
+        num, output, logits = len(rows), self._output, self._logits[: len(rows)]
         params = [row.request.params for row in rows]
-        logits = self._logits[:num]
-        is_drawn = any(not mine.is_greedy for mine in params)
-        if is_drawn or any(row.request.adjusts_logits for row in rows):
-            sampling = [RowCycle.begin(row, 1).sampling_row(0) for row in rows]
-            settings = [(mine.temperature, mine.top_k, mine.top_p, mine.min_p, -inf) for mine in params]
-            numbers = [uniform(row.seed, len(row.output_ids)) for row in sampling]
-            given = torch.tensor([*zip(*settings, strict=True), numbers], dtype=torch.float64)
-            given = given.to(device, non_blocking=True)
-            chosen = adjusted(logits.float(), sampling)
-            heads = torch.empty((num, NUM_HEAD), dtype=torch.float64, device=device)
-            drawn = chosen, given[:-1], given[-1], logits.shape[1]
-            self._kernels.draw(*drawn, out=(output.following[:num], heads))
-            output.best[:num] = heads[:, BEST]
-        elif all(mine.logprobs is None for mine in params):
-            return
+        sampling = [RowCycle.begin(row, 1).sampling_row(0) for row in rows]
+        settings = [(mine.temperature, mine.top_k, mine.top_p, mine.min_p, -inf) for mine in params]
+        numbers = [uniform(row.seed, len(row.output_ids)) for row in sampling]
+        given = torch.tensor([*zip(*settings, strict=True), numbers], dtype=torch.float64)
+        given = given.to(logits.device, non_blocking=True)
+        heads = torch.empty((num, NUM_HEAD), dtype=torch.float64, device=logits.device)
+        drawn = adjusted(logits.float(), sampling), given[:-1], given[-1], logits.shape[1]
+        self._kernels.draw(*drawn, out=(output.following[:num], heads))
+        output.best[:num] = heads[:, BEST]
+
+    def _list_logprobs(self, rows: Sequence[RowStep]) -> None:
+        num, output, logits = len(rows), self._output, self._logits[: len(rows)]
+        wanted = [row.request.params.logprobs for row in rows]
         row_meta = torch.full((NUM_META, num), -1, dtype=torch.int32)
-        row_meta[LOGPROBS] = torch.tensor([-1 if mine.logprobs is None else mine.logprobs for mine in params])
-        where = self._sources[:num], self._begins[: num + 1], row_meta.to(device, non_blocking=True)
+        row_meta[LOGPROBS] = torch.tensor([-1 if listed is None else listed for listed in wanted])
+        where = self._sources[:num], self._begins[: num + 1], row_meta.to(logits.device, non_blocking=True)
         self._kernels.top_logprobs(logits, *where, output.following[:num], *(part[:num] for part in output.top))
-        output.send(self.host)
