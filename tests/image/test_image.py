@@ -132,7 +132,7 @@ def test_the_stages_make_a_tree_that_serves_as_another_user_who_may_not_write_in
         files = [str(work / "config.yaml"), str(work / "request.json"), str(cpu_torch(given))]
         done = subprocess.run(
             [*script, *files],
-            env={**environment_of(work, ports), "DEMO": "0", "BYTECODE": "tide_core"},
+            env={**environment_of(work, ports), "DEMO": "0", "BYTECODE": "tide_core ray"},
             capture_output=True,
             text=True,
         )

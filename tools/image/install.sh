@@ -5,8 +5,8 @@
 #
 # Packages come from requirements.lock in LOCKS, by hash; the file of the demo model from demo.lock, unless DEMO is 0.
 # TORCH is a wheel of another build of Torch, such as one for CPUs only: it replaces the locked one and its CUDA
-# libraries. BYTECODE is a folder of packages below site-packages, such as tide_core: bytecode is compiled for it alone
-# instead of all, for a rehearsal.
+# libraries. BYTECODE names packages, such as "tide_core ray": bytecode is compiled for these alone instead of all, for a
+# rehearsal.
 set -euo pipefail
 WHEELS=$1 LOCKS=$2 PREFIX=$3 TORCH=${4:-} PYTHON=${PYTHON:-python3}
 "$PYTHON" -m venv "$PREFIX"
@@ -26,6 +26,7 @@ pip check
 [[ ${DEMO:-1} == 0 ]] || pip install -qq --no-deps --require-hashes --only-binary :all: --no-compile -r "$LOCKS/demo.lock"
 # Compile bytecode now: the prefix is read-only at run time, and nothing can be installed there later. The tests of
 # packages are never imported there.
-compiled=("$PREFIX"/lib${BYTECODE:+/python*/site-packages/$BYTECODE})
+compiled=("$PREFIX/lib")
+[[ -z ${BYTECODE:-} ]] || read -ra compiled <<<"$(cd "$PREFIX"/lib/python*/site-packages && realpath $BYTECODE | xargs)"
 "$PREFIX/bin/python" -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "${compiled[@]}" >/dev/null || true
 "$PREFIX/bin/python" -m pip uninstall -qq -y pip
