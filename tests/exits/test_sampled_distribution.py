@@ -20,7 +20,7 @@ from tide_core.request import Request, SamplingParams
 from tide_core.sampling.draw import DRAFT_STREAM, draw, uniform
 from tide_core.sampling.rows import SamplingRow
 
-NUM_DRAWS = 20_000
+NUM_DRAWS = 8_000
 LEAST_P = 0.001
 [PROMPT] = random_prompts(1, 9)
 

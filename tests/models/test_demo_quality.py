@@ -12,22 +12,23 @@ import torch
 from tide_core.models.loader import load_model, load_tokenizer
 from tide_core.models.resolver import resolve
 
-WINDOW = 512
+WINDOW, NUM_WINDOWS = 512, 4
 DATA = os.environ.get("TIDE_TEST_DATA", "")
 
 
 @pytest.mark.demo
 @pytest.mark.skipif(not DATA, reason="needs wikitext2-valid.txt in the folder that TIDE_TEST_DATA names")
-def test_perplexity_of_the_dequantised_demo_model_on_wikitext_is_20() -> None:
-    """First 20 kB of the validation text, whole windows of 512 tokens, beginning-of-text only at the start."""
+def test_perplexity_of_the_dequantised_demo_model_on_wikitext_is_18() -> None:
+    """The first four windows of 512 tokens of the validation text, beginning-of-text only at the start; ten give 20.1
+    and take a minute."""
     text = (Path(DATA) / "wikitext2-valid.txt").read_bytes()[:20_000].decode(errors="ignore")
     resolved = resolve("demo")
     model = load_model(resolved, dtype="float32", device="cpu")
     ids = [model.config.bos_token_id, *load_tokenizer(resolved).encode(text)]
-    windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
+    windows = torch.tensor(ids[: NUM_WINDOWS * WINDOW]).view(-1, WINDOW)
     losses = []
     with torch.inference_mode():
         for window in windows:
             logits = model(window[None]).logits[0, :-1]
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
-    assert math.exp(torch.stack(losses).mean().item()) == pytest.approx(20.1, abs=0.1)
+    assert math.exp(torch.stack(losses).mean().item()) == pytest.approx(18.33, abs=0.1)
