@@ -182,13 +182,13 @@ def blank_tables(
     """Rows of a given context whose pages hold zeros; None if the pool has too few blocks."""
     tables: list[BlockTable] = []
     for _ in range(rows):
-        table = blocks.new_table()
+        table = BlockTable()
         if not blocks.can_allocate(table, context + max_drafts + 1):
             for other in tables:
                 blocks.free(other)
             return None
         blocks.allocate(table, context + max_drafts + 1)
-        table.lengths = [context] * len(table.lengths)
+        table.length = context
         tables.append(table)
     runner.cache.blank([block for table in tables for block in table.block_ids])
     return tables

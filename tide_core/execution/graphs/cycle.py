@@ -172,7 +172,7 @@ class GraphCycles:
 
     def _place(self, row: RowStep) -> RowPlace:
         table, drafts = row.table, row.num_drafts
-        return RowPlace(row, drafts, table.block_ids[: (table.num_valid + drafts) // self._cache.block_size + 1])
+        return RowPlace(row, drafts, table.block_ids[: (table.length + drafts) // self._cache.block_size + 1])
 
     def _launch_ahead(self, rows: Sequence[RowStep], step: InFlightStep, found: dict[int, int]) -> InFlightStep | None:
         """Launch the step after another: with its rows, as it leaves them, and with rows that are new. None if a row
@@ -194,7 +194,7 @@ class GraphCycles:
                     continue
             most_left = left if left > most_left else most_left
             drafts = row.num_drafts if row.num_drafts < left else left - 1
-            start, capacity = table.lengths[-1] + gained, len(table.block_ids) * size
+            start, capacity = table.length + gained, len(table.block_ids) * size
             fits = (min(capacity, max_positions) - start) // (drafts + 1)
             if fits < num_cycles:
                 num_cycles = fits
