@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.factories import make_blocks
+from tests.factories import make_blocks, watch_released
 from tide_core.errors import EngineError
 from tide_core.kv.block_manager import BlockManager, BlockTable
 
@@ -99,7 +99,7 @@ def test_cached_blocks_are_given_up_oldest_first_when_space_is_needed() -> None:
     blocks = make_blocks(4, block_size=4)
     for start in (0, 100):
         blocks.free(fill(blocks, list(range(start, start + 8))))
-    assert blocks.num_cached == 4
+    assert len(blocks._cached) == 4
     table = BlockTable()
     blocks.allocate(table, 8)
     assert blocks.match_prefix(list(range(9)), SPACE).length == 0
@@ -117,7 +117,8 @@ def test_a_prefix_outlives_what_follows_it() -> None:
 
 def test_released_blocks_are_announced_exactly_when_their_content_dies() -> None:
     released: list[int] = []
-    blocks = make_blocks(2, block_size=4, on_release=released.extend)
+    blocks = make_blocks(2, block_size=4)
+    watch_released(blocks, released.extend)
     table = fill(blocks, [1, 2, 3, 4, 5])
     whole, partial = table.block_ids
     blocks.free(table)
@@ -129,7 +130,7 @@ def test_released_blocks_are_announced_exactly_when_their_content_dies() -> None
 def test_with_prefix_caching_off_nothing_is_kept() -> None:
     blocks = make_blocks(4, prefix_caching=False)
     blocks.free(fill(blocks, list(range(9))))
-    assert blocks.num_cached == 0
+    assert len(blocks._cached) == 0
     assert blocks.match_prefix(list(range(9)), SPACE).length == 0
 
 

@@ -240,7 +240,7 @@ def _graphs(
         logger.debug("no CUDA graphs: %s", reason)
         return None, None
     assert isinstance(kernels, CudaKernels)
-    cycles = GraphCycles(adapter, cache, kernels, exits, branches=True, max_positions=max_model_len)
+    cycles = GraphCycles(adapter, cache, kernels, exits, max_positions=max_model_len)
     return cycles, GraphPrompts(adapter, cache, kernels, exits)
 
 

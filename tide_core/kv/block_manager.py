@@ -35,20 +35,12 @@ class BlockTable:
 
 
 class BlockManager:
-    """One pool of blocks, counted. `on_release` is called with blocks whose content is no longer valid."""
+    """One pool of blocks, counted."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        prefix_caching: bool = True,
-        on_release: Callable[[Sequence[int]], None] | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._on_release = on_release
         self._free = list(range(num_blocks - 1, -1, -1))  # used as a stack: memory is touched as late as possible
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._owners = [0] * num_blocks
@@ -63,10 +55,6 @@ class BlockManager:
     @property
     def num_owned(self) -> int:
         return self.num_blocks - self.num_available
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -95,7 +83,6 @@ class BlockManager:
             self._owners[block] -= 1
             assert self._owners[block] == 0, "a spare block belongs to one row alone"
             self._free.append(block)
-        self._release(spare)
 
     def match_prefix(self, token_ids: Sequence[int], namespace: bytes) -> BlockTable:
         """A table that already owns the cached blocks this token sequence begins with.
@@ -136,7 +123,6 @@ class BlockManager:
 
     def free(self, table: BlockTable) -> None:
         """Take all blocks from the row and empty its table. Last blocks first: a prefix outlives what follows it."""
-        released = []
         for block in reversed(table.block_ids):
             self._owners[block] -= 1
             assert self._owners[block] >= 0, f"block {block} freed twice"
@@ -146,8 +132,6 @@ class BlockManager:
                 self._cached[block] = None
             else:
                 self._free.append(block)
-                released.append(block)
-        self._release(released)
         table.block_ids, table.keys, table.length = [], [], 0
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
@@ -170,16 +154,8 @@ class BlockManager:
         if self._free:
             return self._free.pop()
         block, _ = self._cached.popitem(last=False)
-        self._forget(block)
-        self._release([block])
-        return block
-
-    def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
-
-    def _release(self, blocks: Sequence[int]) -> None:
-        if blocks and self._on_release is not None:
-            self._on_release(blocks)
+        return block
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -46,18 +46,17 @@ class GraphCycles:
         kernels: CudaKernels,
         exits: Exits | None = None,
         *,
-        branches: bool = False,
         capture: bool | None = None,
         max_positions: int | None = None,
     ) -> None:
-        """`exits` of one checkpoint. With `branches` the last blocks of the pool are reserved for them. Without
-        `capture` the same passes run op by op, as they do on a CPU. No row runs at `max_positions` or after; by default
-        those of the model."""
+        """`exits` of one checkpoint; the last blocks of the pool are then reserved for branches. Without `capture` the
+        same passes run op by op, as they do on a CPU. No row runs at `max_positions` or after; by default those of the
+        model."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._capture = cache.device.type == "cuda" if capture is None else capture
         self._graphs: dict[CycleShape, CycleGraph] = {}
         self._pool: Any = None
-        self._branches = Branches(cache, kernels) if exits is not None and branches else None
+        self._branches = None if exits is None else Branches(cache, kernels)
         self._next_state = torch.zeros((2, MOST_ROWS), dtype=torch.int32, device=cache.device)
         self._layers = Layers(adapter.num_layers if exits is None else exits.checkpoints[0].layer, adapter.num_layers)
         self._max_positions = adapter.max_positions if max_positions is None else max_positions
