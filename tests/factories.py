@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,24 @@ def make_request(
 
 def make_blocks(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> BlockManager:
     return BlockManager(num_blocks, block_size, **settings)
+
+
+def watch_released(blocks: BlockManager, released: Callable[[list[int]], None]) -> None:
+    """Call `released` with blocks whose content is no longer valid: freed ones, and cached ones that are given up."""
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            free, cached = set(blocks._free), set(blocks._cached)
+            result = change(*args)
+            gone = [*(set(blocks._free) - free), *(cached - set(blocks._cached))]
+            if gone:
+                released(gone)
+            return result
+
+        return run
+
+    for name in ("free", "trim", "_take"):
+        setattr(blocks, name, watched(getattr(blocks, name)))
 
 
 def make_scheduler(

@@ -33,7 +33,7 @@ class Forward:
         for start in range(0, max(map(len, rows)), chunk):
             active = [r for r, row in enumerate(rows) if start < len(row)]
             pieces = [rows[r][start : start + chunk] for r in active]
-            out = self._step([BlockTable([start], tables[r]) for r in active], pieces)
+            out = self._step([BlockTable(start, tables[r]) for r in active], pieces)
             for r, piece in zip(active, out.split([len(p) for p in pieces]), strict=True):
                 logits[r].append(piece)
         return [torch.cat(pieces) for pieces in logits]

@@ -33,7 +33,7 @@ class RowStep(NamedTuple):
 
     @property
     def start(self) -> int:
-        return self.table.num_valid
+        return self.table.length
 
 
 @dataclass(frozen=True, slots=True)

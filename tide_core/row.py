@@ -32,7 +32,7 @@ class Row:
     @property
     def num_missing(self) -> int:
         """Tokens still to run: 1 for a row that decodes."""
-        return len(self.request.prompt_ids) + len(self.output_ids) - self.table.num_valid
+        return len(self.request.prompt_ids) + len(self.output_ids) - self.table.length
 
     def tokens(self, start: int, stop: int) -> list[int]:
         prompt = self.request.prompt_ids

@@ -26,7 +26,6 @@ COMMON: dict[str, Any] = {
     "checkpoints": [1],
     "deep_inputs": False,
     "steps": 12,
-    "compare_steps": 0,
     "max_drafts": 2,
     "measure_batches": [],
 }

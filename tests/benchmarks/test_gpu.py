@@ -33,6 +33,7 @@ from tests.kernels.twin import twin_kernels
 from tide_core.config import EngineConfig
 from tide_core.engine import assemble
 from tide_core.execution.graphs.in_flight import InFlightStep
+from tide_core.kv.block_manager import BlockTable
 from tide_core.request import NO_EXITS, ExitPolicy
 
 NEEDS_A_GPU = {"attention_512", "attention_8192", "attention_32768", "router"}
@@ -265,7 +266,7 @@ def test_shallow_and_deep_passes_are_separated_by_two_cycles() -> None:
 
 def test_a_refused_row_runs_its_router_and_drafts_nothing() -> None:
     parts = Subject(SMALL, "cpu").exits
-    table = parts.core.scheduler.blocks.new_table()
+    table = BlockTable()
     parts.core.scheduler.blocks.allocate(table, 8)
     [row] = run_step(parts, gpu_parts.refused([table])).rows
     assert (row.counts[0].drafted, len(row.tokens)) == (0, 1)

@@ -22,6 +22,11 @@ def test_an_unknown_setting_names_the_nearest_known_one() -> None:
         CalibrationConfig.from_mapping({"learning_rat": 1e-3})
 
 
+def test_compare_steps_are_refused_with_what_replaces_them() -> None:
+    with pytest.raises(ConfigError, match=r"compare_steps: got 0, .*removed; `candidates` lists all heads"):
+        CalibrationConfig.from_mapping({"compare_steps": 0})
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -106,11 +106,11 @@ class DiesTrained(LocalExecutor):
 def test_a_training_that_ended_before_the_ledger_knew_is_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, straight = run_with(LocalExecutor, tmp_path / "one", compare_steps=3)
+    _, straight = run_with(LocalExecutor, tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
-        run_with(DiesTrained, tmp_path / "two", compare_steps=3)
+        run_with(DiesTrained, tmp_path / "two")
     monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
-    _, resumed = run_with(LocalExecutor, tmp_path / "two", compare_steps=3)
+    _, resumed = run_with(LocalExecutor, tmp_path / "two")
     assert resumed == straight
     assert not list((tmp_path / "two" / "run" / "train").rglob("training*")), "no state is left"
 
@@ -182,7 +182,7 @@ def test_rank_0_writes_the_candidates(tmp_path: Path, monkeypatch: pytest.Monkey
             pass
 
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    config, identity = tiny_calibration(data="self", compare_steps=0), identify(model, tokenizer, None)
+    config, identity = tiny_calibration(data="self"), identify(model, tokenizer, None)
     context = StageContext(config, model, tokenizer, identity, Files(tmp_path), Second(rank))
     monkeypatch.setattr(stages, "_part", lambda *args: SimpleNamespace(num_sequences=3, num_tokens=40))
     monkeypatch.setattr(stages, "_shortlist", lambda *args: None)

@@ -85,6 +85,16 @@ def test_a_ledger_of_another_version_is_refused(tmp_path: Path, change: dict[str
         ledger(tmp_path)
 
 
+def test_a_run_with_a_setting_that_was_removed_is_refused_by_its_name(tmp_path: Path) -> None:
+    ledger(tmp_path)
+    state = read_ledger(tmp_path)
+    assert state is not None
+    state["config"]["compare_steps"] = 100
+    (tmp_path / LEDGER).write_bytes(msgpack.packb(state))
+    with pytest.raises(ConfigError, match="another run directory: compare_steps was 100 and is None"):
+        ledger(tmp_path)
+
+
 IDENTITY = FACTS.identity
 OTHERS = {
     "weights by their files": replace(FACTS, identity=replace(IDENTITY, weights_sha256="11")),

@@ -311,7 +311,7 @@ def test_a_training_on_records_that_are_made_again_begins_anew(tmp_path: Path, m
         patch.setattr(stages, "save_candidates", killed)
         with pytest.raises(Killed):
             run_tiny(tmp_path)
-    assert (tmp_path / "run" / stages.STATES[0]).exists()
+    assert (tmp_path / "run" / stages.STATE).exists()
     (tmp_path / "run" / "dataset" / "test.jsonl").unlink()
 
     few = run_tiny(tmp_path, data=write_prompts(tmp_path, PROMPTS[:4]))

@@ -36,7 +36,6 @@ def tiny_calibration(**settings: Any) -> CalibrationConfig:
         "checkpoints": (1,),
         "deep_inputs": False,
         "steps": 4,
-        "compare_steps": 0,
         "batch_tokens": 128,
         "max_drafts": 2,
         "router_bottleneck": 8,

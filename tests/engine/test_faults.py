@@ -19,6 +19,7 @@ from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Engine
 from tide_core.engine.sinks import AnswerSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, EngineError, RequestError
+from tide_core.kv.block_manager import BlockTable
 from tide_core.request import FinishReason, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -443,7 +444,7 @@ def test_a_leaked_block_is_found_when_the_engine_is_idle() -> None:
     engine = make_engine()
     engine.generate(["the cat"], PARAMS)
     blocks = engine._parts.core.scheduler.blocks
-    blocks.allocate(blocks.new_table(), 5)
+    blocks.allocate(BlockTable(), 5)
     engine.generate(["the dog"], PARAMS)
     wait_until(lambda: engine.stats().dead)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.engine.exit_engines import poisoned
 from tests.engine.runners import RunnerOf
 from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts, tiny_tokenizer
 from tide_core.batch import ScheduledBatch, StepResult
@@ -22,15 +22,6 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=7, ign
 
 def ids(answer: Completion) -> list[int]:
     return [token.token_id for token in answer.tokens]
-
-
-def poisoned_engine(**settings: Any) -> Engine:
-    """Freed blocks are filled with NaN, and so is the whole pool at first."""
-    parts = make_parts(**settings)
-    cache, blocks = parts.runner.cache, parts.core.scheduler.blocks
-    cache.poison(range(cache.num_blocks))
-    blocks._on_release = cache.poison
-    return Engine.from_parts(make_config(**settings), parts)
 
 
 def test_answers_come_in_the_order_of_the_prompts() -> None:
@@ -91,7 +82,8 @@ def test_nothing_reads_a_freed_or_unwritten_slot() -> None:
     prompts = random_prompts(9, 13)
     with make_engine() as engine:
         expected = engine.generate(prompts, GREEDY)
-    with poisoned_engine(block_size=4, max_rows=2, prefix_caching=False) as engine:
+    settings = {"block_size": 4, "max_rows": 2, "prefix_caching": False}
+    with poisoned(make_parts(**settings), **settings) as engine:
         for _ in range(2):
             got = engine.generate(prompts, GREEDY)
             assert [ids(answer) for answer in got] == [ids(answer) for answer in expected]

@@ -87,7 +87,7 @@ def test_the_pool_is_idle_afterwards_and_answers_are_as_without_a_measurement() 
     parts = idle_parts()
     measured(parts)
     parts.core.check_idle()
-    assert parts.core.scheduler.blocks.num_owned == parts.core.scheduler.blocks.num_cached == 0
+    assert parts.core.scheduler.blocks.num_owned == len(parts.core.scheduler.blocks._cached) == 0
     with Engine.from_parts(make_config(drafts=4), parts) as engine:
         assert [ids(answer) for answer in engine.generate(prompts, params)] == expected
 

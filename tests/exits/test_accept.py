@@ -56,7 +56,7 @@ def test_a_draft_at_the_exit_score_is_kept_whatever_full_depth_chooses() -> None
 
 
 def test_a_whole_cycle_ignores_the_calibrated_threshold_unless_a_bound_was_certified_with_it() -> None:
-    step = RowStep(request(VERIFIED), BlockTable([4], [0]), (7,), (), True, VERIFIED)
+    step = RowStep(request(VERIFIED), BlockTable(4, [0]), (7,), (), True, VERIFIED)
     assert drafting_thresholds(step, 0) == Thresholds(0.2, math.inf)
     assert cycle_thresholds(request(VERIFIED), VERIFIED) == Thresholds(-math.inf, math.inf)
     assert cycle_thresholds(request(VERIFIED, 0.5), VERIFIED) == Thresholds(0.5, math.inf)

@@ -145,7 +145,7 @@ def test_tokens_are_fed_with_the_last_deep_state_before_them(start: int, skipped
     exits = make_twin(programs=True, artefact={"kind": "block"}).exits
     rows = []
     for blocks in ([5, 2, 9], [7, 3, 1]):
-        table = BlockTable([start] * 2, blocks)
+        table = BlockTable(start, blocks)
         rows.append(RowCycle.begin(RowStep(make_request(), table, tuple(range(8)), (), True), 2))
     if skipped:
         rows[1].left_at = {2: 0, 3: 0}

@@ -29,7 +29,7 @@ def cycle_parts(artefact: dict[str, Any], *, capture: bool, dtype: str = "bfloat
     assert isinstance(runner.kernels, CudaKernels)
     if not capture:
         parts_of_it = runner.adapter, runner.cache, runner.kernels, runner.exits
-        runner.cycles = GraphCycles(*parts_of_it, branches=True, capture=False)
+        runner.cycles = GraphCycles(*parts_of_it, capture=False)
     return parts
 
 

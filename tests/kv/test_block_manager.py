@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.factories import make_blocks
+from tests.factories import make_blocks, watch_released
 from tide_core.errors import EngineError
 from tide_core.kv.block_manager import BlockManager, BlockTable
 
@@ -15,15 +15,14 @@ def fill(blocks: BlockManager, tokens: list[int], namespace: bytes = SPACE) -> B
     """A row that has run all of `tokens`."""
     table = blocks.match_prefix(tokens, namespace)
     blocks.allocate(table, len(tokens))
-    for segment in range(blocks.num_segments):
-        table.advance(segment, len(tokens) - table.lengths[segment])
+    table.advance(len(tokens) - table.length)
     blocks.seal(table, lambda start, stop: tokens[start:stop], namespace)
     return table
 
 
 def test_allocation_takes_only_the_blocks_tokens_need() -> None:
     blocks = make_blocks(8, block_size=4)
-    table = blocks.new_table()
+    table = BlockTable()
     blocks.allocate(table, 5)
     assert len(table.block_ids) == 2
     blocks.allocate(table, 8)
@@ -33,23 +32,12 @@ def test_allocation_takes_only_the_blocks_tokens_need() -> None:
 
 def test_a_row_has_capacity_up_to_the_end_of_its_blocks_and_no_further() -> None:
     blocks = make_blocks(8, block_size=4)
-    table = blocks.new_table()
+    table = BlockTable()
     assert blocks.has_capacity(table, 0)
     assert not blocks.has_capacity(table, 1)
     blocks.allocate(table, 5)
     assert blocks.has_capacity(table, 8)
     assert not blocks.has_capacity(table, 9)
-
-
-def test_tokens_are_valid_where_the_deepest_segment_has_them() -> None:
-    table = make_blocks(8, num_segments=3).new_table()
-    table.advance_all(5)
-    assert table.lengths == [5, 5, 5]
-    table.advance(0, 2)
-    table.advance(1, 1)
-    assert table.num_valid == 5
-    table.advance_all(1)
-    assert (table.lengths, table.num_valid) == ([8, 7, 6], 6)
 
 
 def test_rows_never_share_a_block_without_a_common_prefix() -> None:
@@ -62,7 +50,7 @@ def test_rows_never_share_a_block_without_a_common_prefix() -> None:
 
 def test_can_allocate_changes_nothing_and_tells_the_truth() -> None:
     blocks = make_blocks(2, block_size=4)
-    table = blocks.new_table()
+    table = BlockTable()
     assert blocks.can_allocate(table, 8)
     assert not blocks.can_allocate(table, 9)
     assert not blocks.can_allocate(table, 8, reserve=1)
@@ -84,14 +72,14 @@ def test_a_later_request_finds_the_whole_blocks_of_an_equal_prefix() -> None:
     first = fill(blocks, list(range(10)))
     second = blocks.match_prefix([*range(8), 77, 78], SPACE)
     assert second.block_ids == first.block_ids[:2]
-    assert second.num_valid == 8
+    assert second.length == 8
     blocks.check_integrity([first, second])
 
 
 def test_at_least_one_token_is_left_to_run_after_a_full_match() -> None:
     blocks = make_blocks(8, block_size=4)
     fill(blocks, list(range(8)))
-    assert blocks.match_prefix(list(range(8)), SPACE).num_valid == 4
+    assert blocks.match_prefix(list(range(8)), SPACE).length == 4
 
 
 @pytest.mark.parametrize("namespace", [b"other model", b"model|full|salt", b""])
@@ -111,56 +99,48 @@ def test_cached_blocks_are_given_up_oldest_first_when_space_is_needed() -> None:
     blocks = make_blocks(4, block_size=4)
     for start in (0, 100):
         blocks.free(fill(blocks, list(range(start, start + 8))))
-    assert blocks.num_cached == 4
-    table = blocks.new_table()
+    assert len(blocks._cached) == 4
+    table = BlockTable()
     blocks.allocate(table, 8)
-    assert blocks.match_prefix(list(range(9)), SPACE).num_valid == 0
+    assert blocks.match_prefix(list(range(9)), SPACE).length == 0
     again = blocks.match_prefix([*range(100, 108), 5], SPACE)
-    assert again.num_valid == 8
+    assert again.length == 8
     blocks.check_integrity([table, again])
 
 
 def test_a_prefix_outlives_what_follows_it() -> None:
     blocks = make_blocks(3, block_size=4)
     blocks.free(fill(blocks, list(range(12))))
-    blocks.allocate(blocks.new_table(), 4)
-    assert blocks.match_prefix(list(range(12)), SPACE).num_valid == 8
+    blocks.allocate(BlockTable(), 4)
+    assert blocks.match_prefix(list(range(12)), SPACE).length == 8
 
 
 def test_released_blocks_are_announced_exactly_when_their_content_dies() -> None:
     released: list[int] = []
-    blocks = make_blocks(2, block_size=4, on_release=released.extend)
+    blocks = make_blocks(2, block_size=4)
+    watch_released(blocks, released.extend)
     table = fill(blocks, [1, 2, 3, 4, 5])
     whole, partial = table.block_ids
     blocks.free(table)
     assert released == [partial]
-    blocks.allocate(blocks.new_table(), 8)
+    blocks.allocate(BlockTable(), 8)
     assert released == [partial, whole]
 
 
 def test_with_prefix_caching_off_nothing_is_kept() -> None:
     blocks = make_blocks(4, prefix_caching=False)
     blocks.free(fill(blocks, list(range(9))))
-    assert blocks.num_cached == 0
-    assert blocks.match_prefix(list(range(9)), SPACE).num_valid == 0
-
-
-def test_a_deep_segment_cannot_get_ahead_of_a_shallow_one() -> None:
-    table = make_blocks(4, num_segments=2).new_table()
-    table.advance(0, 3)
-    table.advance(1, 3)
-    with pytest.raises(AssertionError):
-        table.advance(1, 1)
+    assert len(blocks._cached) == 0
+    assert blocks.match_prefix(list(range(9)), SPACE).length == 0
 
 
 def test_blocks_with_pending_tokens_are_not_sealed() -> None:
-    blocks = make_blocks(4, block_size=4, num_segments=2)
-    table = blocks.new_table()
+    blocks = make_blocks(4, block_size=4)
+    table = BlockTable()
     blocks.allocate(table, 8)
-    table.advance(0, 8)
-    table.advance(1, 4)
+    table.advance(7)
     blocks.seal(table, lambda start, stop: list(range(8))[start:stop], SPACE)
-    assert blocks.match_prefix(list(range(9)), SPACE).num_valid == 4
+    assert blocks.match_prefix(list(range(9)), SPACE).length == 4
 
 
 @pytest.mark.parametrize("damage", ["lost", "twice", "owner", "key"])

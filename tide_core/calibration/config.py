@@ -17,6 +17,8 @@ from tide_core.errors import ConfigError, refuse_unknown
 HEADS = ("identity", "affine", "mlp", "block")
 OPTIMISERS = ("muon", "adamw")
 SELF_DATA = "self"
+REMOVED = {"compare_steps": "no such key: it was removed; `candidates` lists all heads, simple ones too"}
+"""Settings of earlier versions, and why they are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,6 @@ class CalibrationConfig:
     """Width of the block's own SwiGLU; None: the model's."""
     candidates: tuple[str, ...] = ()
     """Heads one by one, such as 2:block:deep:muon; none: every kind of `heads` at every checkpoint."""
-    compare_steps: int = 100
-    """Training steps of simple heads along the depth, for comparison in the report; 0: no such heads."""
     router_bottleneck: int = 128
     """Width of the router's hidden layer."""
     steps: int = 3200
@@ -152,6 +152,8 @@ class CalibrationConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CalibrationConfig:
         """Build from JSON values; the error for an unknown key names the nearest known one."""
+        for name in REMOVED.keys() & values.keys():
+            raise ConfigError(name, values[name], REMOVED[name])
         refuse_unknown("calibration setting", values, [f.name for f in fields(cls)])
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         return cls(**plain)
@@ -193,7 +195,6 @@ _INTEGERS = {
     "head_ffn": (1, 2**20),
     "router_bottleneck": (1, 2**16),
     "steps": (1, 2**24),
-    "compare_steps": (0, 2**24),
     "batch_tokens": (1, 2**24),
     "loss_positions": (1, 2**20),
     "warmup_steps": (0, 2**20),

@@ -103,7 +103,7 @@ class Pipeline:
         self._stage("dataset", self._make_dataset)
         self._stage("collect", self._collect)
         self._stage("train", self._train)
-        self._remove(stages.STATES)  # only after the ledger has the trained candidates
+        self._remove([stages.STATE])  # only after the ledger has the trained candidates
         self._stage("risk", self._trace)
         published = self._publish(publish_to, model_name)
         published, failure = self._measure(published, publish_to, timer)
@@ -181,7 +181,7 @@ class Pipeline:
         units = plan(self._config, lines, self._model.generation_batch)
         paths = [unit.path for unit in units]
         remove_others(self._files.folder / stages.SHARDS, {Path(path).name for path in paths})
-        self._remove([stages.CANDIDATES, *stages.STATES])  # of other sequences
+        self._remove([stages.CANDIDATES, stages.STATE])  # of other sequences
         self._make_shards(units)
         coverage = self._write_shortlist()
         return [*paths, stages.SHORTLIST], {"coverage": coverage}

@@ -4,7 +4,7 @@ can run it, and another one can repeat it if that worker dies.
     prompts/<round>-<nnnnn>.jsonl       prompts that the model wrote
     shards/<part>-<nnnnn>.safetensors   token sequences
     train/candidates.safetensors        heads and routers, rounded as the artefact stores them
-    train/state/, train/compared/       states of the two trainings, until the ledger has the finished stage
+    train/state/                        state of the training, until the ledger has the finished stage
     risk/<part>.msgpack                 traces of the candidates on held-out sequences
     artefact/                           what is published
 """
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tide_core.calibration.collect.collect import Unit, sequences_of
 from tide_core.calibration.collect.shards import PARTS, TokenShards, write_shard
-from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.data.self_prompts import PromptBatch, WrittenPrompt, write_prompts
 from tide_core.calibration.executor import StageContext
 from tide_core.calibration.ledger import ShardEntry, WorkerTime
@@ -33,13 +32,7 @@ from tide_core.calibration.report.data import Measured
 from tide_core.calibration.report.publish import Findings, Published, publish
 from tide_core.calibration.risk.trace import trace_candidates
 from tide_core.calibration.risk.traces import read_traces, write_traces
-from tide_core.calibration.train.candidates import (
-    Candidate,
-    CandidateSpec,
-    comparison_candidates,
-    load_candidates,
-    save_candidates,
-)
+from tide_core.calibration.train.candidates import Candidate, load_candidates, save_candidates
 from tide_core.calibration.train.train import STATE_NAME, fit
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
@@ -49,7 +42,7 @@ ARTEFACT = "artefact"
 CANDIDATES = "train/candidates.safetensors"
 SHARDS = "shards"
 SHORTLIST = "shortlist.safetensors"
-STATES = f"train/state/{STATE_NAME}", f"train/compared/{STATE_NAME}"
+STATE = f"train/state/{STATE_NAME}"
 HELD_OUT = ("test", "calibration", "given")
 NEW_TOKENS = 48
 """Tokens per row when the published exits are timed."""
@@ -135,30 +128,21 @@ def train(context: StageContext, shards: Digests, progress: Progress) -> tuple[i
     """Stage train: fit the candidates on the train part, from a saved state if there is one.
 
     Returns the numbers of sequences and tokens of the part."""
-    files, config, adapter, group = context.files, context.config, context.adapter, context.group
+    files = context.files
     context.generator.release()
-    part, shortlist = _part(context, "train", shards), _shortlist(context)
-    files.pull(STATES)
-
-    def fitted(config: CalibrationConfig, state: str, specs: Sequence[CandidateSpec] | None = None) -> list[Candidate]:
-        return fit(
-            config,
-            adapter,
-            part,
-            shortlist,
-            progress=progress,
-            resume_dir=files.path(state).parent,
-            on_saved=lambda: files.push([state]),
-            candidates=specs,
-            group=group,
-        )
-
-    candidates = fitted(config, STATES[0])
-    if config.compare_steps:  # simple heads along the depth, trained briefly, to compare the exits with
-        known = {candidate.name for candidate in candidates}
-        specs = [spec for spec in comparison_candidates(adapter.num_layers) if spec.name not in known]
-        candidates += fitted(replace(config, steps=config.compare_steps), STATES[1], specs)
-    if group.rank == 0:
+    part = _part(context, "train", shards)
+    files.pull([STATE])
+    candidates = fit(
+        context.config,
+        context.adapter,
+        part,
+        _shortlist(context),
+        progress=progress,
+        resume_dir=files.path(STATE).parent,
+        on_saved=lambda: files.push([STATE]),
+        group=context.group,
+    )
+    if context.group.rank == 0:
         save_candidates(files.path(CANDIDATES), [_rounded(candidate) for candidate in candidates])
         files.push([CANDIDATES])
     return part.num_sequences, part.num_tokens

@@ -149,7 +149,6 @@ def assemble_loaded(
         cache, blocks = build_pool(
             config,
             adapter,
-            num_segments=len(segments),
             max_model_len=max_model_len,
             artefact=artefact,
             spare_blocks=SPARE_BLOCKS if isinstance(kernels, CudaKernels) and artefact is not None else 0,
@@ -241,7 +240,7 @@ def _graphs(
         logger.debug("no CUDA graphs: %s", reason)
         return None, None
     assert isinstance(kernels, CudaKernels)
-    cycles = GraphCycles(adapter, cache, kernels, exits, branches=True, max_positions=max_model_len)
+    cycles = GraphCycles(adapter, cache, kernels, exits, max_positions=max_model_len)
     return cycles, GraphPrompts(adapter, cache, kernels, exits)
 
 
@@ -338,7 +337,6 @@ def build_pool(
     config: EngineConfig,
     adapter: ModelAdapter,
     *,
-    num_segments: int,
     max_model_len: int,
     artefact: Artefact | None = None,
     spare_blocks: int = 0,
@@ -362,10 +360,7 @@ def build_pool(
     except RuntimeError as error:  # both allocators raise it, or a kind of it
         expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error
-    blocks = BlockManager(
-        num_blocks, config.block_size, num_segments=num_segments, prefix_caching=config.prefix_caching
-    )
-    return cache, blocks
+    return cache, BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
 
 
 def _model_len(config: EngineConfig, adapter: ModelAdapter) -> int:

@@ -25,6 +25,7 @@ from tide_core.engine.scheduler import Scheduler
 from tide_core.errors import EngineError, RequestError
 from tide_core.exits.audit import AuditBook
 from tide_core.exits.policy import without_exits
+from tide_core.kv.block_manager import BlockTable
 from tide_core.outputs.exit_stats import ExitStats
 from tide_core.outputs.request_state import RequestState, StepOutput
 from tide_core.outputs.step_stats import ALL_VERIFIED, DraftStats, PendingStats, StepRecord
@@ -192,7 +193,7 @@ class EngineCore:
     def _probe(self) -> None:
         """Run one token that belongs to no request; raises if the engine cannot even do that."""
         blocks = self.scheduler.blocks
-        table = blocks.new_table()
+        table = BlockTable()
         if not blocks.can_allocate(table, 1):
             return
         blocks.allocate(table, 1)

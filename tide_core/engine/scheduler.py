@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tide_core.batch import RowStep, ScheduledBatch
-from tide_core.kv.block_manager import BlockManager
+from tide_core.kv.block_manager import BlockManager, BlockTable
 from tide_core.request import Request
 from tide_core.row import Row
 
@@ -64,7 +64,7 @@ class Scheduler:
 
     def add(self, request: Request, namespace: bytes | None) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
-        row = Row(request, namespace, self.blocks.new_table(), request.policy)
+        row = Row(request, namespace, BlockTable(), request.policy)
         self.waiting.append(row)
         return row
 
@@ -100,7 +100,7 @@ class Scheduler:
     def advance(self, row: Row, num_valid: int, token_ids: Sequence[int]) -> None:
         """Record by how much a row's valid length has grown, and the tokens it has gained."""
         row.output_ids += token_ids
-        row.table.advance_all(num_valid)
+        row.table.advance(num_valid)
         if row.namespace is not None:
             self.blocks.seal(row.table, row.tokens, row.namespace)
 
@@ -125,7 +125,7 @@ class Scheduler:
                 return
             self.blocks.allocate(row.table, row.num_tokens)
             if not row.num_preemptions:
-                row.cached_tokens = row.table.num_valid
+                row.cached_tokens = row.table.length
             self.running.append(self.waiting.popleft())
 
     def _shares(self, missing: dict[Row, int], budget: int) -> dict[Row, int]:
@@ -139,7 +139,7 @@ class Scheduler:
             if self.num_preemptions != num_preemptions and row not in self.running:
                 continue  # preempted for the sake of an earlier row of this loop
             share = min(missing[row], budget)
-            num_tokens = row.table.num_valid + share
+            num_tokens = row.table.length + share
             if share and (has_capacity(row.table, num_tokens) or self._free_blocks_for(row, num_tokens)):
                 shares[row] = share
                 budget -= share
@@ -237,7 +237,7 @@ def _num_drafts(planned: int, least: int, most: int) -> int:
 
 
 def _step(row: Row, share: int, num_missing: int, num_drafts: int) -> RowStep:
-    start = row.table.num_valid
+    start = row.table.length
     output_ids = row.output_ids
     return RowStep(
         row.request,

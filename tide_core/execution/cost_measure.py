@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from tide_core.batch import RowStep, ScheduledBatch
+from tide_core.disk import write_whole
 from tide_core.execution.runner import ModelRunner
 from tide_core.exits.cost import CostPoint, CostTable
 from tide_core.kv.block_manager import BlockManager, BlockTable
@@ -182,13 +182,13 @@ def blank_tables(
     """Rows of a given context whose pages hold zeros; None if the pool has too few blocks."""
     tables: list[BlockTable] = []
     for _ in range(rows):
-        table = blocks.new_table()
+        table = BlockTable()
         if not blocks.can_allocate(table, context + max_drafts + 1):
             for other in tables:
                 blocks.free(other)
             return None
         blocks.allocate(table, context + max_drafts + 1)
-        table.lengths = [context] * len(table.lengths)
+        table.length = context
         tables.append(table)
     runner.cache.blank([block for table in tables for block in table.block_ids])
     return tables
@@ -242,12 +242,8 @@ def read_table(path: Path) -> CostTable | None:
 def write_table(path: Path, table: CostTable, facts: dict[str, Any]) -> None:
     """Keep a table for the next start; a folder that cannot be written costs only the time to measure again."""
     points = [{"rows": p.rows, "full_s": p.full_s, "cycle_s": [list(pair) for pair in p.cycle_s]} for p in table.points]
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"points": points, "facts": facts}, indent=1, default=str))
-        temporary.replace(path)
+        write_whole(path, json.dumps({"points": points, "facts": facts}, indent=1, default=str).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         logger.warning("cost table cannot be kept in %s: %s", path.parent, error.strerror or error)

@@ -1,4 +1,4 @@
-"""The ops by name and signature: `Kernels` for any device, `CudaKernels` for a GPU. `reference/` defines each."""
+"""The ops by name: `Kernels` for any device, `CudaKernels` for a GPU. `reference/` defines each."""
 
 from __future__ import annotations
 
@@ -9,27 +9,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tide_core.kernels.reference.branches import CopySlots
-from tide_core.kernels.reference.ops import Norm, Top2
+from tide_core.kernels.reference.ops import Top2
 
 
 class LinearOp(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
-
-
-class RmsNormOp(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-
-class SiluMulOp(Protocol):
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor: ...
-
-
-class RotaryOp(Protocol):
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
-
-
-class WriteKvOp(Protocol):
-    def __call__(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None: ...
 
 
 class PagedAttentionOp(Protocol):
@@ -53,110 +37,23 @@ class Kernels:
 
     name: str
     linear: LinearOp
-    rms_norm: RmsNormOp
-    silu_mul: SiluMulOp
-    rotary: RotaryOp
-    write_kv: WriteKvOp
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: PagedAttentionOp
-
-
-class FusedLinearOp(Protocol):
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        residual: Tensor | None = None,
-        gated: bool = False,
-        norm: Norm | None = None,
-    ) -> Tensor: ...
-
-
-class RotaryWriteOp(Protocol):
-    def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        slots: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor: ...
-
-
-class AttendOp(Protocol):
-    def __call__(
-        self,
-        q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        scaling: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        *,
-        max_queries: int,
-        max_context: int,
-        workspace: Tensor,
-        queries_are_new: bool = False,
-    ) -> Tensor: ...
-
-
-class ExitInputOp(Protocol):
-    def __call__(
-        self,
-        states: Tensor,
-        state_norm: Tensor,
-        deep_states: Tensor,
-        deep_slots: Tensor,
-        deep_norm: Tensor,
-        distances: Tensor,
-        table: Tensor,
-        eps: float,
-    ) -> Tensor: ...
-
-
-class AttendJoinedOp(Protocol):
-    def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        slots: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        scaling: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        *,
-        max_queries: int,
-        max_context: int,
-        workspace: Tensor,
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class CudaKernels(Kernels):
     """All indices are on the device, and nothing waits for it."""
 
-    fused_linear: FusedLinearOp
-    rotary_write: RotaryWriteOp
-    attend: AttendOp
-    """`paged_attention` with the most queries and positions that a row has."""
+    fused_linear: Callable[..., Tensor]
+    """`linear`; by name an optional `residual`, `gated` and an optional `norm`."""
+    rotary_write: Callable[..., Tensor]
+    """Of a joined projection, tables, positions, slots and pools, with optional norms of queries and keys."""
+    attend: Callable[..., Tensor]
+    """`paged_attention`; by name `max_queries` and `max_context` of a row, `workspace` and `queries_are_new`."""
     attention_workspace: Callable[..., Tensor]
     """For `attend` and `attend_joined`: the most tokens, query heads, elements of a head and positions; where; and as
     `held` one that is handed back where it is large enough."""
@@ -166,7 +63,7 @@ class CudaKernels(Kernels):
     """Of features, top-2 and weights, with an optional `scratch` and `out`."""
     score_scratch: Callable[..., Any]
     """For `top2_logsumexp` and `router`: where, rows, and by name `vocabulary` and `bottleneck`."""
-    exit_input: ExitInputOp
+    exit_input: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     norm_into: Callable[..., Tensor]
     """`rms_norm` with an optional `out`."""
     embed: Callable[..., Tensor]
@@ -191,7 +88,7 @@ class CudaKernels(Kernels):
     """Defined in `tide_core.kernels.reference.adjust`."""
     supports: Callable[[Tensor, Tensor], bool]
     """Whether `attend` supports pools such as these."""
-    attend_joined: AttendJoinedOp
-    """`rotary_write`, then `attend`, for rows of few queries."""
+    attend_joined: Callable[..., Tensor]
+    """`rotary_write`, then `attend`, for rows of few queries; by name `max_queries`, `max_context` and `workspace`."""
     supports_joined: Callable[[Tensor, Tensor], bool]
     """Whether `attend_joined` does; else use the two ops."""

@@ -1,18 +1,11 @@
 """Which KV block belongs to whom. Plain Python values only: no tensor is touched here.
 
-A row owns a list of blocks (its *block table*) and, for every segment, a *valid length*: how many of its tokens have
-written their K and V in that segment's layers. The shallow segment may be further than the deep ones, never the
-reverse.
+A row owns a list of blocks (its *block table*) and has a *valid length*: how many of its tokens have their K and V in
+every layer. Inside a step a row also writes slots past it; only `advance` makes them valid, and a slot that is not
+valid may hold anything.
 
-    block table   [ 7 ][ 2 ][ 9 ][ 4 ]          blocks of 4 slots
-    segment 0      ████ ████ ███·                valid length 11
-    segment 1      ████ ████ ····                valid length  8   (three tokens are pending)
-                                  ^ a slot past a segment's valid length may hold another row's leavings:
-                                    nothing may read it
-
-Rolling a rejected draft back is lowering lengths; the blocks stay. A block is in exactly one of three states: *free*
-(content meaningless), *cached* (no owner, content kept under its prefix key until the space is needed), or *owned*
-by one or more rows. Only whole blocks, valid in every segment, are shared.
+A block is in exactly one of three states: *free* (content meaningless), *cached* (no owner, content kept under its
+prefix key until the space is needed), or *owned* by one or more rows. Only whole blocks of valid tokens are shared.
 """
 
 from __future__ import annotations
@@ -22,7 +15,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from tide_core.errors import EngineError
 
@@ -31,47 +23,24 @@ BlockKey = bytes
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one row, in token order, and its valid length per segment."""
+    """The blocks of one row, in token order, and its valid length."""
 
-    lengths: list[int]
+    length: int = 0
     block_ids: list[int] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
-    """Prefix keys of the leading blocks that are sealed: whole, valid in all segments, and findable."""
+    """Prefix keys of the leading blocks that are sealed: whole, valid, and findable."""
 
-    @property
-    def num_valid(self) -> int:
-        """Tokens valid in every segment: those of the deepest, which is never ahead."""
-        return self.lengths[-1]
-
-    def advance(self, segment: int, num_tokens: int) -> None:
-        """Modifies the length of one segment. No segment may get ahead of a shallower one."""
-        self.lengths[segment] += num_tokens
-        assert all(shallow >= deep for shallow, deep in pairwise(self.lengths)), self.lengths
-
-    def advance_all(self, num_tokens: int) -> None:
-        """Modifies the lengths of all segments, by the same: their order stays."""
-        lengths = self.lengths
-        for segment in range(len(lengths)):
-            lengths[segment] += num_tokens
+    def advance(self, num_tokens: int) -> None:
+        self.length += num_tokens
 
 
 class BlockManager:
-    """One pool of blocks, counted. `on_release` is called with blocks whose content is no longer valid."""
+    """One pool of blocks, counted."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        num_segments: int = 1,
-        prefix_caching: bool = True,
-        on_release: Callable[[Sequence[int]], None] | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_segments = num_segments
         self.prefix_caching = prefix_caching
-        self._on_release = on_release
         self._free = list(range(num_blocks - 1, -1, -1))  # used as a stack: memory is touched as late as possible
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._owners = [0] * num_blocks
@@ -86,10 +55,6 @@ class BlockManager:
     @property
     def num_owned(self) -> int:
         return self.num_blocks - self.num_available
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -112,22 +77,18 @@ class BlockManager:
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Free the blocks after those that `num_tokens` tokens need; nothing in them is valid."""
         spare = table.block_ids[self.blocks_for(num_tokens) :]
-        assert max(table.lengths) <= num_tokens, "a valid token would lose its block"
+        assert table.length <= num_tokens, "a valid token would lose its block"
         del table.block_ids[self.blocks_for(num_tokens) :]
         for block in spare:
             self._owners[block] -= 1
             assert self._owners[block] == 0, "a spare block belongs to one row alone"
             self._free.append(block)
-        self._release(spare)
-
-    def new_table(self) -> BlockTable:
-        return BlockTable(lengths=[0] * self.num_segments)
 
     def match_prefix(self, token_ids: Sequence[int], namespace: bytes) -> BlockTable:
         """A table that already owns the cached blocks this token sequence begins with.
 
         At least one token is left to run, because its logits are wanted."""
-        table = self.new_table()
+        table = BlockTable()
         if not self.prefix_caching:
             return table
         key = namespace
@@ -141,14 +102,14 @@ class BlockManager:
             self._owners[block] += 1
             table.block_ids.append(block)
             table.keys.append(key)
-        table.lengths = [len(table.block_ids) * self.block_size] * self.num_segments
+        table.length = len(table.block_ids) * self.block_size
         return table
 
     def seal(self, table: BlockTable, tokens: Callable[[int, int], Sequence[int]], namespace: bytes) -> None:
-        """Make the row's whole, everywhere-valid blocks findable. `tokens(start, stop)` gives the row's token ids."""
+        """Make the row's whole, valid blocks findable. `tokens(start, stop)` gives the row's token ids."""
         if not self.prefix_caching:
             return
-        num_whole = table.num_valid // self.block_size
+        num_whole = table.length // self.block_size
         while len(table.keys) < num_whole:
             index = len(table.keys)
             start = index * self.block_size
@@ -162,7 +123,6 @@ class BlockManager:
 
     def free(self, table: BlockTable) -> None:
         """Take all blocks from the row and empty its table. Last blocks first: a prefix outlives what follows it."""
-        released = []
         for block in reversed(table.block_ids):
             self._owners[block] -= 1
             assert self._owners[block] >= 0, f"block {block} freed twice"
@@ -172,9 +132,7 @@ class BlockManager:
                 self._cached[block] = None
             else:
                 self._free.append(block)
-                released.append(block)
-        self._release(released)
-        table.block_ids, table.keys, table.lengths = [], [], [0] * self.num_segments
+        table.block_ids, table.keys, table.length = [], [], 0
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Recount the pool against the tables that own it; a mismatch is a bug of ours and ends the engine."""
@@ -182,7 +140,7 @@ class BlockManager:
         for table in tables:
             for block in table.block_ids:
                 counted[block] += 1
-            _require(max(table.lengths) <= len(table.block_ids) * self.block_size, "a valid length past its blocks")
+            _require(table.length <= len(table.block_ids) * self.block_size, "a valid length past its blocks")
         owned = {block for block, count in enumerate(counted) if count}
         free, cached = set(self._free), set(self._cached)
         _require(counted == self._owners, "owners of blocks do not match the tables")
@@ -196,16 +154,8 @@ class BlockManager:
         if self._free:
             return self._free.pop()
         block, _ = self._cached.popitem(last=False)
-        self._forget(block)
-        self._release([block])
-        return block
-
-    def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
-
-    def _release(self, blocks: Sequence[int]) -> None:
-        if blocks and self._on_release is not None:
-            self._on_release(blocks)
+        return block
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -14,7 +14,6 @@ from tide_core.calibration.risk.trace import trace_candidates
 from tide_core.calibration.train.candidates import (
     CandidateSpec,
     candidates_of,
-    comparison_candidates,
     copy_block_weights,
     default_taps,
     head_spec,
@@ -62,9 +61,8 @@ def test_a_checkpoint_after_the_last_layer_is_refused() -> None:
 def test_a_block_is_trained_and_traced_in_every_family(tmp_path: Path, family: str) -> None:
     adapter = tiny_adapter(family)
     shards = write_sequences(tmp_path, num=4)
-    config = CalibrationConfig(steps=2, batch_tokens=64, max_drafts=2, router_bottleneck=8)
-    specs = [CandidateSpec.parse("2:block:deep")]
-    candidates = fit(config, adapter, shards, SHORTLIST, candidates=specs)
+    small = {"steps": 2, "batch_tokens": 64, "max_drafts": 2, "router_bottleneck": 8}
+    candidates = fit(CalibrationConfig(candidates=("2:block:deep",), **small), adapter, shards, SHORTLIST)
     [traces] = trace_candidates(adapter, candidates, shards, SHORTLIST, 2)
     assert len(traces.sequences) == 4
 
@@ -118,11 +116,6 @@ def test_every_kind_of_the_configuration_stands_at_every_checkpoint() -> None:
     config = CalibrationConfig(checkpoints=(2, 5), heads=("identity", "block"), head_ffn=64)
     names = [spec.name for spec in candidates_of(config, 30)]
     assert names == ["2:identity", "2:block:deep:muon:ffn=64", "5:identity", "5:block:deep:muon:ffn=64"]
-
-
-def test_comparison_heads_span_the_depth_and_never_stand_on_the_last_layer() -> None:
-    assert {spec.layer for spec in comparison_candidates(30)} == {2, 8, 15, 22}
-    assert {spec.layer for spec in comparison_candidates(2)} == {1}
 
 
 def test_candidates_read_back_are_the_ones_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.calibration.train.heads import SHORTLIST, tiny_adapter, write_sequenc
 from tests.calibration.train.test_train import BLOCK, settings, weights
 from tide_core.calibration.collect.shards import TokenShards
 from tide_core.calibration.train import train
-from tide_core.calibration.train.candidates import Candidate, CandidateSpec
+from tide_core.calibration.train.candidates import Candidate
 from tide_core.calibration.train.process_group import ProcessGroup, TorchProcessGroup
 from tide_core.calibration.train.train import STATE_NAME, fit
 
@@ -61,20 +61,12 @@ class Threads:
 def trained(shards: TokenShards, threads: Threads, *names: str, **changes: Any) -> list[list[Candidate]]:
     """The candidates of every member."""
     resume_dir = changes.pop("resume_dir", None)
-    specs = [CandidateSpec.parse(name) for name in names or (BLOCK,)]
+    config = settings(candidates=names or (BLOCK,), **changes)
     adapters = [tiny_adapter() for _ in range(threads.size)]
 
     def one(rank: int) -> list[Candidate]:
         with threads.turn:
-            return fit(
-                settings(**changes),
-                adapters[rank],
-                shards,
-                SHORTLIST,
-                candidates=specs,
-                group=threads.slot(rank),
-                resume_dir=resume_dir,
-            )
+            return fit(config, adapters[rank], shards, SHORTLIST, group=threads.slot(rank), resume_dir=resume_dir)
 
     with ThreadPoolExecutor(threads.size) as pool:
         return list(pool.map(one, range(threads.size)))

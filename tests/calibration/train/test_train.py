@@ -14,7 +14,7 @@ from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.risk.trace import trace_candidates
 from tide_core.calibration.risk.traces import agreement
 from tide_core.calibration.train import train
-from tide_core.calibration.train.candidates import Candidate, CandidateSpec
+from tide_core.calibration.train.candidates import Candidate
 from tide_core.calibration.train.learner import Learner
 from tide_core.calibration.train.train import _padded, fit, loss_rows
 from tide_core.errors import ConfigError, TideError
@@ -30,9 +30,8 @@ def settings(**changes: Any) -> CalibrationConfig:
 
 def fitted(shards: TokenShards, *names: str, **changes: Any) -> list[Candidate]:
     resume_dir = changes.pop("resume_dir", None)
-    specs = [CandidateSpec.parse(name) for name in names or (BLOCK,)]
-    config = settings(**changes)
-    return fit(config, tiny_adapter(), shards, SHORTLIST, candidates=specs, resume_dir=resume_dir)
+    config = settings(candidates=names or (BLOCK,), **changes)
+    return fit(config, tiny_adapter(), shards, SHORTLIST, resume_dir=resume_dir)
 
 
 def weights(candidate: Candidate) -> list[torch.Tensor]:
@@ -70,8 +69,8 @@ def test_the_model_runs_once_a_step_and_is_left_as_it_was(tmp_path: Path) -> Non
     before = {name: tensor.clone() for name, tensor in adapter.model.state_dict().items()}
     calls = []
     adapter.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    specs = [CandidateSpec.parse(name) for name in (BLOCK, "1:affine", "3:identity")]
-    fit(settings(), adapter, write_sequences(tmp_path), SHORTLIST, candidates=specs)
+    config = settings(candidates=(BLOCK, "1:affine", "3:identity"))
+    fit(config, adapter, write_sequences(tmp_path), SHORTLIST)
     assert len(calls) == settings().steps
     assert all(torch.equal(before[name], tensor) for name, tensor in adapter.model.state_dict().items())
     assert not any(layer._forward_hooks for layer in adapter.layers[1:])

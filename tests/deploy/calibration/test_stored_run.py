@@ -75,7 +75,7 @@ def calibrated(executor_class: type[Any], place: Path, job: str, timer: Any = No
     """What one job publishes; without a name it runs in a folder that all can see."""
     model, tokenizer = copy.deepcopy(tiny_model("llama")), tiny_tokenizer()
     measured = {"measure_batches": (1,)} if timer else {}
-    config = tiny_calibration(data="self", num_samples=30, compare_steps=3, **measured)
+    config = tiny_calibration(data="self", num_samples=30, **measured)
     if job:
         files, theirs = (machine(place / job / name, place) for name in ("driver", "worker 0"))
         at_work: RunFiles = theirs

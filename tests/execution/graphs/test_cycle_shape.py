@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 def step(token: int, start: int, drafts: int = 2, *, leaves_at: float = np.inf, exits: bool = True) -> RowStep:
     request = Request(f"r{token}", (1,), SamplingParams(), seed=0)
-    table = BlockTable([start], [token, token + 1, token + 2])
+    table = BlockTable(start, [token, token + 1, token + 2])
     policy = ExitPolicy("verified", (0.5,), (leaves_at,)) if exits else ExitPolicy()
     return RowStep(request, table, (token,), (), True, policy, drafts)
 
@@ -65,16 +65,16 @@ def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
     shape, rng = CycleShape(4, 0, 8), np.random.default_rng(0)
     host = np.zeros(shape.size, dtype=np.int32)
     rows = CycleInputs(shape, host)
-    tables = [BlockTable([start], rng.permutation(100)[:8].tolist()) for start in (0, 40, 90, 120)]
+    tables = [BlockTable(start, rng.permutation(100)[:8].tolist()) for start in (0, 40, 90, 120)]
     for _ in range(200):
         table = tables[rng.integers(4)]
         if rng.random() < 0.7:  # as a row grows, gives blocks back and gets others, or begins anew
-            table.lengths[0] = int(rng.integers(0, 8 * BLOCK_SIZE))
+            table.length = int(rng.integers(0, 8 * BLOCK_SIZE))
         else:
             table.block_ids[int(rng.integers(8))] = int(rng.integers(100))
         shown = [tables[place] for place in rng.permutation(4)[: rng.integers(1, 5)]] if rng.random() < 0.3 else tables
         request = Request("r", (1,), SamplingParams(), seed=0)
-        used_by = [table.num_valid // BLOCK_SIZE + 1 for table in shown]
+        used_by = [table.length // BLOCK_SIZE + 1 for table in shown]
         steps = [RowStep(request, table, (1,), (), True) for table in shown]
         rows.fill([RowPlace(row, 0, row.table.block_ids[:n]) for row, n in zip(steps, used_by, strict=True)])
         for place, (table, used) in enumerate(zip(shown, used_by, strict=True)):
@@ -85,7 +85,7 @@ def test_a_threshold_never_lets_a_lower_score_pass_though_it_is_rounded() -> Non
     threshold = 0.1 + 1e-9
     policy = ExitPolicy("verified", (threshold,), (np.inf,))
     request = Request("r", (1,), SamplingParams(threshold=threshold), seed=0, policy=policy)
-    row = RowStep(request, BlockTable([3], [5]), (1,), (), True, policy, 1)
+    row = RowStep(request, BlockTable(3, [5]), (1,), (), True, policy, 1)
     meta, _ = filled(CycleShape(1, 1, 1), [row])
     assert float(meta[MIN_SCORE].view(np.float32)[0]) >= threshold
 
@@ -93,7 +93,7 @@ def test_a_threshold_never_lets_a_lower_score_pass_though_it_is_rounded() -> Non
 def test_sampled_rows_have_their_settings_and_a_key_for_each_random_stream() -> None:
     shape = CycleShape(2, 1, 3, samples=True)
     request = Request("r", (1,), SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1), seed=3)
-    row = RowStep(request, BlockTable([3], [5, 6, 7]), (1,), (), True, num_drafts=1)
+    row = RowStep(request, BlockTable(3, [5, 6, 7]), (1,), (), True, num_drafts=1)
     host = np.zeros(shape.size, dtype=np.int32)
     CycleInputs(shape, host).fill([RowPlace(row, 1, row.table.block_ids)])
     settings, keys = shape.sampling(host, np.float64, np.int64)

@@ -228,7 +228,7 @@ def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
     launches.clear()
     parts = exit_parts(share=HARDER)
     scheduler, blocks = parts.core.scheduler, parts.core.scheduler.blocks
-    others = blocks.new_table()
+    others = BlockTable()
     blocks.allocate(others, (blocks.num_available - num_blocks) * blocks.block_size)
 
     def check_with_others() -> None:
@@ -483,7 +483,7 @@ def lookahead_step(row: RowStep, *, token: int, position: int) -> InFlightStep:
 
 
 def test_a_row_that_continues_as_the_device_ran_it_is_found() -> None:
-    now = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    now = RowStep(make_request(), BlockTable(21, [4, 7, 9]), (5,), (3, 5), True)
     step = lookahead_step(now, token=5, position=21)
     assert step.find([now]) == {0: 0}
     now.table.block_ids.append(12)  # more blocks change nothing
@@ -497,33 +497,33 @@ def test_a_row_that_continues_as_the_device_ran_it_is_found() -> None:
         {"token_ids": (5, 6)},
         {"request": make_request(request_id="another")},
         {"policy": ExitPolicy("verified", (0.5,), (0.9,))},
-        {"table": BlockTable([21], [4, 7, 9])},
+        {"table": BlockTable(21, [4, 7, 9])},
     ],
     ids=str,
 )
 def test_a_row_that_is_no_longer_what_the_device_ran_is_not_found(change: dict[str, Any]) -> None:
-    then = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    then = RowStep(make_request(), BlockTable(21, [4, 7, 9]), (5,), (3, 5), True)
     assert lookahead_step(then, token=5, position=21).find([then._replace(**change)]) == {}
 
 
 @pytest.mark.parametrize("blocks", [[4, 7], [4, 7, 10], []], ids=str)
 def test_a_row_whose_blocks_were_taken_from_it_is_not_found(blocks: list[int]) -> None:
     """It may have others in their place; what the cycle wrote lies where somebody else will write."""
-    row = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    row = RowStep(make_request(), BlockTable(21, [4, 7, 9]), (5,), (3, 5), True)
     step = lookahead_step(row, token=5, position=21)
     row.table.block_ids[:] = blocks
     assert step.find([row]) == {}
 
 
 def test_a_row_at_another_position_than_on_the_device_is_not_found() -> None:
-    row = RowStep(make_request(), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    row = RowStep(make_request(), BlockTable(21, [4, 7, 9]), (5,), (3, 5), True)
     step = lookahead_step(row, token=5, position=21)
-    row.table.lengths[0] = 20
+    row.table.length = 20
     assert step.find([row]) == {}
 
 
 def make_step(**params: Any) -> RowStep:
-    return RowStep(make_request(**params), BlockTable([21], [4, 7, 9]), (5,), (3, 5), True)
+    return RowStep(make_request(**params), BlockTable(21, [4, 7, 9]), (5,), (3, 5), True)
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
@@ -534,7 +534,7 @@ def test_results_are_the_same_token_by_token_and_by_the_fast_way(spoiled: bool) 
         drafts = sorted([random.randint(0, 3) for _ in range(5)], reverse=True)
         steps = [
             make_step(max_tokens=40, request_id=str(row))._replace(
-                table=BlockTable([20 + row], [4, 7, 9]), policy=ExitPolicy("verified", (0.2,), (math.inf,))
+                table=BlockTable(20 + row, [4, 7, 9]), policy=ExitPolicy("verified", (0.2,), (math.inf,))
             )
             for row in range(5)
         ]

@@ -17,6 +17,7 @@ from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import prompts as graph_prompts
 from tide_core.execution.graphs.in_flight import Launched
 from tide_core.execution.graphs.prompts import FEW_TOKENS, MAX_PROMPTS, PROMPT_SIZES, TOKENS_PER_ROW, GraphPrompts
+from tide_core.kv.block_manager import BlockTable
 from tide_core.kv.cache import RowSpan, StepIndex
 from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
 
@@ -131,9 +132,9 @@ def test_what_is_kept_of_a_piece_stands_behind_the_token_before_it_and_nowhere_f
     exits = ExitPolicy("verified", (0.3,), (float("inf"),))
     steps = []
     for start, num, policy in ((0, 5, exits), (size + 3, 4, exits), (2, 6, NO_EXITS)):
-        table = parts.core.scheduler.blocks.new_table()
+        table = BlockTable()
         parts.core.scheduler.blocks.allocate(table, start + num + size)
-        table.advance_all(start)
+        table.advance(start)
         steps.append(RowStep(Request("r", (1,), SamplingParams(), seed=0), table, (1,) * num, (), True, policy))
     index = StepIndex.build([RowSpan(s.table.block_ids, s.start, len(s.token_ids)) for s in steps], size)
     (slots, _), (before, _), (distances, _) = prompts._exit_columns(steps, index)

@@ -70,18 +70,6 @@ def _figure() -> Iterator[tuple[Axes, Callable[[], bytes]]]:
         yield figure.add_subplot(), save
 
 
-def _agreement_by_layer(axes: Axes, data: ReportData) -> None:
-    kinds = sorted({candidate.kind for candidate in data.candidates})
-    for index, kind in enumerate(kinds):
-        points = sorted((c.layer, c.agreement[0]) for c in data.candidates if c.kind == kind)
-        axes.plot(*zip(*points, strict=True), color=COLOURS[index % 7], marker=MARKERS[index % 7], label=kind)
-    axes.set(
-        xlabel=f"checkpoint layer (layers run, of {data.num_layers})", ylabel="agreement with full depth", ylim=(0, 1)
-    )
-    axes.set_xticks(sorted({candidate.layer for candidate in data.candidates}))
-    axes.legend(title="head")
-
-
 def _agreement_by_distance(axes: Axes, data: ReportData) -> None:
     for index, candidate in enumerate(data.candidates):
         distances = range(1, len(candidate.agreement) + 1)
@@ -169,7 +157,6 @@ def _short(conditions: str) -> str:
 
 
 PLOTS: dict[str, tuple[Callable[[Any, ReportData], None], Callable[[ReportData], bool]]] = {
-    "agreement_by_layer.png": (_agreement_by_layer, lambda data: bool(data.candidates)),
     "agreement_by_distance.png": (_agreement_by_distance, lambda data: bool(data.candidates)),
     "precision_coverage.png": (_precision_coverage, lambda data: bool(data.candidates)),
     "speedup.png": (_speedup, lambda data: bool(data.predicted)),

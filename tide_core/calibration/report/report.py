@@ -17,8 +17,7 @@ TEXT = "report.md"
 DATA = "report.json"
 
 CAPTIONS = {
-    "agreement_by_layer.png": "Agreement of the exits with full depth, by checkpoint layer and head kind (distance 1)",
-    "agreement_by_distance.png": "Agreement by distance to the last deep state",
+    "agreement_by_distance.png": "Agreement of the exits with full depth, by distance to the last deep state",
     "precision_coverage.png": "Tokens that score enough and the share of them that agrees; certified thresholds marked",
     "speedup.png": "Speed-up over full depth by batch size, mode `verified`",
     "reliability.png": "What the router's score means",

@@ -120,12 +120,6 @@ def default_taps(layer: int, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(tap for tap in thirds if layer < tap < num_layers))
 
 
-def comparison_candidates(num_layers: int) -> list[CandidateSpec]:
-    """Simple heads along the depth of a model, for the report of agreement by layer and kind."""
-    layers = sorted({min(max(1, round(num_layers * part)), num_layers - 1) for part in (1 / 15, 0.25, 0.5, 0.75)})
-    return [CandidateSpec(layer, kind) for kind in ("identity", "affine") for layer in layers]
-
-
 def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> HeadSpec:
     """The shape of a candidate in this model; sizes that are not set follow the model's own decoder blocks."""
     config = adapter.config

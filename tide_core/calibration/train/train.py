@@ -58,17 +58,16 @@ def fit(
     progress: Progress | None = None,
     resume_dir: Path | None = None,
     on_saved: Callable[[], None] = lambda: None,
-    candidates: Sequence[CandidateSpec] | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[Candidate]:
-    """Train the candidates, by default those of the configuration; with a `resume_dir`, from the last saved state.
+    """Train the candidates of the configuration; with a `resume_dir`, from the last saved state.
 
     The last state stays in `resume_dir` after the end; the caller removes it. In a `group` every process passes the
     same arguments and gets the same candidates; rank 0 saves states and calls `on_saved` after each."""
     if not shards.num_sequences:
         raise ConfigError("train sequences", 0, "at least one")
     progress = progress or SilentProgress()
-    specs = list(candidates_of(config, adapter.num_layers) if candidates is None else candidates)
+    specs = candidates_of(config, adapter.num_layers)
     sizes = {"max_distance": config.max_drafts, "bottleneck": config.router_bottleneck, "seed": config.seed}
     learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, group) for spec in specs]
     layers = layers_of([learner.candidate for learner in learners])

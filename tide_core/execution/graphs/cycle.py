@@ -46,18 +46,17 @@ class GraphCycles:
         kernels: CudaKernels,
         exits: Exits | None = None,
         *,
-        branches: bool = False,
         capture: bool | None = None,
         max_positions: int | None = None,
     ) -> None:
-        """`exits` of one checkpoint. With `branches` the last blocks of the pool are reserved for them. Without
-        `capture` the same passes run op by op, as they do on a CPU. No row runs at `max_positions` or after; by default
-        those of the model."""
+        """`exits` of one checkpoint; the last blocks of the pool are then reserved for branches. Without `capture` the
+        same passes run op by op, as they do on a CPU. No row runs at `max_positions` or after; by default those of the
+        model."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self._capture = cache.device.type == "cuda" if capture is None else capture
         self._graphs: dict[CycleShape, CycleGraph] = {}
         self._pool: Any = None
-        self._branches = Branches(cache, kernels) if exits is not None and branches else None
+        self._branches = None if exits is None else Branches(cache, kernels)
         self._next_state = torch.zeros((2, MOST_ROWS), dtype=torch.int32, device=cache.device)
         self._layers = Layers(adapter.num_layers if exits is None else exits.checkpoints[0].layer, adapter.num_layers)
         self._max_positions = adapter.max_positions if max_positions is None else max_positions
@@ -172,7 +171,7 @@ class GraphCycles:
 
     def _place(self, row: RowStep) -> RowPlace:
         table, drafts = row.table, row.num_drafts
-        return RowPlace(row, drafts, table.block_ids[: (table.num_valid + drafts) // self._cache.block_size + 1])
+        return RowPlace(row, drafts, table.block_ids[: (table.length + drafts) // self._cache.block_size + 1])
 
     def _launch_ahead(self, rows: Sequence[RowStep], step: InFlightStep, found: dict[int, int]) -> InFlightStep | None:
         """Launch the step after another: with its rows, as it leaves them, and with rows that are new. None if a row
@@ -194,7 +193,7 @@ class GraphCycles:
                     continue
             most_left = left if left > most_left else most_left
             drafts = row.num_drafts if row.num_drafts < left else left - 1
-            start, capacity = table.lengths[-1] + gained, len(table.block_ids) * size
+            start, capacity = table.length + gained, len(table.block_ids) * size
             fits = (min(capacity, max_positions) - start) // (drafts + 1)
             if fits < num_cycles:
                 num_cycles = fits

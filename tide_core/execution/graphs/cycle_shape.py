@@ -108,7 +108,7 @@ class CycleInputs:
         meta: list[tuple[int, ...]] = []
         place = 0
         for number, (step, drafts, blocks, previous) in enumerate(rows):
-            start = step.table.num_valid if previous < 0 else -1 - previous
+            start = step.table.length if previous < 0 else -1 - previous
             slot = -1 if slots is None else slots[number]
             constants, logprobs = _constants(step.request, step.policy), step.request.params.logprobs
             of_row = step.token_ids[0], start, drafts, *constants, slot, -1 if logprobs is None else logprobs

@@ -103,7 +103,7 @@ class InFlightStep:
         for index, row in enumerate(rows):
             table, token_ids = row.table, row.token_ids
             number = numbers.get(id(table))
-            if number is None or len(token_ids) != 1 or starts[number] != (token_ids[0], table.lengths[-1]):
+            if number is None or len(token_ids) != 1 or starts[number] != (token_ids[0], table.length):
                 continue
             if is_unchanged(mine[number].step, mine[number].blocks, row):
                 found[index] = number
@@ -113,7 +113,7 @@ class InFlightStep:
         """Where the rows started, from the output of the last cycle before."""
         tokens, positions = previous.next_state
         self._starts = [
-            (step.token_ids[0], step.table.num_valid) if place < 0 else (tokens[place], positions[place])
+            (step.token_ids[0], step.table.length) if place < 0 else (tokens[place], positions[place])
             for step, _, _, place in self.rows
         ]
 
@@ -130,7 +130,7 @@ class InFlightStep:
         for index, number in wanted.items():
             step = rows[index]
             params, policy = step.request.params, step.policy
-            near_end = end_of(step.request) - step.table.lengths[-1] - 1 < most_gained
+            near_end = end_of(step.request) - step.table.length - 1 < most_gained
             if near_end or not finite or not policy.is_lossless or params.threshold is not None:
                 results.append(self._any_result(step, number, outputs, by_place))
                 continue
@@ -144,7 +144,7 @@ class InFlightStep:
         self, step: RowStep, number: int, outputs: Sequence[CycleOutput], num_logprobs: int
     ) -> tuple[TokenNote, ...]:
         """Log-probabilities of the tokens of `_usual_result`."""
-        start, notes = step.table.lengths[-1], list[TokenNote]()
+        start, notes = step.table.length, list[TokenNote]()
         for output in outputs:
             place = self._place(number, output)
             position, begin = output.next_state[1][place], self.begins[place]
@@ -158,7 +158,7 @@ class InFlightStep:
     ) -> RowResult:
         """Where all drafts count and each accepted one is the full-depth token: `_any_result` without a loop over
         tokens."""
-        drafts, start = self.rows[number].drafts, step.table.lengths[-1]
+        drafts, start = self.rows[number].drafts, step.table.length
         token_ids: tuple[int, ...] = ()
         scores: tuple[float | None, ...] = ()
         gains: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class InFlightStep:
         self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
     ) -> RowResult:
         """Token by token: thresholds, audits, drafts that would be the last token, and numbers that are not finite."""
-        drafts, start, end = self.rows[number].drafts, step.table.lengths[-1], end_of(step.request)
+        drafts, start, end = self.rows[number].drafts, step.table.length, end_of(step.request)
         thresholds = cycle_thresholds(step.request, step.policy)
         tokens: list[TokenResult] = []
         counts: list[DraftCounts] = []
