@@ -202,7 +202,7 @@ def test_a_switch_changes_the_engine_only_while_it_is_entered(
 
 def test_cycles_in_graphs_are_measured_as_well(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
-    code, report = run("--parts", "step,cycle,replay", "--no-bars")
+    code, report = run("--parts", "cycle", "--no-bars")
     assert code == 0, report
     assert report["parts"]["cycle"]["measures"].keys() == {"shallow", "deep", "routers"}
 

@@ -33,11 +33,11 @@ def test_a_greedy_batch_gives_what_each_prompt_gives_alone(family: str, fast: bo
     generator = make_generator(model, fast=fast)
     before = model.config._attn_implementation
 
-    batched = generator.run(prompts, GREEDY, max_new=72, stop_ids=EOS, seed=0)
+    batched = generator.run(prompts, GREEDY, max_new=56, stop_ids=EOS, seed=0)
 
     assert model.config._attn_implementation == before
     for prompt, new in zip(prompts, batched, strict=True):
-        alone = model.generate(torch.tensor([prompt]), max_new_tokens=72, do_sample=False, eos_token_id=0)
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=56, do_sample=False, eos_token_id=0)
         assert new.tolist() == alone[0, len(prompt) :].tolist()
 
 
