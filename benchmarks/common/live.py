@@ -151,8 +151,8 @@ def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 * 2**20),
-        "RAY_prestart_worker_first_driver": "0",  # these two take time of the few cores, and nothing here needs them
-        "REPORTER_UPDATE_INTERVAL_MS": "60000",
+        "RAY_worker_niceness": "0",  # Ray's 15 starves workers next to any other process, the tests' own among them
+        "REPORTER_UPDATE_INTERVAL_MS": "60000",  # it takes time of the few cores, and nothing here needs it
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[0]),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
