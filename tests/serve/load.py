@@ -28,7 +28,7 @@ class Streams:
     max_tokens = 100
 
     def __init__(self, server: Server, count: int = 1) -> None:
-        self._client = TideClient(server.address)
+        self._client = TideClient(server.address, timeout_s=PATIENCE_S)
         self._stop = threading.Event()
         self.answers: list[Answer] = []
         self.errors: list[Exception] = []

@@ -18,7 +18,7 @@ from benchmarks.common.live import Server, default_config, serving
 from deploy.metrics import METRICS
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.observability.names import RARE, exported_by, labels_asked_for
-from tests.serve.load import Streams, until
+from tests.serve.load import PATIENCE_S, Streams, until
 from tide_client import TideClient
 from tools.dashboard import queries
 from tools.promql_syntax import parse
@@ -57,7 +57,7 @@ def server(folders: dict[str, Path]) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[TideClient]:
-    with TideClient(server.address) as client:
+    with TideClient(server.address, timeout_s=PATIENCE_S) as client:
         yield client
 
 
