@@ -59,7 +59,8 @@ class TideServer(GrpcApi):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         setting = self._args.playground
-        return build_api(self.service, playground=self.service.keys.is_open if setting is None else setting)
+        playground = self.service.keys.is_open if setting is None else setting
+        return build_api(self.service, playground=playground, strict=self._args.strict)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply a new exit policy, another artefact and the current key file. Running requests keep theirs.

@@ -45,6 +45,7 @@ class Metric:
 
 METRICS = (
     Metric("tide_requests", "counter", "Ended requests by finish reason.", ("finish",)),
+    Metric("tide_ignored_fields", "counter", "Fields of HTTP bodies that are not known here and were ignored."),
     Metric("tide_prompt_tokens", "counter", "Prompt tokens run; tokens from the prefix cache are not run."),
     Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that came from the prefix cache."),
     Metric("tide_generation_tokens", "counter", "Tokens generated."),
@@ -173,6 +174,9 @@ class Meter:
         self._recorded.append(("tide_requests", reason, 1))
         duration = time.monotonic() - answer.started_at
         self._recorded.append(("tide_request_seconds", answer.params.mode or "full", duration))
+
+    def on_ignored_fields(self, count: int) -> None:
+        self._recorded.append(("tide_ignored_fields", "", count))
 
     # Called on the exporting thread.
 

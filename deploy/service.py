@@ -37,6 +37,8 @@ class Observer(Protocol):
 
     def on_end(self, answer: Answer, reason: str) -> None: ...
 
+    def on_ignored_fields(self, count: int) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -51,6 +53,8 @@ class Call:
     timeout_s: float | None = None
     fill_context: bool = False
     """Generate until the context is full: `max_tokens` was not given and has no default."""
+    count_prompt: bool = False
+    """Count the prompt's tokens before the first output."""
 
 
 @dataclass(slots=True)
@@ -66,6 +70,9 @@ class Answer:
     prompt: Prompt
     timeout_s: float
     fill_context: bool = False
+    count_prompt: bool = False
+    num_prompt_tokens: int | None = None
+    """Known from the start if the prompt is counted."""
     artefact: str | None = None
     started_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None
@@ -111,6 +118,7 @@ class Service:
             prompt=call.prompt,
             timeout_s=self.limits.timeout_s(call.timeout_s),
             fill_context=call.fill_context,
+            count_prompt=call.count_prompt,
         )
 
     async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
@@ -125,8 +133,8 @@ class Service:
         timer = loop.call_later(answer.timeout_s, self._expire, answer)
         reason = "cancelled"
         try:
-            if answer.fill_context:
-                await self._fill(answer)
+            if answer.fill_context or answer.count_prompt:
+                await self._encode(answer)
             if answer.params.mode != "full":
                 answer.artefact = self.engine.artefact_digest  # of the exits that this stream starts with
             stream = self.engine.stream(
@@ -149,6 +157,11 @@ class Service:
             if self._observer is not None:
                 self._observer.on_end(answer, reason)
             _log_end(answer, reason)
+
+    def note_ignored(self, count: int) -> None:
+        """A body had fields that nobody knows."""
+        if self._observer is not None:
+            self._observer.on_ignored_fields(count)
 
     async def whole(self, answer: Answer) -> list[RequestOutput]:
         async with contextlib.aclosing(self.outputs(answer)) as outputs:
@@ -210,11 +223,14 @@ class Service:
         if stats.last_step_age_s > self.limits.stuck_after_s:
             raise EngineDeadError(f"no engine step has ended for {stats.last_step_age_s:.0f} s")
 
-    async def _fill(self, answer: Answer) -> None:
-        """Set `max_tokens` to what fits in the context after the prompt, up to the limit."""
+    async def _encode(self, answer: Answer) -> None:
+        """Encode and count the prompt; where asked for, set `max_tokens` to what fits in the context after it, up to
+        the limit."""
         ids = await self.tokenize(answer.prompt)
-        most = max(1, min(self.limits.max_tokens, self.engine.max_answer_tokens(len(ids))))
-        answer.prompt, answer.params = ids, replace(answer.params, max_tokens=most)
+        answer.prompt, answer.num_prompt_tokens = ids, len(ids)
+        if answer.fill_context:
+            most = max(1, min(self.limits.max_tokens, self.engine.max_answer_tokens(len(ids))))
+            answer.params = replace(answer.params, max_tokens=most)
 
     def _record(self, answer: Answer, output: RequestOutput) -> None:
         now = time.monotonic()

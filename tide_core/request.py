@@ -11,7 +11,7 @@ from tide_core.errors import RequestError
 MODES = ("full", "verified", "bounded", "fast")
 DEFAULT_EPSILON = 0.02
 MAX_THRESHOLD = 2.0
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

@@ -62,6 +62,9 @@ class AppArgs(BaseModel):
     """Limits of one request."""
     api_keys_file: str | None = Field(default=None, min_length=1)
     """File of hashed keys that `tide new-key` writes; without one, anyone who reaches the ports may use them."""
+    strict: bool = False
+    """Refuse fields of HTTP bodies that are not known here. By default they are ignored, named in the header
+    X-Tide-Ignored and counted by `tide_ignored_fields`."""
     playground: bool | None = None
     """Whether /playground is served, without a key. Default: only if there are no keys."""
     target_tokens_in_flight: int = Field(default=8192, ge=1)

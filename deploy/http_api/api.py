@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.failures import NotServedError, report
 from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
+from deploy.http_api.ignored_fields import Body, shown, without_ignored
 from deploy.http_api.openai_replies import (
     DONE_EVENT,
     ChatReply,
@@ -23,7 +24,7 @@ from deploy.http_api.openai_replies import (
     invalid_body,
     sse_event,
 )
-from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.http_api.openapi import describe
 from deploy.http_api.playground import load_page
 from deploy.keys import Caller
@@ -33,12 +34,20 @@ from tide_core.request import RequestOutput
 from tide_core.stats import EngineStats
 
 T = TypeVar("T")
-Body = TypeVar("Body", bound=Strict)
+AnyBody = TypeVar("AnyBody", bound=Body)
 Outputs = AsyncGenerator[RequestOutput, None]
 
 
-def build_api(service: Service, *, playground: bool) -> FastAPI:
-    """Routes over `service`."""
+def build_api(service: Service, *, playground: bool, strict: bool = False) -> FastAPI:
+    """Routes over `service`. A strict server refuses fields that are not known here."""
+
+    def read(schema: type[AnyBody], request: Request) -> AnyBody:
+        body, unknown = without_ignored(schema, body_of(request), strict=strict)
+        if unknown:
+            request.scope["tide"]["ignored"] = shown(unknown)
+            service.note_ignored(len(unknown))
+        return _checked(schema, body)
+
     api = FastAPI(title="TIDE Serve", version=__version__, docs_url=None, redoc_url=None)
     open_paths = frozenset({"/health", "/playground"} if playground else {"/health"})
     api.add_middleware(Guard, service=service, open_paths=open_paths)
@@ -47,12 +56,12 @@ def build_api(service: Service, *, playground: bool) -> FastAPI:
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = _read(CompletionRequest, request)
+        body = read(CompletionRequest, request)
         return await _answer(service, request, body, body.engine_prompt, CompletionReply)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = _read(ChatRequest, request)
+        body = read(ChatRequest, request)
         return await _answer(service, request, body, [message.plain() for message in body.messages], ChatReply)
 
     @api.get("/v1/models")
@@ -66,14 +75,14 @@ def build_api(service: Service, *, playground: bool) -> FastAPI:
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = _read(TokenizeRequest, request)
+        body = read(TokenizeRequest, request)
         _check_model(service, body.model)
         ids = await service.tokenize(body.engine_prompt)
         return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = _read(DetokenizeRequest, request)
+        body = read(DetokenizeRequest, request)
         _check_model(service, body.model)
         return JSONResponse({"prompt": await service.detokenize(body.tokens)})
 
@@ -97,7 +106,7 @@ def build_api(service: Service, *, playground: bool) -> FastAPI:
         async def page() -> Response:
             return HTMLResponse(html, headers=page_headers)
 
-    describe(api)
+    describe(api, strict=strict)
     return api
 
 
@@ -111,9 +120,17 @@ async def _answer(
     """Run one completion of either kind, streamed or whole."""
     params = body.params()
     fill_context = params["max_tokens"] is None
-    call = Call(prompt, params, model=body.model, timeout_s=body.options.timeout_s, fill_context=fill_context)
+    usage = body.usage_options
+    call = Call(
+        prompt,
+        params,
+        model=body.model,
+        timeout_s=body.options.timeout_s,
+        fill_context=fill_context,
+        count_prompt=usage.continuous_usage_stats,
+    )
     answer = service.begin(call, caller_of(request))
-    reply = reply_class(answer, service.model, body.options, service.engine.tokenizer.decode, body.wants_usage)
+    reply = reply_class(answer, service.model, body.options, service.engine.tokenizer.decode, usage)
     if not body.stream:
         return JSONResponse(reply.whole(await unless_gone(request, service.whole(answer))))
     outputs = service.outputs(answer)
@@ -134,7 +151,7 @@ async def _events(reply: CompletionReply, first: RequestOutput, outputs: Outputs
     except Exception as error:
         yield sse_event(error_object(report(error)))
         return
-    if reply.wants_usage and last.usage is not None:
+    if reply.usage_options.include_usage and last.usage is not None:
         yield sse_event(reply.usage_chunk(last.usage))
     yield DONE_EVENT
 
@@ -175,12 +192,11 @@ async def _client_gone(request: Request) -> None:
         pass
 
 
-def _read(schema: type[Body], request: Request) -> Body:
+def _checked(schema: type[AnyBody], body: Any) -> AnyBody:
     try:
-        return schema.model_validate(body_of(request))
+        return schema.model_validate(body)
     except ValidationError as error:
-        unsupported = getattr(schema, "unsupported", ())
-        failure = invalid_body(error.errors(include_url=False, include_input=False), unsupported)
+        failure = invalid_body(error.errors(include_url=False, include_input=False), schema.refused_names())
         refusal = HttpError(400, failure.message)
         refusal.failure = failure
         raise refusal from None

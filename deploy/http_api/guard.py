@@ -22,6 +22,10 @@ CLIENT_GONE = 499
 """No client receives this status; it appears in logs."""
 
 
+IGNORED_HEADER = b"x-tide-ignored"
+"""Names the fields of the body that are not known here."""
+
+
 class ClientGoneError(Exception):
     """The client disconnected before its answer was ready."""
 
@@ -49,7 +53,10 @@ class Guard:
 
         async def watched_send(message: Message) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                started = True
+                if ignored := scope.get("tide", {}).get("ignored"):
+                    message["headers"] = [*message.get("headers", ()), (IGNORED_HEADER, ignored.encode())]
             await send(message)
 
         try:
@@ -60,7 +67,7 @@ class Guard:
         except Exception as error:
             if started:
                 raise  # too late for a status: the server closes the connection, and the client sees a broken answer
-            await response_to(error)(scope, receive, send)
+            await response_to(error)(scope, receive, watched_send)
 
     async def _admit(self, scope: Scope, receive: Receive) -> None:
         """Check a request, and store its caller and parsed body in the scope for the routes."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.failures import Failure
-from deploy.http_api.openai_requests import TideOptions
+from deploy.http_api.openai_requests import StreamOptions, TideOptions
 from deploy.service import Answer
 from tide_core.request import RequestOutput, TokenOutput, Usage
 
@@ -27,11 +27,14 @@ class CompletionReply:
     model: str
     options: TideOptions
     decode: Decode
-    wants_usage: bool = False
-    """Whether the stream ends in a chunk with the usage; then every other chunk has `usage: null`."""
+    usage_options: StreamOptions = field(default_factory=StreamOptions)
+    """Whether the stream ends in a chunk with the usage; then every other chunk has `usage: null`, or the usage so
+    far."""
     created: int = field(default_factory=lambda: int(time.time()))
     num_chars: int = 0
     """Characters of text written so far, for the offsets of completions."""
+    num_tokens: int = 0
+    """Tokens of a stream so far."""
 
     id_prefix = "cmpl"
     object_name = chunk_name = "text_completion"
@@ -52,9 +55,16 @@ class CompletionReply:
     def chunk(self, output: RequestOutput) -> dict[str, Any]:
         """One chunk of a streamed answer; the last one has the finish reason."""
         reply = self._object(self.chunk_name, [self._chunk_choice(output.tokens, _reason(output))])
-        if self.wants_usage:
-            reply["usage"] = None
-        return self._with_tide(reply, output.tokens, output)
+        self.num_tokens += len(output.tokens)
+        return self._with_tide(self._with_usage(reply), output.tokens, output)
+
+    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Add the usage so far, or null, to a chunk that is not the last."""
+        options = self.usage_options
+        if options.include_usage:
+            counts = self.answer.num_prompt_tokens, self.num_tokens
+            chunk["usage"] = token_counts(*counts) if options.continuous_usage_stats else None
+        return chunk
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._object(self.chunk_name, []), "usage": usage_object(usage)}
@@ -113,7 +123,7 @@ class ChatReply(CompletionReply):
     def first_chunks(self) -> list[dict[str, Any]]:
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         reply = self._object(self.chunk_name, [choice])
-        return [{**reply, "usage": None} if self.wants_usage else reply]
+        return [self._with_usage(reply)]
 
     def _whole_choice(self, tokens: Sequence[TokenOutput], reason: str | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": _text(tokens), "refusal": None}
@@ -168,12 +178,12 @@ def exits_object(usage: Usage) -> dict[str, Any]:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    counts = token_counts(usage.prompt_tokens, usage.output_tokens)
+    return {**counts, "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+
+
+def token_counts(prompt: int | None, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt or 0, "completion_tokens": output, "total_tokens": (prompt or 0) + output}
 
 
 def sse_event(value: Mapping[str, Any]) -> bytes:
@@ -193,7 +203,7 @@ def error_object(failure: Failure) -> dict[str, Any]:
     }
 
 
-def invalid_body(errors: Sequence[Mapping[str, Any]], unsupported: Sequence[str]) -> Failure:
+def invalid_body(errors: Sequence[Mapping[str, Any]], unsupported: Container[str]) -> Failure:
     """The failure for a body that does not match its schema: fields and what was expected, without the input."""
     named = [(_field_name(error["loc"]), _message(error, unsupported)) for error in errors]
     shown = "; ".join(f"{name or 'body'}: {message}" for name, message in named[:MAX_SHOWN_ERRORS])
@@ -201,7 +211,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]], unsupported: Sequence[str]
     return Failure(400, "INVALID_ARGUMENT", "invalid_request_error", code, shown, named[0][0])
 
 
-def _message(error: Mapping[str, Any], unsupported: Sequence[str]) -> str:
+def _message(error: Mapping[str, Any], unsupported: Container[str]) -> str:
     if error["type"] == "extra_forbidden":
         return "this is not supported here" if error["loc"][-1] in unsupported else "no such field"
     if error["loc"][-1:] == ("n",):

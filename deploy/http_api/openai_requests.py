@@ -1,31 +1,34 @@
 """Request bodies over HTTP: OpenAI's fields, vLLM's extra fields and TIDE's own. No server here.
 
-Values are not coerced, and no key is ignored except `user` and a message's `name`. An OpenAI field that is not
-supported is refused by name.
+Values are not coerced. `ignored_fields.py` drops fields that change nothing before a body is checked; a field that
+would change the answer and is not supported is refused by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from deploy.http_api.ignored_fields import Body
 from tide_core.errors import RequestError
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions. A chat's default is the server's limit."""
 DEFAULT_TEMPERATURE = 1.0
-MAX_COMPLETION_LOGPROBS = 5
+MAX_COMPLETION_LOGPROBS = 20
 
 
-class Strict(BaseModel):
-    """Base of all bodies: no coercion, no unknown keys, no NaN."""
+STRUCTURED = frozenset(
+    {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "guided_decoding_backend"}
+)
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
+class TideOptions(Body):
+    """TIDE's own options. A misspelt one is refused: nobody else sends them, and it would be another contract."""
 
-class TideOptions(Strict):
-    """TIDE's own options."""
+    closed: ClassVar[bool] = True
 
     mode: Literal["full", "verified", "bounded", "fast"] | None = None
     """The contract; default: the server's policy."""
@@ -43,19 +46,28 @@ class TideOptions(Strict):
     """Seconds until the request ends with status 408."""
 
 
-class StreamOptions(Strict):
+class StreamOptions(Body):
+    unread: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
+    """End the stream with a chunk that has the usage."""
+    continuous_usage_stats: bool = False
+    """With `include_usage`: every chunk has the usage so far."""
 
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class Sampling(Strict):
+class Sampling(Body):
     """Fields of both kinds of completion. `SamplingParams` checks their ranges."""
 
-    unsupported: ClassVar[tuple[str, ...]] = ()
+    unread: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key"),
+            *("parallel_tool_calls", "reasoning_effort", "verbosity", "prompt_cache_retention", "priority"),
+        }
+    )
 
     model: str | None = None
     max_tokens: int | None = None
@@ -69,8 +81,6 @@ class Sampling(Strict):
     n: Literal[1] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """Ignored; OpenAI clients send it."""
     # Extensions with vLLM's names.
     top_k: int | None = None
     min_p: float | None = None
@@ -85,8 +95,8 @@ class Sampling(Strict):
         return self.tide or TideOptions()
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_options(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
     def params(self) -> dict[str, Any]:
         """Fields of `SamplingParams`; None for the server's default."""
@@ -118,7 +128,13 @@ class Sampling(Strict):
 class CompletionRequest(Sampling):
     """Body of POST /v1/completions."""
 
-    unsupported: ClassVar[tuple[str, ...]] = ("best_of", "echo", "suffix", "prompt_embeds", "response_format")
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+        "response_format": ({"type": "text"},),
+    }
+    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", *STRUCTURED})
 
     prompt: str | list[int] | list[str]
     """Text or token ids; a list of one text counts as that text."""
@@ -141,65 +157,70 @@ class CompletionRequest(Sampling):
         return {**super().params(), "max_tokens": most, "logprobs": self.logprobs}
 
 
-class TextPart(Strict):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(Body):
+    unread: ClassVar[frozenset[str]] = frozenset(
+        {"name", "refusal", "annotations", "reasoning", "reasoning_content", "provider_specific_fields"}
+    )
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"tool_calls": ([],)}
+    unsupported: ClassVar[frozenset[str]] = frozenset({"audio", "function_call", "tool_call_id"})
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    """Ignored: chat templates do not use it."""
+    content: str | list[TextPart] | None = None
+    """None only of the assistant, whose answer may have been empty."""
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} needs content")
+        return self
 
     def plain(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        parts = self.content or ""
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(Body):
     type: Literal["text"]
 
 
 class ChatRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
-    unsupported: ClassVar[tuple[str, ...]] = (
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "functions",
-        "function_call",
-        "modalities",
-        "audio",
-        "prediction",
-        "reasoning_effort",
-        "web_search_options",
-        "chat_template",
-        "chat_template_kwargs",
-        "guided_json",
-        "guided_regex",
-        "guided_grammar",
-        "structured_outputs",
-        "store",
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "add_generation_prompt": (True,),
+        "chat_template_kwargs": ({},),
+        "skip_special_tokens": (True,),
+    }
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {"audio", "prediction", "web_search_options", "chat_template", "documents", *STRUCTURED}
     )
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = None
+    """Goes before `max_tokens`, its older name."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
 
     def params(self) -> dict[str, Any]:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise RequestError("max_completion_tokens", "a value", "none if max_tokens is given")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", self.top_logprobs, "logprobs: true as well")
-        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return {**super().params(), "max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     """Body of POST /tokenize: exactly one of `prompt` and `messages`."""
 
     model: str | None = None
@@ -215,7 +236,7 @@ class TokenizeRequest(Strict):
         return [message.plain() for message in self.messages or ()]
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = None

@@ -7,7 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.http_api.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TideOptions,
+    TokenizeRequest,
+)
 
 BODIES = {
     "/v1/completions": CompletionRequest,
@@ -31,14 +37,14 @@ ERROR_STATUSES = {
 }
 
 
-def describe(api: FastAPI) -> None:
-    """Add bodies and errors to the document of `api`."""
+def describe(api: FastAPI, *, strict: bool) -> None:
+    """Add bodies and errors to the document of `api`. Bodies may have other fields unless the server is strict."""
     plain = api.openapi
 
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
             document = plain()
-            _add_bodies(document)
+            _add_bodies(document, strict)
             _add_errors(document)
             api.openapi_schema = document
         return api.openapi_schema
@@ -46,10 +52,12 @@ def describe(api: FastAPI) -> None:
     api.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_bodies(document: dict[str, Any]) -> None:
+def _add_bodies(document: dict[str, Any], strict: bool) -> None:
     template = "#/components/schemas/{model}"
     models: list[Any] = [(model, "validation") for model in BODIES.values()]
     names, definitions = models_json_schema(models, ref_template=template)
+    for name, definition in definitions["$defs"].items():
+        definition["additionalProperties"] = not strict and name != TideOptions.__name__
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     for path, model in BODIES.items():
         schema = names[(model, "validation")]  # type: ignore[index]

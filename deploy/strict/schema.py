@@ -50,7 +50,7 @@ def _inner(model: type[BaseModel], value: object, where: str) -> Iterator[tuple[
     refuse_unknown(where or "config", value, list(model.model_fields))
     for name, child in value.items():
         place = f"{where}.{name}".lstrip(".")
-        one, many = _model_in(model.model_fields[name].annotation)
+        one, many = model_in(model.model_fields[name].annotation)
         if one is None or child is None:
             continue
         if many and not isinstance(child, list):
@@ -61,7 +61,7 @@ def _inner(model: type[BaseModel], value: object, where: str) -> Iterator[tuple[
             yield one, part, at
 
 
-def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+def model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """The model in an annotation, direct or in an Optional, and whether it is in a list. Models in a mapping are left
     out: their keys are the user's."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -69,7 +69,7 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType, list):
         for part in typing.get_args(annotation):
-            model, many = _model_in(part)
+            model, many = model_in(part)
             if model is not None:
                 return model, many or origin is list
     return None, False

@@ -84,6 +84,8 @@ async def call(
     method: str = "POST",
     leave: asyncio.Event | None = None,
     broken: bool = False,
+    strict: bool = False,
+    observer: Any = None,
 ) -> Reply:
     """One request straight into the application. The client stays until `leave` is set; nothing can be sent to a
     `broken` one."""
@@ -120,6 +122,6 @@ async def call(
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 8000),
     }
-    service = Service(engine, model="tiny")  # type: ignore[arg-type]
-    await build_api(service, playground=False)(scope, receive, send)  # type: ignore[arg-type]
+    service = Service(engine, model="tiny", observer=observer)  # type: ignore[arg-type]
+    await build_api(service, playground=False, strict=strict)(scope, receive, send)  # type: ignore[arg-type]
     return reply

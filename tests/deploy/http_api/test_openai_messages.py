@@ -20,13 +20,20 @@ from deploy.failures import (
     failure_of,
 )
 from deploy.http_api.openai_replies import ChatReply, CompletionReply, error_object, invalid_body, sse_event
-from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, TideOptions, TokenizeRequest
+from deploy.http_api.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    TideOptions,
+    TokenizeRequest,
+)
 from tests.deploy.answers import make_answer
 from tests.deploy.scripted import FOREVER, HEL, LO, USAGE, ScriptedEngine, call
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, EngineError, RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams, TokenOutput
 
 BODY = {"prompt": "Say", "max_tokens": 2}
+NO_USAGE = StreamOptions()
 ENVELOPE = {"message", "type", "param", "code"}
 
 
@@ -34,14 +41,14 @@ def decode(ids: list[int]) -> str:
     return "".join(f"<{one}>" for one in ids)
 
 
-def completion(*, logprobs: int | None = None, wants_usage: bool = False, **options: Any) -> CompletionReply:
+def completion(*, logprobs: int | None = None, usage: Any = NO_USAGE, **options: Any) -> CompletionReply:
     answer = make_answer(params=SamplingParams(logprobs=logprobs))
-    return CompletionReply(answer, "tiny", TideOptions(**options), decode, wants_usage)
+    return CompletionReply(answer, "tiny", TideOptions(**options), decode, usage)
 
 
-def chat(*, logprobs: int | None = None, wants_usage: bool = False, **options: Any) -> ChatReply:
+def chat(*, logprobs: int | None = None, usage: Any = NO_USAGE, **options: Any) -> ChatReply:
     answer = make_answer(params=SamplingParams(logprobs=logprobs))
-    return ChatReply(answer, "tiny", TideOptions(**options), decode, wants_usage)
+    return ChatReply(answer, "tiny", TideOptions(**options), decode, usage)
 
 
 # What goes out.
@@ -97,11 +104,19 @@ def test_chunks_of_a_chat_are_its_role_its_text_and_its_end() -> None:
 @pytest.mark.parametrize("make", [completion, chat])
 def test_usage_is_told_in_a_stream_only_if_asked_and_then_every_chunk_speaks_of_it(make: Any) -> None:
     assert "usage" not in make().chunk(LO)
-    reply = make(wants_usage=True)
+    reply = make(usage=StreamOptions(include_usage=True))
     assert all(chunk["usage"] is None for chunk in (*reply.first_chunks(), reply.chunk(HEL), reply.chunk(LO)))
     written = reply.usage_chunk(USAGE)
     assert written["choices"] == []
     assert written["usage"]["total_tokens"] == 7
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_every_chunk_has_the_usage_so_far_if_asked(make: Any) -> None:
+    reply = make(usage=StreamOptions(include_usage=True, continuous_usage_stats=True))
+    reply.answer.num_prompt_tokens = 5
+    assert all(chunk["usage"]["completion_tokens"] == 0 for chunk in reply.first_chunks())
+    assert [reply.chunk(output)["usage"]["total_tokens"] for output in (HEL, LO)] == [6, 7]
 
 
 def test_tokens_tell_of_themselves_only_if_asked() -> None:
@@ -168,12 +183,14 @@ def test_messages_become_what_a_template_knows() -> None:
     body = {
         "messages": [
             {"role": "developer", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "x"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None},
         ]
     }
     assert [message.plain() for message in ChatRequest.model_validate(body).messages] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": ""},
     ]
 
 
@@ -188,11 +205,10 @@ BAD = [
     ({"prompt": "x", "top_p": 1.0001}, "top_p"),
     ({"prompt": "x", "seed": 2**64}, "seed"),
     ({"prompt": "x", "stop": [1]}, "stop.0"),
-    ({"prompt": "x", "stop": ["a"] * 5}, "stop"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
     ({"prompt": "x", "stop": ""}, "stop"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-    ({"prompt": "x", "max_token": 3}, "max_token"),
     ({"prompt": "x", "n": 2}, "n"),
     ({"prompt": "x", "n": 0}, "n"),
     ({"prompt": "x", "best_of": 2}, "best_of"),
@@ -233,7 +249,11 @@ async def test_a_body_that_is_no_object_is_400_with_the_envelope(raw: bytes) -> 
 
 
 async def test_an_error_repeats_no_input() -> None:
-    for body in ({"prompt": {"secret": "words"}}, {"prompt": 3, "tide": "secret"}, {"prompt": "x", "user": ["secret"]}):
+    for body in (
+        {"prompt": {"secret": "words"}},
+        {"prompt": 3, "tide": "secret"},
+        {"prompt": "x", "stop": {"secret": 1}},
+    ):
         reply = await call(ScriptedEngine(), body)
         assert reply.status == 400
         assert b"secret" not in reply.body
@@ -255,7 +275,7 @@ def test_what_openai_has_and_we_have_not_is_told_apart_from_what_nobody_has() ->
     for name, code in (("echo", "unsupported"), ("ecko", "invalid_body")):
         with pytest.raises(ValidationError) as refused:
             CompletionRequest.model_validate({"prompt": "x", name: True})
-        failure = invalid_body(refused.value.errors(), CompletionRequest.unsupported)
+        failure = invalid_body(refused.value.errors(), CompletionRequest.refused_names())
         assert (failure.status, failure.field, failure.code) == (400, name, code)
 
 

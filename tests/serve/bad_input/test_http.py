@@ -38,7 +38,7 @@ HTTP_ROWS: list[tuple[str, bytes, int, str | None]] = [
     *[(f"40 max_tokens {text}", with_value("max_tokens", text), 400, "max_tokens") for text in ("true", '"7"', "7.5")],
     ("41 a long integer", with_value("seed", "9" * 5000), 400, None),
     ("42 a key twice", with_value("prompt", '"again"'), 400, None),
-    ("43 an unknown field", with_value("promt", '"x"'), 400, "promt"),
+    ("43 an option of ours that is misspelt", with_value("tide", '{"mod": "full"}'), 400, "tide"),
     ("44 half a character", with_value("user", '"\\ud800"'), 400, None),
     ("46 no answers", with_value("n", "0"), 400, "n"),
     ("46 many answers", with_value("n", "1000000"), 400, "n"),
@@ -66,6 +66,11 @@ def test_a_bad_http_request_gets_its_status_and_envelope(
     assert_envelope(body, field)
 
 
+def test_a_field_that_nobody_knows_is_ignored_and_named(server: Server) -> None:
+    status, headers, _ = send(server, "POST", "/v1/completions", with_value("promt", '"x"'))
+    assert (status, headers["x-tide-ignored"]) == (200, "promt")
+
+
 CHAT_ROWS = [
     ("51 a template", {**CHAT, "chat_template": "{{ 1 }}"}, "chat_template"),
     ("51 template arguments", {**CHAT, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -77,7 +82,7 @@ CHAT_ROWS = [
         {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]},
         None,
     ),
-    ("tools", {**CHAT, "tools": []}, "tools"),
+    ("tools", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
 ]  # fmt: skip
 
 
