@@ -44,7 +44,7 @@ GRPC_ROWS: list[tuple[int, str, pb.GenerateRequest, str, str]] = [
     ],
     (14, "min_layers", generate(exits=pb.ExitParams(min_layers=99)), INVALID, "min_layers"),
     (14, "negative min_layers", generate(exits=pb.ExitParams(min_layers=-1)), INVALID, "min_layers"),
-    (17, "five stops", sampled(stop=list("abcde")), INVALID, "stop"),
+    (17, "17 stops", sampled(stop=["a"] * 17), INVALID, "stop"),
     (17, "an empty stop", sampled(stop=[""]), INVALID, "stop"),
     (17, "a long stop", sampled(stop=["x" * 10_000]), INVALID, "stop"),
     (21, "a million ids", ids(*[1] * 1_000_000), INVALID, "prompt"),
