@@ -26,7 +26,8 @@ pip check
 [[ ${DEMO:-1} == 0 ]] || pip install -qq --no-deps --require-hashes --only-binary :all: --no-compile -r "$LOCKS/demo.lock"
 # Compile bytecode now: the prefix is read-only at run time, and nothing can be installed there later. The tests of
 # packages are never imported there.
-compiled=("$PREFIX/lib")
-[[ -z ${BYTECODE:-} ]] || read -ra compiled <<<"$(cd "$PREFIX"/lib/python*/site-packages && realpath $BYTECODE | xargs)"
+compiled=()
+for package in ${BYTECODE:-}; do compiled+=("$PREFIX"/lib/python*/site-packages/"$package"); done
+[[ -n ${BYTECODE:-} ]] || compiled=("$PREFIX/lib")
 "$PREFIX/bin/python" -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "${compiled[@]}" >/dev/null || true
 "$PREFIX/bin/python" -m pip uninstall -qq -y pip

@@ -59,7 +59,7 @@ def test_no_request_makes_the_server_fail(api: FastAPI, service: Service) -> Non
         for mode in GenerationMode if operation.body else [GenerationMode.POSITIVE]:
             cases = operation.as_strategy(generation_mode=mode)
             hypothesis.settings(max_examples=25, **SETTINGS)(hypothesis.given(cases)(check))()
-    assert statuses[2] > 0 < statuses[4]
+    assert statuses.keys() >= {2, 4}, "some were answered, and some refused"
 
 
 def test_every_body_is_described_with_every_field_that_is_read(api: FastAPI) -> None:
