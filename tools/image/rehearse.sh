@@ -39,11 +39,12 @@ touch "$FOLDER/mark"
 port=$("$FOLDER/prefix/bin/python" -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["http_options"]["port"])' "$CONFIG")
 
 say "serving as $("${as[@]}" id -u) on port $port"
-# A fresh environment: only the variables that a pod would have, and a pod's /tmp in this folder.
+# A fresh environment: only the variables that a pod would have, the caller's settings of Ray, and a pod's /tmp in this
+# folder.
 cd "$FOLDER/tmp"
 haproxy=$FOLDER/tmp/h # short: the paths of its sockets have a limit
-mapfile -t serve < <(env | grep '^RAY_SERVE_' || true)
-setsid env -i "${serve[@]}" RAY_SERVE_HAPROXY_CONFIG_FILE_LOC="$haproxy/haproxy.cfg" \
+mapfile -t ray < <(env | grep -E '^(RAY|REPORTER)_' || true)
+setsid env -i "${ray[@]}" RAY_SERVE_HAPROXY_CONFIG_FILE_LOC="$haproxy/haproxy.cfg" \
   RAY_SERVE_HAPROXY_SOCKET_PATH="$haproxy/admin.sock" RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH="$haproxy/metrics.sock" \
   RAY_SERVE_HAPROXY_SERVER_STATE_BASE="$haproxy" RAY_SERVE_HAPROXY_SERVER_STATE_FILE="$haproxy/server-state" PATH="$FOLDER/prefix/bin:/usr/bin:/bin" HOME="$FOLDER/tmp" TMPDIR="$FOLDER/tmp" RAY_TMPDIR="$FOLDER/tmp" \
   HF_HOME="$FOLDER/tmp/huggingface" HF_HUB_OFFLINE=1 TIDE_CACHE_DIR="$FOLDER/tmp/cache" MPLCONFIGDIR="$FOLDER/tmp/matplotlib" \
@@ -66,8 +67,9 @@ done
 [[ -n ${ready:-} ]] || { tail -n 40 "$FOLDER/serve.log"; say "not healthy"; exit 1; }
 
 say "asking"
-wget -q -T 60 -t 1 -O "$FOLDER/answer.json" --header "Content-Type: application/json" --post-file "$REQUEST" \
-  "http://localhost:$port/v1/completions"
+# The probe succeeds as soon as the proxy knows the route; the request then waits for the first replica.
+wget -nv -T "$start_s" -t 1 -O "$FOLDER/answer.json" --header "Content-Type: application/json" --post-file "$REQUEST" \
+  "http://localhost:$port/v1/completions" || { tail -n 40 "$FOLDER/serve.log"; say "no answer"; exit 1; }
 stop
 trap - EXIT
 written=$(find "$FOLDER/prefix" -newer "$FOLDER/mark" -not -type d | head)
