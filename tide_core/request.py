@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from tide_core.errors import RequestError
 
@@ -15,6 +16,22 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt that the model's chat template writes."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Objects with `role` and `content`; where the template knows them also `tool_calls`, `tool_call_id`, `name`."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the model may call, as OpenAI writes them."""
+    add_generation_prompt: bool = True
+    """End where the assistant's answer begins."""
+    continue_final_message: bool = False
+    """End inside the last message, which the answer continues."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,8 @@ class SamplingParams:
     """Token ids that end the text."""
     ignore_eos: bool = False
     """Go on past the model's end-of-text ids."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     logprobs: int | None = None
     """None: no log-probabilities. k: that of the chosen token and of the k likeliest."""
     mode: str | None = None
@@ -75,8 +94,9 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError("ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, getattr(self, name), "true or false")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_exits(self.mode, self.epsilon, self.threshold, self.min_layers)

@@ -96,7 +96,8 @@ class EngineCore:
         """Queue a checked request. Its id must not be in use."""
         if request.request_id in self._open:
             raise RequestError("request_id", request.request_id, "an id that no open request has")
-        text = self._tokenizer.stream(request.prompt_ids, request.params.stop)
+        params = request.params
+        text = self._tokenizer.stream(request.prompt_ids, params.stop, skip_special_tokens=params.skip_special_tokens)
         epsilon = request.policy.epsilon
         is_broken = epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken
         row = self.scheduler.add(request, self._cache_namespace(request))

@@ -24,11 +24,11 @@ from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, RequestError
 from tide_core.exits.cost import DraftPlanner
 from tide_core.exits.policy import resolve_policy
-from tide_core.request import MODES, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
+from tide_core.request import MODES, Chat, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
 from tide_core.stats import EngineStats, ModelFacts
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or a chat: messages with `role` and `content`."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Chat
+"""Text, token ids, or a chat: messages with `role` and `content`, or these with tools and options."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one for each."""
 
@@ -284,12 +284,12 @@ class Engine:
             raise RequestError(f"prompts[{index}].{error.field}", error.value, error.expected) from error
 
     def _prompt_ids(self, prompt: Prompt, vocab_size: int) -> Sequence[int]:
-        if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes) or not prompt:
+        if not isinstance(prompt, (str, Sequence, Chat)) or isinstance(prompt, bytes) or not prompt:
             raise RequestError("prompt", prompt, "non-empty text, token ids, or chat messages")
         ids: Sequence[object]
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt[0], Mapping):
+        elif isinstance(prompt, Chat) or isinstance(prompt[0], Mapping):
             ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
         else:
             ids = prompt
@@ -316,7 +316,7 @@ class Engine:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or many: a string, a list of ids or a list of messages is one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Chat)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RequestError("prompts", type(prompts).__name__, "text, token ids, messages, or a list of these")
