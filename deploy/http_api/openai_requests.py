@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.http_api.ignored_fields import Body
 from tide_core.errors import RequestError
+from tide_core.request import Chat
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions. A chat's default is the server's limit."""
@@ -78,7 +79,8 @@ class Sampling(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    n: Literal[1] | None = None
+    n: int | None = None
+    """Choices of each prompt."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Extensions with vLLM's names.
@@ -87,12 +89,17 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     tide: TideOptions | None = None
 
     @property
     def options(self) -> TideOptions:
         return self.tide or TideOptions()
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
 
     @property
     def usage_options(self) -> StreamOptions:
@@ -118,6 +125,7 @@ class Sampling(Body):
             "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
             "mode": options.mode,
             "epsilon": options.epsilon,
             "threshold": options.threshold,
@@ -130,31 +138,38 @@ class CompletionRequest(Sampling):
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
         "best_of": (1,),
-        "echo": (False,),
         "suffix": ("",),
         "response_format": ({"type": "text"},),
     }
     unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", *STRUCTURED})
 
-    prompt: str | list[int] | list[str]
-    """Text or token ids; a list of one text counts as that text."""
+    prompt: str | list[int] | list[str] | list[list[int]]
+    """Text or token ids, or a list of either."""
     logprobs: int | None = None
+    echo: bool | None = None
+    """Return the prompt before the answer, with its log-probabilities if `logprobs` is given."""
 
     @property
-    def engine_prompt(self) -> str | list[int]:
+    def engine_prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
-            return self.prompt
-        if len(self.prompt) == 1 and isinstance(self.prompt[0], str):
-            return self.prompt[0]
-        if any(isinstance(part, str) for part in self.prompt):
-            raise RequestError("prompt", f"{len(self.prompt)} texts", "one text: send one request for each")
-        return [part for part in self.prompt if isinstance(part, int)]
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError("prompt", "an empty list", "text or token ids, or a list of either")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def drops_output(self) -> bool:
+        """Whether only the prompt is wanted: no token is allowed after it."""
+        return bool(self.echo and self.max_tokens == 0)
 
     def params(self) -> dict[str, Any]:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_COMPLETION_LOGPROBS:
             raise RequestError("logprobs", self.logprobs, f"an integer in 0..{MAX_COMPLETION_LOGPROBS}")
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return {**super().params(), "max_tokens": most, "logprobs": self.logprobs}
+        # The engine has no request without a token: one is made and dropped.
+        return {**super().params(), "max_tokens": 1 if self.drops_output else most, "logprobs": self.logprobs}
 
 
 class TextPart(Body):
@@ -198,9 +213,6 @@ class ChatRequest(Sampling):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "add_generation_prompt": (True,),
-        "chat_template_kwargs": ({},),
-        "skip_special_tokens": (True,),
     }
     unsupported: ClassVar[frozenset[str]] = frozenset(
         {"audio", "prediction", "web_search_options", "chat_template", "documents", *STRUCTURED}
@@ -212,6 +224,23 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where an answer of the assistant begins; default true."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message; only without `add_generation_prompt`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+
+    @property
+    def chat(self) -> Chat:
+        if self.add_generation_prompt is not False and self.continue_final_message:
+            raise RequestError("continue_final_message", True, "add_generation_prompt: false with it")
+        return Chat(
+            [message.plain() for message in self.messages],
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self.chat_template_kwargs or {},
+        )
 
     def params(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not self.logprobs:

@@ -24,8 +24,10 @@ class ScriptedEngine:
 
     max_model_len = 64
     artefact_digest = None
-    config = SimpleNamespace(artefact="none")
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{one}>" for one in ids))
+    config = SimpleNamespace(artefact="none", max_rows=4)
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: "".join(f"<{one}>" for one in ids), token_bytes=lambda one: f"<{one}>".encode()
+    )
 
     def __init__(self, *script: Any) -> None:
         self._script = script or (HEL, LO)

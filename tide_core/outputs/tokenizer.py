@@ -52,7 +52,7 @@ class Tokenizer:
             decode: Callable[[Sequence[int]], str] = functools.partial(self._decode, skip_special_tokens=skip)
             if backend is not None:  # what the library puts around it costs several times the decoding
                 decode = functools.partial(backend.decode, skip_special_tokens=skip)
-            whole = {} if backend is not None and _reads_apart(backend.decoder) else None
+            whole: dict[int, str] | None = {} if backend is not None and _reads_apart(backend.decoder) else None
             return IdText(decode, self.vocab_size, frozenset(silent_ids), frozenset(bytes_of), whole)
 
         self._id_text = id_text(special_ids | without_text, True)

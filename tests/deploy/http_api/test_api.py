@@ -146,10 +146,12 @@ async def test_health_and_version_and_exit_stats_answer(http: Http) -> None:
 UNSUPPORTED = [
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type"),
-    ("/v1/chat/completions", {**CHAT, "n": 2}, "n"),
+    ("/v1/chat/completions", {**CHAT, "n": 0}, "n"),
     ("/v1/completions", {**BODY, "n": 1000000}, "n"),
+    ("/v1/completions", {**BODY, "prompt": ["hello"] * 200, "n": 2}, "prompt"),
+    ("/v1/completions", {**BODY, "prompt": []}, "prompt"),
     ("/v1/completions", {**BODY, "best_of": 3}, "best_of"),
-    ("/v1/completions", {**BODY, "echo": True}, "echo"),
+    ("/v1/completions", {**BODY, "max_tokens": 0}, "max_tokens"),
     ("/v1/chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, "chat_template"),
     (
         "/v1/chat/completions",
