@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from tide_core.errors import RequestError
 
 MODES = ("full", "verified", "bounded", "fast")
+GRAMMARS = ("json_schema", "regex", "choice", "grammar", "lark")
 DEFAULT_EPSILON = 0.02
 MAX_THRESHOLD = 2.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_GRAMMAR_CHARS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,35 @@ class Chat:
     """End inside the last message, which the answer continues."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must be. The engine compiles it when the request is made."""
+
+    kind: str
+    """json_schema, regex, choice (a JSON list of texts), lark, or grammar (Lark or GBNF)."""
+    text: str
+    field: str = field(default="grammar", compare=False)
+    """The field of the request that it came from, for errors."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS:
+            raise RequestError("grammar", self.kind, f"one of {', '.join(GRAMMARS)}")
+        if not isinstance(self.text, str) or not 1 <= len(self.text) <= MAX_GRAMMAR_CHARS:
+            raise RequestError(self.field, f"{len(self.text)} characters", f"1..{MAX_GRAMMAR_CHARS}")
+
+
+class TokenMask(Protocol):
+    """A grammar while it is followed."""
+
+    def allowed(self, output_ids: Sequence[int]) -> Any:
+        """Which tokens may follow these: an array [V] of booleans."""
+        ...
+
+    def must_end(self, output_ids: Sequence[int]) -> bool:
+        """Whether nothing but the end of the text may follow."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +102,8 @@ class SamplingParams:
     """Go on past the model's end-of-text ids."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    grammar: Grammar | None = None
+    """What the text must be."""
     logprobs: int | None = None
     """None: no log-probabilities. k: that of the chosen token and of the k likeliest."""
     mode: str | None = None
@@ -99,6 +132,8 @@ class SamplingParams:
                 raise RequestError(name, getattr(self, name), "true or false")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError("grammar", type(self.grammar).__name__, "a Grammar")
         _check_exits(self.mode, self.epsilon, self.threshold, self.min_layers)
         _check_stop(self.stop)
         _check_stop_ids(self.stop_ids)
@@ -192,10 +227,12 @@ class Request:
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of one salt."""
     policy: ExitPolicy = NO_EXITS
+    mask: TokenMask | None = field(default=None, repr=False, compare=False)
+    """Follows its grammar."""
     end_ids: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids that end the text and are not part of it."""
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
-    """Whether it has a bias, penalties or fewest tokens."""
+    """Whether it has a bias, penalties, fewest tokens or a grammar."""
     informs_planner: bool = field(init=False, repr=False, compare=False)
     """Whether the acceptance of its drafts predicts that of other requests."""
 
@@ -203,8 +240,9 @@ class Request:
         params = self.params
         end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else self.eos_ids)))
         object.__setattr__(self, "end_ids", end_ids)
-        object.__setattr__(self, "adjusts_logits", params.changes_logits)
-        usual = params.threshold is None and not params.logit_bias and not self.policy.skips_layers
+        object.__setattr__(self, "adjusts_logits", params.changes_logits or self.mask is not None)
+        usual = params.threshold is None and not params.logit_bias and self.mask is None
+        usual = usual and not self.policy.skips_layers
         object.__setattr__(self, "informs_planner", usual)
 
 

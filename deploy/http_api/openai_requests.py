@@ -6,6 +6,7 @@ would change the answer and is not supported is refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,17 +14,15 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.http_api.ignored_fields import Body
 from tide_core.errors import RequestError
-from tide_core.request import Chat
+from tide_core.request import Chat, Grammar
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions. A chat's default is the server's limit."""
 DEFAULT_TEMPERATURE = 1.0
 MAX_COMPLETION_LOGPROBS = 20
-
-
-STRUCTURED = frozenset(
-    {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "guided_decoding_backend"}
-)
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+ANY_OBJECT = '{"type": "object"}'
 
 
 class TideOptions(Body):
@@ -56,8 +55,42 @@ class StreamOptions(Body):
     """With `include_usage`: every chunk has the usage so far."""
 
 
+class ResponseFormat(Body):
+    """OpenAI's way to ask for structured output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        field = "response_format"
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar("json_schema", ANY_OBJECT, field)
+        schema = (self.json_schema or {}).get("schema")
+        if not isinstance(schema, (dict, bool)):
+            raise RequestError(f"{field}.json_schema.schema", type(schema).__name__, "a JSON schema")
+        return Grammar("json_schema", json.dumps(schema), field)
+
+
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _grammar(name: str, value: Any) -> Grammar:
+    """The grammar in a field of vLLM's: `guided_json`, `structured_outputs.regex` and so on."""
+    kind = name.removeprefix("guided_").removeprefix("structured_outputs.")
+    if kind == "json_object":
+        return Grammar("json_schema", ANY_OBJECT, name)
+    if kind == "json" and isinstance(value, (dict, bool)):
+        value = json.dumps(value)
+    if kind == "choice" and isinstance(value, list) and all(isinstance(one, str) and one for one in value):
+        value = json.dumps(value)
+    elif kind == "choice" or not isinstance(value, str):
+        expected = {"json": "a JSON schema", "choice": "a list of texts"}.get(kind, "text")
+        raise RequestError(name, type(value).__name__, expected)
+    return Grammar("json_schema" if kind == "json" else kind, value, name)
 
 
 class Sampling(Body):
@@ -67,6 +100,7 @@ class Sampling(Body):
         {
             *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key"),
             *("parallel_tool_calls", "reasoning_effort", "verbosity", "prompt_cache_retention", "priority"),
+            *("guided_decoding_backend", "guided_whitespace_pattern"),
         }
     )
 
@@ -91,6 +125,13 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's newer way: one of json, regex, choice, grammar and json_object."""
     tide: TideOptions | None = None
 
     @property
@@ -104,6 +145,22 @@ class Sampling(Body):
     @property
     def usage_options(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text must be, in whichever way it was asked for."""
+        given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        given |= {
+            f"structured_outputs.{name}": value
+            for name, value in (self.structured_outputs or {}).items()
+            if name in STRUCTURED and value not in (None, False)
+        }
+        found = [_grammar(name, value) for name, value in given.items()]
+        if self.response_format is not None and (asked := self.response_format.grammar) is not None:
+            found.append(asked)
+        if len(found) > 1:
+            raise RequestError(found[0].field, found[1].field, "only one way to structure the output")
+        return found[0] if found else None
 
     def params(self) -> dict[str, Any]:
         """Fields of `SamplingParams`; None for the server's default."""
@@ -122,6 +179,7 @@ class Sampling(Body):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
+            "grammar": self.grammar,
             "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
@@ -139,9 +197,8 @@ class CompletionRequest(Sampling):
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
         "best_of": (1,),
         "suffix": ("",),
-        "response_format": ({"type": "text"},),
     }
-    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", *STRUCTURED})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
 
     prompt: str | list[int] | list[str] | list[list[int]]
     """Text or token ids, or a list of either."""
@@ -200,10 +257,6 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
 class ChatRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
@@ -215,7 +268,7 @@ class ChatRequest(Sampling):
         "modalities": (["text"],),
     }
     unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"audio", "prediction", "web_search_options", "chat_template", "documents", *STRUCTURED}
+        {"audio", "prediction", "web_search_options", "chat_template", "documents"}
     )
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
@@ -223,7 +276,6 @@ class ChatRequest(Sampling):
     """Goes before `max_tokens`, its older name."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     """Whether the prompt ends where an answer of the assistant begins; default true."""
     continue_final_message: bool | None = None

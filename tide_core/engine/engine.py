@@ -275,6 +275,7 @@ class Engine:
             eos_ids=adapter.eos_ids,
             cache_salt=cache_salt,
             policy=policy,
+            mask=None if params.grammar is None else parts.grammars.matcher(params.grammar),
         )
 
     def _named(self, index: int, prompt: Prompt, params: SamplingParams, parts: Parts) -> Request:

@@ -7,13 +7,14 @@ The steps, in order; the code follows the numbers:
  3. Fewest tokens: end-of-text and stop ids masked.     (adjust.py)
  4. Repetition penalty over prompt and output.          (adjust.py)
  5. Presence and frequency penalties over the output.   (adjust.py)
- 6. Greedy rows: the largest logit, the lowest id among equals. Done.
- 7. Temperature.                                        (weights.py)
- 8. Top-k.                                              (weights.py)
- 9. Top-p, over what top-k leaves.                      (weights.py)
-10. Min-p, relative to the likeliest token.             (weights.py)
-11. Draw, with one number made from seed and step.      (draw.py)
-12. Log-probabilities for rows that ask: those of the model's own distribution, untouched by steps 2 to 10.
+ 6. Grammar: tokens that cannot follow are masked.      (adjust.py)
+ 7. Greedy rows: the largest logit, the lowest id among equals. Done.
+ 8. Temperature.                                        (weights.py)
+ 9. Top-k.                                              (weights.py)
+10. Top-p, over what top-k leaves.                      (weights.py)
+11. Min-p, relative to the likeliest token.             (weights.py)
+12. Draw, with one number made from seed and step.      (draw.py)
+13. Log-probabilities for rows that ask: those of the model's own distribution, untouched by steps 2 to 11.
 
 A row's result never depends on its mates: nothing is reduced over rows, and the sums that feed a draw are integers.
 Rows pay only for the steps they ask for: a plain greedy row costs its share of step 1, which finds the token too.
@@ -53,13 +54,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     token_ids, errors = _best(logits)  # 1
     worked = [r for r, row in enumerate(rows) if r not in errors and (not row.params.is_greedy or needs_adjusting(row))]
     if worked:
-        chosen, failed, _, _ = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 11
+        chosen, failed, _, _ = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 12
         for position, r in enumerate(worked):
             token_ids[r] = chosen[position]
             if position in failed:
                 errors[r] = failed[position]
     return [
-        SampledToken(NO_TOKEN, error=errors[r]) if r in errors else with_logprobs(logits[r], row, token_ids[r])  # 12
+        SampledToken(NO_TOKEN, error=errors[r]) if r in errors else with_logprobs(logits[r], row, token_ids[r])  # 13
         for r, row in enumerate(rows)
     ]
 
@@ -112,15 +113,15 @@ def _choose(
     logits: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[int], dict[int, str], list[int], torch.Tensor | None]:
     """Tokens for the rows of `logits` [R, V] float32, errors by position; which were drawn, and their weights."""
-    logits = adjusted(logits, rows)  # 2 to 5
-    token_ids, errors = _best(logits, AFTER_ADJUSTING)  # 6
+    logits = adjusted(logits, rows)  # 2 to 6
+    token_ids, errors = _best(logits, AFTER_ADJUSTING)  # 7
     drawn = [r for r, row in enumerate(rows) if not row.params.is_greedy and r not in errors]
     weights = None
     if drawn:
         mine = [rows[r] for r in drawn]
-        weights = token_weights(select_rows(logits, drawn), [row.params for row in mine])  # 7 to 10
+        weights = token_weights(select_rows(logits, drawn), [row.params for row in mine])  # 8 to 11
         numbers = [uniform(row.seed, len(row.output_ids), row.stream, row.distance) for row in mine]
-        for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 11
+        for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 12
             token_ids[r] = token_id
     return token_ids, errors, drawn, weights
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from typing import Any
 
 import pytest
@@ -145,7 +147,15 @@ async def test_health_and_version_and_exit_stats_answer(http: Http) -> None:
 
 UNSUPPORTED = [
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema"}},
+        "response_format.json_schema.schema",
+    ),
+    ("/v1/completions", {**BODY, "guided_json": {"type": "objekt"}}, "guided_json"),
+    ("/v1/completions", {**BODY, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+    ("/v1/completions", {**BODY, "structured_outputs": {"choice": "red"}}, "structured_outputs.choice"),
     ("/v1/chat/completions", {**CHAT, "n": 0}, "n"),
     ("/v1/completions", {**BODY, "n": 1000000}, "n"),
     ("/v1/completions", {**BODY, "prompt": ["hello"] * 200, "n": 2}, "prompt"),
@@ -171,9 +181,43 @@ async def test_what_is_not_supported_is_refused_by_name(http: Http, path: str, b
         assert error["param"] == field
 
 
-async def test_a_client_that_goes_before_its_answer_ends_the_request(http: Http, service: Service) -> None:
-    import json
+SCHEMA = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}, "color": {"enum": ["red", "blue"]}},
+    "required": ["sure", "color"],
+    "additionalProperties": False,
+}
+STRUCTURED = {
+    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "guided_json": {"guided_json": SCHEMA},
+    "structured_outputs": {"structured_outputs": {"json": SCHEMA}},
+}
 
+
+@pytest.mark.parametrize("ask", STRUCTURED.values(), ids=STRUCTURED)
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+async def test_output_follows_the_schema_however_it_is_asked_for(http: Http, path: str, body: Any, ask: Any) -> None:
+    spaces = (await http.ask("POST", "/tokenize", {"prompt": "\n\t \r"})).json["tokens"]
+    asked = {**body, **ask, "max_tokens": 60, "logit_bias": {str(one): -100 for one in spaces}}
+    choice = (await http.ask("POST", path, asked)).json["choices"][0]
+    text = choice.get("text") or choice["message"]["content"]
+    assert choice["finish_reason"] == "length", "ignore_eos: true"
+    found, _ = json.JSONDecoder().raw_decode(text)
+    assert found.keys() == {"sure", "color"}
+
+
+async def test_choices_and_expressions_bind_the_output(http: Http) -> None:
+    body = {**BODY, "ignore_eos": False, "max_tokens": 20}
+    chosen = (await http.ask("POST", "/v1/completions", {**body, "guided_choice": ["red", "blue"]})).json
+    assert chosen["choices"][0]["text"] in ("red", "blue")
+    assert chosen["choices"][0]["finish_reason"] == "stop"
+    matched = (await http.ask("POST", "/v1/completions", {**body, "guided_regex": "[0-9]{3}-x"})).json
+    assert re.fullmatch("[0-9]{3}-x", matched["choices"][0]["text"])
+    grammar = {"guided_grammar": 'root ::= "yes" | "no"'}
+    assert (await http.ask("POST", "/v1/completions", {**body, **grammar})).json["choices"][0]["text"] in ("yes", "no")
+
+
+async def test_a_client_that_goes_before_its_answer_ends_the_request(http: Http, service: Service) -> None:
     data = json.dumps({**BODY, "max_tokens": 200}).encode()
     headers = [(b"content-type", b"application/json")]
     reply = await http.send("POST", "/v1/completions", headers, [data], gone=True)

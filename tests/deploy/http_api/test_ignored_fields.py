@@ -53,7 +53,6 @@ OF_CHATS = {
 ASKED_FOR = [
     (COMPLETIONS, {"best_of": 2}),
     (COMPLETIONS, {"suffix": "end"}),
-    (COMPLETIONS, {"guided_json": {"type": "object"}}),
     (CHAT, {"modalities": ["text", "audio"]}),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     (CHAT, {"tool_choice": "required"}),

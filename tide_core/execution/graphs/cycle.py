@@ -106,6 +106,7 @@ class GraphCycles:
             and not policy.skips_layers
             and (policy.is_lossless or request.params.logprobs is None)
             and (not request.adjusts_logits or adjust.supports(request))
+            and request.mask is None  # the host follows its grammar, token by token
         )
 
     @staticmethod
