@@ -22,6 +22,7 @@ from tide_core.execution import prompt_logprobs, runner
 from tide_core.execution.drafting import Drafter
 from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.prompts import GraphPrompts
+from tide_core.outputs.tokenizer import TextStream
 from tide_core.request import FinishReason, PromptToken, RequestOutput, SamplingParams, TokenOutput
 
 FULL, VERIFIED, BOUNDED = {"mode": "full"}, {"threshold": 0.0}, {"mode": "bounded", "epsilon": 0.02}
@@ -262,3 +263,16 @@ def test_logits_that_are_not_finite_end_the_row_alone_with_what_was_there(monkey
 def test_a_number_that_cannot_be_listed_is_refused(value: Any) -> None:
     with pytest.raises(RequestError, match=r"prompt_logprobs.*an integer in 0\.\.20"):
         SamplingParams(prompt_logprobs=value)
+
+
+def test_a_text_that_cannot_be_made_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    [prompt] = random_prompts(1, 20)
+
+    def failing(self: TextStream, token_id: int) -> str:
+        raise UnicodeError("no text")
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    with make_engine() as engine:
+        [answer] = engine.generate([prompt], params())
+    assert "no text" in str(answer.error)
+    check(answer.prompt_logprobs, prompt)
