@@ -106,6 +106,9 @@ class SamplingParams:
     """What the text must be."""
     logprobs: int | None = None
     """None: no log-probabilities. k: that of the chosen token and of the k likeliest."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt, given those before it. The whole prompt then runs at full depth: it reads
+    no prefix cache, and none of its tokens exits."""
     mode: str | None = None
     """The contract: full, verified, bounded or fast. None: verified where the engine has an artefact, else full."""
     epsilon: float | None = None
@@ -134,6 +137,8 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise RequestError("grammar", type(self.grammar).__name__, "a Grammar")
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_exits(self.mode, self.epsilon, self.threshold, self.min_layers)
         _check_stop(self.stop)
         _check_stop_ids(self.stop_ids)
@@ -266,6 +271,17 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of the prompt under the model at full depth."""
+
+    token_id: int
+    logprob: float | None = None
+    """Given the tokens before it; None for the first. -inf for a token that the model rules out."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(id, log-probability) of the likeliest tokens in its place, best first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Counts and times of one request, in tokens and seconds."""
 
@@ -312,6 +328,9 @@ class RequestOutput:
     """Present on the last piece."""
     error: Exception | None = None
     """Present when the reason is `error`."""
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+    """Where they were asked for: all tokens of the prompt, on the first piece. A request that ends before its first
+    token has those that had run by then."""
 
     @property
     def finished(self) -> bool:

@@ -24,7 +24,20 @@ from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, RequestError
 from tide_core.exits.cost import DraftPlanner
 from tide_core.exits.policy import resolve_policy
+<<<<<<< HEAD
 from tide_core.request import MODES, Chat, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
+=======
+from tide_core.request import (
+    MODES,
+    FinishReason,
+    PromptToken,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenOutput,
+    Usage,
+)
+>>>>>>> echo
 from tide_core.stats import EngineStats, ModelFacts
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Chat
@@ -47,6 +60,8 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage | None
     error: Exception | None = None
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+    """Where they were asked for."""
 
 
 class Engine:
@@ -351,4 +366,5 @@ def _checked_name(field: str, value: object) -> str:
 def _completion(output: RequestOutput, tokens: tuple[TokenOutput, ...]) -> Completion:
     assert output.finish_reason is not None
     text = "".join(token.text for token in tokens)
-    return Completion(output.request_id, text, tokens, output.finish_reason, output.usage, output.error)
+    ended = output.finish_reason, output.usage, output.error
+    return Completion(output.request_id, text, tokens, *ended, output.prompt_logprobs)

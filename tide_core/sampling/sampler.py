@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from tide_core.kernels.cpu.best import best
+from tide_core.request import PromptToken
 from tide_core.sampling.adjust import adjusted, needs_adjusting
 from tide_core.sampling.draw import draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
@@ -37,6 +38,7 @@ __all__ = [
     "SampledToken",
     "SamplingRow",
     "probabilities_of",
+    "prompt_logprobs",
     "sample",
     "sample_with_chances",
     "with_logprobs",
@@ -142,16 +144,47 @@ def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, st
 
 
 def with_logprobs(logits_row: torch.Tensor, row: SamplingRow, token_id: int) -> SampledToken:
-    """The token with the log-probabilities its row asks for; the k likeliest are listed equals by lower id."""
+    """The token with the log-probabilities its row asks for."""
     if row.params.logprobs is None:
         return SampledToken(token_id)
-    logits_row = logits_row.float()
-    logprobs = logits_row.log_softmax(-1)
-    k = min(row.params.logprobs, len(logits_row))
+    [(logprob, likeliest)] = _logprobs(logits_row.unsqueeze(0), [token_id], row.params.logprobs)
+    return SampledToken(token_id, logprob, likeliest)
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_likeliest: int
+) -> tuple[list[PromptToken], str | None]:
+    """The tokens of a prompt under the logits [T, V] in their places, or the error of the first place that has one."""
+    _, errors = _best(logits)
+    if errors:
+        return [], errors[min(errors)]
+    listed = zip(token_ids, _logprobs(logits, token_ids, num_likeliest), strict=True)
+    return [PromptToken(token_id, *logprobs) for token_id, logprobs in listed], None
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_likeliest: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """For each row of `logits` [T, V] the log-probability of its token, and id and log-probability of the likeliest,
+    equals by lower id; tokens the model rules out are not listed."""
+    logits = logits.float()
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+    k = min(num_likeliest, logits.shape[1])
     if k == 0:
-        return SampledToken(token_id, float(logprobs[token_id]))
-    # Ranked by logit and not by log-probability, where rounding makes new equals: the first is what greedy chooses.
-    candidates = (logits_row >= logits_row.topk(k).values[-1]).nonzero().squeeze(-1)
-    ids = candidates[logits_row[candidates].argsort(descending=True, stable=True)[:k]]
-    likeliest = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
-    return SampledToken(token_id, float(logprobs[token_id]), tuple((i, v) for i, v in likeliest if v > -math.inf))
+        return [(logprob, ()) for logprob in own]
+    ids = _ranking_keys(logits).topk(k).indices
+    likeliest = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
+    return [
+        (logprob, tuple((i, v) for i, v in zip(*columns, strict=True) if v > -math.inf))
+        for logprob, columns in zip(own, likeliest, strict=True)
+    ]
+
+
+def _ranking_keys(logits: torch.Tensor) -> torch.Tensor:
+    """Integers [T, V] in the order of the logits [T, V] float32, equals by lower id, so that no two are equal.
+
+    By logit and not by log-probability, where rounding makes new equals: the first is what greedy chooses."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats are in reverse order
+    return (ordered.long() << 32) - torch.arange(logits.shape[1], device=logits.device)
