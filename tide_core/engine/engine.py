@@ -24,11 +24,9 @@ from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, RequestError
 from tide_core.exits.cost import DraftPlanner
 from tide_core.exits.policy import resolve_policy
-<<<<<<< HEAD
-from tide_core.request import MODES, Chat, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
-=======
 from tide_core.request import (
     MODES,
+    Chat,
     FinishReason,
     PromptToken,
     Request,
@@ -37,7 +35,6 @@ from tide_core.request import (
     TokenOutput,
     Usage,
 )
->>>>>>> echo
 from tide_core.stats import EngineStats, ModelFacts
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Chat
