@@ -6,21 +6,27 @@ import json
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.failures import Failure
 from deploy.http_api.openai_requests import StreamOptions, TideOptions
 from deploy.service import Answer
-from tide_core.request import RequestOutput, TokenOutput, Usage
+from tide_core.request import PromptToken, RequestOutput, TokenOutput, Usage
+
+if TYPE_CHECKING:
+    from tide_core.outputs.text import TextStream
 
 DONE_EVENT = b"data: [DONE]\n\n"
 MAX_SHOWN_ERRORS = 3
+RULED_OUT = -9999.0
 
 
 class TokenTexts(Protocol):
     """What replies need of the tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+    def stream(self, prompt_ids: Sequence[int]) -> TextStream: ...
 
 
 @dataclass(slots=True)
@@ -70,20 +76,23 @@ class Choice:
     def _object(
         self, text: str, tokens: Sequence[TokenOutput], outputs: Sequence[RequestOutput], reason: str | None
     ) -> dict[str, Any]:
-        return {"index": self.index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": reason}
+        prompt = [token for output in outputs for token in output.prompt_logprobs]
+        return {"index": self.index, "text": text, "logprobs": self._lists(prompt, tokens), "finish_reason": reason}
 
-    def _logprobs(self, tokens: Sequence[TokenOutput]) -> dict[str, Any] | None:
+    def _lists(self, prompt: Sequence[PromptToken], tokens: Sequence[TokenOutput]) -> dict[str, Any] | None:
+        """Log-probabilities of the echoed prompt and of the answer, in columns."""
         if self.answer.params.logprobs is None:
             return None
-        offsets = []
-        for token in tokens:
+        stream, offsets = self.tokenizer.stream(()), []
+        for length in (*(len(stream.push(token.token_id)) for token in prompt), *(len(token.text) for token in tokens)):
             offsets.append(self.num_chars)
-            self.num_chars += len(token.text)
+            self.num_chars += length
+        both: list[PromptToken | TokenOutput] = [*prompt, *tokens]
         return {
-            "tokens": [self._name(token.token_id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
+            "tokens": [self._name(token.token_id) for token in both],
+            "token_logprobs": [finite(token.logprob) for token in both],
             "top_logprobs": [
-                {self._name(token_id): logprob for token_id, logprob in token.top_logprobs} for token in tokens
+                {self._name(token_id): logprob for token_id, logprob in token.top_logprobs} or None for token in both
             ],
             "text_offset": offsets,
         }
@@ -227,6 +236,11 @@ class ChatReply(CompletionReply):
 
     id_prefix = "chatcmpl"
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+
+def finite(logprob: float | None) -> float | None:
+    """JSON has no infinity: a token that the model rules out has a number that stands for it."""
+    return logprob if logprob is None or logprob > RULED_OUT else RULED_OUT
 
 
 def token_name(raw: bytes) -> str:

@@ -226,7 +226,12 @@ class CompletionRequest(Sampling):
             raise RequestError("logprobs", self.logprobs, f"an integer in 0..{MAX_COMPLETION_LOGPROBS}")
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         # The engine has no request without a token: one is made and dropped.
-        return {**super().params(), "max_tokens": 1 if self.drops_output else most, "logprobs": self.logprobs}
+        return {
+            **super().params(),
+            "max_tokens": 1 if self.drops_output else most,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.logprobs if self.echo else None,
+        }
 
 
 class TextPart(Body):

@@ -26,7 +26,9 @@ class ScriptedEngine:
     artefact_digest = None
     config = SimpleNamespace(artefact="none", max_rows=4)
     tokenizer = SimpleNamespace(
-        decode=lambda ids: "".join(f"<{one}>" for one in ids), token_bytes=lambda one: f"<{one}>".encode()
+        decode=lambda ids: "".join(f"<{one}>" for one in ids),
+        token_bytes=lambda one: f"<{one}>".encode(),
+        stream=lambda ids: None,
     )
 
     def __init__(self, *script: Any) -> None:

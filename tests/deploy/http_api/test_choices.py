@@ -15,7 +15,7 @@ from deploy.service import Call, Service
 from tests.deploy.in_process import Http, make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, USAGE, ScriptedEngine, call
 from tide_core.errors import EngineBusyError
-from tide_core.request import FinishReason, RequestOutput
+from tide_core.request import FinishReason, RequestOutput, SamplingParams
 
 LONG = "the quick brown fox jumps over the lazy dog " * 4
 BODY = {"model": "tiny", "prompt": LONG, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -123,6 +123,30 @@ async def test_an_echo_of_no_token_is_the_prompt(http: Http) -> None:
     assert answer["choices"][0]["text"] == "a dog"
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_an_echo_with_logprobs_scores_the_prompt_as_the_engine_does(http: Http, service: Service) -> None:
+    ids = (await http.ask("POST", "/tokenize", {"prompt": LONG})).json["tokens"]
+    asked = {**BODY, "prompt": ids, "echo": True, "logprobs": 3, "max_tokens": 2}
+    choice = (await http.ask("POST", "/v1/completions", asked)).json["choices"][0]
+    lists = choice["logprobs"]
+    assert {len(column) for column in lists.values()} == {len(ids) + 2}
+    (answer,) = service.engine.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=3, mode="full"))
+    assert lists["token_logprobs"][: len(ids)] == [token.logprob for token in answer.prompt_logprobs]
+    assert lists["token_logprobs"][0] is None
+    assert all(value < 0 for value in lists["token_logprobs"][1:])
+    assert lists["top_logprobs"][0] is None
+    assert all(len(top) >= 1 for top in lists["top_logprobs"][1:])
+    assert choice["text"].startswith(LONG)
+    assert "".join(lists["tokens"]) == choice["text"]
+    assert [
+        choice["text"][offset:][: len(name)] for offset, name in zip(lists["text_offset"], lists["tokens"], strict=True)
+    ] == lists["tokens"]
+    alone = (await http.ask("POST", "/v1/completions", {**asked, "max_tokens": 0})).json["choices"][0]
+    assert alone["logprobs"]["token_logprobs"] == lists["token_logprobs"][: len(ids)]
+    events = (await http.ask("POST", "/v1/completions", {**asked, "stream": True})).events[:-1]
+    joined = [value for event in events for value in event["choices"][0]["logprobs"]["token_logprobs"]]
+    assert joined == lists["token_logprobs"]
 
 
 # How several answers end.
