@@ -67,6 +67,8 @@ class AppArgs(BaseModel):
     strict: bool = False
     """Refuse fields of HTTP bodies that are not known here. By default they are ignored, named in the header
     X-Tide-Ignored and counted by `tide_ignored_fields`."""
+    cors_origins: list[str] = Field(default_factory=list)
+    """Origins of web pages that may call the HTTP API from a browser, such as `https://chat.example`; `*`: any."""
     playground: bool | None = None
     """Whether /playground is served, without a key. Default: only if there are no keys."""
     target_tokens_in_flight: int = Field(default=8192, ge=1)

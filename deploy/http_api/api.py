@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -29,7 +30,7 @@ from deploy.http_api.openai_replies import (
 )
 from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.http_api.openapi import describe
-from deploy.http_api.playground import load_page
+from deploy.http_api.pages import playground_page, start_page
 from deploy.keys import Caller
 from deploy.service import Answer, Call, Service
 from tide_core import __version__
@@ -43,8 +44,9 @@ T = TypeVar("T")
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def build_api(service: Service, *, playground: bool, strict: bool = False) -> FastAPI:
-    """Routes over `service`. A strict server refuses fields that are not known here."""
+def build_api(service: Service, *, playground: bool, strict: bool = False, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """Routes over `service`. A strict server refuses fields that are not known here. Pages of `cors_origins` may call
+    it from a browser."""
 
     def read(schema: type[AnyBody], request: Request) -> AnyBody:
         body, unknown = without_ignored(schema, body_of(request), strict=strict)
@@ -54,8 +56,17 @@ def build_api(service: Service, *, playground: bool, strict: bool = False) -> Fa
         return _checked(schema, body)
 
     api = FastAPI(title="TIDE Serve", version=__version__, docs_url=None, redoc_url=None)
-    open_paths = frozenset({"/health", "/playground"} if playground else {"/health"})
+    open_paths = frozenset({"/", "/health", *(["/playground"] if playground else [])})
     api.add_middleware(Guard, service=service, open_paths=open_paths)
+    if cors_origins:  # before the guard: a browser asks without a key whether it may ask
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Tide-Ignored", "Retry-After"],
+        )
+    start_html, start_headers = start_page(playground=playground)
     api.add_exception_handler(HTTPException, _on_http_error)
     created = int(time.time())
 
@@ -106,6 +117,11 @@ def build_api(service: Service, *, playground: bool, strict: bool = False) -> Fa
     async def exit_stats() -> Response:
         return JSONResponse(_stats_object(service.engine.stats()))
 
+    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def start() -> Response:
+        return HTMLResponse(start_html, headers=start_headers)
+
+    @api.head("/health", include_in_schema=False)
     @api.get("/health")
     async def health() -> Response:
         service.check()
@@ -116,11 +132,11 @@ def build_api(service: Service, *, playground: bool, strict: bool = False) -> Fa
         return JSONResponse({"version": __version__})
 
     if playground:
-        html, page_headers = load_page()
+        page, page_headers = playground_page()
 
         @api.get("/playground", include_in_schema=False)
-        async def page() -> Response:
-            return HTMLResponse(html, headers=page_headers)
+        async def show_playground() -> Response:
+            return HTMLResponse(page, headers=page_headers)
 
     describe(api, strict=strict)
     return api

@@ -235,6 +235,44 @@ async def test_the_page_is_shut_in_by_its_policy(http: Http) -> None:
     assert "https://" not in reply.body.decode()
 
 
+async def test_the_start_page_links_what_is_there_and_needs_no_key(service: Service) -> None:
+    with_playground = await Http(service).ask("GET", "/")
+    assert with_playground.status == 200
+    links = set(re.findall('href="([^"]*)"', with_playground.body.decode()))
+    assert "playground" in links
+    without = await Http(service, playground=False).ask("GET", "/")
+    assert set(re.findall('href="([^"]*)"', without.body.decode())) == links - {"playground"}
+    for path in links:
+        assert (await Http(service).ask("GET", f"/{path}")).status == 200, path
+    assert "default-src 'none'" in without.headers["content-security-policy"]
+
+
+async def test_health_answers_head_requests(http: Http) -> None:
+    reply = await http.ask("HEAD", "/health")
+    assert reply.status == 200
+
+
+async def test_a_page_of_an_allowed_origin_may_call_the_api_and_no_other(service: Service) -> None:
+    ring = KeyRing({hashlib.sha256(b"k").digest(): Caller("someone")})
+    http = Http(service, cors_origins=["https://chat.example"])
+    asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization,content-type"
+    service.keys, before = ring, service.keys
+    try:
+        preflight = await http.ask("OPTIONS", "/v1/completions", headers=asks)
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+        refused = await http.ask("POST", "/v1/completions", BODY, headers={"origin": "https://chat.example"})
+        assert refused.status == 401, "an allowed origin needs a key too"
+        assert refused.headers["access-control-allow-origin"] == "https://chat.example", "so that the page can read why"
+        other = await http.ask("OPTIONS", "/v1/completions", headers={**asks, "origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+    finally:
+        service.keys = before
+    closed = await Http(service).ask("GET", "/health", headers={"origin": "https://chat.example"})
+    assert "access-control-allow-origin" not in closed.headers
+
+
 async def test_two_keys_at_once_are_refused(http: Http) -> None:
     headers = [(b"authorization", b"Bearer a"), (b"authorization", b"Bearer b")]
     reply = await http.send("GET", "/v1/models", headers, [b""])
