@@ -8,6 +8,7 @@ between them, and space that stands alone before, between or after them.
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +20,11 @@ from deploy.http_api.tools.call_json import ARGUMENT_KEYS, SPACE, CallScanner, O
 ALPHANUMERIC = string.ascii_letters + string.digits
 PIECE_CHARS = 512
 """Longer text is read in pieces of this length, so that text full of what may begin a call costs linear time."""
-MAX_NAME_CHARS = 256
-"""Longest name of Mistral's newer format, in which nothing but its length tells a name from other text."""
+NAME = r'[^\s{}\[\]<>"\\]{1,256}'
+"""Pattern of the names of functions: wider than OpenAI's letters, digits, `_` and `-`, but without what could end a
+name in any format."""
+
+_NAME = re.compile(NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,21 +347,20 @@ class MistralParser(ToolParser):
 
     def _read_name(self, start: int) -> bool:
         """A name with the opening brace of its arguments, or the marker was text."""
-        end = start + _run(self._pending[start : start + MAX_NAME_CHARS + 1], ALPHANUMERIC + "_-.:/")
-        name, rest = self._pending[start:end], self._pending[end:]
+        found = _NAME.match(self._pending, start)
+        name, rest = (found[0], self._pending[found.end() :]) if found else ("", "")
         for marker, allowed in ((self.call_id, ALPHANUMERIC), (self.args, "")):
             if marker.startswith(rest):
-                return self._release_unless(0 < len(name) <= MAX_NAME_CHARS)
+                return self._release_unless(name != "")
             if rest.startswith(marker):
                 rest = rest[len(marker) :]
                 rest = rest[_run(rest, allowed) :]
         rest = rest.lstrip(SPACE)
-        is_name = 0 < len(name) <= MAX_NAME_CHARS
-        if is_name and rest.startswith("{"):
+        if name and rest.startswith("{"):
             self._held += self._use(len(self._pending) - len(rest))
             self._read_object(CallScanner.of_arguments(name))
             return True
-        return self._release_unless(is_name and not rest)
+        return self._release_unless(name != "" and not rest)
 
     def _release_unless(self, may_be_call: bool) -> bool:
         """Wait for more text if this may be a call; else the marker is content."""
