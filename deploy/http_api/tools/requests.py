@@ -5,7 +5,6 @@ The two base classes are for the bodies of `openai_requests.py`. `ToolPlan` is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -156,16 +155,3 @@ class MessageTools(Body):
         if role != "tool":
             return {}
         return {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
-
-
-def object_keys(value: Any) -> Iterator[str]:
-    """Keys of all objects in `value`. Chat templates write those of tools and arguments into the prompt, and the
-    tokenizer's protection against special tokens in users' text covers values alone."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            yield from one
-            waiting.extend(one.values())
-        elif isinstance(one, list | tuple):
-            waiting.extend(one)

@@ -12,10 +12,20 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+from pydantic import ValidationError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from deploy.http_api.tools.formats import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat, required_format, tool_format
+from deploy.config.args import AppArgs
+from deploy.http_api.tools.formats import (
+    FORMATS,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    ToolFormat,
+    required_format,
+    tool_format,
+)
 from deploy.http_api.tools.grammar import call_schema, calls_schema, forced_call
 from deploy.http_api.tools.requests import Tool
 from tests.factories import tiny_tokenizer
@@ -59,6 +69,13 @@ def test_the_setting_goes_before_the_template_and_a_wrong_one_is_refused() -> No
     assert tool_format("hermes", None) is HERMES
     with pytest.raises(ConfigError, match=r"tool_parser: got 'qwen', expected one of hermes, llama3_json, mistral"):
         tool_format("qwen", QWEN)
+
+
+def test_every_format_can_be_set_in_the_arguments_of_the_application() -> None:
+    assert [AppArgs.model_validate({"tool_parser": name}).tool_parser for name in FORMATS] == list(FORMATS)
+    assert AppArgs().tool_parser is None
+    with pytest.raises(ValidationError, match="one of hermes, llama3_json, mistral"):
+        AppArgs.model_validate({"tool_parser": "qwen"})
 
 
 def test_tools_without_a_known_format_are_refused_with_the_setting_to_change() -> None:
@@ -136,6 +153,7 @@ BAD: list[Sequence[tuple[str, str]]] = [
     [("count", '{"n": 1, "m": 2}')],
     [("stop", '{"now": true}')],
     [("stop", "null")],
+    [("count", "[1]")],
     [("count", "{" + " " * 100 + '"n": 1}')],
 ]
 HOWS = [HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_NAMED]
@@ -165,6 +183,11 @@ def test_one_call_is_one_and_several_are_allowed_where_not(how: ToolFormat) -> N
     assert accepts(forced_call(how, TOOLS, one_call=False, token_ids=ids_of(True)), two, with_markers=True)
     assert not accepts(forced_call(how, TOOLS, one_call=True, token_ids=ids_of(True)), two, with_markers=True)
     assert len(how.parser().whole(two).calls) == 2
+
+
+def test_a_marker_that_is_a_token_needs_its_id() -> None:
+    text = written(HERMES, *GOOD[0])
+    assert not accepts(forced_call(HERMES, TOOLS, one_call=True), text, with_markers=True)
 
 
 @pytest.mark.parametrize("how", HOWS)
