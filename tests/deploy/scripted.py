@@ -26,6 +26,7 @@ class ScriptedEngine:
     artefact_digest = None
     config = SimpleNamespace(artefact="none", max_rows=4)
     tokenizer = SimpleNamespace(
+        chat_template=None,
         decode=lambda ids: "".join(f"<{one}>" for one in ids),
         token_bytes=lambda one: f"<{one}>".encode(),
         stream=lambda ids: None,
