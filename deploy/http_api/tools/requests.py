@@ -124,7 +124,9 @@ def _parsed_arguments(value: object) -> object:
 
 class CalledFunction(Body):
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed_arguments)] = Field(default_factory=dict)
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_parsed_arguments, json_schema_input_type=str | dict[str, Any] | None)
+    ] = Field(default_factory=dict)
     """An object, or its JSON as text. None or no text counts as no arguments."""
 
 

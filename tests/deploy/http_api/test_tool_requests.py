@@ -200,3 +200,8 @@ def test_calls_as_clients_send_them_back_are_taken() -> None:
     first, second = read(messages=messages).messages
     assert first.plain()["tool_calls"][0]["id"] == "call_1"
     assert "tool_calls" not in second.plain()
+
+
+def test_the_schema_of_the_api_says_that_arguments_may_be_text() -> None:
+    arguments = Request.model_json_schema()["$defs"]["CalledFunction"]["properties"]["arguments"]
+    assert [one["type"] for one in arguments["anyOf"]] == ["string", "object", "null"]
