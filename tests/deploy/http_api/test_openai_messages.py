@@ -193,7 +193,7 @@ def test_messages_become_what_a_template_knows() -> None:
             {"role": "assistant", "content": None},
         ]
     }
-    assert [message.plain() for message in ChatRequest.model_validate(body).messages] == [
+    assert [message.for_template() for message in ChatRequest.model_validate(body).messages] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": ""},
