@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from benchmarks.common import ROOT
 from benchmarks.common.live import STOP_S, Server, default_config, serving
 from tests.serve.load import PATIENCE_S, until
 from tide_client import StatusError, TideClient
@@ -94,6 +96,39 @@ def test_the_openai_client_chats_with_usage_logprobs_and_exit_layers(server: Ser
     tokens = [token for chunk in chunks for token in (chunk.model_extra or {}).get("tide", {}).get("tokens", [])]
     assert len(tokens) == 16
     assert {token["exit_layer"] for token in tokens} <= {2, 30}
+
+
+def test_the_examples_of_the_document_run_as_they_stand(server: Server) -> None:
+    """docs/openai.md: second turn, choices, lists of prompts, a schema, tools."""
+    text = (ROOT / "docs" / "openai.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    found: dict[str, Any] = {}
+    for block in blocks:
+        exec(block.replace("http://127.0.0.1:8000", server.url), found)
+    assert len(found["drawn"].choices) == 3
+    assert [choice.index for choice in found["batch"].choices] == [0, 1]
+    pair = json.loads(found["structured"].choices[0].message.content)
+    assert pair.keys() == {"color", "number"}
+    assert found["call"].function.name == "weather"
+    assert json.loads(found["call"].function.arguments)["city"] in ("Rome", "Oslo")
+    assert found["called"].choices[0].finish_reason == "tool_calls"
+
+
+def test_langchain_structures_its_answer(server: Server) -> None:
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(base_url=f"{server.url}/v1", api_key="any", model="demo", max_tokens=60, max_retries=0)  # type: ignore[call-arg, arg-type]
+    schema = {
+        "title": "Color",
+        "type": "object",
+        "properties": {"name": {"enum": ["red", "blue"]}},
+        "required": ["name"],
+    }
+    for method in ("json_schema", "function_calling"):
+        answer = model.with_structured_output({**schema, "additionalProperties": False}, method=method).invoke(
+            "A color"
+        )
+        assert answer["name"] in ("red", "blue")
 
 
 def test_langchain_streams_the_answer_it_gives_whole(server: Server) -> None:
