@@ -107,7 +107,7 @@ def _run(path: Path, say: Say) -> int:
     guard = Path(sys.executable).parent / "tide-haproxy"
     if guard.exists():
         environment.setdefault(BINARY, str(guard))
-    command = [tool, "run", str(path)]
+    command = [str(tool), "run", str(path)]
     child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=_end_with_parent)  # noqa: S603
     asked = False
 
