@@ -88,7 +88,7 @@ def build_api(service: Service, *, playground: bool, strict: bool = False) -> Fa
 
     @api.get("/exit_stats")
     async def exit_stats() -> Response:
-        return JSONResponse(_stats_object(service.engine.stats()))
+        return JSONResponse({**_stats_object(service.engine.stats()), "policy_refused": service.policy_refused})
 
     @api.get("/health")
     async def health() -> Response:

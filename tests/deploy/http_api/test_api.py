@@ -140,6 +140,7 @@ async def test_health_and_version_and_exit_stats_answer(http: Http) -> None:
     assert (await http.ask("GET", "/health")).json == {"status": "ok"}
     assert (await http.ask("GET", "/version")).json["version"]
     stats = (await http.ask("GET", "/exit_stats")).json
+    assert stats["policy_refused"] is None
     assert stats["total_tokens"] == stats["total_exited"] + stats["remaining_tokens"]
 
 
