@@ -66,7 +66,8 @@ class TideServer(GrpcApi):
     def __serve_build_asgi_app__(self) -> FastAPI:
         setting = self._args.playground
         playground = self.service.keys.is_open if setting is None else setting
-        return build_api(self.service, playground=playground, strict=self._args.strict)
+        args = self._args
+        return build_api(self.service, playground=playground, strict=args.strict, cors_origins=args.cors_origins)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply a new exit policy, or another artefact. Running requests keep theirs.

@@ -145,7 +145,8 @@ class Service:
         with self._open_lock:
             self._open[name] = answer
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(answer.timeout_s, self._expire, answer)
+        left_s = answer.started_at + answer.timeout_s - time.monotonic()  # a choice may start after others
+        timer = loop.call_later(max(left_s, 0.0), self._expire, answer)
         reason = "cancelled"
         try:
             if answer.fill_context or answer.count_prompt:
@@ -235,6 +236,10 @@ class Service:
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         return list(await asyncio.to_thread(self.engine.prompt_ids, prompt))
+
+    async def text_of(self, prompt: str | list[int]) -> str:
+        """The text of a prompt, for an echo."""
+        return prompt if isinstance(prompt, str) else await self.detokenize(prompt)
 
     async def detokenize(self, ids: list[int]) -> str:
         return await asyncio.to_thread(self.engine.tokenizer.decode, ids)
