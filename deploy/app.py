@@ -67,7 +67,13 @@ class TideServer(GrpcApi):
         setting = self._args.playground
         playground = self.service.keys.is_open if setting is None else setting
         args = self._args
-        return build_api(self.service, playground=playground, strict=args.strict, cors_origins=args.cors_origins)
+        return build_api(
+            self.service,
+            playground=playground,
+            strict=args.strict,
+            cors_origins=args.cors_origins,
+            tool_parser=args.tool_parser,
+        )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply a new exit policy, or another artefact. Running requests keep theirs.

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from deploy.http_api.tools.formats import FORMATS
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError, RequestError
 from tide_core.request import SamplingParams
@@ -71,11 +72,21 @@ class AppArgs(BaseModel):
     X-Tide-Ignored and counted by `tide_ignored_fields`."""
     cors_origins: list[str] = Field(default_factory=list)
     """Origins of web pages that may call the HTTP API from a browser, such as `https://chat.example`; `*`: any."""
+    tool_parser: str | None = None
+    """The format in which the model writes calls of tools: `hermes` (Qwen too), `llama3_json` or `mistral`. Default:
+    the one that its chat template shows; where it shows none of these, requests with tools are refused."""
     playground: bool | None = None
     """Whether /playground is served, without a key. Default: only if there are no keys."""
     target_wait_s: float = Field(default=2.0, gt=0.0, le=3600.0)
     """Time that a request may wait for its first token; above it, autoscaling adds a replica. It also adds one where
     rows or KV memory run short."""
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _known_format(cls, name: str | None) -> str | None:
+        if name is not None and name not in FORMATS:
+            raise ValueError(f"Input should be one of {', '.join(FORMATS)}")
+        return name
 
     @field_validator("engine")
     @classmethod

@@ -31,6 +31,8 @@ from deploy.http_api.openai_replies import (
 from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.http_api.openapi import describe
 from deploy.http_api.pages import playground_page, start_page
+from deploy.http_api.tools.calls import call_reading
+from deploy.http_api.tools.formats import tool_format
 from deploy.keys import Caller
 from deploy.service import Answer, Call, Service
 from tide_core import __version__
@@ -44,9 +46,17 @@ T = TypeVar("T")
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def build_api(service: Service, *, playground: bool, strict: bool = False, cors_origins: Sequence[str] = ()) -> FastAPI:
+def build_api(
+    service: Service,
+    *,
+    playground: bool,
+    strict: bool = False,
+    cors_origins: Sequence[str] = (),
+    tool_parser: str | None = None,
+) -> FastAPI:
     """Routes over `service`. A strict server refuses fields that are not known here. Pages of `cors_origins` may call
-    it from a browser."""
+    it from a browser. `tool_parser` names the format of the model's tool calls, if its chat template does not show
+    it."""
 
     def read(schema: type[AnyBody], request: Request) -> AnyBody:
         body, unknown = without_ignored(schema, body_of(request), strict=strict)
@@ -69,6 +79,7 @@ def build_api(service: Service, *, playground: bool, strict: bool = False, cors_
     start_html, start_headers = start_page(playground=playground)
     api.add_exception_handler(HTTPException, _on_http_error)
     created = int(time.time())
+    call_format = tool_format(tool_parser, service.engine.tokenizer.chat_template)
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -85,11 +96,12 @@ def build_api(service: Service, *, playground: bool, strict: bool = False, cors_
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = read(ChatRequest, request)
+        calls = call_reading(body.tool_plan(), call_format, service.engine.tokenizer, other_grammar=body.grammar)
 
         def choice(answer: Answer, index: int) -> Choice:
-            return ChatChoice(answer, service.engine.tokenizer, index)
+            return ChatChoice(answer, service.engine.tokenizer, index, parser=calls.parser())
 
-        return await _answer(service, request, body, [body.chat], choice, ChatReply)
+        return await _answer(service, request, body, [body.chat], choice, ChatReply, **calls.params)
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -149,9 +161,10 @@ async def _answer(
     prompts: Sequence[Prompt],
     choice: Callable[[Answer, int], Choice],
     reply_class: type[CompletionReply],
+    **more: Any,
 ) -> Response:
-    """Run one request for completions of either kind, streamed or whole."""
-    params, n, usage = body.params(), body.num_choices, body.usage_options
+    """Run one request for completions of either kind, streamed or whole. `more`: parameters that its tools need."""
+    params, n, usage = body.params() | more, body.num_choices, body.usage_options
     calls = [
         Call(
             prompt,
@@ -177,10 +190,10 @@ async def _answer(
 async def _events(reply: CompletionReply, first: tuple[int, RequestOutput], outputs: Outputs) -> AsyncIterator[bytes]:
     """The answers as events. `[DONE]` ends complete answers; an error event ends failed ones."""
     try:
-        opening = [*reply.first_chunks(), reply.chunk(*first)]
+        opening = [*reply.first_chunks(), *reply.chunks(*first)]
         yield b"".join(map(sse_event, opening))
         async for index, output in outputs:
-            yield sse_event(reply.chunk(index, output))
+            yield b"".join(map(sse_event, reply.chunks(index, output)))
     except Exception as error:
         yield sse_event(error_object(report(error)))
         return

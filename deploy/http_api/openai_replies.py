@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.failures import Failure
 from deploy.http_api.openai_requests import StreamOptions, TideOptions
+from deploy.http_api.tools.parsers import ToolParser
 from deploy.service import Answer
 from tide_core.request import PromptToken, RequestOutput, TokenOutput, Usage
 
@@ -56,12 +57,12 @@ class Choice:
         """Chunks before the first token of a stream."""
         return []
 
-    def chunk(self, output: RequestOutput) -> dict[str, Any]:
-        """One piece of a streamed answer; the last one has the finish reason."""
+    def chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """One output of a streamed answer, in one piece or more; the last piece of the answer has the finish reason."""
         is_first = not self.num_tokens
         tokens = self._taken([output])
         text = self._with_prompt(_text(tokens)) if is_first else _text(tokens)
-        return self._object(text, tokens, [output], _reason(output))
+        return [self._object(text, tokens, [output], _reason(output))]
 
     def _taken(self, outputs: Sequence[RequestOutput]) -> list[TokenOutput]:
         """The tokens of outputs, counted."""
@@ -101,21 +102,41 @@ class Choice:
         return token_name(self.tokenizer.token_bytes(token_id))
 
 
+@dataclass(slots=True)
 class ChatChoice(Choice):
     """Writes one answer as a choice of a chat."""
 
+    parser: ToolParser | None = None
+    """Looks for tool calls in the answer."""
+
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        tokens = self._taken(outputs)
-        message = {"role": "assistant", "content": _text(tokens), "refusal": None}
-        return self._choice("message", message, tokens, _reason(outputs[-1]))
+        tokens, reason = self._taken(outputs), _reason(outputs[-1])
+        message: dict[str, Any] = {"role": "assistant", "content": _text(tokens), "refusal": None}
+        if self.parser is not None:
+            read = self.parser.whole(_text(tokens))
+            message["content"] = read.content
+            if read.calls:
+                message |= {"content": read.content or None, "tool_calls": read.calls}
+        return self._choice("message", message, tokens, self._ended(reason))
 
     def first_chunks(self) -> list[dict[str, Any]]:
         return [self._choice("delta", {"role": "assistant", "content": ""}, None, None)]
 
-    def chunk(self, output: RequestOutput) -> dict[str, Any]:
+    def chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
         tokens, reason = self._taken([output]), _reason(output)
         text = _text(tokens)
-        return self._choice("delta", {"content": text} if text or reason is None else {}, tokens, reason)
+        if self.parser is None:
+            return [self._choice("delta", {"content": text} if text or reason is None else {}, tokens, reason)]
+        deltas = [*self.parser.feed(text), *(self.parser.finish() if reason is not None else ())]
+        values: list[dict[str, Any]] = [
+            {"content": delta} if isinstance(delta, str) else {"tool_calls": [delta.chunk()]} for delta in deltas
+        ]
+        *earlier, last = values or [{}]  # text that may become a call is held back
+        pieces = [self._choice("delta", value, None, None) for value in earlier]
+        return [*pieces, self._choice("delta", last, tokens, self._ended(reason))]
+
+    def _ended(self, reason: str | None) -> str | None:
+        return reason if self.parser is None or reason is None else self.parser.finish_reason(reason)
 
     def _choice(
         self, kind: str, value: dict[str, Any], tokens: Sequence[TokenOutput] | None, reason: str | None
@@ -175,12 +196,12 @@ class CompletionReply:
         first = [chunk for choice in self.choices for chunk in choice.first_chunks()]
         return [self._with_usage(self._object(self.chunk_name, [chunk])) for chunk in first]
 
-    def chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """One chunk of a streamed answer."""
+    def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The chunks of one output of a streamed answer."""
         choice = self.choices[index]
-        reply = self._with_usage(self._object(self.chunk_name, [choice.chunk(output)]))
-        self._add_tide(reply, choice, output.tokens, output)
-        return reply
+        chunks = [self._with_usage(self._object(self.chunk_name, [piece])) for piece in choice.chunks(output)]
+        self._add_tide(chunks[-1], choice, output.tokens, output)
+        return chunks
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """Add the usage so far, or null, to a chunk that is not the last."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.http_api.ignored_fields import Body
+from deploy.http_api.tools.requests import ChatTools, MessageTools
 from tide_core.errors import RequestError
 from tide_core.request import Chat, Grammar
 
@@ -239,14 +240,13 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
+class Message(MessageTools):
     unread: ClassVar[frozenset[str]] = frozenset(
-        {"name", "refusal", "annotations", "reasoning", "reasoning_content", "provider_specific_fields"}
+        {"refusal", "annotations", "reasoning", "reasoning_content", "provider_specific_fields"}
     )
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"tool_calls": ([],)}
-    unsupported: ClassVar[frozenset[str]] = frozenset({"audio", "function_call", "tool_call_id"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"audio", "function_call"})
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     """None only of the assistant, whose answer may have been empty."""
 
@@ -256,18 +256,17 @@ class Message(Body):
             raise ValueError(f"a message of role {self.role} needs content")
         return self
 
-    def plain(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         parts = self.content or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content, **self.tool_fields(role)}
 
 
-class ChatRequest(Sampling):
+class ChatRequest(ChatTools, Sampling):
     """Body of POST /v1/chat/completions."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -293,7 +292,8 @@ class ChatRequest(Sampling):
         if self.add_generation_prompt is not False and self.continue_final_message:
             raise RequestError("continue_final_message", True, "add_generation_prompt: false with it")
         return Chat(
-            [message.plain() for message in self.messages],
+            [message.for_template() for message in self.messages],
+            self.tool_plan().template_tools or (),
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             template_kwargs=self.chat_template_kwargs or {},
@@ -314,12 +314,12 @@ class TokenizeRequest(Body):
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=1000)
 
     @property
-    def engine_prompt(self) -> str | list[dict[str, str]]:
+    def engine_prompt(self) -> str | list[dict[str, Any]]:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt", "neither" if self.prompt is None else "both", "one of prompt and messages")
         if self.prompt is not None:
             return self.prompt
-        return [message.plain() for message in self.messages or ()]
+        return [message.for_template() for message in self.messages or ()]
 
 
 class DetokenizeRequest(Body):

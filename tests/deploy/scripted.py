@@ -26,9 +26,12 @@ class ScriptedEngine:
     artefact_digest = None
     config = SimpleNamespace(artefact="none", max_rows=4)
     tokenizer = SimpleNamespace(
+        chat_template=None,
         decode=lambda ids: "".join(f"<{one}>" for one in ids),
         token_bytes=lambda one: f"<{one}>".encode(),
         stream=lambda ids: None,
+        added_id=lambda text: 7 if text == "[TOOL_CALLS]" else None,
+        is_special=lambda token_id: True,
     )
 
     def __init__(self, *script: Any) -> None:
@@ -88,8 +91,8 @@ async def call(
     method: str = "POST",
     leave: asyncio.Event | None = None,
     broken: bool = False,
-    strict: bool = False,
     observer: Any = None,
+    **settings: Any,
 ) -> Reply:
     """One request straight into the application. The client stays until `leave` is set; nothing can be sent to a
     `broken` one."""
@@ -127,5 +130,5 @@ async def call(
         "server": ("127.0.0.1", 8000),
     }
     service = Service(engine, model="tiny", observer=observer)  # type: ignore[arg-type]
-    await build_api(service, playground=False, strict=strict)(scope, receive, send)  # type: ignore[arg-type]
+    await build_api(service, playground=False, **settings)(scope, receive, send)  # type: ignore[arg-type]
     return reply

@@ -59,7 +59,22 @@ class Tokenizer:
         self._with_special = id_text(without_text, False)
         self._bytes_of = bytes_of
         self._added_ids = frozenset(added)
+        self._control_texts = [text for token in added.values() if (text := token.content).strip()]
         self._is_byte_level = backend is not None and _is_byte_level(backend.decoder)
+
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        """The model's chat template, or its templates by name."""
+        template: str | Mapping[str, str] | None = self._hf.chat_template
+        return template
+
+    def added_id(self, text: str) -> int | None:
+        """The id of a text that is a token of its own beside the vocabulary, such as a marker of a chat template."""
+        return next((i for i, token in self._hf.added_tokens_decoder.items() if token.content == text), None)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the text of answers leaves the token out."""
+        return token_id in self._id_text.silent_ids
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, with the beginning-of-text id if the tokenizer puts one there."""
@@ -82,9 +97,9 @@ class Tokenizer:
         # An older transformers takes the option for a template variable and ignores it.
         known = inspect.signature(self._hf.apply_chat_template).parameters
         can_sanitize = "sanitize_control_tokens" in known
-        if not can_sanitize:
-            self._refuse_control_tokens("messages", messages)
-            self._refuse_control_tokens("tools", chat.tools)
+        # The library sanitizes values of messages and tools, not the names in them, and no variables.
+        for field, value in (("messages", messages), ("tools", chat.tools)):
+            self._refuse_control_tokens(field, value, names_only=can_sanitize)
         self._refuse_control_tokens("chat_template_kwargs", chat.template_kwargs)
         for name in chat.template_kwargs:
             if name in known or name in ("messages", "tools"):
@@ -106,19 +121,23 @@ class Tokenizer:
             raise RequestError("messages", f"{len(messages)} messages", expected) from error
         return ids
 
-    def _refuse_control_tokens(self, field: str, value: Any) -> None:
+    def _refuse_control_tokens(self, field: str, value: Any, *, names_only: bool = False) -> None:
         """Without the library's help a special token's string in a message would become the token."""
         if isinstance(value, str):
-            for token in self._hf.added_tokens_decoder.values():
-                if token.content in value:
-                    expected = "no string of a special token; a newer transformers takes it as text"
-                    raise RequestError(field, token.content, expected)
+            if not names_only:
+                self._refuse_in(field, value)
         elif isinstance(value, Mapping):
             for name, child in value.items():
-                self._refuse_control_tokens(f"{field}.{name}", child)
+                self._refuse_in(field, str(name))
+                self._refuse_control_tokens(f"{field}.{name}", child, names_only=names_only)
         elif isinstance(value, Sequence):
             for index, child in enumerate(value):
-                self._refuse_control_tokens(f"{field}[{index}]", child)
+                self._refuse_control_tokens(f"{field}[{index}]", child, names_only=names_only)
+
+    def _refuse_in(self, field: str, text: str) -> None:
+        for token in self._control_texts:
+            if token in text:
+                raise RequestError(field, token, "no string of a special token")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; half characters become U+FFFD."""

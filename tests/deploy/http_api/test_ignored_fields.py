@@ -54,8 +54,6 @@ ASKED_FOR = [
     (COMPLETIONS, {"best_of": 2}),
     (COMPLETIONS, {"suffix": "end"}),
     (CHAT, {"modalities": ["text", "audio"]}),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    (CHAT, {"tool_choice": "required"}),
     (CHAT, {"prediction": {"type": "content", "content": "x"}}),
 ]
 HISTORY = {

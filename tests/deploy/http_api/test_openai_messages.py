@@ -94,7 +94,7 @@ def test_chunks_of_a_chat_are_its_role_its_text_and_its_end() -> None:
     reply = chat()
     [first] = reply.first_chunks()
     last = RequestOutput("r", (), FinishReason.LENGTH, USAGE)
-    chunks = [first, reply.chunk(0, HEL), reply.chunk(0, last)]
+    chunks = [first, reply.chunks(0, HEL)[0], reply.chunks(0, last)[0]]
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": ""},
         {"content": "Hel"},
@@ -107,9 +107,11 @@ def test_chunks_of_a_chat_are_its_role_its_text_and_its_end() -> None:
 
 @pytest.mark.parametrize("make", [completion, chat])
 def test_usage_is_told_in_a_stream_only_if_asked_and_then_every_chunk_speaks_of_it(make: Any) -> None:
-    assert "usage" not in make().chunk(0, LO)
+    assert "usage" not in make().chunks(0, LO)[0]
     reply = make(usage=StreamOptions(include_usage=True))
-    assert all(chunk["usage"] is None for chunk in (*reply.first_chunks(), reply.chunk(0, HEL), reply.chunk(0, LO)))
+    assert all(
+        chunk["usage"] is None for chunk in (*reply.first_chunks(), reply.chunks(0, HEL)[0], reply.chunks(0, LO)[0])
+    )
     written = reply.usage_chunk()
     assert written["choices"] == []
     assert written["usage"]["total_tokens"] == 7
@@ -120,13 +122,13 @@ def test_every_chunk_has_the_usage_so_far_if_asked(make: Any) -> None:
     reply = make(usage=StreamOptions(include_usage=True, continuous_usage_stats=True))
     reply.choices[0].answer.num_prompt_tokens = 5
     assert all(chunk["usage"]["completion_tokens"] == 0 for chunk in reply.first_chunks())
-    assert [reply.chunk(0, output)["usage"]["total_tokens"] for output in (HEL, LO)] == [6, 7]
+    assert [reply.chunks(0, output)[0]["usage"]["total_tokens"] for output in (HEL, LO)] == [6, 7]
 
 
 def test_tokens_tell_of_themselves_only_if_asked() -> None:
-    assert "tide" not in completion().chunk(0, HEL)
-    assert completion(exit_layers=True).chunk(0, HEL)["tide"] == {"exit_layers": [30]}
-    [token] = completion(tokens=True).chunk(0, HEL)["tide"]["tokens"]
+    assert "tide" not in completion().chunks(0, HEL)[0]
+    assert completion(exit_layers=True).chunks(0, HEL)[0]["tide"] == {"exit_layers": [30]}
+    [token] = completion(tokens=True).chunks(0, HEL)[0]["tide"]["tokens"]
     assert token == {"id": 1, "text": "Hel", "exit_layer": 30, "score": None, "audit": "verified", "mode": "full"}
     whole = completion(exit_layers=True).whole([[HEL, LO]])["tide"]
     assert whole["exit_layers"] == [30, 12]
@@ -137,7 +139,7 @@ def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
     one = TokenOutput(1, "Hel", 30, logprob=-0.5, top_logprobs=((1, -0.5), (9, -1.5)))
     two = TokenOutput(2, "lo", 30, logprob=-0.1, top_logprobs=((2, -0.1),))
     reply = completion(logprobs=2)
-    parts = [reply.chunk(0, RequestOutput("r", (token,)))["choices"][0]["logprobs"] for token in (one, two)]
+    parts = [reply.chunks(0, RequestOutput("r", (token,)))[0]["choices"][0]["logprobs"] for token in (one, two)]
     assert parts[0] == {
         "tokens": ["<1>"],
         "token_logprobs": [-0.5],
@@ -145,7 +147,7 @@ def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
         "text_offset": [0],
     }
     assert parts[1]["text_offset"] == [3]
-    [written] = chat(logprobs=1).chunk(0, RequestOutput("r", (two,)))["choices"][0]["logprobs"]["content"]
+    [written] = chat(logprobs=1).chunks(0, RequestOutput("r", (two,)))[0]["choices"][0]["logprobs"]["content"]
     assert written == {
         "token": "<2>",
         "logprob": -0.1,
@@ -156,7 +158,7 @@ def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
 
 def test_an_event_is_one_line_whatever_the_text_holds() -> None:
     text = "a\nb\r\n\u2028\x00é"
-    event = sse_event(completion().chunk(0, RequestOutput("r", (TokenOutput(1, text, 3),))))
+    event = sse_event(completion().chunks(0, RequestOutput("r", (TokenOutput(1, text, 3),)))[0])
     assert event.startswith(b"data: ")
     assert len(event.splitlines()) == 2
     assert json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] == text
@@ -191,7 +193,7 @@ def test_messages_become_what_a_template_knows() -> None:
             {"role": "assistant", "content": None},
         ]
     }
-    assert [message.plain() for message in ChatRequest.model_validate(body).messages] == [
+    assert [message.for_template() for message in ChatRequest.model_validate(body).messages] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": ""},

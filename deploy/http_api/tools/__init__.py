@@ -1,0 +1,1 @@
+"""Tools in chats: request fields, parsers of the calls that models write, and grammars that force a call."""
