@@ -11,8 +11,10 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from deploy.autoscaling import KV_USAGE, TARGET_TOKENS, TOKENS_IN_FLIGHT
+from deploy.autoscaling import KV_USAGE, ROWS, TARGET_WAIT_S, WAIT_S
+from deploy.config import last_good
 from deploy.config.args import AppArgs
+from deploy.config.last_good import ClusterStore
 from deploy.config.policy import LivePolicy
 from deploy.grpc_api.api import GrpcApi
 from deploy.http_api.api import build_api
@@ -24,6 +26,7 @@ from tide_core.errors import TideError
 
 logger = logging.getLogger("ray.serve")
 
+ABORT_TIMEOUT_S = 5.0
 SWITCH_S = 0.0001
 """Python's thread switch interval. The engine thread needs the interpreter between any two kernels, and the event loop
 holds it while it writes streams: at Python's default of 5 ms the engine waits for the streams."""
@@ -42,6 +45,8 @@ class TideServer(GrpcApi):
 
         checked = AppArgs(**args)
         self._args, self._configured = checked, False
+        self._context = context = serve.get_replica_context()
+        self._policies = ClusterStore(context.app_name, context.deployment)
         keys = KeyRing.read(checked.api_keys_file)
         logger.info("tide: building the engine (after %.1f s)", time.monotonic() - started)
         engine = Engine(**checked.engine)
@@ -54,7 +59,8 @@ class TideServer(GrpcApi):
             keys=keys,
             observer=self._meter,
         )
-        self._meter.start(engine.stats, lambda: self.service.tokens_in_flight)
+        self.service.abort_elsewhere = self._abort_elsewhere
+        self._meter.start(engine.stats, lambda: self.service.tokens_in_flight, lambda: keys.num_failed)
         logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -70,32 +76,65 @@ class TideServer(GrpcApi):
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply a new exit policy, another artefact and the current key file. Running requests keep theirs.
+        """Apply a new exit policy, or another artefact. Running requests keep theirs.
 
-        A bad `user_config` is refused as a whole. At the start that fails the deployment; later the previous one stays
-        in force, with a log line and a metric, because Serve would stop a replica that raises here."""
+        A bad `user_config` is refused as a whole, with a log line and a metric, and the previous one stays in force:
+        Serve would stop a replica that raises here. A replica that starts with a bad one takes the last good policy of
+        its deployment; if there is none, as at the first deploy, it does not start."""
+        given = dict(user_config or {})
         try:
-            policy = LivePolicy.read(user_config or {})
-            keys = KeyRing.read(self._args.api_keys_file)
-            await self.service.apply(policy, keys)
+            await self._apply(given)
         except TideError as error:
-            if not self._configured:
+            if not self._configured and not await self._apply_last_good(given):
                 raise
-            self._meter.config_refused = True
-            logger.error("tide: user_config is refused, the previous one stays in force: %s", error)
+            self._meter.config_refused = self.service.policy_refused = str(error)
+            logger.error("tide: user_config is refused, the last good one stays in force: %s", error)
             return
-        self._configured, self._meter.config_refused = True, False
+        self._meter.config_refused = self.service.policy_refused = None
+        last_good.remember(self._policies, given)
+
+    async def _apply(self, values: dict[str, Any]) -> None:
+        policy = LivePolicy.read(values)
+        await self.service.apply(policy)
+        self._configured = True
         logger.info("tide: policy in force: %s", policy.model_dump_json(exclude_defaults=True))
+
+    async def _apply_last_good(self, refused: dict[str, Any]) -> bool:
+        """Whether one of the policies that this deployment had before could be applied."""
+        for values in last_good.others(self._policies, refused):
+            try:
+                await self._apply(values)
+            except TideError as error:
+                logger.error("tide: an earlier user_config is refused, too: %s", error)
+            else:
+                return True
+        return False
+
+    async def abort_here(self, caller_name: str, request_id: str) -> bool:
+        """Called by another replica: a client's Abort may arrive at any of them."""
+        return self.service.abort_of(caller_name, request_id)
+
+    async def _abort_elsewhere(self, caller_name: str, request_id: str) -> bool:
+        handle = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
+        response = handle.broadcast("abort_here", caller_name, request_id)
+        try:
+            found = await response.results_async(timeout_s=ABORT_TIMEOUT_S, return_exceptions=True)
+        except TimeoutError:
+            logger.warning("tide: not every replica answered whether it has request %s", request_id)
+            return False
+        return any(each is True for each in found)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""
         self.service.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
+        stats, config = self.service.engine.stats(), self.service.engine.config
         return {
-            TOKENS_IN_FLIGHT: float(self.service.tokens_in_flight),
-            KV_USAGE: self.service.engine.stats().kv_usage,
-            TARGET_TOKENS: float(self._args.target_tokens_in_flight),
+            ROWS: (stats.num_running + stats.num_waiting) / config.max_rows,
+            WAIT_S: self.service.longest_wait_s,
+            KV_USAGE: stats.kv_usage,
+            TARGET_WAIT_S: self._args.target_wait_s,
         }
 
     def __del__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +30,29 @@ def check_config(
 
 
 @with_exit_code
+def serve(
+    path: Annotated[Path, typer.Argument(help="A Serve config file.")] = Path("deploy/config.yaml"),
+) -> None:
+    """Start a service on this machine: `serve run` with a strict config check, a clean start and a clean end."""
+    from deploy.run import serve as run
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            typer.echo(f"serve: {line}", err=True)
+
+    raise SystemExit(run(path, say))
+
+
+@with_exit_code
 def new_key(
     name: Annotated[str, typer.Argument(help="Name of the key's owner: letters, digits, dot, dash, underscore.")],
     file: Annotated[Path, typer.Option("--file", help="Key file to add it to; created if missing.")],
+    requests_per_minute: Annotated[int | None, typer.Option(help="Limit of the key at one replica.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="The same, of prompt and answer.")] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(help="The same, open at once.")] = None,
 ) -> None:
     """Create an API key. It is printed once; the file holds only its hash."""
-    from deploy.keys import add_key
+    from deploy.keys import KeyLimits, add_key
 
-    typer.echo(add_key(file, name))
+    limits = KeyLimits(requests_per_minute, concurrent_requests, tokens_per_minute)
+    typer.echo(add_key(file, name, limits))

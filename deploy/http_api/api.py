@@ -127,7 +127,7 @@ def build_api(
 
     @api.get("/exit_stats")
     async def exit_stats() -> Response:
-        return JSONResponse(_stats_object(service.engine.stats()))
+        return JSONResponse({**_stats_object(service.engine.stats()), "policy_refused": service.policy_refused})
 
     @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def start() -> Response:

@@ -142,11 +142,12 @@ async def test_health_and_version_and_exit_stats_answer(http: Http) -> None:
     assert (await http.ask("GET", "/health")).json == {"status": "ok"}
     assert (await http.ask("GET", "/version")).json["version"]
     stats = (await http.ask("GET", "/exit_stats")).json
+    assert stats["policy_refused"] is None
     assert stats["total_tokens"] == stats["total_exited"] + stats["remaining_tokens"]
 
 
 UNSUPPORTED = [
-    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools.0.function"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
     (
         "/v1/chat/completions",
