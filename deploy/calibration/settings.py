@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from deploy.object_store import is_url, refuse_credentials
 from deploy.strict.schema import validated
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError
 
-SECRET = re.compile("key|secret|token|password|sig", re.IGNORECASE)
-CONTAINER_FIRST = ("abfs", "abfss")
-"""URL schemes that have a container name where others have a user."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
@@ -84,7 +80,7 @@ class JobSettings(BaseModel):
     @classmethod
     def _whole_path(cls, place: str | None) -> str | None:
         """Refuse relative paths: Ray removes the working directory of a job after its end."""
-        if place is None or "://" in place:
+        if place is None or is_url(place):
             return place
         path = Path(place).expanduser()
         if not path.is_absolute():
@@ -116,14 +112,7 @@ class JobSettings(BaseModel):
 def read_settings(values: Mapping[str, Any]) -> JobSettings:
     """Validated settings. Credentials are refused first, because later errors show the refused value."""
     for name in ("storage", "output"):
-        try:
-            url = urlsplit(str(values.get(name) or ""))
-        except ValueError as error:
-            raise ConfigError(name, values.get(name), f"a path or a URL: {error}") from error
-        has_user = "@" in url.netloc and url.scheme not in CONTAINER_FIRST
-        if has_user or any(SECRET.search(key) for key in parse_qs(url.query)):
-            expected = "a URL without them: the store takes them from its own configuration"
-            raise ConfigError(name, "credentials", expected)
+        refuse_credentials(name, str(values.get(name) or ""))
     return validated(JobSettings, values, "")
 
 

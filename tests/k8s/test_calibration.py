@@ -61,16 +61,6 @@ def test_runs_and_artefacts_are_on_the_volume_that_the_service_reads(name: str) 
 
 
 @jobs
-def test_service_and_calibration_claim_the_same_volume(name: str) -> None:
-    claims = [one(overlay(each), "PersistentVolumeClaim") for each in (name, name.removesuffix("-calibration"))]
-    assert claims[0] == claims[1]
-
-
-def test_pods_of_several_gpu_nodes_can_mount_the_volume_at_once() -> None:
-    assert one(overlay("gpu"), "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
-
-
-@jobs
 def test_what_is_calibrated_is_what_is_served(name: str) -> None:
     service = one(overlay(name.removesuffix("-calibration")), "RayService")["spec"]["serveConfigV2"]
     engine = yaml_file.parse(service.encode(), name)["applications"][0]["args"]["engine"]
@@ -95,7 +85,9 @@ def test_a_failed_attempt_is_tried_again_in_a_new_cluster(name: str) -> None:
 
 @jobs
 def test_a_job_that_gets_no_place_or_no_end_is_given_up(name: str) -> None:
+    """And not before: a worker may take half an hour to load a large model from a slow volume."""
     spec, workers = spec_of(name), settings_of(name).workers
+    assert workers.start_s >= (1800 if name.startswith("gpu") else 600)
     assert spec["preRunningDeadlineSeconds"] >= workers.start_s
     assert spec["activeDeadlineSeconds"] > workers.stall_s * workers.attempts
 
