@@ -69,9 +69,9 @@ demo-model: $(STAMPS)/package $(STAMPS)/native
 	@echo "setup: checking the demo model"
 	@$(BIN)/python -c "from tide_core.models.resolver import resolve; print('setup: demo model in', resolve('demo').path)"
 
-serve: setup ## Start the service on the demo model: serve run deploy/config.yaml
-	@echo "serve: $(BIN)/serve run deploy/config.yaml (stop with Ctrl-C)"
-	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/serve run deploy/config.yaml
+serve: setup ## Start the service on the demo model: tide serve deploy/config.yaml
+	@echo "serve: $(BIN)/tide serve deploy/config.yaml (stop with Ctrl-C)"
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/tide serve deploy/config.yaml
 
 lint: setup ## ruff, mypy, import directions
 	@echo "lint: ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .

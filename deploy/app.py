@@ -11,8 +11,10 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from deploy.autoscaling import KV_USAGE, TARGET_TOKENS, TOKENS_IN_FLIGHT
+from deploy.autoscaling import KV_USAGE, ROWS, TARGET_WAIT_S, WAIT_S
+from deploy.config import last_good
 from deploy.config.args import AppArgs
+from deploy.config.last_good import ClusterStore
 from deploy.config.policy import LivePolicy
 from deploy.grpc_api.api import GrpcApi
 from deploy.http_api.api import build_api
@@ -42,6 +44,8 @@ class TideServer(GrpcApi):
 
         checked = AppArgs(**args)
         self._args, self._configured = checked, False
+        context = serve.get_replica_context()
+        self._policies = ClusterStore(context.app_name, context.deployment)
         keys = KeyRing.read(checked.api_keys_file)
         logger.info("tide: building the engine (after %.1f s)", time.monotonic() - started)
         engine = Engine(**checked.engine)
@@ -54,7 +58,7 @@ class TideServer(GrpcApi):
             keys=keys,
             observer=self._meter,
         )
-        self._meter.start(engine.stats, lambda: self.service.tokens_in_flight)
+        self._meter.start(engine.stats, lambda: self.service.tokens_in_flight, lambda: keys.num_failed)
         logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -63,32 +67,51 @@ class TideServer(GrpcApi):
         return build_api(self.service, playground=playground, strict=self._args.strict)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply a new exit policy, another artefact and the current key file. Running requests keep theirs.
+        """Apply a new exit policy, or another artefact. Running requests keep theirs.
 
-        A bad `user_config` is refused as a whole. At the start that fails the deployment; later the previous one stays
-        in force, with a log line and a metric, because Serve would stop a replica that raises here."""
+        A bad `user_config` is refused as a whole, with a log line and a metric, and the previous one stays in force:
+        Serve would stop a replica that raises here. A replica that starts with a bad one takes the last good policy of
+        its deployment; if there is none, as at the first deploy, it does not start."""
+        given = dict(user_config or {})
         try:
-            policy = LivePolicy.read(user_config or {})
-            keys = KeyRing.read(self._args.api_keys_file)
-            await self.service.apply(policy, keys)
+            await self._apply(given)
         except TideError as error:
-            if not self._configured:
+            if not self._configured and not await self._apply_last_good(given):
                 raise
-            self._meter.config_refused = True
-            logger.error("tide: user_config is refused, the previous one stays in force: %s", error)
+            self._meter.config_refused = self.service.policy_refused = str(error)
+            logger.error("tide: user_config is refused, the last good one stays in force: %s", error)
             return
-        self._configured, self._meter.config_refused = True, False
+        self._meter.config_refused = self.service.policy_refused = None
+        last_good.remember(self._policies, given)
+
+    async def _apply(self, values: dict[str, Any]) -> None:
+        policy = LivePolicy.read(values)
+        await self.service.apply(policy)
+        self._configured = True
         logger.info("tide: policy in force: %s", policy.model_dump_json(exclude_defaults=True))
+
+    async def _apply_last_good(self, refused: dict[str, Any]) -> bool:
+        """Whether one of the policies that this deployment had before could be applied."""
+        for values in last_good.others(self._policies, refused):
+            try:
+                await self._apply(values)
+            except TideError as error:
+                logger.error("tide: an earlier user_config is refused, too: %s", error)
+            else:
+                return True
+        return False
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""
         self.service.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
+        stats, config = self.service.engine.stats(), self.service.engine.config
         return {
-            TOKENS_IN_FLIGHT: float(self.service.tokens_in_flight),
-            KV_USAGE: self.service.engine.stats().kv_usage,
-            TARGET_TOKENS: float(self._args.target_tokens_in_flight),
+            ROWS: (stats.num_running + stats.num_waiting) / config.max_rows,
+            WAIT_S: self.service.longest_wait_s,
+            KV_USAGE: stats.kv_usage,
+            TARGET_WAIT_S: self._args.target_wait_s,
         }
 
     def __del__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,20 @@ def check_config(
     if strict and warnings:
         raise ConfigError(str(path), count, "none with --strict")
     typer.echo(f"{path}: ok" + (f", {count}" if warnings else ""))
+
+
+@with_exit_code
+def serve(
+    path: Annotated[Path, typer.Argument(help="A Serve config file.")] = Path("deploy/config.yaml"),
+) -> None:
+    """Start a service on this machine: `serve run` with a strict config check, a clean start and a clean end."""
+    from deploy.run import serve as run
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            typer.echo(f"serve: {line}", err=True)
+
+    raise SystemExit(run(path, say))
 
 
 @with_exit_code

@@ -33,6 +33,14 @@ class DeadlineError(TideError):
     """The request ran out of time."""
 
 
+class QuotaError(TideError):
+    """The caller's key has used up one of its limits."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = max(1, retry_after_s)
+
+
 class StatusSetError(TideError):
     """A failed gRPC call whose context already holds the status."""
 
@@ -88,6 +96,9 @@ def failure_of(error: BaseException, error_id: str) -> Failure:
         case EngineBusyError():
             text = "too many requests are waiting"
             return Failure(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "engine_busy", text, None, RETRY_AFTER_S)
+        case QuotaError():
+            text, wait = str(error), error.retry_after_s
+            return Failure(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "rate_limit_exceeded", text, None, wait)
         case EngineDeadError():
             text = f"the engine is not running (error {error_id})"
             return Failure(503, "UNAVAILABLE", internal, "engine_dead", text, None, RETRY_AFTER_S)

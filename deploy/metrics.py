@@ -46,6 +46,7 @@ class Metric:
 METRICS = (
     Metric("tide_requests", "counter", "Ended requests by finish reason.", ("finish",)),
     Metric("tide_ignored_fields", "counter", "Fields of HTTP bodies that are not known here and were ignored."),
+    Metric("tide_failed_authentications", "counter", "Calls without a key, or with one that is not known."),
     Metric("tide_prompt_tokens", "counter", "Prompt tokens run; tokens from the prefix cache are not run."),
     Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that came from the prefix cache."),
     Metric("tide_generation_tokens", "counter", "Tokens generated."),
@@ -143,8 +144,8 @@ class Meter:
     """Observes every request; `flush` exports the recorded values and the engine's counters."""
 
     def __init__(self, exporter: Exporter, *, model: str, max_queued: int) -> None:
-        self.config_refused = False
-        """Whether the last `user_config` was refused."""
+        self.config_refused: str | None = None
+        """Why the last `user_config` was refused, if it was."""
         self._exporter, self._model, self._max_queued = exporter, model, max_queued
         self._recorded: deque[tuple[str, str, float]] = deque(maxlen=MAX_HELD)
         self._before: Counter[str] = Counter()
@@ -180,12 +181,17 @@ class Meter:
 
     # Called on the exporting thread.
 
-    def start(self, stats: Callable[[], EngineStats], tokens_in_flight: Callable[[], int]) -> None:
+    def start(
+        self,
+        stats: Callable[[], EngineStats],
+        tokens_in_flight: Callable[[], int],
+        failed_authentications: Callable[[], int] = lambda: 0,
+    ) -> None:
         def run() -> None:
             failing = False
             while not self._stop.wait(FLUSH_S):
                 try:
-                    self.flush(stats(), tokens_in_flight())
+                    self.flush(stats(), tokens_in_flight(), failed_authentications())
                     failing = False
                 except Exception:
                     if not failing:  # once, not once a second
@@ -198,8 +204,10 @@ class Meter:
     def stop(self) -> None:
         self._stop.set()
 
-    def flush(self, stats: EngineStats, tokens_in_flight: int) -> None:
+    def flush(self, stats: EngineStats, tokens_in_flight: int, failed_authentications: int = 0) -> None:
         self._flush_requests()
+        if failed := self._gained("tide_failed_authentications", failed_authentications):
+            self._exporter.add("tide_failed_authentications", failed, {})
         self._flush_counters(stats)
         self._flush_gauges(stats, tokens_in_flight)
         self._flush_audits(stats)
@@ -264,7 +272,7 @@ class Meter:
             ("tide_engine_dead", float(stats.dead)),
             ("tide_draft_acceptance", stats.exits["acceptance"] or 0.0),
             ("tide_predicted_gain", stats.predicted_gain),
-            ("tide_config_refused", float(self.config_refused)),
+            ("tide_config_refused", float(self.config_refused is not None)),
         ):
             self._exporter.add(name, value, {})
         self._exporter.add("tide_model_layers", stats.exits["num_layers"], {"model": self._model})

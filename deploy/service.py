@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.config.args import Limits
 from deploy.config.policy import LivePolicy
-from deploy.failures import DeadlineError, NotServedError
+from deploy.failures import DeadlineError, NotServedError, QuotaError
 from deploy.keys import Caller, KeyRing
+from deploy.quota import Quotas
 from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams
 
@@ -98,9 +100,14 @@ class Service:
         self.limits = limits or Limits()
         self.keys = keys or KeyRing()
         self.policy = policy or LivePolicy()
+        self.policy_refused: str | None = None
+        """Why the policy that was deployed last is not the one in force, if it is not."""
         self._observer = observer
         self._own_artefact = engine.config.artefact
         self._open: dict[tuple[str, str], Answer] = {}
+        self._open_lock = threading.Lock()
+        """Held where `_open` changes, and where another thread reads it."""
+        self._quotas = Quotas()
 
     def begin(self, call: Call, caller: Caller) -> Answer:
         """Check a call. Nothing runs before `outputs` is read."""
@@ -128,7 +135,13 @@ class Service:
         name = (answer.caller.name, answer.request_id)
         if name in self._open:
             raise RequestError("request_id", answer.request_id, "one that none of your open requests has")
-        self._open[name] = answer
+        try:
+            self._quotas.enter(answer.caller)
+        except QuotaError as error:
+            self._end(answer, type(error).__name__)
+            raise
+        with self._open_lock:
+            self._open[name] = answer
         loop = asyncio.get_running_loop()
         timer = loop.call_later(answer.timeout_s, self._expire, answer)
         reason = "cancelled"
@@ -153,10 +166,15 @@ class Service:
         finally:
             timer.cancel()
             answer.ended_by = answer.ended_by or "end"  # a timer callback that is already queued does nothing
-            del self._open[name]
-            if self._observer is not None:
-                self._observer.on_end(answer, reason)
-            _log_end(answer, reason)
+            with self._open_lock:
+                del self._open[name]
+            self._quotas.leave(answer.caller)
+            self._end(answer, reason)
+
+    def _end(self, answer: Answer, reason: str) -> None:
+        if self._observer is not None:
+            self._observer.on_end(answer, reason)
+        _log_end(answer, reason)
 
     def note_ignored(self, count: int) -> None:
         """A body had fields that nobody knows."""
@@ -191,7 +209,18 @@ class Service:
     @property
     def tokens_in_flight(self) -> int:
         """Most tokens that open requests may still generate."""
-        return sum(answer.params.max_tokens - answer.num_tokens for answer in self._open.values())
+        return sum(answer.params.max_tokens - answer.num_tokens for answer in self._answers())
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long the oldest of the requests that have no token yet has waited; 0 if all have one."""
+        started = [answer.started_at for answer in self._answers() if answer.first_at is None]
+        return max(0.0, time.monotonic() - min(started)) if started else 0.0
+
+    def _answers(self) -> list[Answer]:
+        """The open requests, from any thread."""
+        with self._open_lock:
+            return list(self._open.values())
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         return list(await asyncio.to_thread(self.engine.prompt_ids, prompt))
@@ -199,21 +228,22 @@ class Service:
     async def detokenize(self, ids: list[int]) -> str:
         return await asyncio.to_thread(self.engine.tokenizer.decode, ids)
 
-    async def apply(self, policy: LivePolicy, keys: KeyRing) -> None:
-        """Apply a policy and keys to new requests; if either is bad, neither changes."""
-        await self._use(policy.artefact)
-        try:
-            self.engine.check_params(policy.params({}, Caller(), self.natural_mode))
-        except RequestError as error:
-            await self._use(self.policy.artefact)
-            raise ConfigError(f"user_config.{error.field}", error.value, error.expected) from error
-        self.policy, self.keys = policy, keys
+    async def apply(self, policy: LivePolicy) -> None:
+        """Apply a policy to new requests; if it is bad, nothing changes. It is checked against the exits that it names
+        before they replace those in use."""
+        wanted = self._own_artefact if policy.artefact is None else policy.artefact
 
-    async def _use(self, artefact: str | None) -> None:
-        """Load the exits that a policy names; None: those of the engine's settings."""
-        wanted = self._own_artefact if artefact is None else artefact
-        if wanted != self.engine.config.artefact:
-            await asyncio.to_thread(self.engine.use_artefact, wanted)
+        def default_params(has_exits: bool) -> SamplingParams:
+            return policy.params({}, Caller(), "verified" if has_exits else "full")
+
+        try:
+            if wanted != self.engine.config.artefact:
+                await asyncio.to_thread(self.engine.use_artefact, wanted, default_params)
+            else:
+                self.engine.check_params(default_params(self.engine.artefact_digest is not None))
+        except RequestError as error:
+            raise ConfigError(f"user_config.{error.field}", error.value, error.expected) from error
+        self.policy = policy
 
     def check(self) -> None:
         """Raise if the engine is dead, or has work and has ended no step for too long."""
@@ -240,6 +270,8 @@ class Service:
             answer.first_at = now
         answer.last_at = now
         answer.num_tokens += len(output.tokens)
+        prompt = 0 if output.usage is None else output.usage.prompt_tokens
+        self._quotas.spend(answer.caller, len(output.tokens) + prompt)
 
     def _expire(self, answer: Answer) -> None:
         """Abort a request that reached its deadline."""

@@ -26,6 +26,8 @@ class Limits(BaseModel):
     """Most bytes of an HTTP body."""
     body_timeout_s: float = Field(default=30.0, gt=0.0, le=3600.0)
     """Time within which the whole HTTP body must arrive."""
+    slow_bodies: int = Field(default=64, ge=1, le=100_000)
+    """Most HTTP bodies that may take longer than a second at the same time; beyond it the oldest ones are refused."""
     header_bytes: int = Field(default=2**16, ge=1024, le=2**24)
     """Most bytes of all headers of an HTTP request, names and values together."""
     num_headers: int = Field(default=100, ge=1, le=10_000)
@@ -67,8 +69,9 @@ class AppArgs(BaseModel):
     X-Tide-Ignored and counted by `tide_ignored_fields`."""
     playground: bool | None = None
     """Whether /playground is served, without a key. Default: only if there are no keys."""
-    target_tokens_in_flight: int = Field(default=8192, ge=1)
-    """Tokens that open requests of one replica may still generate; above it, autoscaling adds a replica."""
+    target_wait_s: float = Field(default=2.0, gt=0.0, le=3600.0)
+    """Time that a request may wait for its first token; above it, autoscaling adds a replica. It also adds one where
+    rows or KV memory run short."""
 
     @field_validator("engine")
     @classmethod

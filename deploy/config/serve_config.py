@@ -13,11 +13,11 @@ from typing import Any
 
 from deploy.config.args import AppArgs
 from deploy.config.policy import LivePolicy
-from deploy.keys import KeyRing
+from deploy.keys import Caller, KeyRing
 from deploy.strict import yaml_file
 from deploy.strict.schema import imported, validated
 from tide_core.config import REMOVED, EngineConfig
-from tide_core.errors import ConfigError, refuse_unknown
+from tide_core.errors import ArtefactError, ConfigError, RequestError, refuse_unknown
 
 OUR_DEPLOYMENT = "TideServer"
 SERVICER = "tide.v1.tide_pb2_grpc.add_TideServiceServicer_to_server"
@@ -48,8 +48,10 @@ def check(config: Mapping[str, Any]) -> list[str]:
         where = f"applications[{index}]"
         _check_for_serve(given, where)
         if imported(app.import_path, f"{where}.import_path") is build_app:
-            args = _check_app(given, where)
+            args, policies = _check_app(given, where)
             warnings += _app_warnings(schema, app, args)
+            for place, policy in policies:
+                warnings += [f"{app.name}: {each}" for each in _check_artefact(args, policy, where, place)]
     return warnings
 
 
@@ -83,8 +85,8 @@ def _check_for_serve(app: Mapping[str, Any], where: str) -> None:
         validated(AutoscalingPolicy, app["autoscaling_policy"], f"{where}.autoscaling_policy")
 
 
-def _check_app(app: Mapping[str, Any], where: str) -> AppArgs:
-    """Check arguments, policy and key file of a TIDE application."""
+def _check_app(app: Mapping[str, Any], where: str) -> tuple[AppArgs, list[tuple[str, LivePolicy]]]:
+    """Check arguments, policy and key file of a TIDE application. The policies come with their places."""
     given, place = app.get("args") or {}, f"{where}.args"
     if isinstance(engine := given.get("engine"), Mapping):
         refuse_unknown(f"{place}.engine", engine, [*(field.name for field in fields(EngineConfig)), *REMOVED])
@@ -95,15 +97,43 @@ def _check_app(app: Mapping[str, Any], where: str) -> AppArgs:
     args = validated(AppArgs, given, place)
     if args.api_keys_file is not None and Path(args.api_keys_file).expanduser().exists():
         KeyRing.read(args.api_keys_file)  # a missing file may exist on the machine that serves
+    policies = []
     for index, deployment in enumerate(app.get("deployments") or ()):
         place = f"{where}.deployments[{index}]"
         if deployment["name"] != OUR_DEPLOYMENT:
             raise ConfigError(f"{place}.name", deployment["name"], OUR_DEPLOYMENT)
         try:
-            LivePolicy.read(deployment.get("user_config") or {})
+            policies.append((place, LivePolicy.read(deployment.get("user_config") or {})))
         except ConfigError as error:
             raise ConfigError(f"{place}.{error.field}", error.value, error.expected) from error
-    return args
+    return args, policies or [(where, LivePolicy())]
+
+
+def _check_artefact(args: AppArgs, policy: LivePolicy, where: str, place: str) -> list[str]:
+    """Open the artefact that the policy or the engine's settings name, and check the policy's defaults with it. Whether
+    it belongs to the model is seen at the start, or by `tide inspect --model`."""
+    own = str(EngineConfig.from_mapping(args.engine).artefact)
+    named = own if policy.artefact is None else policy.artefact
+    setting = f"{where}.args.engine.artefact" if policy.artefact is None else f"{place}.user_config.artefact"
+    if named in ("auto", "none"):
+        return []
+    folder = Path(named).expanduser()
+    if not folder.exists():
+        return [f"the artefact {named} is not on this machine, so it was not opened"]
+    from tide_core.engine.assemble import checkpoint_policies  # torch comes with them
+    from tide_core.exits.artefact.artefact import load_artefact
+    from tide_core.exits.policy import resolve_policy
+
+    try:
+        artefact = load_artefact(folder, None)
+    except ArtefactError as error:
+        raise ConfigError(setting, named, f"a sound artefact: {error}") from error
+    try:
+        params = policy.params({}, Caller(), "verified")
+        resolve_policy(params, checkpoint_policies(artefact), artefact.manifest.model.num_layers)
+    except RequestError as error:
+        raise ConfigError(f"{place}.user_config.{error.field}", error.value, error.expected) from error
+    return []
 
 
 def _warnings(schema: Any) -> list[str]:

@@ -4,13 +4,15 @@ into a response. Nothing else is stored or computed for a request before it pass
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.config.args import Limits
 from deploy.failures import DeadlineError, Failure, TooLargeError, report
 from deploy.http_api.openai_replies import error_object
 from deploy.keys import Caller
@@ -18,6 +20,9 @@ from deploy.service import Service
 from deploy.strict import json_body
 from tide_core.errors import RequestError
 
+LARGE_BODY_BYTES = 2**16
+"""A body above it is parsed in a thread, so that streams go on meanwhile."""
+SLOW_S = 1.0
 CLIENT_GONE = 499
 """No client receives this status; it appears in logs."""
 
@@ -44,6 +49,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, service: Service, open_paths: frozenset[str]) -> None:
         self._app, self._service, self._open_paths = app, service, open_paths
+        self._arriving = Arriving(service.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +89,11 @@ class Guard:
             caller = self._service.keys.caller(None if authorization is None else authorization.decode("latin-1"))
         scope["tide"] = {"caller": caller}
         if scope["method"] == "POST":
-            scope["tide"]["body"] = json_body.parse(await self._body(known, receive), limits.json_depth)
+            body = await self._body(known, receive)
+            if len(body) > LARGE_BODY_BYTES:
+                scope["tide"]["body"] = await asyncio.to_thread(json_body.parse, body, limits.json_depth)
+            else:
+                scope["tide"]["body"] = json_body.parse(body, limits.json_depth)
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
@@ -97,7 +107,7 @@ class Guard:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(limits.body_timeout_s):
+            async with self._arriving.timeout():
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -108,7 +118,34 @@ class Guard:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise DeadlineError(f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+            raise DeadlineError(
+                f"the body did not arrive in time: within {limits.body_timeout_s:g} s, or {SLOW_S:g} s while many are slow"
+            ) from None
+
+
+class Arriving:
+    """Time limits of bodies that are arriving. One that takes its time holds a place of the replica meanwhile, so only
+    `slow_bodies` of them get the whole time; when there are more, the oldest get a second."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._patient: dict[asyncio.Timeout, float] = {}
+        """Those with the whole time, oldest first, and when each began."""
+
+    @contextlib.asynccontextmanager
+    async def timeout(self) -> AsyncIterator[None]:
+        """Raises TimeoutError in the block when the time of its body is over."""
+        begun = asyncio.get_running_loop().time()
+        async with asyncio.timeout_at(begun + self._limits.body_timeout_s) as own:
+            self._patient[own] = begun
+            if len(self._patient) > self._limits.slow_bodies:
+                oldest = next(iter(self._patient))
+                soon = max(begun, self._patient.pop(oldest) + SLOW_S)
+                oldest.reschedule(min(soon, oldest.when() or soon))
+            try:
+                yield
+            finally:
+                self._patient.pop(own, None)
 
 
 def _route_path(scope: Scope) -> str:

@@ -1,7 +1,7 @@
 """Strict JSON: no duplicate keys, no NaN, limited nesting, no lone surrogates.
 
-Nesting and number of containers are checked by the brackets before parsing, so that a hostile body costs no more than
-reading it.
+Nesting, containers and fields are counted by their brackets and colons before parsing, so that a hostile body costs no
+more than reading it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from tide_core.errors import RequestError
 
 MAX_CONTAINERS = 50_000
 """Lists and objects in one body: many times what the longest chat has."""
+MAX_FIELDS = 20_000
+"""Names of all objects in one body: several for each of the most messages that a chat may have."""
 MAX_FLOAT_CHARS = 512
 
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
@@ -49,10 +51,14 @@ def parse(data: bytes, max_depth: int) -> Any:
 
 
 def _check_structure(data: bytes, max_depth: int) -> None:
-    """Refuse data with too deep nesting or too many containers, by its brackets outside of strings."""
-    if data.count(b"[") + data.count(b"{") <= max_depth:
+    """Refuse data with too deep nesting, too many containers or too many fields, by what is outside of strings."""
+    many_fields = data.count(b":") > MAX_FIELDS
+    if not many_fields and data.count(b"[") + data.count(b"{") <= max_depth:
         return
-    steps = array("b", _TEXT.sub(b"", data).translate(_STEPS, _OTHERS))
+    outside = _TEXT.sub(b"", data)
+    if many_fields and outside.count(b":") > MAX_FIELDS:
+        raise RequestError("body", "JSON of many fields", f"at most {MAX_FIELDS} fields")
+    steps = array("b", outside.translate(_STEPS, _OTHERS))
     if len(steps) > 2 * MAX_CONTAINERS:
         raise RequestError("body", "JSON of many parts", f"at most {MAX_CONTAINERS} lists and objects")
     if max(accumulate(steps), default=0) > max_depth:

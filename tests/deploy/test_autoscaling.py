@@ -1,4 +1,4 @@
-"""The number of replicas: enough for the tokens in flight and the KV memory in use."""
+"""The number of replicas: enough for the rows and the KV memory in use, and one more where requests wait too long."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from deploy.autoscaling import DEFAULT_TARGET_TOKENS, KV_USAGE, TARGET_TOKENS, TOKENS_IN_FLIGHT, by_load, replicas_for
+from deploy.autoscaling import DEFAULT_WAIT_S, KV_USAGE, ROWS, TARGET_WAIT_S, WAIT_S, by_load, replicas_for
 
 
 def context_of(
     *,
-    tokens: list[float] | None = None,
+    rows: list[float] | None = None,
     usage: list[float] | None = None,
-    target: float | None = 1000.0,
+    waits: list[float] | None = None,
+    target: float | None = 3.0,
     current: int | None = None,
     low: int = 1,
     high: int = 8,
@@ -24,15 +25,14 @@ def context_of(
     from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
     where = DeploymentID("TideServer", "tide")
-    reports = max(len(tokens or ()), len(usage or ()))
+    reports = max(len(rows or ()), len(usage or ()), len(waits or ()))
     ids = [ReplicaID(f"replica{number}", where) for number in range(reports)]
     metrics: dict[str, dict[Any, float]] = {}
-    if tokens is not None:
-        metrics[TOKENS_IN_FLIGHT] = dict(zip(ids, tokens, strict=True))
-    if usage is not None:
-        metrics[KV_USAGE] = dict(zip(ids, usage, strict=True))
+    for name, values in ((ROWS, rows), (KV_USAGE, usage), (WAIT_S, waits)):
+        if values is not None:
+            metrics[name] = dict(zip(ids, values, strict=True))
     if target is not None:
-        metrics[TARGET_TOKENS] = dict.fromkeys(ids, target)
+        metrics[TARGET_WAIT_S] = dict.fromkeys(ids, target)
     running = reports if current is None else current
     return AutoscalingContext(
         deployment_id=where,
@@ -56,31 +56,35 @@ def context_of(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "usage", "wanted"),
+    ("rows", "usage", "waits", "wanted"),
     [
-        ([0.0], [0.0], 0),
-        ([1.0], [0.0], 1),
-        ([1000.0], [0.1], 1),
-        ([1001.0], [0.1], 2),
-        ([900.0, 900.0, 900.0], [0.1, 0.1, 0.1], 3),
-        ([100.0, 100.0, 100.0], [0.1, 0.1, 0.1], 1),
-        ([100.0], [0.71], 2),
-        ([100.0], [0.7], 1),
-        ([100.0] * 5, [0.14] * 5, 1),
-        ([5000.0, 0.0], [0.9, 0.9], 5),
-        ([0.0, 0.0], [1.0, 1.0], 3),
+        ([0.0], [0.0], [0.0], 0),
+        ([0.01], [0.0], [0.0], 1),
+        ([0.8], [0.1], [3.0], 1),
+        ([0.81], [0.1], [0.0], 2),
+        ([0.7, 0.7, 0.7], [0.1, 0.1, 0.1], [0.0] * 3, 3),
+        ([0.1, 0.1, 0.1], [0.1, 0.1, 0.1], [0.0] * 3, 1),
+        ([0.1], [0.71], [0.0], 2),
+        ([0.1], [0.7], [0.0], 1),
+        ([4.0, 0.0], [0.9, 0.9], [0.0, 0.0], 5),
+        ([0.1], [0.1], [3.1], 2),
+        ([0.1, 0.1], [0.1, 0.1], [6.1, 0.0], 3),
+        ([0.1, 0.1], [0.1, 0.1], [5.9, 0.0], 1),
+        ([4.0], [0.1], [9.0], 5),
     ],
 )
-def test_the_number_is_enough_for_both_signals(tokens: list[float], usage: list[float], wanted: int) -> None:
-    assert replicas_for(tokens, usage, target_tokens=1000.0) == wanted
+def test_the_number_is_enough_for_every_signal(
+    rows: list[float], usage: list[float], waits: list[float], wanted: int
+) -> None:
+    assert replicas_for(rows, usage, waits, target_wait_s=3.0) == wanted
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "tokens", "number"),
-    [(1, 8, 0.0, 1), (0, 8, 0.0, 0), (2, 8, 10.0, 2), (1, 4, 1e6, 4), (3, 3, 0.0, 3)],
+    ("low", "high", "rows", "number"),
+    [(1, 8, 0.0, 1), (0, 8, 0.0, 0), (2, 8, 0.1, 2), (1, 4, 1e6, 4), (3, 3, 0.0, 3)],
 )
-def test_the_answer_stays_within_the_bounds(low: int, high: int, tokens: float, number: int) -> None:
-    assert by_load(context_of(tokens=[tokens], usage=[0.0], low=low, high=high)) == (number, {})
+def test_the_answer_stays_within_the_bounds(low: int, high: int, rows: float, number: int) -> None:
+    assert by_load(context_of(rows=[rows], usage=[0.0], low=low, high=high)) == (number, {})
 
 
 def test_without_reports_the_number_stays_that_was_wanted() -> None:
@@ -91,14 +95,15 @@ def test_without_reports_the_number_stays_that_was_wanted() -> None:
 
 
 def test_each_signal_counts_alone() -> None:
-    assert by_load(context_of(tokens=[2500.0]))[0] == 3
+    assert by_load(context_of(rows=[2.0]))[0] == 3
     assert by_load(context_of(usage=[0.9, 0.9]))[0] == 3
+    assert by_load(context_of(waits=[4.0, 4.0]))[0] == 3
 
 
-def test_the_share_of_a_replica_is_what_replicas_say_or_a_default() -> None:
-    assert by_load(context_of(tokens=[4000.0], target=2000.0))[0] == 2
+def test_the_longest_wait_is_what_replicas_say_or_a_default() -> None:
+    assert by_load(context_of(waits=[4.0], target=5.0))[0] == 1
     for nothing in (None, 0.0):
-        assert by_load(context_of(tokens=[DEFAULT_TARGET_TOKENS + 1], target=nothing))[0] == 2
+        assert by_load(context_of(waits=[DEFAULT_WAIT_S + 0.1], target=nothing))[0] == 2
 
 
 def test_serve_can_send_the_policy_to_its_controller_and_apply_its_delays_and_bounds() -> None:
@@ -109,10 +114,10 @@ def test_serve_can_send_the_policy_to_its_controller_and_apply_its_delays_and_bo
     policy = AutoscalingPolicy(policy_function="deploy.autoscaling:by_load").get_policy()
     assert policy is not by_load
     wrapped = _apply_autoscaling_config(policy)
-    number, state = wrapped(context_of(tokens=[3500.0], usage=[0.2], upscale_delay_s=0.0))
+    number, state = wrapped(context_of(rows=[3.0], usage=[0.2], upscale_delay_s=0.0))
     assert number == 4
     assert isinstance(state, dict)
-    assert wrapped(context_of(tokens=[3500.0], usage=[0.2], upscale_delay_s=60.0))[0] == 1, "not yet"
+    assert wrapped(context_of(rows=[3.0], usage=[0.2], upscale_delay_s=60.0))[0] == 1, "not yet"
 
 
 def test_the_application_reports_what_the_policy_reads() -> None:
@@ -120,11 +125,12 @@ def test_the_application_reports_what_the_policy_reads() -> None:
 
     from deploy.app import TideServer
 
+    engine = SimpleNamespace(
+        stats=lambda: SimpleNamespace(kv_usage=0.25, num_running=6, num_waiting=2),
+        config=SimpleNamespace(max_rows=16),
+    )
     server = SimpleNamespace(
-        service=SimpleNamespace(
-            tokens_in_flight=7, engine=SimpleNamespace(stats=lambda: SimpleNamespace(kv_usage=0.25))
-        ),
-        _args=SimpleNamespace(target_tokens_in_flight=512),
+        service=SimpleNamespace(longest_wait_s=1.5, engine=engine), _args=SimpleNamespace(target_wait_s=2.5)
     )
     reported = TideServer.func_or_class.record_autoscaling_stats(server)  # type: ignore[attr-defined]
-    assert reported == {TOKENS_IN_FLIGHT: 7.0, KV_USAGE: 0.25, TARGET_TOKENS: 512.0}
+    assert reported == {ROWS: 0.5, WAIT_S: 1.5, KV_USAGE: 0.25, TARGET_WAIT_S: 2.5}

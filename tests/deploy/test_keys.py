@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deploy.failures import UnauthenticatedError, failure_of
-from deploy.keys import MAX_FILE_BYTES, MAX_HEADER_CHARS, Caller, KeyRing, add_key
+from deploy.keys import LOOK_AGAIN_S, MAX_FILE_BYTES, MAX_HEADER_CHARS, Caller, KeyLimits, KeyRing, add_key
 from tide_core.errors import ConfigError
 from tide_core.request import MODES
 
@@ -245,3 +245,71 @@ def test_a_link_to_a_key_file_stays_a_link(tmp_path: Path) -> None:
     key = add_key(tmp_path / "link.json", "team-a")
     assert (tmp_path / "link.json").is_symlink()
     assert KeyRing.read(str(tmp_path / "keys.json")).caller(f"Bearer {key}").name == "team-a"
+
+
+# A file that changes while it is in use.
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write(path: Path, *entries: dict[str, Any]) -> None:
+    """As a Secret changes: the whole file at once, by a new one."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({"keys": list(entries)}))
+    fresh.replace(path)
+
+
+def test_a_changed_file_is_read_again_within_a_second_and_a_removed_key_is_refused(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys.json", Clock()
+    write(path, entry())
+    ring = KeyRing.read(str(path), clock)
+    write(path, entry("team-b", OTHER))
+    assert ring.caller(f"Bearer {KEY}").name == "team-a", "it is not looked at for every request"
+    clock.now = LOOK_AGAIN_S
+    assert ring.caller(f"Bearer {OTHER}").name == "team-b"
+    with pytest.raises(UnauthenticatedError):
+        ring.caller(f"Bearer {KEY}")
+
+
+@pytest.mark.parametrize("broken", [b"", b"{}", b'{"keys": []}', None], ids=["empty", "no keys", "none", "removed"])
+def test_a_file_that_becomes_bad_changes_nothing_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: bytes | None
+) -> None:
+    path, clock = tmp_path / "keys.json", Clock()
+    write(path, entry())
+    ring = KeyRing.read(str(path), clock)
+    path.unlink()
+    if broken is not None:
+        path.write_bytes(broken)
+    for now in (1.0, 2.0, 3.0):
+        clock.now = now
+        assert ring.caller(f"Bearer {KEY}").name == "team-a"
+        assert not ring.is_open
+    assert len([record for record in caplog.records if "key file is refused" in record.message]) == 1
+    write(path, entry("team-b", OTHER))
+    clock.now = 4.0
+    assert ring.caller(f"Bearer {OTHER}").name == "team-b"
+
+
+def test_calls_without_a_known_key_are_counted(tmp_path: Path) -> None:
+    ring = ring_of(tmp_path, entry())
+    ring.caller(f"Bearer {KEY}")
+    for header in (None, "Bearer wrong", "words"):
+        with pytest.raises(UnauthenticatedError):
+            ring.caller(header)
+    assert ring.num_failed == 3
+
+
+def test_a_key_brings_its_limits_and_those_are_whole_numbers_from_1(tmp_path: Path) -> None:
+    limits = {"requests_per_minute": 60, "concurrent_requests": 4, "tokens_per_minute": 9000}
+    assert ring_of(tmp_path, entry(**limits)).caller(f"Bearer {KEY}").limits == KeyLimits(**limits)
+    assert ring_of(tmp_path, entry()).caller(f"Bearer {KEY}").limits == KeyLimits()
+    for name in limits:
+        for bad in (0, -1, 1.5, "60", True):
+            with pytest.raises(ConfigError, match=name):
+                ring_of(tmp_path, entry(**{name: bad}))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 
 from deploy.config.args import Limits
 from deploy.config.policy import LivePolicy
-from deploy.failures import DeadlineError, ForbiddenError, NotServedError
-from deploy.keys import Caller, KeyRing
+from deploy.failures import DeadlineError, ForbiddenError, NotServedError, QuotaError, failure_of
+from deploy.keys import Caller, KeyLimits
 from deploy.service import Answer, Call, Service
 from tests.deploy.in_process import make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine
@@ -176,7 +176,7 @@ async def test_the_policy_fills_in_what_a_request_leaves_open_and_requests_that_
 ) -> None:
     outputs = held.outputs(held.begin(Call(PROMPT, LONG), ANYONE))
     first = await anext(outputs)
-    await held.apply(LivePolicy.read({"mode": "full"}), held.keys)
+    await held.apply(LivePolicy.read({"mode": "full"}))
     gate.open()
     rest = [output async for output in outputs]
     assert {token.mode for output in (first, *rest) for token in output.tokens} == {"verified"}
@@ -185,7 +185,7 @@ async def test_the_policy_fills_in_what_a_request_leaves_open_and_requests_that_
 
 
 async def test_a_mode_that_is_not_allowed_is_forbidden_to_those_who_name_it(service: Service) -> None:
-    await service.apply(LivePolicy.read({"modes": ["full"]}), service.keys)
+    await service.apply(LivePolicy.read({"modes": ["full"]}))
     with pytest.raises(ForbiddenError, match="mode"):
         service.begin(Call(PROMPT, {"mode": "fast"}), ANYONE)
     assert service.begin(Call(PROMPT), ANYONE).params.mode == "full"
@@ -194,7 +194,7 @@ async def test_a_mode_that_is_not_allowed_is_forbidden_to_those_who_name_it(serv
 async def test_a_policy_that_the_artefact_cannot_keep_is_refused_and_the_old_one_stays(service: Service) -> None:
     before = service.policy
     with pytest.raises(ConfigError, match=r"user_config\.epsilon"):
-        await service.apply(LivePolicy.read({"mode": "bounded", "epsilon": 0.0001}), service.keys)
+        await service.apply(LivePolicy.read({"mode": "bounded", "epsilon": 0.0001}))
     assert service.policy is before
 
 
@@ -234,6 +234,26 @@ async def test_the_load_is_the_tokens_that_open_requests_may_still_make(service:
     assert service.tokens_in_flight == 250 - len(first.tokens)
     await outputs.aclose()
     assert service.tokens_in_flight == 0
+
+
+async def test_the_load_is_read_by_another_thread_while_requests_come_and_go() -> None:
+    service, errors, done = scripted_service(), [], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                assert service.tokens_in_flight >= 0
+            except Exception as error:
+                errors.append(error)
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(20):
+        await asyncio.gather(*(run(service, Call(PROMPT)) for _ in range(20)))
+    done.set()
+    reader.join()
+    assert errors == []
 
 
 # What begins, and with what.
@@ -386,36 +406,82 @@ async def test_a_request_that_is_ended_while_its_prompt_is_read_does_not_wait_fo
 
 
 class SwappingEngine(ScriptedEngine):
-    """Takes any artefact, and refuses every bound."""
+    """Takes any artefact with exits, and refuses every bound."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(artefact="own")
+        self.taken: list[str] = []
 
-    def use_artefact(self, artefact: str) -> None:
+    def use_artefact(self, artefact: str, wanted: Callable[[bool], SamplingParams]) -> None:
+        self.check_params(wanted(True))
         self.config = SimpleNamespace(artefact=artefact)
+        self.taken.append(artefact)
 
     def check_params(self, params: SamplingParams) -> None:
         if params.epsilon is not None:
             raise RequestError("epsilon", params.epsilon, "one that was certified")
 
 
-async def test_keys_and_exits_come_with_their_policy_and_go_with_it() -> None:
-    service, keys = scripted_service(SwappingEngine()), KeyRing({b"x" * 32: Caller("someone")})
-    await service.apply(LivePolicy.read({"artefact": "other"}), keys)
-    assert service.keys is keys
-    assert service.engine.config.artefact == "other"
-    await service.apply(LivePolicy.read({}), KeyRing())
-    assert service.keys.is_open
-    assert service.engine.config.artefact == "own"
+async def test_exits_come_with_their_policy_and_go_with_it() -> None:
+    engine = SwappingEngine()
+    service = scripted_service(engine)
+    await service.apply(LivePolicy.read({"artefact": "other"}))
+    await service.apply(LivePolicy.read({"artefact": "other", "mode": "full"}))
+    await service.apply(LivePolicy.read({}))
+    assert engine.taken == ["other", "own"]
 
 
-async def test_of_a_policy_that_is_refused_nothing_is_taken() -> None:
-    service, keys = scripted_service(SwappingEngine()), KeyRing({b"x" * 32: Caller("someone")})
-    await service.apply(LivePolicy.read({"artefact": "first"}), keys)
+async def test_of_a_policy_that_is_refused_nothing_is_taken_not_even_for_a_moment() -> None:
+    engine = SwappingEngine()
+    service = scripted_service(engine)
+    await service.apply(LivePolicy.read({"artefact": "first"}))
     refused = LivePolicy.read({"artefact": "second", "mode": "bounded", "epsilon": 0.01})
     with pytest.raises(ConfigError, match=r"user_config\.epsilon"):
-        await service.apply(refused, KeyRing())
-    assert service.keys is keys
+        await service.apply(refused)
     assert service.policy.artefact == "first"
-    assert service.engine.config.artefact == "first"
+    assert engine.taken == ["first"]
+
+
+# Limits of a key.
+
+
+async def test_a_request_over_the_limit_of_its_key_is_refused_counted_and_leaves_no_trace() -> None:
+    ends: list[str] = []
+    observer = SimpleNamespace(on_output=lambda answer, output: None, on_end=lambda answer, reason: ends.append(reason))
+    service = scripted_service(ScriptedEngine(), observer=observer)
+    limited = Caller("team", limits=KeyLimits(concurrent_requests=1))
+    first = service.outputs(service.begin(Call(PROMPT), limited))
+    await anext(first)
+    with pytest.raises(QuotaError) as caught:
+        await run(service, Call(PROMPT), limited)
+    failure = failure_of(caught.value, "id")
+    assert (failure.status, failure.grpc_code, failure.retry_after_s) == (429, "RESOURCE_EXHAUSTED", 1)
+    assert (ends, service.num_open) == (["QuotaError"], 1)
+    assert (await run(service, Call(PROMPT), Caller("other")))[-1].finish_reason is not None
+    await first.aclose()
+    assert (await run(service, Call(PROMPT), limited))[-1].finish_reason is not None
+
+
+async def test_tokens_of_prompt_and_answer_are_spent() -> None:
+    service = scripted_service(ScriptedEngine())  # 5 of a prompt, 2 of an answer
+    limited = Caller("team", limits=KeyLimits(tokens_per_minute=8))
+    await run(service, Call(PROMPT), limited)
+    await run(service, Call(PROMPT), limited)
+    with pytest.raises(QuotaError, match="8 tokens a minute"):
+        await run(service, Call(PROMPT), limited)
+
+
+async def test_the_longest_wait_is_that_of_the_oldest_request_without_a_token() -> None:
+    service = scripted_service(ScriptedEngine())
+    assert service.longest_wait_s == 0.0
+    answers = [service.begin(Call(PROMPT), ANYONE) for _ in range(2)]
+    answers[0].started_at -= 60.0
+    streams = [service.outputs(answer) for answer in answers]
+    tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    assert 60.0 <= service.longest_wait_s < 120.0
+    await asyncio.gather(*tasks)
+    assert service.longest_wait_s == 0.0
+    for stream in streams:
+        await stream.aclose()

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,19 +217,20 @@ class Engine:
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse what no request of this engine could be asked for, such as a bound that was not certified."""
-        adapter = self._parts.runner.adapter
-        params.check_ids(adapter.vocab_size)
-        resolve_policy(params, self._parts.checkpoints, adapter.num_layers)
+        _check_params(params, self._parts)
 
-    def use_artefact(self, artefact: str) -> None:
+    def use_artefact(self, artefact: str, wanted: Callable[[bool], SamplingParams] | None = None) -> None:
         """Take the exits of another folder, or `auto`, or `none`, for requests to come; open ones keep theirs.
 
-        While both kinds run, the KV pool exists twice. If the exits cannot be taken, all stays as it was."""
+        `wanted` gives parameters that must be possible with them, by whether there are exits at all. While both kinds
+        run, the KV pool exists twice. If the exits cannot be taken, all stays as it was."""
         with self._swapping:
             parts, config = self._parts, replace(self.config, artefact=artefact)
             if parts.source is None:
                 raise ConfigError("artefact", artefact, "an engine that loaded its model itself")
             fresh = with_artefact(config, parts.source, lambda: self._loop.step_lock)
+            if wanted is not None:
+                _check_params(wanted(fresh.artefact_digest is not None), fresh)
             fresh.core.take_over_counts(parts.core)
             self._loop.use(fresh.core)
             self._parts, self.config = fresh, config
@@ -312,6 +313,13 @@ class Engine:
             if num_prompt + max_tokens > limit:
                 expected = f"at most {limit - num_prompt}: {what} of {limit} tokens less {num_prompt} of the prompt"
                 raise RequestError("max_tokens", max_tokens, expected)
+
+
+def _check_params(params: SamplingParams, parts: Parts) -> None:
+    """Refuse what no request to these parts could be asked for."""
+    adapter = parts.runner.adapter
+    params.check_ids(adapter.vocab_size)
+    resolve_policy(params, parts.checkpoints, adapter.num_layers)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

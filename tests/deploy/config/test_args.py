@@ -64,8 +64,8 @@ def test_arguments_cannot_be_changed_after_they_were_checked() -> None:
         ({"api_keys_file": ""}, "api_keys_file"),
         ({"api_keys_file": True}, "api_keys_file"),
         ({"playground": "yes"}, "playground"),
-        ({"target_tokens_in_flight": 0}, "target_tokens_in_flight"),
-        ({"target_tokens_in_flight": 8192.0}, "target_tokens_in_flight"),
+        ({"target_wait_s": 0.0}, "target_wait_s"),
+        ({"target_wait_s": "2"}, "target_wait_s"),
     ],
     ids=str,
 )

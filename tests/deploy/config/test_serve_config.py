@@ -11,6 +11,7 @@ import pytest
 
 from deploy.config.serve_config import OUR_DEPLOYMENT, SERVICER, check, check_file
 from deploy.strict import yaml_file
+from tests.evaluation.on_disk import save_artefact_for_it
 from tide_core.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -144,7 +145,7 @@ VALUES = [
     (f"{APP}.args.served_model_name", False),
     (f"{APP}.args.served_model_name", ""),
     (f"{APP}.args.playground", "yes"),
-    (f"{APP}.args.target_tokens_in_flight", 0),
+    (f"{APP}.args.target_wait_s", 0),
     (f"{APP}.runtime_env.env_vars.RAY_SERVE_ENABLE_HA_PROXY", 1),
     (f"{ONE}.name", "TideServe"),
     (f"{ONE}.max_ongoing_requests", 0),
@@ -254,6 +255,22 @@ def test_a_key_file_that_is_there_must_be_one(tmp_path: Path) -> None:
     assert check(config) == [], "it may be on another machine"
     path.write_text("{}")
     assert "a file of keys" in refusal_of(config).expected
+
+
+def test_the_artefact_that_a_config_names_is_opened_and_its_bounds_are_known(tmp_path: Path) -> None:
+    folder = save_artefact_for_it(tmp_path / "artefact")
+    at = f"{ONE}.user_config"
+    assert check(changed(f"{at}.artefact", str(folder))) == []
+    refused = refusal_of(changed(at, {"artefact": str(folder), "mode": "bounded", "epsilon": 1e-9}))
+    assert refused.field == f"{at}.epsilon"
+    heads = folder / "heads.safetensors"
+    heads.write_bytes(heads.read_bytes()[:-1] + b"x")
+    for path in (f"{at}.artefact", f"{APP}.args.engine.artefact"):
+        refused = refusal_of(changed(path, str(folder)))
+        assert refused.field == path
+        assert "a sound artefact" in refused.expected
+    [warning] = check(changed(f"{at}.artefact", "/nowhere"))
+    assert "/nowhere is not on this machine" in warning
 
 
 WARNINGS = [

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from deploy.config.args import Limits
-from deploy.http_api.guard import Guard
+from deploy.http_api.guard import LARGE_BODY_BYTES, SLOW_S, Arriving, Guard
 from deploy.keys import Caller, KeyRing
 from deploy.service import Service
+from deploy.strict import json_body
 from tests.deploy.in_process import Http
 from tests.deploy.scripted import ScriptedEngine
 from tide_core.errors import EngineBusyError
@@ -131,3 +133,48 @@ async def test_an_answer_that_breaks_after_it_began_gets_no_second_beginning() -
     with pytest.raises(ZeroDivisionError):
         await guard(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert [message["type"] for message in sent] == ["http.response.start"]
+
+
+@pytest.mark.timeout(60)
+async def test_of_many_slow_bodies_the_oldest_are_cut_off_early_and_a_few_get_the_whole_time() -> None:
+    service = make_service(slow_bodies=3, body_timeout_s=3600)
+    arriving, cut, begun = Arriving(service.limits), [], asyncio.get_running_loop().time()
+
+    async def wait(number: int) -> None:
+        try:
+            async with arriving.timeout():
+                await asyncio.Event().wait()
+        except TimeoutError:
+            cut.append(number)
+
+    tasks = [asyncio.ensure_future(wait(number)) for number in range(10)]
+    await asyncio.wait(tasks[:7])
+    assert sorted(cut) == list(range(7))
+    assert asyncio.get_running_loop().time() - begun >= SLOW_S
+    assert not any(task.done() for task in tasks[7:])
+    for task in tasks[7:]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with arriving.timeout():
+        assert len(arriving._patient) == 1, "whoever has ended is forgotten"
+
+
+async def test_a_large_body_is_parsed_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, parse = [], json_body.parse
+
+    def watched(data: bytes, depth: int) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse(data, depth)
+
+    monkeypatch.setattr(json_body, "parse", watched)
+    for size in (LARGE_BODY_BYTES, LARGE_BODY_BYTES + 1):
+        reply = await make_http().send("POST", "/detokenize", [JSON], [BODY.ljust(size)])
+        assert reply.status == 200
+    assert threads == [True, False]
+
+
+async def test_a_body_of_very_many_fields_is_refused() -> None:
+    body = json.dumps({"prompt": "x", **{f"field{number}": 1 for number in range(100_000)}}).encode()
+    reply = await make_http().send("POST", "/v1/completions", [JSON], [body])
+    assert reply.status == 400
+    assert "fields" in reply.json["error"]["message"]

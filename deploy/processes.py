@@ -1,0 +1,107 @@
+"""Processes and ports of this machine, from /proc: who holds a port, and which HAProxy has lost its session."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+LISTENING = "0A"
+OF_RAY = "ray::"
+"""Ray's workers begin their command line with it; the actor that starts an HAProxy is one of them."""
+CONFIG_OF_SERVE = re.compile(r".*/[0-9a-f]{56}/haproxy\.cfg")
+"""Serve writes a folder of this kind for each node: its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    parent: int
+    uid: int
+    command: tuple[str, ...]
+
+    def __str__(self) -> str:
+        name = Path(self.command[0]).name if self.command else "a process without a command line"
+        return f"{name} (pid {self.pid})"
+
+
+def all_processes(proc: Path = PROC) -> dict[int, Process]:
+    """Every process that is not a zombie, by its id."""
+    found = (_read(folder) for folder in proc.iterdir() if folder.name.isdigit())
+    return {process.pid: process for process in found if process is not None}
+
+
+def left_behind(processes: dict[int, Process], uid: int) -> list[Process]:
+    """HAProxy processes that Serve started for this user and whose Ray actor is gone. They hold their ports for ever.
+
+    A running service is never among them: the parent of its HAProxy is the Ray actor that watches over it."""
+
+    def is_orphan(process: Process) -> bool:
+        parent = processes.get(process.parent)
+        return parent is None or not (parent.command and parent.command[0].startswith(OF_RAY))
+
+    return [each for each in processes.values() if each.uid == uid and is_haproxy_of_serve(each) and is_orphan(each)]
+
+
+def is_haproxy_of_serve(process: Process) -> bool:
+    command = process.command
+    if not command or Path(command[0]).name != "haproxy" or "-f" not in command[:-1]:
+        return False
+    return CONFIG_OF_SERVE.fullmatch(command[command.index("-f") + 1]) is not None
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether a server could not listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closed connection is no obstacle
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def holder(port: int, proc: Path = PROC) -> int | None:
+    """The process that listens on a TCP port; None where it is not visible, such as another user's."""
+    inodes = set(_listening(port, proc))
+    for folder in proc.iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if any(os.readlink(file) in inodes for file in (folder / "fd").iterdir()):
+                return int(folder.name)
+        except OSError:  # it has just ended, or is not ours to look into
+            continue
+    return None
+
+
+def _listening(port: int, proc: Path) -> Iterator[str]:
+    """Sockets that listen on this port, named as in the folders of open files."""
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (proc / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, *rest = line.split()
+            if state == LISTENING and struct.unpack(">H", bytes.fromhex(local.rpartition(":")[2]))[0] == port:
+                yield f"socket:[{rest[5]}]"
+
+
+def _read(folder: Path) -> Process | None:
+    try:
+        command = (folder / "cmdline").read_bytes()
+        after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+        uid = folder.stat().st_uid
+    except OSError:
+        return None
+    if after_name[0] == "Z":
+        return None
+    parts = tuple(part.decode(errors="replace") for part in command.rstrip(b"\0").split(b"\0") if part)
+    return Process(int(folder.name), int(after_name[1]), uid, parts)

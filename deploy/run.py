@@ -1,0 +1,135 @@
+"""`tide serve`: `serve run` on this machine, with a clean start and a clean end.
+
+Before it: the config is checked, an HAProxy that a dead session left behind is ended, and a port that is taken is named
+with its holder. `serve run` itself has a process group of its own, so a signal to ours, such as Ctrl-C or the SIGTERM
+of a service manager, stops it once and in order, instead of ending Ray's processes in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from deploy import processes
+from deploy.config.serve_config import HA_PROXY, check_file
+from deploy.processes import Process
+from deploy.strict import yaml_file
+from tide_core.errors import ConfigError
+
+RAY_ADDRESS = "RAY_ADDRESS"
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+PROXY_PORTS = {
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
+}
+"""Ports that HAProxy and Serve open in addition to those of the config."""
+ALL_INTERFACES = ("0.0.0.0", "::", "")  # noqa: S104
+ENDED_S = 5.0
+PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Say = Callable[[str], None]
+
+
+def serve(path: Path, say: Say) -> int:
+    """Check, clean up, run until a signal or the end; the exit code."""
+    for warning in check_file(path):
+        say(f"warning: {warning}")
+    here = RAY_ADDRESS not in os.environ  # else the cluster, and so its ports, may be on other machines
+    if here:
+        remove_leftovers(say)
+        refuse_taken_ports(yaml_file.read(path), os.environ)
+    code = _run(path, say)
+    if here:
+        remove_leftovers(say)
+    return code
+
+
+def remove_leftovers(say: Say) -> None:
+    """End every HAProxy of this user whose Ray session is dead, and wait until its ports are free."""
+    left = processes.left_behind(processes.all_processes(), os.getuid())
+    for process in left:
+        say(f"ending {process}, which a session that is gone left behind")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + ENDED_S
+    while {each.pid for each in left} & processes.all_processes().keys() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def refuse_taken_ports(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Raise a ConfigError that names the first port that cannot be opened, and who holds it."""
+    for name, host, port in ports_of(config, environment):
+        if processes.is_taken(host, port):
+            raise ConfigError(name, port, f"a free port; {_described(processes.holder(port))}")
+
+
+def ports_of(config: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
+    """Name, host and number of each port that a checked config opens on the machine of the head."""
+    http, grpc = config.get("http_options") or {}, config.get("grpc_options") or {}
+    host = http.get("host") or "127.0.0.1"
+    host = "0.0.0.0" if host in ALL_INTERFACES else host  # noqa: S104
+    yield "http_options.port", host, http.get("port", 8000)
+    if grpc.get("grpc_servicer_functions"):
+        yield "grpc_options.port", host, grpc.get("port", 9000)
+    runtime = (config.get("controller_options") or {}).get("runtime_env") or {}
+    settings = {**environment, **(runtime.get("env_vars") or {})}
+    if settings.get(HA_PROXY) == "1":
+        for name, default in PROXY_PORTS.items():
+            yield name, "0.0.0.0", int(settings.get(name, default))  # noqa: S104
+
+
+def _described(pid: int | None) -> str:
+    if pid is None:
+        return "a process that this user cannot see holds it"
+    running: dict[int, Process] = processes.all_processes()
+    process = running.get(pid)
+    if process is not None and processes.is_haproxy_of_serve(process):
+        return f"{process} of a running service holds it: change that service with `serve deploy`, or stop it"
+    return f"{process or f'pid {pid}'} holds it"
+
+
+def _run(path: Path, say: Say) -> int:
+    """`serve run` until it ends. The first signal stops it in order, a second one at once."""
+    tool = Path(sys.executable).parent / "serve"
+    environment = dict(os.environ)
+    guard = Path(sys.executable).parent / "tide-haproxy"
+    if guard.exists():
+        environment.setdefault(BINARY, str(guard))
+    command = [str(tool), "run", str(path)]
+    child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=_end_with_parent)  # noqa: S603
+    asked = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            say("stopping: open requests may end first; a second signal stops at once")
+            child.send_signal(signal.SIGINT)
+        asked = True
+
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
+    try:
+        code = child.wait()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return 0 if asked else code or 1  # `serve run` ends with 0 after a failed start, too
+
+
+def _end_with_parent() -> None:
+    """In the child: a signal as from Ctrl-C if the parent dies, and Ctrl-C itself even where it is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)

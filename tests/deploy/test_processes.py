@@ -1,0 +1,62 @@
+"""Which HAProxy is left over, and who holds a port."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from deploy.processes import Process, all_processes, holder, is_taken, left_behind
+
+CONFIG = f"/tmp/haproxy-serve/{'0a' * 28}/haproxy.cfg"
+HAPROXY = ("/venv/bin/haproxy", "-db", "-f", CONFIG, "-dR")
+MANAGER = Process(50, 40, 1000, ("ray::HAProxyManager",))
+INIT = Process(1, 0, 0, ("/sbin/init",))
+
+
+def of(*processes: Process) -> dict[int, Process]:
+    return {process.pid: process for process in processes}
+
+
+def test_a_haproxy_whose_actor_is_gone_is_left_behind() -> None:
+    orphan = Process(60, 1, 1000, HAPROXY)
+    assert left_behind(of(INIT, orphan), uid=1000) == [orphan]
+    assert left_behind(of(orphan), uid=1000) == [orphan], "its new parent may be invisible"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(Process(60, 50, 1000, HAPROXY), id="of a running service"),
+        pytest.param(Process(60, 1, 1001, HAPROXY), id="of another user"),
+        pytest.param(Process(60, 1, 1000, ("/usr/sbin/haproxy", "-f", "/etc/haproxy/haproxy.cfg")), id="not of Serve"),
+        pytest.param(Process(60, 1, 1000, ("/usr/bin/less", "-f", CONFIG)), id="no haproxy"),
+        pytest.param(Process(60, 1, 1000, ("/usr/sbin/haproxy", "-f")), id="no config"),
+        pytest.param(Process(60, 1, 1000, ()), id="of the kernel"),
+    ],
+)
+def test_every_other_process_is_left_alone(other: Process) -> None:
+    assert left_behind(of(INIT, MANAGER, other), uid=1000) == []
+
+
+def test_processes_are_read_with_names_that_hold_anything_and_zombies_are_none(tmp_path: Path) -> None:
+    for pid, name, state in ((7, "a) S (b", "S"), (8, "gone", "Z")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) {state} 3 7 7 0")
+        (tmp_path / str(pid) / "cmdline").write_bytes(b"/bin/program\0-x\0")
+    (tmp_path / "net").mkdir()
+    assert all_processes(tmp_path) == {7: Process(7, 3, os.getuid(), ("/bin/program", "-x"))}
+
+
+def test_a_port_that_is_taken_is_so_and_its_holder_is_found() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        server.listen()
+        assert is_taken("127.0.0.1", port)
+        assert is_taken("0.0.0.0", port)
+        assert holder(port) == os.getpid()
+    assert not is_taken("127.0.0.1", port)
+    assert holder(port) is None
