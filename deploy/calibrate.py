@@ -21,6 +21,7 @@ from deploy.calibration.metrics import MeteredProgress
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.worker import SEEN, on_driver_node
 from deploy.object_store import is_url, location
+from deploy.published import Publication
 from deploy.strict import yaml_file
 from tide_core.calibration.ledger import LEDGER, check_output, locked
 from tide_core.calibration.progress import Progress, default_progress
@@ -83,6 +84,10 @@ def run(settings: JobSettings, progress: Progress) -> None:
             stays = is_url(settings.storage) and settings.output is None
             place = location(settings.storage, settings.name, "artefact") if stays else result.artefact
             print(f"artefact: {place} ({result.digest[:16]})", flush=True)
+            if settings.publish is not None:
+                pointer = Publication(settings.publish).publish(result.artefact, f"run {settings.name}")
+                before = (pointer.previous or "nothing")[:16]
+                print(f"published at {settings.publish}: {before} -> {pointer.digest[:16]}", flush=True)
     ray.kill(lease)
 
 

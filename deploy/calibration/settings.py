@@ -51,8 +51,10 @@ class JobSettings(BaseModel):
     """Absolute path of a folder on the driver's machine for a copy of the artefact; default: no copy."""
     force: bool = False
     """Whether `output` may replace an artefact of another run."""
+    publish: str | None = Field(default=None, min_length=1)
+    """Folder or URL where the artefact is published at the end: a new version, and the pointer moves to it."""
     model: str = Field(default="demo", min_length=1)
-    """`demo`, a folder, a .gguf file, or a Hugging Face id."""
+    """`demo`, a folder, a .gguf file, a Hugging Face id, or the URL of a folder such as s3://bucket/models/mine."""
     dtype: str = "auto"
     """Of the calibrated model; auto: bfloat16 on cuda, float32 on a CPU."""
     device: str = "auto"
@@ -76,7 +78,7 @@ class JobSettings(BaseModel):
     def _device(cls, device: str) -> str:
         return _one_of(device, DEVICES)
 
-    @field_validator("storage", "output")
+    @field_validator("storage", "output", "publish")
     @classmethod
     def _whole_path(cls, place: str | None) -> str | None:
         """Refuse relative paths: Ray removes the working directory of a job after its end."""
@@ -111,7 +113,7 @@ class JobSettings(BaseModel):
 
 def read_settings(values: Mapping[str, Any]) -> JobSettings:
     """Validated settings. Credentials are refused first, because later errors show the refused value."""
-    for name in ("storage", "output"):
+    for name in ("storage", "output", "publish", "model"):
         refuse_credentials(name, str(values.get(name) or ""))
     return validated(JobSettings, values, "")
 

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.live import ROOT, free_ports
+from deploy.artefact_source import ArtefactSource
+from deploy.object_store import location
+from deploy.published import CURRENT
 from tests.job.cluster import START_S, until_gone
 from tests.job.runs import Bench, Job, pieces
+from tide_core.exits.artefact.artefact import load_artefact
 
 pytestmark = pytest.mark.serve
 
@@ -48,7 +52,8 @@ def store(tmp_path: Path) -> Iterator[str]:
 def test_a_run_in_an_object_store_survives_its_driver_and_gives_the_artefact_of_a_run_in_a_folder(
     bench: Bench, reference: Job, store: str
 ) -> None:
-    job = bench.job(storage=store, workers={"count": 2})
+    place = location(store, "published")
+    job = bench.job(storage=store, workers={"count": 2}, publish=place)
     gate = bench.gate(job, "shards/train-00003.safetensors")
     first = bench.start(job, gates=True)
     worker = first.until_waiting(gate)
@@ -60,3 +65,5 @@ def test_a_run_in_an_object_store_survives_its_driver_and_gives_the_artefact_of_
     assert 0 < len(pieces(ended.err)) < len(reference.shards("shards")), "of the shards, those that were missing"
     assert job.artefact.digest == reference.artefact.digest
     assert ended.digest == reference.artefact.digest[:16]
+    folder = ArtefactSource(location(place, CURRENT), bench.root / "cache").local(None).folder
+    assert load_artefact(folder, None).digest == reference.artefact.digest, "and a service finds it published"

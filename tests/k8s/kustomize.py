@@ -19,9 +19,9 @@ import yaml
 REPOSITORY = Path(__file__).parents[2]
 K8S = REPOSITORY / "k8s"
 OVERLAYS = tuple(sorted(path.name for path in (K8S / "overlays").iterdir()))
-WEIGHTS = "weights"
+WEIGHTS, POINT_BACK = "weights", "point-back"
 JOBS = tuple(name for name in OVERLAYS if "calibration" in name)
-SERVICES = tuple(name for name in OVERLAYS if name not in (*JOBS, WEIGHTS))
+SERVICES = tuple(name for name in OVERLAYS if name not in (*JOBS, WEIGHTS, POINT_BACK))
 VOLUMES = tuple(sorted(path.name for path in (K8S / "volume").iterdir()))
 COMPONENTS = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
 LOCAL = "config.kubernetes.io/local-config"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deploy.calibration.settings import JobSettings, read_settings
+from deploy.published import CURRENT
 from deploy.strict import yaml_file
 from tests.k8s.kustomize import JOBS, one, overlay, render, with_component
 from tests.k8s.pods import env_of, pod, ray_container, templates_of
@@ -65,6 +66,17 @@ def test_what_is_calibrated_is_what_is_served(name: str) -> None:
     service = one(overlay(name.removesuffix("-calibration")), "RayService")["spec"]["serveConfigV2"]
     engine = yaml_file.parse(service.encode(), name)["applications"][0]["args"]["engine"]
     assert settings_of(name).model == engine["model"]
+
+
+def test_the_service_follows_the_pointer_that_the_job_moves_without_an_edit() -> None:
+    service = one(overlay("gpu"), "RayService")["spec"]["serveConfigV2"]
+    engine = yaml_file.parse(service.encode(), "gpu")["applications"][0]["args"]["engine"]
+    assert engine["artefact"] == f"{settings_of('gpu-calibration').publish}/{CURRENT}"
+    assert engine["artefact"].startswith("/artefacts/"), "the volume that both mount"
+
+
+def test_the_trial_on_cpus_whose_exits_are_poor_moves_nothing() -> None:
+    assert settings_of("cpu-calibration").publish is None
 
 
 @jobs

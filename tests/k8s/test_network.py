@@ -123,6 +123,11 @@ def test_the_fetch_of_weights_reaches_public_addresses_by_https_and_nobody_reach
         assert reached("weights", source, FETCHER) == set()
 
 
+def test_the_job_that_moves_a_pointer_has_no_network() -> None:
+    pod = Peer({"app.kubernetes.io/part-of": "tide-serve", "app.kubernetes.io/component": "publishing"})
+    assert not any(may("point-back", pod, target, 443) for target in (INTERNET, PRIVATE, METADATA, HEAD))
+
+
 @pytest.mark.parametrize("name", ["gpu", "gpu-calibration", "weights"])
 def test_with_an_object_store_pods_reach_it_and_its_identities_but_no_private_address(
     tmp_path: Path, name: str

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.kustomize import JOBS, OVERLAYS, REPOSITORY, SERVICES, WEIGHTS, one, overlay
+from tests.k8s.kustomize import JOBS, OVERLAYS, POINT_BACK, REPOSITORY, SERVICES, WEIGHTS, one, overlay
 from tests.k8s.pods import PODS, RAY_PODS, clusters_of, env_of, gigabytes, pod, ray_container, templates_of
 
 every_pod = pytest.mark.parametrize(("name", "role"), PODS)
@@ -152,7 +152,8 @@ def test_the_namespace_refuses_pods_that_are_not_restricted(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_policies_and_metrics_find_every_pod_by_its_labels(name: str) -> None:
-    component = "server" if name in SERVICES else "weights" if name == WEIGHTS else "calibration"
+    tasks = {WEIGHTS: "weights", POINT_BACK: "publishing"}
+    component = "server" if name in SERVICES else tasks.get(name, "calibration")
     for template in templates_of(overlay(name)).values():
         labels = template["metadata"]["labels"]
         assert labels["app.kubernetes.io/part-of"] == "tide-serve"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
-from deploy import fetch
+from deploy import fetch, published
 from deploy.object_store import is_url
-from tests.k8s.kustomize import JOBS, K8S, SERVICES, VOLUMES, WEIGHTS, one, overlay, render
-from tests.k8s.pods import env_of, pod, ray_container, templates_of
+from tests.k8s.kustomize import JOBS, K8S, OVERLAYS, POINT_BACK, SERVICES, VOLUMES, WEIGHTS, one, overlay, render
+from tests.k8s.pods import TASK, env_of, pod, ray_container, templates_of
 from tide_core.models.hub import is_hub_id
 
 
@@ -19,7 +21,7 @@ def spec() -> dict[str, Any]:
 
 
 def container() -> dict[str, Any]:
-    return ray_container(pod(WEIGHTS, WEIGHTS))
+    return ray_container(pod(WEIGHTS, TASK))
 
 
 def test_the_job_runs_the_command_that_fetches() -> None:
@@ -59,11 +61,27 @@ def test_both_volumes_are_the_claim_that_all_pods_mount(name: str, mode: str) ->
     assert claim["spec"]["accessModes"] == [mode]
     assert "storageClassName" not in claim["spec"], "the default one of the cluster"
     mounted = set()
-    for each in (*SERVICES, *JOBS, WEIGHTS):
+    for each in OVERLAYS:
         for template in templates_of(overlay(each)).values():
             volumes = (volume.get("persistentVolumeClaim") for volume in template["spec"]["volumes"])
             mounted |= {volume["claimName"] for volume in volumes if volume}
     assert mounted == {claim["metadata"]["name"]}
+
+
+def test_a_job_moves_the_pointer_back_once_where_the_calibration_publishes() -> None:
+    job, container = one(overlay(POINT_BACK), "Job"), ray_container(pod(POINT_BACK, TASK))
+    assert job["spec"]["backoffLimit"] == 0, "a second attempt would move it forward again"
+    assert container["command"] == ["python", "-m", published.__name__]
+    settings = yaml.safe_load(one(overlay("gpu-calibration"), "ConfigMap")["data"]["calibrate.yaml"])
+    assert container["args"][:3] == ["point", settings["publish"], published.PREVIOUS]
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert not mounts["/artefacts"].get("readOnly")
+
+
+def test_the_words_of_that_job_are_those_of_the_command() -> None:
+    done = CliRunner().invoke(published.app, ["point", "/nowhere", "previous", "--by", "point-back"])
+    assert (done.exit_code, "Usage" in done.output) == (2, False), "nothing is published there"
+    assert "a pointer in /nowhere" in done.stderr
 
 
 def test_there_are_no_other_volumes() -> None:
