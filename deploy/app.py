@@ -29,8 +29,6 @@ from tide_core.errors import TideError
 
 logger = logging.getLogger("ray.serve")
 
-FOLLOW_S = 30.0
-"""How often a replica looks at the pointer to its published artefact."""
 SWITCH_S = 0.0001
 """Python's thread switch interval. The engine thread needs the interpreter between any two kernels, and the event loop
 holds it while it writes streams: at Python's default of 5 ms the engine waits for the streams."""
@@ -90,7 +88,7 @@ class TideServer(GrpcApi):
     async def _follow(self) -> None:
         """Take the exits that a pointer names whenever it has moved, as if a `user_config` had been deployed."""
         while True:
-            await asyncio.sleep(FOLLOW_S)
+            await asyncio.sleep(self._args.follow_s)
             try:
                 if not await asyncio.to_thread(self._artefacts.has_moved, self._given.get("artefact")):
                     continue

@@ -225,6 +225,7 @@ class Replica:
 
     def __init__(self, source: ArtefactSource, refused: str = "") -> None:
         self._artefacts, self._following, self._changing = source, None, asyncio.Lock()
+        self._args = SimpleNamespace(follow_s=0.01)
         self._policies: Any = SimpleNamespace(read=lambda: list(self.kept), write=self._keep)
         self._configured, self._refused = False, refused
         self._meter = SimpleNamespace(config_refused=None, on_artefact_move=lambda result: self.moves.append(result))
@@ -253,12 +254,6 @@ class Replica:
         self._following.cancel()
 
 
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "FOLLOW_S", 0.01)
-
-
-@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("own", [True, False], ids=["engine", "user_config"])
 async def test_the_service_takes_what_is_published_and_goes_back_with_the_pointer(
     place: str, artefacts: tuple[Path, Path], tmp_path: Path, own: bool, caplog: pytest.LogCaptureFixture
@@ -280,7 +275,6 @@ async def test_the_service_takes_what_is_published_and_goes_back_with_the_pointe
     assert f"{two[:16]} -> {one[:16]}, by me" in caplog.text
 
 
-@pytest.mark.usefixtures("often")
 async def test_a_version_that_is_refused_is_reported_once_and_one_that_follows_is_taken(
     place: str, artefacts: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ class Replica:
         self.service: Any = SimpleNamespace(apply=self._take, policy_refused=None)
         self._corrupt = corrupt
         self._artefacts, self._following = ArtefactSource("none"), None
-        self._changing = asyncio.Lock()
+        self._changing, self._args = asyncio.Lock(), SimpleNamespace(follow_s=3600.0)
         self.in_force: str | None = None
 
     async def _take(self, policy: LivePolicy) -> None:
