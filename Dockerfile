@@ -45,9 +45,10 @@ ENV PATH=/opt/tide/bin:$PATH \
     MPLCONFIGDIR=/tmp/matplotlib \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
-    RAY_USAGE_STATS_ENABLED=0
+    RAY_USAGE_STATS_ENABLED=0 \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/tide/bin/tide-haproxy
 USER 1000:1000
 WORKDIR /tmp
 EXPOSE 8000 9000
 # KubeRay brings its own command. By hand: mount a config like deploy/config.yaml.
-CMD ["serve", "run", "/etc/tide/config.yaml"]
+CMD ["tide", "serve", "/etc/tide/config.yaml"]

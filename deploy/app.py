@@ -29,6 +29,7 @@ from tide_core.errors import TideError
 
 logger = logging.getLogger("ray.serve")
 
+ABORT_TIMEOUT_S = 5.0
 SWITCH_S = 0.0001
 """Python's thread switch interval. The engine thread needs the interpreter between any two kernels, and the event loop
 holds it while it writes streams: at Python's default of 5 ms the engine waits for the streams."""
@@ -47,7 +48,7 @@ class TideServer(GrpcApi):
 
         checked = AppArgs(**args)
         self._args, self._configured = checked, False
-        context = serve.get_replica_context()
+        self._context = context = serve.get_replica_context()
         self._policies = ClusterStore(context.app_name, context.deployment)
         keys = KeyRing.read(checked.api_keys_file)
         logger.info("tide: building the engine (after %.1f s)", time.monotonic() - started)
@@ -65,13 +66,15 @@ class TideServer(GrpcApi):
             keys=keys,
             observer=self._meter,
         )
+        self.service.abort_elsewhere = self._abort_elsewhere
         self._meter.start(engine.stats, lambda: self.service.tokens_in_flight, lambda: keys.num_failed)
         logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         setting = self._args.playground
         playground = self.service.keys.is_open if setting is None else setting
-        return build_api(self.service, playground=playground, strict=self._args.strict)
+        args = self._args
+        return build_api(self.service, playground=playground, strict=args.strict, cors_origins=args.cors_origins)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply a new exit policy, or another artefact. Running requests keep theirs.
@@ -130,6 +133,20 @@ class TideServer(GrpcApi):
             else:
                 return True
         return False
+
+    async def abort_here(self, caller_name: str, request_id: str) -> bool:
+        """Called by another replica: a client's Abort may arrive at any of them."""
+        return self.service.abort_of(caller_name, request_id)
+
+    async def _abort_elsewhere(self, caller_name: str, request_id: str) -> bool:
+        handle = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
+        response = handle.broadcast("abort_here", caller_name, request_id)
+        try:
+            found = await response.results_async(timeout_s=ABORT_TIMEOUT_S, return_exceptions=True)
+        except TimeoutError:
+            logger.warning("tide: not every replica answered whether it has request %s", request_id)
+            return False
+        return any(each is True for each in found)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""

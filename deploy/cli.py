@@ -47,8 +47,12 @@ def serve(
 def new_key(
     name: Annotated[str, typer.Argument(help="Name of the key's owner: letters, digits, dot, dash, underscore.")],
     file: Annotated[Path, typer.Option("--file", help="Key file to add it to; created if missing.")],
+    requests_per_minute: Annotated[int | None, typer.Option(help="Limit of the key at one replica.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="The same, of prompt and answer.")] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(help="The same, open at once.")] = None,
 ) -> None:
     """Create an API key. It is printed once; the file holds only its hash."""
-    from deploy.keys import add_key
+    from deploy.keys import KeyLimits, add_key
 
-    typer.echo(add_key(file, name))
+    limits = KeyLimits(requests_per_minute, concurrent_requests, tokens_per_minute)
+    typer.echo(add_key(file, name, limits))

@@ -1,10 +1,11 @@
-"""`tide-haproxy`: HAProxy as Serve starts it, with three corrections that Serve has no setting for.
+"""`tide-haproxy`: HAProxy as Serve starts it, with corrections that Serve has no setting for.
 
 Serve runs the binary that `RAY_SERVE_HAPROXY_BINARY_PATH` names. `tide serve` and the image name this one. It
 
 - ends together with the Ray actor that started it; otherwise it would hold its ports after a session that was killed;
 - opens the ports of statistics and metrics on the address of the HTTP port, not on all interfaces;
-- answers in JSON, with 503 and Retry-After, where no replica can answer; Serve's page is a plain-text 500.
+- answers in JSON: 503 with Retry-After where no replica can answer, or none is known yet, and 404 for other paths;
+  Serve's pages are a plain-text 500 and 404.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ PR_SET_PDEATHSIG = 1
 HTTP_HOST = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTILINE)
 OWN_PORTS = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )[*]?(:\d+)$", re.MULTILINE)
 ERROR_FILE = re.compile(r"^\s+errorfile 50[234] (\S+)$", re.MULTILINE)
-UNAVAILABLE = {
-    "error": {
-        "message": "no replica could answer; one is starting, or the one that had the request has ended",
-        "type": "server_error",
-        "param": None,
-        "code": "replica_unavailable",
-    }
-}
+NOT_FOUND = re.compile(r"^(backend default_backend\n\s+http-request return )status 404 .*$", re.MULTILINE)
+HAS_ROUTES = re.compile(r"^\s+use_backend ", re.MULTILINE)
+
+
+def _error(message: str, kind: str, code: str) -> str:
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+UNAVAILABLE = _error(
+    "no replica could answer; one is starting, or the one that had the request has ended",
+    "server_error",
+    "replica_unavailable",
+)
+UNKNOWN_PATH = _error("no application has this path", "invalid_request_error", "path_not_found")
 
 
 def main() -> NoReturn:
@@ -49,7 +56,7 @@ def main() -> NoReturn:
 def correct(path: Path) -> None:
     """Rewrite a config of Serve and the error page that it names."""
     text = path.read_text()
-    path.write_text(with_local_ports(text))
+    path.write_text(with_json(with_local_ports(text)))
     for page in set(ERROR_FILE.findall(text)):
         Path(page).write_bytes(error_page())
 
@@ -61,9 +68,23 @@ def with_local_ports(config: str) -> str:
     return config if host == "*" else OWN_PORTS.sub(rf"\g<1>{host}\g<2>", config)
 
 
+def with_json(config: str) -> str:
+    """The config with JSON for paths of no application. Until Serve has named one, that is a question of time."""
+    if HAS_ROUTES.search(config):
+        answer = f"status 404 content-type application/json string {_quoted(UNKNOWN_PATH)}"
+    else:
+        answer = f"status 503 content-type application/json hdr Retry-After 1 string {_quoted(UNAVAILABLE)}"
+    return NOT_FOUND.sub(lambda found: found.group(1) + answer, config)
+
+
+def _quoted(text: str) -> str:
+    """As HAProxy reads it: quotes and backslashes escaped."""
+    return json.dumps(text)
+
+
 def error_page() -> bytes:
     """The response to a request that no replica can answer. gRPC clients read its status as UNAVAILABLE."""
-    body = json.dumps(UNAVAILABLE).encode()
+    body = UNAVAILABLE.encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nCache-Control: no-cache\r\n\r\n"

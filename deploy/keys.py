@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -150,12 +150,15 @@ class KeyRing:
         logger.info("tide: the key file has changed: %d keys", len(self._callers))
 
 
-def add_key(path: Path, name: str) -> str:
+def add_key(path: Path, name: str, limits: KeyLimits | None = None) -> str:
     """Create a key and add its entry to a file, which is created if missing. The key itself is not stored."""
     key = f"tide-{secrets.token_urlsafe(KEY_BYTES)}"
     try:
-        entry = _Key(name=name, sha256=hashlib.sha256(key.encode()).hexdigest())
-    except ValidationError:
+        given = {} if limits is None else {one: value for one, value in asdict(limits).items() if value is not None}
+        entry = _Key(name=name, sha256=hashlib.sha256(key.encode()).hexdigest(), **given)
+    except ValidationError as error:
+        if error.errors()[0]["loc"] != ("name",):
+            raise ConfigError("limits", given, f"whole numbers from 1: {_brief(error)}") from None
         expected = "1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"
         raise ConfigError("name", name, expected) from None
     path = path.expanduser().resolve()  # the target of a link, so that the link stays

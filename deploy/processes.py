@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -62,8 +63,8 @@ def is_taken(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closed connection is no obstacle
         try:
             probe.bind((host, port))
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE  # an address that is not here is for the server to refuse
     return False
 
 

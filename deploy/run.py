@@ -44,12 +44,13 @@ Say = Callable[[str], None]
 
 def serve(path: Path, say: Say) -> int:
     """Check, clean up, run until a signal or the end; the exit code."""
+    here = RAY_ADDRESS not in os.environ  # else the cluster, and so its ports, may be on other machines
+    if here:  # first, since it takes no time
+        config = yaml_file.read(path)
+        remove_leftovers(say)
+        refuse_taken_ports(config, os.environ)
     for warning in check_file(path):
         say(f"warning: {warning}")
-    here = RAY_ADDRESS not in os.environ  # else the cluster, and so its ports, may be on other machines
-    if here:
-        remove_leftovers(say)
-        refuse_taken_ports(yaml_file.read(path), os.environ)
     code = _run(path, say)
     if here:
         remove_leftovers(say)
@@ -76,18 +77,26 @@ def refuse_taken_ports(config: Mapping[str, Any], environment: Mapping[str, str]
 
 
 def ports_of(config: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
-    """Name, host and number of each port that a checked config opens on the machine of the head."""
-    http, grpc = config.get("http_options") or {}, config.get("grpc_options") or {}
-    host = http.get("host") or "127.0.0.1"
-    host = "0.0.0.0" if host in ALL_INTERFACES else host  # noqa: S104
-    yield "http_options.port", host, http.get("port", 8000)
+    """Name, host and number of each port that a config opens on the machine of the head. What is wrong in the config is
+    left out: the check of the config names it."""
+    http, grpc = _part(config, "http_options"), _part(config, "grpc_options")
+    host = http.get("host", "0.0.0.0")  # noqa: S104
+    host = "0.0.0.0" if host in ALL_INTERFACES else str(host)  # noqa: S104
+    found = [("http_options.port", host, http.get("port", 8000))]
     if grpc.get("grpc_servicer_functions"):
-        yield "grpc_options.port", host, grpc.get("port", 9000)
-    runtime = (config.get("controller_options") or {}).get("runtime_env") or {}
-    settings = {**environment, **(runtime.get("env_vars") or {})}
+        found.append(("grpc_options.port", host, grpc.get("port", 9000)))
+    variables = _part(_part(_part(config, "controller_options"), "runtime_env"), "env_vars")
+    settings = {**environment, **variables}
     if settings.get(HA_PROXY) == "1":
-        for name, default in PROXY_PORTS.items():
-            yield name, "0.0.0.0", int(settings.get(name, default))  # noqa: S104
+        found += [(name, "0.0.0.0", settings.get(name, default)) for name, default in PROXY_PORTS.items()]  # noqa: S104
+    for name, where, port in found:
+        if str(port).isdecimal() and 1 <= int(port) <= 65535:
+            yield name, where, int(port)
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 def _described(pid: int | None) -> str:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -102,6 +102,8 @@ class Service:
         self.policy = policy or LivePolicy()
         self.policy_refused: str | None = None
         """Why the policy that was deployed last is not the one in force, if it is not."""
+        self.abort_elsewhere: Callable[[str, str], Awaitable[bool]] | None = None
+        """Asks the other replicas to abort a request, by its caller's name and its id."""
         self._observer = observer
         self._own_artefact = engine.config.artefact
         self._open: dict[tuple[str, str], Answer] = {}
@@ -143,7 +145,8 @@ class Service:
         with self._open_lock:
             self._open[name] = answer
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(answer.timeout_s, self._expire, answer)
+        left_s = answer.started_at + answer.timeout_s - time.monotonic()  # a choice may start after others
+        timer = loop.call_later(max(left_s, 0.0), self._expire, answer)
         reason = "cancelled"
         try:
             if answer.fill_context or answer.count_prompt:
@@ -187,12 +190,21 @@ class Service:
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Abort a request of this caller; False if there is none with this id."""
-        answer = self._open.get((caller.name, _checked_id(request_id)))
+        return self.abort_of(caller.name, _checked_id(request_id))
+
+    def abort_of(self, caller_name: str, request_id: str) -> bool:
+        answer = self._open.get((caller_name, request_id))
         if answer is None:
             return False
         answer.ended_by = answer.ended_by or CALLER
         self._abort(answer)
         return True
+
+    async def abort_anywhere(self, request_id: str, caller: Caller) -> bool:
+        """The same, whichever replica has the request."""
+        if self.abort(request_id, caller):
+            return True
+        return self.abort_elsewhere is not None and await self.abort_elsewhere(caller.name, request_id)
 
     @property
     def natural_mode(self) -> str:
@@ -224,6 +236,10 @@ class Service:
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         return list(await asyncio.to_thread(self.engine.prompt_ids, prompt))
+
+    async def text_of(self, prompt: str | list[int]) -> str:
+        """The text of a prompt, for an echo."""
+        return prompt if isinstance(prompt, str) else await self.detokenize(prompt)
 
     async def detokenize(self, ids: list[int]) -> str:
         return await asyncio.to_thread(self.engine.tokenizer.decode, ids)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TideError,
     )
     from tide_core.outputs.exit_stats import ExitStats
-    from tide_core.request import Audit, FinishReason, RequestOutput, SamplingParams, TokenOutput, Usage
+    from tide_core.request import Audit, FinishReason, PromptToken, RequestOutput, SamplingParams, TokenOutput, Usage
     from tide_core.stats import EngineStats
     from tide_core.tide.calibrate import calibrate
     from tide_core.tide.config import TIDEConfig
@@ -45,6 +45,7 @@ __all__ = [
     "ExitStats",
     "FinishReason",
     "ModelError",
+    "PromptToken",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -59,7 +60,15 @@ _HOMES = {
     "tide_core.config": ("EngineConfig",),
     "tide_core.engine.engine": ("Completion", "Engine"),
     "tide_core.outputs.exit_stats": ("ExitStats",),
-    "tide_core.request": ("Audit", "FinishReason", "RequestOutput", "SamplingParams", "TokenOutput", "Usage"),
+    "tide_core.request": (
+        "Audit",
+        "FinishReason",
+        "PromptToken",
+        "RequestOutput",
+        "SamplingParams",
+        "TokenOutput",
+        "Usage",
+    ),
     "tide_core.stats": ("EngineStats",),
     "tide_core.tide.calibrate": ("calibrate",),
     "tide_core.tide.config": ("TIDEConfig",),

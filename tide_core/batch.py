@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from tide_core.request import NO_EXITS, Audit, ExitPolicy, Request
+from tide_core.request import NO_EXITS, Audit, ExitPolicy, PromptToken, Request
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,19 @@ class RowStep(NamedTuple):
     @property
     def start(self) -> int:
         return self.table.length
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for and the prompt is not done. They need the states of all
+        its tokens at full depth, which the plain path has. A prompt that runs again after output does not score."""
+        return self.request.params.prompt_logprobs is not None and not self.output_ids
+
+    @property
+    def prompt_targets(self) -> range:
+        """The tokens of the prompt whose log-probabilities a step that scores gives, by position: those after the
+        tokens it runs, and the first of all, which has none."""
+        start = self.table.length
+        return range(start + 1 if start else 0, min(start + len(self.token_ids) + 1, len(self.request.prompt_ids)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,8 @@ class RowResult(NamedTuple):
     error: str | None = None
     notes: tuple[TokenNote, ...] = ()
     """Of each token; empty where all are `NO_NOTE`."""
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+    """Of a step that scores its prompt: one for each of `RowStep.prompt_targets`."""
 
     @classmethod
     def of(

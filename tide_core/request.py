@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Protocol
 
 from tide_core.errors import RequestError
 
 MODES = ("full", "verified", "bounded", "fast")
+GRAMMARS = ("json_schema", "regex", "choice", "grammar", "lark")
 DEFAULT_EPSILON = 0.02
 MAX_THRESHOLD = 2.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_GRAMMAR_CHARS = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt that the model's chat template writes."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Objects with `role` and `content`; where the template knows them also `tool_calls`, `tool_call_id`, `name`."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the model may call, as OpenAI writes them."""
+    add_generation_prompt: bool = True
+    """End where the assistant's answer begins."""
+    continue_final_message: bool = False
+    """End inside the last message, which the answer continues."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must be. The engine compiles it when the request is made."""
+
+    kind: str
+    """json_schema, regex, choice (a JSON list of texts), lark, or grammar (Lark or GBNF)."""
+    text: str
+    field: str = field(default="grammar", compare=False)
+    """The field of the request that it came from, for errors."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS:
+            raise RequestError("grammar", self.kind, f"one of {', '.join(GRAMMARS)}")
+        if not isinstance(self.text, str) or not 1 <= len(self.text) <= MAX_GRAMMAR_CHARS:
+            raise RequestError(self.field, f"{len(self.text)} characters", f"1..{MAX_GRAMMAR_CHARS}")
+
+
+class TokenMask(Protocol):
+    """A grammar while it is followed."""
+
+    def allowed(self, output_ids: Sequence[int]) -> Any:
+        """Which tokens may follow these: an array [V] of booleans."""
+        ...
+
+    def must_end(self, output_ids: Sequence[int]) -> bool:
+        """Whether nothing but the end of the text may follow."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +100,15 @@ class SamplingParams:
     """Token ids that end the text."""
     ignore_eos: bool = False
     """Go on past the model's end-of-text ids."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    grammar: Grammar | None = None
+    """What the text must be."""
     logprobs: int | None = None
     """None: no log-probabilities. k: that of the chosen token and of the k likeliest."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt, given those before it. The whole prompt then runs at full depth: it reads
+    no prefix cache, and none of its tokens exits."""
     mode: str | None = None
     """The contract: full, verified, bounded or fast. None: verified where the engine has an artefact, else full."""
     epsilon: float | None = None
@@ -75,10 +130,15 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError("ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, getattr(self, name), "true or false")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError("grammar", type(self.grammar).__name__, "a Grammar")
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_exits(self.mode, self.epsilon, self.threshold, self.min_layers)
         _check_stop(self.stop)
         _check_stop_ids(self.stop_ids)
@@ -172,10 +232,12 @@ class Request:
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of one salt."""
     policy: ExitPolicy = NO_EXITS
+    mask: TokenMask | None = field(default=None, repr=False, compare=False)
+    """Follows its grammar."""
     end_ids: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids that end the text and are not part of it."""
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
-    """Whether it has a bias, penalties or fewest tokens."""
+    """Whether it has a bias, penalties, fewest tokens or a grammar."""
     informs_planner: bool = field(init=False, repr=False, compare=False)
     """Whether the acceptance of its drafts predicts that of other requests."""
 
@@ -183,8 +245,9 @@ class Request:
         params = self.params
         end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else self.eos_ids)))
         object.__setattr__(self, "end_ids", end_ids)
-        object.__setattr__(self, "adjusts_logits", params.changes_logits)
-        usual = params.threshold is None and not params.logit_bias and not self.policy.skips_layers
+        object.__setattr__(self, "adjusts_logits", params.changes_logits or self.mask is not None)
+        usual = params.threshold is None and not params.logit_bias and self.mask is None
+        usual = usual and not self.policy.skips_layers
         object.__setattr__(self, "informs_planner", usual)
 
 
@@ -205,6 +268,17 @@ class TokenOutput:
     audit: Audit = Audit.VERIFIED
     mode: str = "full"
     """The contract in force when it was decided; a broken bound turns bounded into verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of the prompt under the model at full depth."""
+
+    token_id: int
+    logprob: float | None = None
+    """Given the tokens before it; None for the first. -inf for a token that the model rules out."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(id, log-probability) of the likeliest tokens in its place, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +328,9 @@ class RequestOutput:
     """Present on the last piece."""
     error: Exception | None = None
     """Present when the reason is `error`."""
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+    """Where they were asked for: all tokens of the prompt, on the first piece. A request that ends before its first
+    token has those that had run by then."""
 
     @property
     def finished(self) -> bool:

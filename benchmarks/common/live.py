@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,9 @@ def default_config() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving(config: dict[str, Any], *, health: str = "/health") -> Iterator[Server]:
+def serving(
+    config: dict[str, Any], *, health: str = "/health", command: Sequence[str] = ("serve", "run")
+) -> Iterator[Server]:
     """`serve run` of a config on free ports, once it is healthy. Processes that are left at the end are killed."""
     folder = Path(tempfile.mkdtemp(prefix="tide-"))  # short: paths of Ray's sockets are limited
     http_port, grpc_port, *ports = free_ports(6)
@@ -121,7 +123,7 @@ def serving(config: dict[str, Any], *, health: str = "/health") -> Iterator[Serv
     environment = environment_of(folder, ports)
     with (folder / "log").open("wb") as out:
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "serve", "run", str(folder / "config.yaml")],
+            [Path(sys.executable).parent / command[0], *command[1:], str(folder / "config.yaml")],
             cwd=ROOT,
             env=environment,
             stdout=out,

@@ -20,6 +20,8 @@ class Limits(BaseModel):
 
     max_tokens: int = Field(default=4096, ge=1, le=2**24)
     """Most tokens of one request."""
+    max_choices: int = Field(default=256, ge=1, le=2**16)
+    """Most choices of one HTTP request: its prompts times `n`."""
     max_timeout_s: float = Field(default=280.0, gt=0.0, le=86400.0)
     """Longest duration of one request; keep it below Serve's `request_timeout_s`, so that the error names the limit."""
     body_bytes: int = Field(default=2_000_000, ge=1, le=2**30)
@@ -67,6 +69,8 @@ class AppArgs(BaseModel):
     strict: bool = False
     """Refuse fields of HTTP bodies that are not known here. By default they are ignored, named in the header
     X-Tide-Ignored and counted by `tide_ignored_fields`."""
+    cors_origins: list[str] = Field(default_factory=list)
+    """Origins of web pages that may call the HTTP API from a browser, such as `https://chat.example`; `*`: any."""
     playground: bool | None = None
     """Whether /playground is served, without a key. Default: only if there are no keys."""
     target_wait_s: float = Field(default=2.0, gt=0.0, le=3600.0)

@@ -73,7 +73,7 @@ class GrpcApi:
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: Context) -> pb.AbortResponse:
         async def reply(caller: Caller) -> pb.AbortResponse:
-            return pb.AbortResponse(aborted=self.service.abort(request.request_id, caller))
+            return pb.AbortResponse(aborted=await self.service.abort_anywhere(request.request_id, caller))
 
         return await self._reply(grpc_context, reply)
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from deploy.choices import Outputs, begin_choices, outputs_of, whole_answers
 from deploy.failures import NotServedError, report
 from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
 from deploy.http_api.ignored_fields import Body, shown, without_ignored
 from deploy.http_api.openai_replies import (
     DONE_EVENT,
+    ChatChoice,
     ChatReply,
+    Choice,
     CompletionReply,
     error_object,
     invalid_body,
@@ -26,20 +30,23 @@ from deploy.http_api.openai_replies import (
 )
 from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.http_api.openapi import describe
-from deploy.http_api.playground import load_page
+from deploy.http_api.pages import playground_page, start_page
 from deploy.keys import Caller
-from deploy.service import Call, Service
+from deploy.service import Answer, Call, Service
 from tide_core import __version__
 from tide_core.request import RequestOutput
 from tide_core.stats import EngineStats
 
+if TYPE_CHECKING:
+    from tide_core.engine.engine import Prompt
+
 T = TypeVar("T")
 AnyBody = TypeVar("AnyBody", bound=Body)
-Outputs = AsyncGenerator[RequestOutput, None]
 
 
-def build_api(service: Service, *, playground: bool, strict: bool = False) -> FastAPI:
-    """Routes over `service`. A strict server refuses fields that are not known here."""
+def build_api(service: Service, *, playground: bool, strict: bool = False, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """Routes over `service`. A strict server refuses fields that are not known here. Pages of `cors_origins` may call
+    it from a browser."""
 
     def read(schema: type[AnyBody], request: Request) -> AnyBody:
         body, unknown = without_ignored(schema, body_of(request), strict=strict)
@@ -49,20 +56,40 @@ def build_api(service: Service, *, playground: bool, strict: bool = False) -> Fa
         return _checked(schema, body)
 
     api = FastAPI(title="TIDE Serve", version=__version__, docs_url=None, redoc_url=None)
-    open_paths = frozenset({"/health", "/playground"} if playground else {"/health"})
+    open_paths = frozenset({"/", "/health", *(["/playground"] if playground else [])})
     api.add_middleware(Guard, service=service, open_paths=open_paths)
+    if cors_origins:  # before the guard: a browser asks without a key whether it may ask
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Tide-Ignored", "Retry-After"],
+        )
+    start_html, start_headers = start_page(playground=playground)
     api.add_exception_handler(HTTPException, _on_http_error)
     created = int(time.time())
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = read(CompletionRequest, request)
-        return await _answer(service, request, body, body.engine_prompt, CompletionReply)
+        prompts = body.engine_prompts
+        texts = [await service.text_of(prompt) for prompt in prompts] if body.echo else None
+
+        def choice(answer: Answer, index: int) -> Choice:
+            echoed = None if texts is None else texts[index // body.num_choices]
+            return Choice(answer, service.engine.tokenizer, index, echoed, body.drops_output)
+
+        return await _answer(service, request, body, prompts, choice, CompletionReply)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = read(ChatRequest, request)
-        return await _answer(service, request, body, [message.plain() for message in body.messages], ChatReply)
+
+        def choice(answer: Answer, index: int) -> Choice:
+            return ChatChoice(answer, service.engine.tokenizer, index)
+
+        return await _answer(service, request, body, [body.chat], choice, ChatReply)
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -88,8 +115,13 @@ def build_api(service: Service, *, playground: bool, strict: bool = False) -> Fa
 
     @api.get("/exit_stats")
     async def exit_stats() -> Response:
-        return JSONResponse(_stats_object(service.engine.stats()))
+        return JSONResponse({**_stats_object(service.engine.stats()), "policy_refused": service.policy_refused})
 
+    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def start() -> Response:
+        return HTMLResponse(start_html, headers=start_headers)
+
+    @api.head("/health", include_in_schema=False)
     @api.get("/health")
     async def health() -> Response:
         service.check()
@@ -100,11 +132,11 @@ def build_api(service: Service, *, playground: bool, strict: bool = False) -> Fa
         return JSONResponse({"version": __version__})
 
     if playground:
-        html, page_headers = load_page()
+        page, page_headers = playground_page()
 
         @api.get("/playground", include_in_schema=False)
-        async def page() -> Response:
-            return HTMLResponse(html, headers=page_headers)
+        async def show_playground() -> Response:
+            return HTMLResponse(page, headers=page_headers)
 
     describe(api, strict=strict)
     return api
@@ -114,45 +146,46 @@ async def _answer(
     service: Service,
     request: Request,
     body: CompletionRequest | ChatRequest,
-    prompt: Any,
+    prompts: Sequence[Prompt],
+    choice: Callable[[Answer, int], Choice],
     reply_class: type[CompletionReply],
 ) -> Response:
-    """Run one completion of either kind, streamed or whole."""
-    params = body.params()
-    fill_context = params["max_tokens"] is None
-    usage = body.usage_options
-    call = Call(
-        prompt,
-        params,
-        model=body.model,
-        timeout_s=body.options.timeout_s,
-        fill_context=fill_context,
-        count_prompt=usage.continuous_usage_stats,
-    )
-    answer = service.begin(call, caller_of(request))
-    reply = reply_class(answer, service.model, body.options, service.engine.tokenizer.decode, usage)
+    """Run one request for completions of either kind, streamed or whole."""
+    params, n, usage = body.params(), body.num_choices, body.usage_options
+    calls = [
+        Call(
+            prompt,
+            params,
+            model=body.model,
+            timeout_s=body.options.timeout_s,
+            fill_context=params["max_tokens"] is None,
+            count_prompt=usage.continuous_usage_stats,
+        )
+        for prompt in prompts
+    ]
+    answers = begin_choices(service, calls, n, caller_of(request))
+    choices = [choice(answer, index) for index, answer in enumerate(answers)]
+    reply = reply_class(choices, service.model, body.options, n, usage)
     if not body.stream:
-        return JSONResponse(reply.whole(await unless_gone(request, service.whole(answer))))
-    outputs = service.outputs(answer)
+        return JSONResponse(reply.whole(await unless_gone(request, whole_answers(service, answers, n))))
+    outputs = outputs_of(service, answers, n)
     # An error before the first token still sets the HTTP status.
     first = await unless_gone(request, anext(outputs))
     return EventStream(_events(reply, first, outputs), outputs)
 
 
-async def _events(reply: CompletionReply, first: RequestOutput, outputs: Outputs) -> AsyncIterator[bytes]:
-    """The answer as events. `[DONE]` ends a complete answer; an error event ends a failed one."""
-    last = first
+async def _events(reply: CompletionReply, first: tuple[int, RequestOutput], outputs: Outputs) -> AsyncIterator[bytes]:
+    """The answers as events. `[DONE]` ends complete answers; an error event ends failed ones."""
     try:
-        opening = [*reply.first_chunks(), reply.chunk(first)]
+        opening = [*reply.first_chunks(), reply.chunk(*first)]
         yield b"".join(map(sse_event, opening))
-        async for output in outputs:
-            yield sse_event(reply.chunk(output))
-            last = output
+        async for index, output in outputs:
+            yield sse_event(reply.chunk(index, output))
     except Exception as error:
         yield sse_event(error_object(report(error)))
         return
-    if reply.usage_options.include_usage and last.usage is not None:
-        yield sse_event(reply.usage_chunk(last.usage))
+    if reply.usage_options.include_usage:
+        yield sse_event(reply.usage_chunk())
     yield DONE_EVENT
 
 

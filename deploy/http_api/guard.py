@@ -119,7 +119,7 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             raise DeadlineError(
-                f"the body did not arrive in time: within {limits.body_timeout_s:g} s, or {SLOW_S:g} s while many are slow"
+                f"the body did not arrive within {limits.body_timeout_s:g} s, or {SLOW_S:g} s while many are slow"
             ) from None
 
 

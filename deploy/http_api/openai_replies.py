@@ -4,135 +4,124 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.failures import Failure
 from deploy.http_api.openai_requests import StreamOptions, TideOptions
 from deploy.service import Answer
-from tide_core.request import RequestOutput, TokenOutput, Usage
+from tide_core.request import PromptToken, RequestOutput, TokenOutput, Usage
+
+if TYPE_CHECKING:
+    from tide_core.outputs.text import TextStream
 
 DONE_EVENT = b"data: [DONE]\n\n"
 MAX_SHOWN_ERRORS = 3
+RULED_OUT = -9999.0
 
-Decode = Callable[[list[int]], str]
+
+class TokenTexts(Protocol):
+    """What replies need of the tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def stream(self, prompt_ids: Sequence[int]) -> TextStream: ...
 
 
 @dataclass(slots=True)
-class CompletionReply:
-    """Writes one answer as OpenAI objects."""
+class Choice:
+    """Writes one answer as a choice of a completion."""
 
     answer: Answer
-    model: str
-    options: TideOptions
-    decode: Decode
-    usage_options: StreamOptions = field(default_factory=StreamOptions)
-    """Whether the stream ends in a chunk with the usage; then every other chunk has `usage: null`, or the usage so
-    far."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    tokenizer: TokenTexts
+    index: int = 0
+    prompt_text: str | None = None
+    """Comes before the answer, where the client asked for an echo."""
+    drops_output: bool = False
+    """Whether the client asked for no token, only for the prompt."""
     num_chars: int = 0
     """Characters of text written so far, for the offsets of completions."""
     num_tokens: int = 0
-    """Tokens of a stream so far."""
-
-    id_prefix = "cmpl"
-    object_name = chunk_name = "text_completion"
+    """Tokens written so far."""
+    usage: Usage | None = None
+    """Known from the last output on."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer as one object."""
-        tokens = [token for output in outputs for token in output.tokens]
-        last = outputs[-1]
-        reply = self._object(self.object_name, [self._whole_choice(tokens, _reason(last))])
-        if last.usage is not None:
-            reply["usage"] = usage_object(last.usage)
-        return self._with_tide(reply, tokens, last)
+        tokens = self._taken(outputs)
+        return self._object(self._with_prompt(_text(tokens)), tokens, outputs, _reason(outputs[-1]))
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Chunks before the first token of a stream."""
         return []
 
     def chunk(self, output: RequestOutput) -> dict[str, Any]:
-        """One chunk of a streamed answer; the last one has the finish reason."""
-        reply = self._object(self.chunk_name, [self._chunk_choice(output.tokens, _reason(output))])
-        self.num_tokens += len(output.tokens)
-        return self._with_tide(self._with_usage(reply), output.tokens, output)
+        """One piece of a streamed answer; the last one has the finish reason."""
+        is_first = not self.num_tokens
+        tokens = self._taken([output])
+        text = self._with_prompt(_text(tokens)) if is_first else _text(tokens)
+        return self._object(text, tokens, [output], _reason(output))
 
-    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Add the usage so far, or null, to a chunk that is not the last."""
-        options = self.usage_options
-        if options.include_usage:
-            counts = self.answer.num_prompt_tokens, self.num_tokens
-            chunk["usage"] = token_counts(*counts) if options.continuous_usage_stats else None
-        return chunk
+    def _taken(self, outputs: Sequence[RequestOutput]) -> list[TokenOutput]:
+        """The tokens of outputs, counted."""
+        self.usage = outputs[-1].usage
+        tokens = [] if self.drops_output else [token for output in outputs for token in output.tokens]
+        self.num_tokens += len(tokens)
+        return tokens
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return {**self._object(self.chunk_name, []), "usage": usage_object(usage)}
+    def _with_prompt(self, text: str) -> str:
+        return text if self.prompt_text is None else self.prompt_text + text
 
-    def _whole_choice(self, tokens: Sequence[TokenOutput], reason: str | None) -> dict[str, Any]:
-        return self._chunk_choice(tokens, reason)
+    def _object(
+        self, text: str, tokens: Sequence[TokenOutput], outputs: Sequence[RequestOutput], reason: str | None
+    ) -> dict[str, Any]:
+        prompt = [token for output in outputs for token in output.prompt_logprobs]
+        return {"index": self.index, "text": text, "logprobs": self._lists(prompt, tokens), "finish_reason": reason}
 
-    def _chunk_choice(self, tokens: Sequence[TokenOutput], reason: str | None) -> dict[str, Any]:
-        return {"index": 0, "text": _text(tokens), "logprobs": self._logprobs(tokens), "finish_reason": reason}
-
-    def _logprobs(self, tokens: Sequence[TokenOutput]) -> dict[str, Any] | None:
+    def _lists(self, prompt: Sequence[PromptToken], tokens: Sequence[TokenOutput]) -> dict[str, Any] | None:
+        """Log-probabilities of the echoed prompt and of the answer, in columns."""
         if self.answer.params.logprobs is None:
             return None
-        offsets = []
-        for token in tokens:
+        stream, offsets = self.tokenizer.stream(()), []
+        for length in (*(len(stream.push(token.token_id)) for token in prompt), *(len(token.text) for token in tokens)):
             offsets.append(self.num_chars)
-            self.num_chars += len(token.text)
+            self.num_chars += length
+        both: list[PromptToken | TokenOutput] = [*prompt, *tokens]
         return {
-            "tokens": [self.decode([token.token_id]) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
+            "tokens": [self._name(token.token_id) for token in both],
+            "token_logprobs": [finite(token.logprob) for token in both],
             "top_logprobs": [
-                {self.decode([token_id]): logprob for token_id, logprob in token.top_logprobs} for token in tokens
+                {self._name(token_id): logprob for token_id, logprob in token.top_logprobs} or None for token in both
             ],
             "text_offset": offsets,
         }
 
-    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": f"{self.id_prefix}-{self.answer.engine_id}",
-            "object": name,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-    def _with_tide(self, reply: dict[str, Any], tokens: Sequence[TokenOutput], output: RequestOutput) -> dict[str, Any]:
-        """Add the requested fields of each token, and to the last chunk the totals of the answer."""
-        tide: dict[str, Any] = {}
-        if self.options.exit_layers:
-            tide["exit_layers"] = [token.exit_layer for token in tokens]
-        if self.options.tokens:
-            tide["tokens"] = [token_object(token) for token in tokens]
-        if output.finish_reason is not None and output.usage is not None:
-            tide |= {"mode": self.answer.params.mode, "artefact": self.answer.artefact, **exits_object(output.usage)}
-        if tide:
-            reply["tide"] = tide
-        return reply
+    def _name(self, token_id: int) -> str:
+        return token_name(self.tokenizer.token_bytes(token_id))
 
 
-class ChatReply(CompletionReply):
-    """Writes one answer as OpenAI chat objects."""
+class ChatChoice(Choice):
+    """Writes one answer as a choice of a chat."""
 
-    id_prefix = "chatcmpl"
-    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        tokens = self._taken(outputs)
+        message = {"role": "assistant", "content": _text(tokens), "refusal": None}
+        return self._choice("message", message, tokens, _reason(outputs[-1]))
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        reply = self._object(self.chunk_name, [choice])
-        return [self._with_usage(reply)]
+        return [self._choice("delta", {"role": "assistant", "content": ""}, None, None)]
 
-    def _whole_choice(self, tokens: Sequence[TokenOutput], reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": _text(tokens), "refusal": None}
-        return {"index": 0, "message": message, "logprobs": self._logprobs(tokens), "finish_reason": reason}
-
-    def _chunk_choice(self, tokens: Sequence[TokenOutput], reason: str | None) -> dict[str, Any]:
+    def chunk(self, output: RequestOutput) -> dict[str, Any]:
+        tokens, reason = self._taken([output]), _reason(output)
         text = _text(tokens)
-        delta = {"content": text} if text or reason is None else {}
-        return {"index": 0, "delta": delta, "logprobs": self._logprobs(tokens), "finish_reason": reason}
+        return self._choice("delta", {"content": text} if text or reason is None else {}, tokens, reason)
+
+    def _choice(
+        self, kind: str, value: dict[str, Any], tokens: Sequence[TokenOutput] | None, reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if tokens is None else self._logprobs(tokens)
+        return {"index": self.index, kind: value, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[TokenOutput]) -> dict[str, Any] | None:
         if self.answer.params.logprobs is None:
@@ -149,8 +138,117 @@ class ChatReply(CompletionReply):
         }
 
     def _logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self.decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        raw = self.tokenizer.token_bytes(token_id)
+        return {"token": token_name(raw), "logprob": logprob, "bytes": list(raw)}
+
+
+@dataclass(slots=True)
+class CompletionReply:
+    """Writes the choices of one request as OpenAI objects."""
+
+    choices: Sequence[Choice]
+    model: str
+    options: TideOptions
+    n: int = 1
+    """Choices of each prompt."""
+    usage_options: StreamOptions = field(default_factory=StreamOptions)
+    """Whether the stream ends in a chunk with the usage; then every other chunk has `usage: null`, or the usage so
+    far."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    id_prefix = "cmpl"
+    object_name = chunk_name = "text_completion"
+
+    def whole(self, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+        """The answers to a request as one object; `tide` is in each choice if there are several."""
+        written = [choice.whole(mine) for choice, mine in zip(self.choices, outputs, strict=True)]
+        reply = self._object(self.object_name, written)
+        if (usage := self.usage()) is not None:
+            reply["usage"] = usage
+        for choice, mine, place in zip(self.choices, outputs, written, strict=True):
+            tokens = [token for output in mine for token in output.tokens]
+            self._add_tide(reply if len(written) == 1 else place, choice, tokens, mine[-1])
+        return reply
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Chunks before the first token of a stream."""
+        first = [chunk for choice in self.choices for chunk in choice.first_chunks()]
+        return [self._with_usage(self._object(self.chunk_name, [chunk])) for chunk in first]
+
+    def chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """One chunk of a streamed answer."""
+        choice = self.choices[index]
+        reply = self._with_usage(self._object(self.chunk_name, [choice.chunk(output)]))
+        self._add_tide(reply, choice, output.tokens, output)
+        return reply
+
+    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Add the usage so far, or null, to a chunk that is not the last."""
+        options = self.usage_options
+        if options.include_usage:
+            prompt = sum(choice.answer.num_prompt_tokens or 0 for choice in self.choices[:: self.n])
+            output = sum(choice.num_tokens for choice in self.choices)
+            chunk["usage"] = token_counts(prompt, output) if options.continuous_usage_stats else None
+        return chunk
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self._object(self.chunk_name, []), "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any] | None:
+        """The tokens of all choices; each prompt counts once."""
+        ended = [choice.usage for choice in self.choices if choice.usage is not None]
+        if len(ended) < len(self.choices):
+            return None
+        first = ended[:: self.n]
+        counts = token_counts(
+            sum(usage.prompt_tokens for usage in first),
+            sum(choice.num_tokens for choice in self.choices),
+        )
+        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in first)}}
+
+    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{self.choices[0].answer.engine_id}",
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _add_tide(
+        self, place: dict[str, Any], choice: Choice, tokens: Sequence[TokenOutput], output: RequestOutput
+    ) -> None:
+        """Add the requested fields of each token, and to the last chunk of a choice the totals of its answer."""
+        tide: dict[str, Any] = {}
+        if self.options.exit_layers:
+            tide["exit_layers"] = [token.exit_layer for token in tokens]
+        if self.options.tokens:
+            tide["tokens"] = [token_object(token) for token in tokens]
+        if output.finish_reason is not None and output.usage is not None:
+            answer = choice.answer
+            tide |= {"mode": answer.params.mode, "artefact": answer.artefact, **exits_object(output.usage)}
+        if tide:
+            place["tide"] = tide
+
+
+class ChatReply(CompletionReply):
+    """Writes the choices of one request as OpenAI chat objects."""
+
+    id_prefix = "chatcmpl"
+    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+
+def finite(logprob: float | None) -> float | None:
+    """JSON has no infinity: a token that the model rules out has a number that stands for it."""
+    return logprob if logprob is None or logprob > RULED_OUT else RULED_OUT
+
+
+def token_name(raw: bytes) -> str:
+    """How OpenAI writes a token: its text, or its bytes where they are a part of a character."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def token_object(token: TokenOutput) -> dict[str, Any]:
@@ -177,13 +275,8 @@ def exits_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    counts = token_counts(usage.prompt_tokens, usage.output_tokens)
-    return {**counts, "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
-
-
-def token_counts(prompt: int | None, output: int) -> dict[str, Any]:
-    return {"prompt_tokens": prompt or 0, "completion_tokens": output, "total_tokens": (prompt or 0) + output}
+def token_counts(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 def sse_event(value: Mapping[str, Any]) -> bytes:
@@ -214,8 +307,6 @@ def invalid_body(errors: Sequence[Mapping[str, Any]], unsupported: Container[str
 def _message(error: Mapping[str, Any], unsupported: Container[str]) -> str:
     if error["type"] == "extra_forbidden":
         return "this is not supported here" if error["loc"][-1] in unsupported else "no such field"
-    if error["loc"][-1:] == ("n",):
-        return "only n = 1 is supported"
     return str(error["msg"])
 
 

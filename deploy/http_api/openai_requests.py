@@ -6,6 +6,7 @@ would change the answer and is not supported is refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,16 +14,15 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.http_api.ignored_fields import Body
 from tide_core.errors import RequestError
+from tide_core.request import Chat, Grammar
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions. A chat's default is the server's limit."""
 DEFAULT_TEMPERATURE = 1.0
 MAX_COMPLETION_LOGPROBS = 20
-
-
-STRUCTURED = frozenset(
-    {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "guided_decoding_backend"}
-)
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+ANY_OBJECT = '{"type": "object"}'
 
 
 class TideOptions(Body):
@@ -55,8 +55,42 @@ class StreamOptions(Body):
     """With `include_usage`: every chunk has the usage so far."""
 
 
+class ResponseFormat(Body):
+    """OpenAI's way to ask for structured output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        field = "response_format"
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar("json_schema", ANY_OBJECT, field)
+        schema = (self.json_schema or {}).get("schema")
+        if not isinstance(schema, (dict, bool)):
+            raise RequestError(f"{field}.json_schema.schema", type(schema).__name__, "a JSON schema")
+        return Grammar("json_schema", json.dumps(schema), field)
+
+
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _grammar(name: str, value: Any) -> Grammar:
+    """The grammar in a field of vLLM's: `guided_json`, `structured_outputs.regex` and so on."""
+    kind = name.removeprefix("guided_").removeprefix("structured_outputs.")
+    if kind == "json_object":
+        return Grammar("json_schema", ANY_OBJECT, name)
+    if kind == "json" and isinstance(value, (dict, bool)):
+        value = json.dumps(value)
+    if kind == "choice" and isinstance(value, list) and all(isinstance(one, str) and one for one in value):
+        value = json.dumps(value)
+    elif kind == "choice" or not isinstance(value, str):
+        expected = {"json": "a JSON schema", "choice": "a list of texts"}.get(kind, "text")
+        raise RequestError(name, type(value).__name__, expected)
+    return Grammar("json_schema" if kind == "json" else kind, value, name)
 
 
 class Sampling(Body):
@@ -66,6 +100,7 @@ class Sampling(Body):
         {
             *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key"),
             *("parallel_tool_calls", "reasoning_effort", "verbosity", "prompt_cache_retention", "priority"),
+            *("guided_decoding_backend", "guided_whitespace_pattern"),
         }
     )
 
@@ -78,7 +113,8 @@ class Sampling(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    n: Literal[1] | None = None
+    n: int | None = None
+    """Choices of each prompt."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Extensions with vLLM's names.
@@ -87,7 +123,15 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's newer way: one of json, regex, choice, grammar and json_object."""
     tide: TideOptions | None = None
 
     @property
@@ -95,8 +139,28 @@ class Sampling(Body):
         return self.tide or TideOptions()
 
     @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
     def usage_options(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text must be, in whichever way it was asked for."""
+        given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        given |= {
+            f"structured_outputs.{name}": value
+            for name, value in (self.structured_outputs or {}).items()
+            if name in STRUCTURED and value not in (None, False)
+        }
+        found = [_grammar(name, value) for name, value in given.items()]
+        if self.response_format is not None and (asked := self.response_format.grammar) is not None:
+            found.append(asked)
+        if len(found) > 1:
+            raise RequestError(found[0].field, found[1].field, "only one way to structure the output")
+        return found[0] if found else None
 
     def params(self) -> dict[str, Any]:
         """Fields of `SamplingParams`; None for the server's default."""
@@ -115,9 +179,11 @@ class Sampling(Body):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
+            "grammar": self.grammar,
             "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
             "mode": options.mode,
             "epsilon": options.epsilon,
             "threshold": options.threshold,
@@ -130,31 +196,42 @@ class CompletionRequest(Sampling):
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
         "best_of": (1,),
-        "echo": (False,),
         "suffix": ("",),
-        "response_format": ({"type": "text"},),
     }
-    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", *STRUCTURED})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
 
-    prompt: str | list[int] | list[str]
-    """Text or token ids; a list of one text counts as that text."""
+    prompt: str | list[int] | list[str] | list[list[int]]
+    """Text or token ids, or a list of either."""
     logprobs: int | None = None
+    echo: bool | None = None
+    """Return the prompt before the answer, with its log-probabilities if `logprobs` is given."""
 
     @property
-    def engine_prompt(self) -> str | list[int]:
+    def engine_prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
-            return self.prompt
-        if len(self.prompt) == 1 and isinstance(self.prompt[0], str):
-            return self.prompt[0]
-        if any(isinstance(part, str) for part in self.prompt):
-            raise RequestError("prompt", f"{len(self.prompt)} texts", "one text: send one request for each")
-        return [part for part in self.prompt if isinstance(part, int)]
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError("prompt", "an empty list", "text or token ids, or a list of either")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def drops_output(self) -> bool:
+        """Whether only the prompt is wanted: no token is allowed after it."""
+        return bool(self.echo and self.max_tokens == 0)
 
     def params(self) -> dict[str, Any]:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_COMPLETION_LOGPROBS:
             raise RequestError("logprobs", self.logprobs, f"an integer in 0..{MAX_COMPLETION_LOGPROBS}")
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return {**super().params(), "max_tokens": most, "logprobs": self.logprobs}
+        # The engine has no request without a token: one is made and dropped.
+        return {
+            **super().params(),
+            "max_tokens": 1 if self.drops_output else most,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.logprobs if self.echo else None,
+        }
 
 
 class TextPart(Body):
@@ -185,10 +262,6 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
 class ChatRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
@@ -198,12 +271,9 @@ class ChatRequest(Sampling):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "add_generation_prompt": (True,),
-        "chat_template_kwargs": ({},),
-        "skip_special_tokens": (True,),
     }
     unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"audio", "prediction", "web_search_options", "chat_template", "documents", *STRUCTURED}
+        {"audio", "prediction", "web_search_options", "chat_template", "documents"}
     )
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
@@ -211,7 +281,23 @@ class ChatRequest(Sampling):
     """Goes before `max_tokens`, its older name."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where an answer of the assistant begins; default true."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message; only without `add_generation_prompt`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+
+    @property
+    def chat(self) -> Chat:
+        if self.add_generation_prompt is not False and self.continue_final_message:
+            raise RequestError("continue_final_message", True, "add_generation_prompt: false with it")
+        return Chat(
+            [message.plain() for message in self.messages],
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self.chat_template_kwargs or {},
+        )
 
     def params(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not self.logprobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,8 @@ class Reply:
 class Http:
     """Calls the HTTP API of a service."""
 
-    def __init__(self, service: Service, *, playground: bool = True) -> None:
-        self.api = build_api(service, playground=playground)
+    def __init__(self, service: Service, *, playground: bool = True, cors_origins: Sequence[str] = ()) -> None:
+        self.api = build_api(service, playground=playground, cors_origins=cors_origins)
 
     async def ask(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, raw: bytes = b""

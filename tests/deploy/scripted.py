@@ -24,8 +24,12 @@ class ScriptedEngine:
 
     max_model_len = 64
     artefact_digest = None
-    config = SimpleNamespace(artefact="none")
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{one}>" for one in ids))
+    config = SimpleNamespace(artefact="none", max_rows=4)
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: "".join(f"<{one}>" for one in ids),
+        token_bytes=lambda one: f"<{one}>".encode(),
+        stream=lambda ids: None,
+    )
 
     def __init__(self, *script: Any) -> None:
         self._script = script or (HEL, LO)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.keys import KeyRing
+from deploy.keys import KeyLimits, KeyRing
 from tide_core.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +90,19 @@ def test_a_new_key_is_printed_once_and_opens_the_door(tide: Tide, tmp_path: Path
     assert KeyRing.read(str(path)).caller(f"Bearer {out.strip()}").name == "team-a"
     assert out.strip() not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_new_key_may_have_limits_and_those_are_whole_numbers_from_1(tide: Tide, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    code, out, _ = tide(
+        "new-key", "team-a", "--file", path, "--requests-per-minute", "60", "--tokens-per-minute", "900"
+    )
+    assert code == 0
+    limits = KeyRing.read(str(path)).caller(f"Bearer {out.strip()}").limits
+    assert limits == KeyLimits(requests_per_minute=60, tokens_per_minute=900)
+    code, out, err = tide("new-key", "team-b", "--file", path, "--concurrent-requests", "0")
+    assert (code, out) == (2, "")
+    assert "concurrent_requests" in err
 
 
 def test_a_name_that_is_taken_or_none_is_refused_and_nothing_is_written(tide: Tide, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.haproxy import correct, error_page, with_local_ports
+from deploy.haproxy import correct, error_page, with_json, with_local_ports
 
 
 def rendered(host: str, folder: Path) -> str:
@@ -54,6 +54,18 @@ def test_the_page_of_the_config_becomes_json_with_the_time_to_come_again(tmp_pat
     assert f"Content-Length: {len(body)}".encode() in head
     assert json.loads(body)["error"]["code"] == "replica_unavailable"
     assert error_page() == (tmp_path / "500.http").read_bytes()
+
+
+def test_before_there_are_routes_every_path_is_503_and_then_others_are_404_in_json(tmp_path: Path) -> None:
+    config = rendered("127.0.0.1", tmp_path)
+    assert "status 404 content-type text/plain" in config, "what Serve writes has changed"
+    early = with_json(config)
+    assert "return status 503 content-type application/json hdr Retry-After 1 string " in early
+    assert "text/plain lf-string" not in early
+    default = "    default_backend default_backend"
+    routed = config.replace(default, f"    use_backend http-tide\n{default}", 1)
+    [answer] = re.findall(r"return status 404 content-type application/json string (.*)", with_json(routed))
+    assert json.loads(json.loads(answer))["error"]["code"] == "path_not_found"
 
 
 def test_haproxy_takes_the_corrected_config_and_is_the_process_that_was_started(tmp_path: Path) -> None:

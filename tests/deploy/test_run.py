@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,9 +48,14 @@ def test_every_port_of_the_shipped_config_is_looked_at() -> None:
     assert list(plain) == [("http_options.port", "0.0.0.0", 1)], "no servicers, no HAProxy"
 
 
+@pytest.mark.parametrize("config", [{"http_options": 5}, {"http_options": {"port": "x"}}, {"grpc_options": [1]}])
+def test_what_is_wrong_in_a_config_is_left_to_its_check(config: dict[str, Any]) -> None:
+    assert all(1 <= port <= 65535 for _, _, port in run.ports_of(config, {}))
+
+
 def test_a_taken_port_is_refused_with_its_name_its_number_and_its_holder() -> None:
     with listening() as port, pytest.raises(ConfigError) as caught:
-        run.refuse_taken_ports({"http_options": {"port": port}}, {})
+        run.refuse_taken_ports({"http_options": {"host": "127.0.0.1", "port": port}}, {})
     text = str(caught.value)
     assert f"http_options.port: got {port}" in text
     assert f"(pid {os.getpid()}) holds it" in text

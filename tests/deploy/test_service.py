@@ -443,6 +443,29 @@ async def test_of_a_policy_that_is_refused_nothing_is_taken_not_even_for_a_momen
     assert engine.taken == ["first"]
 
 
+# Abort at another replica.
+
+
+async def test_a_request_that_is_not_here_is_aborted_where_it_is() -> None:
+    service, asked = scripted_service(), []
+
+    async def elsewhere(caller_name: str, request_id: str) -> bool:
+        asked.append((caller_name, request_id))
+        return request_id == "there"
+
+    service.abort_elsewhere = elsewhere
+    assert await service.abort_anywhere("there", Caller("team"))
+    assert not await service.abort_anywhere("nowhere", Caller("team"))
+    assert asked == [("team", "there"), ("team", "nowhere")]
+    outputs = service.outputs(service.begin(Call(PROMPT, request_id="here"), Caller("team")))
+    await anext(outputs)
+    assert await service.abort_anywhere("here", Caller("team"))
+    assert len(asked) == 2
+    await outputs.aclose()
+    with pytest.raises(RequestError, match="request_id"):
+        await service.abort_anywhere("", Caller("team"))
+
+
 # Limits of a key.
 
 

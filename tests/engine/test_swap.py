@@ -18,7 +18,7 @@ from tests.factories import make_engine
 from tide_core.engine.assemble import with_artefact
 from tide_core.engine.engine import Engine
 from tide_core.engine.loop import FairLock
-from tide_core.errors import ArtefactError, ConfigError
+from tide_core.errors import ArtefactError, ConfigError, RequestError
 from tide_core.request import RequestOutput, SamplingParams
 
 PROMPT = [2, 3, 4, 5]
@@ -98,6 +98,22 @@ def test_an_artefact_that_is_refused_changes_nothing(engine: Engine, tmp_path: P
         engine.use_artefact(str(tmp_path / "nothing"))
     assert engine.artefact_digest is None
     assert len(engine.generate([PROMPT], PARAMS)[0].tokens) == 60
+
+
+def test_exits_that_cannot_do_what_is_wanted_are_never_taken(engine: Engine, folders: dict[str, Path]) -> None:
+    asked: list[bool] = []
+
+    def wanted(has_exits: bool) -> SamplingParams:
+        asked.append(has_exits)
+        return SamplingParams(mode="bounded", epsilon=1e-9)
+
+    with pytest.raises(RequestError, match="epsilon"):
+        engine.use_artefact(str(folders["artefact"]), wanted)
+    assert asked == [True]
+    assert engine.artefact_digest is None
+    assert engine.config.artefact == "none"
+    engine.use_artefact(str(folders["artefact"]), lambda has_exits: SamplingParams(mode="verified"))
+    assert engine.artefact_digest is not None
 
 
 def test_exits_can_be_taken_out_again(engine: Engine, folders: dict[str, Path]) -> None:

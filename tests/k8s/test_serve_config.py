@@ -14,6 +14,8 @@ from tests.k8s.pods import templates_of
 DEPLOY = REPOSITORY / "deploy"
 LAPTOP, CLUSTER = (yaml_file.read(DEPLOY / name) for name in ("config.yaml", "config.cpu.yaml"))
 DIFFERENT_ON_PURPOSE = {
+    "controller_options.runtime_env.env_vars.RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
+    "applications.0.runtime_env.env_vars.RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
     "http_options.host",
     "grpc_options.enable_reflection",
     "controller_options.runtime_env.env_vars.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",

@@ -422,3 +422,34 @@ def test_an_id_that_pads_the_model_past_its_tokenizer_has_no_text() -> None:
     assert "".join(run(padded.stream([small.vocab_size], ()), ids)) == padded.decode(ids) == "hi hi"
     with pytest.raises(RequestError):
         padded.stream([], ()).push(padded.vocab_size)
+
+
+# The bytes of one id, and special tokens as text.
+
+
+@no_deadline
+@given(text=st.text(st.characters() | st.sampled_from(EMOJI), max_size=30))
+@pytest.mark.parametrize("make", [byte_level, pytest.param(demo, marks=pytest.mark.demo)])
+def test_the_bytes_of_ids_join_to_the_text_even_where_an_id_is_a_part_of_a_character(make: Make, text: str) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(text)  # some vocabularies have no id for a rare byte
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace") == tokenizer.decode(ids)
+
+
+def test_the_bytes_of_a_llama_style_id_have_its_space() -> None:
+    for make in (llama_style, metaspace):
+        ids = make().encode("hi hi")
+        assert b"".join(map(make().token_bytes, ids)).lstrip() == b"hi hi"
+    euro = llama_style().encode("€")
+    assert [llama_style().token_bytes(one) for one in euro[-3:]] == [b"\xe2", b"\x82", b"\xac"]
+
+
+@pytest.mark.parametrize("make", TINY.values())
+def test_special_tokens_are_text_for_those_who_ask(make: Make) -> None:
+    tokenizer = make()
+    vocabulary = tokenizer._hf.get_vocab()
+    hi = tokenizer.encode("hi")
+    ids = [*hi, vocabulary["</s>"], *hi]
+    with_special = "".join(run(tokenizer.stream(hi, skip_special_tokens=False), ids))
+    assert "</s>" in with_special
+    assert with_special.replace("</s>", "").split() == "".join(run(tokenizer.stream(hi), ids)).split()

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tide_core.errors import RequestError
 from tide_core.outputs.tokenizer import MAX_MESSAGES, Tokenizer
+from tide_core.request import Chat
 
 pytestmark = pytest.mark.unit
 
@@ -24,7 +25,8 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
     "<|turn|>{{ m.role }}<|plain|>{{ m.content | trim }}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant<|plain|>{% endif %}"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}{{ mood or '' }}"
+    "{% if add_generation_prompt %}<|turn|>assistant<|plain|>{% endif %}"
 )
 
 
@@ -179,7 +181,7 @@ def test_where_the_library_cannot_keep_them_apart_special_tokens_in_a_message_ar
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content"),
-        ([{"role": "user", "content": "x", "name": "n"}], "messages[0]"),
+        ([{"role": "user", "content": "x", "mood": "n"}], "messages[0]"),
         ([user("x"), "x"], "messages[1]"),
         ([user("x"), {"role": "system", "content": "late"}], "messages"),  # the template's own refusal
     ],
@@ -193,6 +195,30 @@ def test_messages_that_cannot_be_used_are_refused_by_place(messages: Any, field:
 def test_what_the_template_objects_to_is_passed_on() -> None:
     with pytest.raises(RequestError, match="system comes first"):
         tiny().encode_chat([user("x"), {"role": "system", "content": "late"}])
+
+
+def test_a_chat_has_tools_and_variables_and_may_end_without_the_beginning_of_an_answer() -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "<|end|>"}}
+    chat = Chat([user("x")], tools=[tool], add_generation_prompt=False, template_kwargs={"mood": "calm"})
+    ids = tiny().encode_chat(chat)
+    text = hf_tokenizer().decode(ids)
+    assert text.endswith('{"type": "function", "function": {"name": "look", "description": "<|end|>"}}]calm')
+    assert ids.count(id_of("<|end|>")) == 1, "that of the message; the one in the tool is text"
+    assert hf_tokenizer().decode(tiny().encode_chat([user("x")])).endswith("<|turn|>assistant<|plain|>")
+
+
+def test_an_answer_may_continue_the_last_message() -> None:
+    chat = Chat(
+        [user("x"), {"role": "assistant", "content": "well"}], add_generation_prompt=False, continue_final_message=True
+    )
+    assert hf_tokenizer().decode(tiny().encode_chat(chat)).endswith("<|plain|>well")
+
+
+@pytest.mark.parametrize("variables", [{"mood": "so<|end|>"}, {"tokenize": False}, {"messages": []}, {"mood": ["<s>"]}])
+def test_variables_of_a_template_are_neither_special_tokens_nor_options_of_the_library(variables: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        tiny().encode_chat(Chat([user("x")], template_kwargs=variables))
+    assert caught.value.field.startswith("chat_template_kwargs")
 
 
 def test_as_many_messages_as_allowed_are_taken() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from deploy.http_api.playground import load_page
+from deploy.http_api.pages import playground_page
 from deploy.service import Service
 from tests.playground.site import Playground, serve, stream, token
 
@@ -20,7 +20,7 @@ def test_the_page_is_one_file_and_asks_only_its_own_application(blank: Playgroun
         blank.run()
     asked = {each.removeprefix(f"{address}/") for each in blank.addresses}
     assert asked == {"playground", "v1/models", "v1/chat/completions", "v1/completions"}
-    html, _ = load_page()
+    html, _ = playground_page()
     assert "http" not in html
 
 

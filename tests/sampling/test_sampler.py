@@ -27,7 +27,7 @@ from tide_core.request import SamplingParams
 from tide_core.sampling.adjust import adjusted
 from tide_core.sampling.draw import DRAFT_STREAM, draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
-from tide_core.sampling.sampler import probabilities_of, sample, sample_with_chances
+from tide_core.sampling.sampler import probabilities_of, prompt_logprobs, sample, sample_with_chances, with_logprobs
 from tide_core.sampling.weights import HEAD_TOKENS
 
 pytestmark = pytest.mark.unit
@@ -406,6 +406,7 @@ def test_equal_logprobs_are_listed_by_lower_id() -> None:
     assert [i for i, _ in token.top_logprobs] == [1, 3, 0, 2]
     many = sample_one(torch.zeros(5000), logprobs=20)
     assert [i for i, _ in many.top_logprobs] == list(range(20))
+    assert [i for i, _ in sample_one([-1.0, 0.0, -0.0, -2.0, 0.0], logprobs=5).top_logprobs] == [1, 2, 4, 0, 3]
 
 
 def test_logprobs_of_zero_give_that_of_the_chosen_token_alone() -> None:
@@ -421,6 +422,29 @@ def test_tokens_the_model_rules_out_are_not_listed() -> None:
 
 def test_more_logprobs_than_tokens_lists_them_all() -> None:
     assert len(sample_one([0.0, 1.0], logprobs=20).top_logprobs) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_of_a_prompt_have_the_logprobs_they_would_have_as_choices(dtype: torch.dtype) -> None:
+    """Rounded to bfloat16, many logits are equal."""
+    logits = random_logits(9, 500).to(dtype)
+    tokens, error = prompt_logprobs(logits, range(9), 20)
+    chosen = [with_logprobs(row, make_row(logprobs=20), token_id) for token_id, row in enumerate(logits)]
+    assert error is None
+    assert [(t.token_id, t.logprob, t.top_logprobs) for t in tokens] == [
+        (t.token_id, t.logprob, t.top_logprobs) for t in chosen
+    ]
+    for row, token in zip(logits.float(), tokens, strict=True):
+        assert [i for i, _ in token.top_logprobs] == row.argsort(descending=True, stable=True)[:20].tolist()
+
+
+def test_logits_of_a_prompt_that_are_not_finite_are_an_error() -> None:
+    logits = random_logits(3, 10)
+    logits[1, 4] = NAN
+    tokens, error = prompt_logprobs(logits, [1, 2, 3], 2)
+    assert tokens == []
+    assert error is not None
+    assert error.startswith("numerical_error")
 
 
 # Random numbers.

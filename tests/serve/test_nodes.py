@@ -3,6 +3,7 @@ each. `python -m benchmarks.nodes` is the same with the demo model, and measures
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from benchmarks.common.bars import Part
 from benchmarks.nodes import parts
 from benchmarks.nodes.clients import LoadBalancer
-from benchmarks.nodes.cluster import Cluster, cluster_config
+from benchmarks.nodes.cluster import API_KEY, Cluster, cluster_config
 from benchmarks.nodes.machines import unsupported_reason
 from benchmarks.nodes.parts import rehearsal
 from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
+from tide_client import TideClient
 from tide_core import Engine, SamplingParams
 
 WHY_NOT = unsupported_reason()
@@ -70,6 +72,24 @@ def test_the_two_replicas_are_on_two_workers_and_none_on_the_head(place: tuple[C
     cluster, door = place
     assert sorted(replica.address for replica in cluster.running()) == sorted(cluster.addresses())
     assert sorted(door.ready) == sorted(cluster.addresses())
+
+
+def test_abort_reaches_the_replica_that_has_the_request(place: tuple[Cluster, LoadBalancer]) -> None:
+    """A call is sent to either replica; four requests on two replicas leave little to chance."""
+    _, door = place
+    names = [f"long {number}" for number in range(4)]
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(TideClient(door.endpoint().address, api_key=API_KEY)) for _ in range(2)]
+        streams = {}
+        for number, name in enumerate(names):
+            stream = clients[number % 2].stream(PROMPTS[0], max_tokens=LONG_TOKENS, ignore_eos=True, request_id=name)
+            streams[name] = stack.enter_context(stream)
+            next(iter(stream))
+        assert [clients[0].abort(name) for name in names] == [True] * 4
+        assert not clients[0].abort("of nobody")
+        for stream in streams.values():
+            list(stream)
+            assert stream.answer.finish_reason == "abort"
 
 
 def test_a_rolling_update_cuts_no_stream_and_fails_no_request(

@@ -116,9 +116,30 @@ def test_a_policy_that_cannot_be_taken_leaves_the_old_one_serving(server: Server
         assert until(lambda: len(streams.answers) > num)
     assert streams.errors == []
     assert "/nowhere" in server.replica_logs
-    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is not None)
+    assert until(lambda: is_refused(server))
     server.deploy(server.config)
-    assert until(lambda: re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is None)
+    assert until(lambda: not is_refused(server))
+
+
+def is_refused(server: Server) -> bool:
+    return re.search(r"ray_tide_config_refused\{.*\} 1\.0", exported(server)) is not None
+
+
+def test_a_replica_that_starts_under_a_refused_policy_comes_up_with_the_last_good_one(
+    server: Server, client: TideClient
+) -> None:
+    [first] = server.replicas()
+    server.deploy(with_user_config(server, mode="full"))
+    assert until(lambda: client.model_info().default_mode == "full")
+    server.deploy(with_user_config(server, mode="verified", artefact="/not here"))
+    assert until(lambda: "/not here" in server.replica_logs)
+    first.kill()
+    assert until(lambda: [each.pid for each in server.replicas()] not in ([], [first.pid]))
+    assert until(server.is_healthy)
+    assert client.model_info().default_mode == "full"
+    assert until(lambda: is_refused(server))
+    server.deploy(server.config)
+    assert until(lambda: client.model_info().default_mode == "verified")
 
 
 def test_other_arguments_replace_the_replica_and_every_stream_ends_whole(server: Server, client: TideClient) -> None:
@@ -205,7 +226,7 @@ def test_a_log_in_json_has_a_line_for_every_request_with_its_ids_and_counts(serv
 def test_a_second_replica_comes_with_load_and_goes_after_it(server: Server) -> None:
     """And no answer is lost on the way. The last test of this server: it gets another config."""
     config = copy.deepcopy(server.config)
-    config["applications"][0]["args"]["target_tokens_in_flight"] = 100
+    config["applications"][0]["args"]["engine"]["max_rows"] = 4
     deployment = config["applications"][0]["deployments"][0]
     deployment.pop("num_replicas")
     deployment["autoscaling_config"] = {

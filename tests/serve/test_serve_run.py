@@ -1,11 +1,15 @@
-"""`serve run deploy/config.yaml` as a user runs it: a cluster of its own, the demo model, real clients."""
+"""`tide serve deploy/config.yaml` as a user runs it: a cluster of its own, the demo model, real clients."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from benchmarks.common import ROOT
 from benchmarks.common.live import STOP_S, Server, default_config, serving
 from tests.serve.load import PATIENCE_S, until
 from tide_client import StatusError, TideClient
@@ -28,7 +33,7 @@ MANY_TOKENS = 4000
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """The shipped config on free ports. It is the last test's to stop; what is left then is killed here."""
-    with serving(default_config()) as server:
+    with serving(default_config(), command=("tide", "serve")) as server:
         yield server
 
 
@@ -214,10 +219,32 @@ def test_tokens_pass_through_haproxy(server: Server) -> None:
     assert any("haproxy -" in command for command in server.commands_of_session())
 
 
-def test_ctrl_c_ends_it_and_leaves_no_process(server: Server) -> None:
+def test_a_haproxy_that_is_killed_is_replaced(server: Server) -> None:
+    for process, command in server._commands():
+        if "haproxy -" in command:  # those that a reload replaced may be there, too
+            process.kill()
+    assert until(lambda: not server.is_healthy())
+    assert until(server.is_healthy)
+    assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
+
+
+def test_a_second_one_stops_at_once_with_the_port_and_who_holds_it(server: Server) -> None:
+    command = [Path(sys.executable).parent / "tide", "serve", server.folder / "config.yaml"]
+    done = subprocess.run(command, env=server.environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"http_options.port: got {server.http_port}" in done.stderr
+    assert "haproxy (pid " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert server.is_healthy()
+
+
+def test_sigterm_to_its_group_ends_it_in_order_and_leaves_no_process(server: Server) -> None:
     assert len(server.others_of_session()) > 5
-    server.process.send_signal(signal.SIGINT)
-    server.process.wait(timeout=STOP_S)
+    num_before = len(server.log)
+    os.killpg(server.process.pid, signal.SIGTERM)
+    assert server.process.wait(timeout=STOP_S) == 0
     until(lambda: server.others_of_session() == [], STOP_S)
     assert server.others_of_session() == []
     assert not server.is_healthy()
+    assert "Traceback" not in server.log[num_before:]
+    assert "SIGTERM received" not in server.log[num_before:], "how Ray's processes end that nobody stops in order"

@@ -42,6 +42,7 @@ from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
 from tide_core.outputs.tokenizer import Tokenizer
+from tide_core.sampling.grammar import Grammars
 
 logger = logging.getLogger("tide")
 
@@ -71,6 +72,7 @@ class Parts:
     core: EngineCore
     runner: ModelRunner
     tokenizer: Tokenizer
+    grammars: Grammars
     kernels: Kernels
     model_name: str
     max_model_len: int
@@ -179,6 +181,7 @@ def assemble_loaded(
         prefills_ahead=runner.prompts is not None,
     )
     text = Tokenizer(tokenizer, adapter.vocab_size)
+    grammars = Grammars(tokenizer, adapter.vocab_size, adapter.eos_ids)
     digest = None if artefact is None else artefact.digest
     core = EngineCore(
         scheduler,
@@ -201,7 +204,7 @@ def assemble_loaded(
         "none" if digest is None else digest[:16],
     )
     checkpoints = () if artefact is None else checkpoint_policies(artefact)
-    return Parts(core, runner, text, kernels, name, max_model_len, checkpoints, planner, digest)
+    return Parts(core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest)
 
 
 def bind_exits(

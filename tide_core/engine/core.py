@@ -96,7 +96,8 @@ class EngineCore:
         """Queue a checked request. Its id must not be in use."""
         if request.request_id in self._open:
             raise RequestError("request_id", request.request_id, "an id that no open request has")
-        text = self._tokenizer.stream(request.prompt_ids, request.params.stop)
+        params = request.params
+        text = self._tokenizer.stream(request.prompt_ids, params.stop, skip_special_tokens=params.skip_special_tokens)
         epsilon = request.policy.epsilon
         is_broken = epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken
         row = self.scheduler.add(request, self._cache_namespace(request))
@@ -111,11 +112,14 @@ class EngineCore:
             return None
         mine = [output for output in self._pending if output.state is state]
         self._pending = [output for output in self._pending if output.state is not state]
-        tokens = tuple(token for output in mine for token in self._make_output(output).tokens)
+        outputs = [self._make_output(output) for output in mine]
+        tokens = tuple(token for output in outputs for token in output.tokens)
+        prompt = tuple(token for output in outputs for token in output.prompt_logprobs) or state.take_prompt_logprobs()
         self._flush_stats()
         if request_id in self._open:  # else its text could not be made
             self._close(state)
-        return RequestOutput(request_id, tokens, FinishReason.ABORT, state.usage(time.monotonic()))
+        usage = state.usage(time.monotonic())
+        return RequestOutput(request_id, tokens, FinishReason.ABORT, usage, prompt_logprobs=prompt)
 
     def step(self) -> list[RequestOutput]:
         """One step of all rows that fit in it, and all its outputs."""
@@ -218,6 +222,8 @@ class EngineCore:
         if result.error is not None:
             self._fail(state, step, EngineError(result.error))
             return
+        if result.prompt_logprobs:
+            state.add_prompt_logprobs(step.prompt_targets.start, result.prompt_logprobs)
         # A chunk of a prompt may have been launched with another length than this step asks for.
         ran = result.num_valid if len(step.token_ids) > 1 else 1
         self.counters.num_prompt_tokens += ran - bool(row.output_ids)
@@ -260,15 +266,17 @@ class EngineCore:
                 if not output.is_counted:
                     self._record(state, step, result)
                 if tokens is None and reason is None:
-                    return RequestOutput(request_id, state.token_outputs(result, step.policy.mode))
+                    emitted = state.token_outputs(result, step.policy.mode)
+                    return RequestOutput(request_id, emitted, prompt_logprobs=state.take_prompt_logprobs())
                 if tokens is None:
                     tokens, _ = state.token_outputs_until_stop(result.tokens, step.policy.mode, True)
         except Exception as error:
             return self._fail_output(state, error)
         emitted = () if tokens is None else tuple(tokens)
+        prompt = state.take_prompt_logprobs()
         if reason is None:
-            return RequestOutput(request_id, emitted)
-        return RequestOutput(request_id, emitted, reason, state.usage(time.monotonic()), output.error)
+            return RequestOutput(request_id, emitted, prompt_logprobs=prompt)
+        return RequestOutput(request_id, emitted, reason, state.usage(time.monotonic()), output.error, prompt)
 
     def _fail_output(self, state: RequestState, error: Exception) -> RequestOutput:
         """The last output of a request whose text cannot be made."""
@@ -278,7 +286,8 @@ class EngineCore:
             self._close(state)
         state.ended_early = True
         failure = EngineError(f"{type(error).__name__}: {error}")
-        return RequestOutput(request_id, (), FinishReason.ERROR, state.usage(time.monotonic()), failure)
+        usage, prompt = state.usage(time.monotonic()), state.take_prompt_logprobs()
+        return RequestOutput(request_id, (), FinishReason.ERROR, usage, failure, prompt)
 
     def _record(self, state: RequestState, step: RowStep, result: RowResult) -> None:
         """Count what was emitted and what ran for it."""
@@ -330,9 +339,10 @@ class EngineCore:
         """KV is shared only between requests of one model, one kind of policy and one salt.
 
         Exit state exists only for requests that may exit. KV of skipped layers is never shared, not even with the row
-        itself after a preemption: it depends on where other tokens left."""
+        itself after a preemption: it depends on where other tokens left. A prompt whose log-probabilities are asked for
+        must run whole."""
         policy = request.policy
-        if policy.skips_layers:
+        if policy.skips_layers or request.params.prompt_logprobs is not None:
             return None
         parts = (self._namespace, "exits" if policy.may_exit else "full", request.cache_salt)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

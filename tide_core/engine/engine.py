@@ -24,11 +24,21 @@ from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, RequestError
 from tide_core.exits.cost import DraftPlanner
 from tide_core.exits.policy import resolve_policy
-from tide_core.request import MODES, FinishReason, Request, RequestOutput, SamplingParams, TokenOutput, Usage
+from tide_core.request import (
+    MODES,
+    Chat,
+    FinishReason,
+    PromptToken,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenOutput,
+    Usage,
+)
 from tide_core.stats import EngineStats, ModelFacts
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or a chat: messages with `role` and `content`."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Chat
+"""Text, token ids, or a chat: messages with `role` and `content`, or these with tools and options."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one for each."""
 
@@ -47,6 +57,8 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage | None
     error: Exception | None = None
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+    """Where they were asked for."""
 
 
 class Engine:
@@ -276,6 +288,7 @@ class Engine:
             eos_ids=adapter.eos_ids,
             cache_salt=cache_salt,
             policy=policy,
+            mask=None if params.grammar is None else parts.grammars.matcher(params.grammar),
         )
 
     def _named(self, index: int, prompt: Prompt, params: SamplingParams, parts: Parts) -> Request:
@@ -285,12 +298,12 @@ class Engine:
             raise RequestError(f"prompts[{index}].{error.field}", error.value, error.expected) from error
 
     def _prompt_ids(self, prompt: Prompt, vocab_size: int) -> Sequence[int]:
-        if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes) or not prompt:
+        if not isinstance(prompt, (str, Sequence, Chat)) or isinstance(prompt, bytes) or not prompt:
             raise RequestError("prompt", prompt, "non-empty text, token ids, or chat messages")
         ids: Sequence[object]
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt[0], Mapping):
+        elif isinstance(prompt, Chat) or isinstance(prompt[0], Mapping):
             ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
         else:
             ids = prompt
@@ -324,7 +337,7 @@ def _check_params(params: SamplingParams, parts: Parts) -> None:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or many: a string, a list of ids or a list of messages is one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Chat)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RequestError("prompts", type(prompts).__name__, "text, token ids, messages, or a list of these")
@@ -358,4 +371,5 @@ def _checked_name(field: str, value: object) -> str:
 def _completion(output: RequestOutput, tokens: tuple[TokenOutput, ...]) -> Completion:
     assert output.finish_reason is not None
     text = "".join(token.text for token in tokens)
-    return Completion(output.request_id, text, tokens, output.finish_reason, output.usage, output.error)
+    ended = output.finish_reason, output.usage, output.error
+    return Completion(output.request_id, text, tokens, *ended, output.prompt_logprobs)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from tide_core.request import RequestOutput, TokenOutput
+from tide_core.request import PromptToken, RequestOutput, TokenOutput
 
 
 class Sink(Protocol):
@@ -65,7 +65,7 @@ class AsyncSink:
         if len(outputs) == 1:
             return outputs[0]
         tokens = tuple(token for each in outputs for token in each.tokens)
-        return replace(outputs[-1], tokens=tokens)
+        return replace(outputs[-1], tokens=tokens, prompt_logprobs=outputs[0].prompt_logprobs)
 
 
 class AnswerSink:
@@ -74,17 +74,23 @@ class AnswerSink:
     def __init__(self) -> None:
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self._tokens: dict[str, list[TokenOutput]] = {}
+        self._prompts: dict[str, tuple[PromptToken, ...]] = {}
         self._ended: SimpleQueue[tuple[RequestOutput, tuple[TokenOutput, ...]]] = SimpleQueue()
 
     def put(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             tokens = self._tokens.setdefault(output.request_id, [])
             tokens += output.tokens
+            if output.prompt_logprobs:
+                self._prompts[output.request_id] = output.prompt_logprobs
             if output.finished:
-                self._ended.put((output, tuple(self._tokens.pop(output.request_id))))
+                prompt = self._prompts.pop(output.request_id, ())
+                last = replace(output, prompt_logprobs=prompt) if prompt else output
+                self._ended.put((last, tuple(self._tokens.pop(output.request_id))))
 
     def get(self, timeout: float | None = None) -> tuple[RequestOutput, tuple[TokenOutput, ...]] | None:
-        """The last output of a request that has ended, and all its tokens; None if none has by then."""
+        """The last output of a request that has ended, with the log-probabilities of its prompt, and all its tokens;
+        None if none has by then."""
         try:
             return self._ended.get(timeout=timeout)
         except Empty:

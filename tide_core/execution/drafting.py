@@ -68,8 +68,16 @@ class Drafter:
                 row.stopped = True
 
     def exit_prompts(self, rows: Sequence[RowCycle]) -> None:
-        """Let prompt tokens of rows in mode fast exit at the first checkpoint."""
-        prompts = [row for row in rows if row.step.policy.skips_layers and row.tracked and len(row.step.token_ids) > 1]
+        """Let prompt tokens of rows in mode fast exit at the first checkpoint, unless their log-probabilities are asked
+        for."""
+        prompts = [
+            row
+            for row in rows
+            if row.step.policy.skips_layers
+            and row.tracked
+            and len(row.step.token_ids) > 1
+            and row.step.request.params.prompt_logprobs is None
+        ]
         if not prompts:
             return
         self._depth.run(prompts, 0, 1)

@@ -17,6 +17,7 @@ from tide_core.execution.drafting import Drafter
 from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.in_flight import Launched
 from tide_core.execution.graphs.prompts import GraphPrompts
+from tide_core.execution.prompt_logprobs import with_prompt_logprobs
 from tide_core.exits.propose import Exits
 from tide_core.exits.row_cycle import Part, RowCycle
 from tide_core.exits.verify import Verifier
@@ -114,7 +115,10 @@ class ModelRunner:
         if self.exits is not None and any(row.tracked for row in rows):
             normed = self.adapter.norm(deep.states)
             self._write_exit_state(rows, deep, normed)
-        return self._verify(rows, deep, normed)
+        results = self._verify(rows, deep, normed)
+        if any(step.scores_prompt for step in steps):
+            return with_prompt_logprobs(self.adapter, rows, results, deep, normed)
+        return results
 
     def _write_exit_state(self, rows: Sequence[RowCycle], deep: Ran, normed: torch.Tensor) -> None:
         """Deep states of this step's tokens, and the heads' K and V that follow from them."""

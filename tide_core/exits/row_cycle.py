@@ -110,7 +110,7 @@ class RowCycle:
             output_ids = [*step.output_ids, *(draft.token_id for draft in self.drafts[:token])]
         request = step.request
         ids = request.prompt_ids, output_ids, request.eos_ids
-        return SamplingRow(request.params, request.seed, *ids, stream, distance)
+        return SamplingRow(request.params, request.seed, *ids, stream, distance, request.mask)
 
     def deep_slot(self, block_size: int) -> int:
         """The slot of the last token before this step; 0 if there is none."""

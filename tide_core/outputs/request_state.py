@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tide_core.batch import RowResult, RowStep, TokenResult
 from tide_core.outputs.step_stats import StepStats, totals
 from tide_core.outputs.tokenizer import TextStream
-from tide_core.request import Audit, FinishReason, TokenOutput, Usage
+from tide_core.request import Audit, FinishReason, PromptToken, TokenOutput, Usage
 from tide_core.row import Row
 
 
@@ -31,6 +31,8 @@ class RequestState:
     """What its steps did, and how often."""
     ended_early: bool = False
     """True if the request ended before its last step was emitted; pending outputs are dropped."""
+    prompt_logprobs: list[PromptToken] = field(default_factory=list)
+    """Collected step by step, until the first output takes them."""
 
     def cut(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the tokens there are up to the one that ends the text, and the reason, as far as ids and their
@@ -81,6 +83,18 @@ class RequestState:
             if stream.stopped:
                 break
         return outputs, stream.stopped
+
+    def add_prompt_logprobs(self, first: int, tokens: Sequence[PromptToken]) -> None:
+        """Add those of one step, from the position `first` of the prompt on. A prompt that runs again after a
+        preemption replaces what it gave before."""
+        self.prompt_logprobs[first:] = tokens
+
+    def take_prompt_logprobs(self) -> tuple[PromptToken, ...]:
+        """What was collected, once."""
+        if not self.prompt_logprobs:
+            return ()
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
 
     def usage(self, now: float) -> Usage:
         row, sums = self.row, totals(self.steps)

@@ -15,11 +15,15 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tide_core.errors import RequestError
 from tide_core.outputs.text import IdText, TextStream
+from tide_core.request import Chat
 
 __all__ = ["MAX_MESSAGES", "ROLES", "TextStream", "Tokenizer"]
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 MAX_MESSAGES = 1000
+TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError)
+"""What a template raises for messages, tools or variables that it does not expect."""
 
 
 class Tokenizer:
@@ -38,18 +42,24 @@ class Tokenizer:
         ids = set(vocabulary.values())
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = max(model_vocab_size, max(ids) + 1)
-        decode: Callable[[Sequence[int]], str] = self._decode
-        whole: dict[int, str] | None = None
-        if _has_plain_decode(hf_tokenizer):  # what the library puts around it costs several times the decoding
-            decode = functools.partial(hf_tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-            whole = {} if _reads_apart(hf_tokenizer.backend_tokenizer.decoder) else None
-        self._id_text = IdText(
-            decode=decode,
-            vocab_size=self.vocab_size,
-            silent_ids=frozenset(special_ids | (set(range(self.vocab_size)) - ids)),
-            byte_ids=frozenset(vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary),
-            whole=whole,
-        )
+        has_plain_decode = _has_plain_decode(hf_tokenizer)
+        backend = hf_tokenizer.backend_tokenizer if has_plain_decode else None
+        without_text = set(range(self.vocab_size)) - ids
+        byte_names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        bytes_of = {vocabulary[name]: byte for name, byte in byte_names.items() if name in vocabulary}
+
+        def id_text(silent_ids: set[int], skip: bool) -> IdText:
+            decode: Callable[[Sequence[int]], str] = functools.partial(self._decode, skip_special_tokens=skip)
+            if backend is not None:  # what the library puts around it costs several times the decoding
+                decode = functools.partial(backend.decode, skip_special_tokens=skip)
+            whole: dict[int, str] | None = {} if backend is not None and _reads_apart(backend.decoder) else None
+            return IdText(decode, self.vocab_size, frozenset(silent_ids), frozenset(bytes_of), whole)
+
+        self._id_text = id_text(special_ids | without_text, True)
+        self._with_special = id_text(without_text, False)
+        self._bytes_of = bytes_of
+        self._added_ids = frozenset(added)
+        self._is_byte_level = backend is not None and _is_byte_level(backend.decoder)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, with the beginning-of-text id if the tokenizer puts one there."""
@@ -57,40 +67,58 @@ class Tokenizer:
         ids: list[int] = self._text_only.encode(text, split_special_tokens=True, verbose=False)
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of the model's chat template filled with `messages`, up to where the assistant's answer begins.
+    def encode_chat(self, chat: Chat | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of the model's chat template filled with a chat, or with messages alone.
 
-        Only the template writes special tokens; the same strings inside a message are text.
+        Only the template writes special tokens; the same strings inside a message or a tool are text.
         """
+        if not isinstance(chat, Chat):
+            chat = Chat(chat)
+        messages = chat.messages
         if not self._hf.chat_template:
             expected = "a model with a chat template; this one takes plain text only"
             raise RequestError("messages", f"{len(messages)} messages", expected)
         _check_messages(messages)
         # An older transformers takes the option for a template variable and ignores it.
-        can_sanitize = "sanitize_control_tokens" in inspect.signature(self._hf.apply_chat_template).parameters
+        known = inspect.signature(self._hf.apply_chat_template).parameters
+        can_sanitize = "sanitize_control_tokens" in known
         if not can_sanitize:
-            self._refuse_control_tokens(messages)
+            self._refuse_control_tokens("messages", messages)
+            self._refuse_control_tokens("tools", chat.tools)
+        self._refuse_control_tokens("chat_template_kwargs", chat.template_kwargs)
+        for name in chat.template_kwargs:
+            if name in known or name in ("messages", "tools"):
+                raise RequestError("chat_template_kwargs", name, "variables of the model's chat template")
         options = {"sanitize_control_tokens": True} if can_sanitize else {}
         try:
             with self._chat_lock:
                 ids: list[int] = self._hf.apply_chat_template(
-                    [{"role": message["role"], "content": message["content"]} for message in messages],
-                    add_generation_prompt=True,
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in chat.tools] or None,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    continue_final_message=chat.continue_final_message,
                     return_dict=False,
                     **options,
+                    **chat.template_kwargs,
                 )
-        except (jinja2.TemplateError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             expected = f"messages that the model's chat template accepts; its error: {error}"
             raise RequestError("messages", f"{len(messages)} messages", expected) from error
         return ids
 
-    def _refuse_control_tokens(self, messages: Sequence[Mapping[str, str]]) -> None:
+    def _refuse_control_tokens(self, field: str, value: Any) -> None:
         """Without the library's help a special token's string in a message would become the token."""
-        for index, message in enumerate(messages):
+        if isinstance(value, str):
             for token in self._hf.added_tokens_decoder.values():
-                if token.content in message["content"]:
+                if token.content in value:
                     expected = "no string of a special token; a newer transformers takes it as text"
-                    raise RequestError(f"messages[{index}].content", token.content, expected)
+                    raise RequestError(field, token.content, expected)
+        elif isinstance(value, Mapping):
+            for name, child in value.items():
+                self._refuse_control_tokens(f"{field}.{name}", child)
+        elif isinstance(value, Sequence):
+            for index, child in enumerate(value):
+                self._refuse_control_tokens(f"{field}[{index}]", child)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; half characters become U+FFFD."""
@@ -98,13 +126,53 @@ class Tokenizer:
             self._id_text.check(token_id)
         return self._decode(ids)
 
-    def stream(self, prompt_ids: Sequence[int], stop: tuple[str, ...] = ()) -> TextStream:
-        """A stream for the text that follows `prompt_ids`."""
-        return TextStream(self._id_text, prompt_ids, stop)
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id adds to a text, also where they are a part of a character; none for an id without
+        text."""
+        self._id_text.check(token_id)
+        if (byte := self._bytes_of.get(token_id)) is not None:
+            return bytes([byte])
+        name = self._hf.convert_ids_to_tokens(token_id)
+        if name is None:
+            return b""
+        if token_id in self._added_ids:
+            return str(name).encode()
+        if self._is_byte_level:
+            return bytes(_BYTES_OF_CHARACTERS[character] for character in name)
+        return self.decode([token_id]).encode() if not name.startswith(SPACE_MARK) else _with_spaces(name)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def stream(
+        self, prompt_ids: Sequence[int], stop: tuple[str, ...] = (), *, skip_special_tokens: bool = True
+    ) -> TextStream:
+        """A stream for the text that follows `prompt_ids`."""
+        return TextStream(self._id_text if skip_special_tokens else self._with_special, prompt_ids, stop)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._hf.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return text
+
+
+SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How vocabularies with Metaspace write a space."""
+
+
+def _with_spaces(name: str) -> bytes:
+    return name.replace(SPACE_MARK, " ").encode()
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as one printable character: the byte's own where it is printable, else
+    one from 256 on."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES_OF_CHARACTERS = _characters_of_bytes()
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
 
 
 def _has_plain_decode(hf_tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -139,7 +207,7 @@ def _is_local(step: Mapping[str, Any]) -> bool:
     return False
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     # The text of a message is the user's own: errors name its place and its type, never its text.
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"{len(messages)} messages", f"1..{MAX_MESSAGES} messages")
@@ -147,8 +215,8 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise RequestError(name, type(message).__name__, "an object with role and content")
-        if extra := sorted(str(key) for key in message.keys() - {"role", "content"}):
-            raise RequestError(name, extra, "role and content and nothing else")
+        if extra := sorted(str(key) for key in message.keys() - MESSAGE_FIELDS):
+            raise RequestError(name, extra, f"no other fields than {', '.join(sorted(MESSAGE_FIELDS))}")
         if message.get("role") not in ROLES:
             raise RequestError(f"{name}.role", message.get("role"), f"one of {', '.join(ROLES)}")
         content = message.get("content")

@@ -20,6 +20,7 @@ def needs_adjusting(row: SamplingRow) -> bool:
     params = row.params
     return bool(
         params.logit_bias
+        or row.mask is not None
         or len(row.output_ids) < params.min_tokens
         or params.repetition_penalty != 1.0
         or (row.output_ids and (params.presence_penalty or params.frequency_penalty))
@@ -27,7 +28,7 @@ def needs_adjusting(row: SamplingRow) -> bool:
 
 
 def adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Steps 2 to 5 of the sampler: float32 `logits` [R, V] as their rows ask for them; the input is not changed."""
+    """Steps 2 to 6 of the sampler: float32 `logits` [R, V] as their rows ask for them; the input is not changed."""
     if not any(needs_adjusting(row) for row in rows):
         return logits
     logits = logits.clone()
@@ -39,12 +40,23 @@ def adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     _penalise_repetition(logits, rows)
     # 5. Presence and frequency penalties, over the output alone.
     _add(logits, [change for r, row in enumerate(rows) for change in _output_penalties(r, row)])
+    # 6. Grammar: tokens that cannot follow.
+    _mask(logits, rows)
     return logits
+
+
+def _mask(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    for r, row in enumerate(rows):
+        if row.mask is not None:
+            allowed = torch.from_numpy(row.mask.allowed(row.output_ids)).to(logits.device, non_blocking=True)
+            logits[r].masked_fill_(~allowed, -torch.inf)
 
 
 def _ending_ids(row: SamplingRow) -> set[int]:
     if len(row.output_ids) >= row.params.min_tokens:
         return set()
+    if row.mask is not None and row.mask.must_end(row.output_ids):
+        return set()  # a grammar goes before fewest tokens
     # With ignore_eos an end-of-text id ends nothing, so there is no reason to keep it from being chosen.
     return {*row.params.stop_ids, *(() if row.params.ignore_eos else row.eos_ids)}
 

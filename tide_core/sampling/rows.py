@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tide_core.request import SamplingParams
+from tide_core.request import SamplingParams, TokenMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class SamplingRow:
     """Which of the seed's random numbers are used."""
     distance: int = 0
     """Of a draft: how many were made before it in this cycle."""
+    mask: TokenMask | None = None
+    """Follows the grammar of the row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ The steps, in order; the code follows the numbers:
  3. Fewest tokens: end-of-text and stop ids masked.     (adjust.py)
  4. Repetition penalty over prompt and output.          (adjust.py)
  5. Presence and frequency penalties over the output.   (adjust.py)
- 6. Greedy rows: the largest logit, the lowest id among equals. Done.
- 7. Temperature.                                        (weights.py)
- 8. Top-k.                                              (weights.py)
- 9. Top-p, over what top-k leaves.                      (weights.py)
-10. Min-p, relative to the likeliest token.             (weights.py)
-11. Draw, with one number made from seed and step.      (draw.py)
-12. Log-probabilities for rows that ask: those of the model's own distribution, untouched by steps 2 to 10.
+ 6. Grammar: tokens that cannot follow are masked.      (adjust.py)
+ 7. Greedy rows: the largest logit, the lowest id among equals. Done.
+ 8. Temperature.                                        (weights.py)
+ 9. Top-k.                                              (weights.py)
+10. Top-p, over what top-k leaves.                      (weights.py)
+11. Min-p, relative to the likeliest token.             (weights.py)
+12. Draw, with one number made from seed and step.      (draw.py)
+13. Log-probabilities for rows that ask: those of the model's own distribution, untouched by steps 2 to 11.
 
 A row's result never depends on its mates: nothing is reduced over rows, and the sums that feed a draw are integers.
 Rows pay only for the steps they ask for: a plain greedy row costs its share of step 1, which finds the token too.
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from tide_core.kernels.cpu.best import best
+from tide_core.request import PromptToken
 from tide_core.sampling.adjust import adjusted, needs_adjusting
 from tide_core.sampling.draw import draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
@@ -36,6 +38,7 @@ __all__ = [
     "SampledToken",
     "SamplingRow",
     "probabilities_of",
+    "prompt_logprobs",
     "sample",
     "sample_with_chances",
     "with_logprobs",
@@ -53,13 +56,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     token_ids, errors = _best(logits)  # 1
     worked = [r for r, row in enumerate(rows) if r not in errors and (not row.params.is_greedy or needs_adjusting(row))]
     if worked:
-        chosen, failed, _, _ = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 11
+        chosen, failed, _, _ = _choose(select_rows(logits, worked).float(), [rows[r] for r in worked])  # 2 to 12
         for position, r in enumerate(worked):
             token_ids[r] = chosen[position]
             if position in failed:
                 errors[r] = failed[position]
     return [
-        SampledToken(NO_TOKEN, error=errors[r]) if r in errors else with_logprobs(logits[r], row, token_ids[r])  # 12
+        SampledToken(NO_TOKEN, error=errors[r]) if r in errors else with_logprobs(logits[r], row, token_ids[r])  # 13
         for r, row in enumerate(rows)
     ]
 
@@ -112,15 +115,15 @@ def _choose(
     logits: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[int], dict[int, str], list[int], torch.Tensor | None]:
     """Tokens for the rows of `logits` [R, V] float32, errors by position; which were drawn, and their weights."""
-    logits = adjusted(logits, rows)  # 2 to 5
-    token_ids, errors = _best(logits, AFTER_ADJUSTING)  # 6
+    logits = adjusted(logits, rows)  # 2 to 6
+    token_ids, errors = _best(logits, AFTER_ADJUSTING)  # 7
     drawn = [r for r, row in enumerate(rows) if not row.params.is_greedy and r not in errors]
     weights = None
     if drawn:
         mine = [rows[r] for r in drawn]
-        weights = token_weights(select_rows(logits, drawn), [row.params for row in mine])  # 7 to 10
+        weights = token_weights(select_rows(logits, drawn), [row.params for row in mine])  # 8 to 11
         numbers = [uniform(row.seed, len(row.output_ids), row.stream, row.distance) for row in mine]
-        for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 11
+        for r, token_id in zip(drawn, draw(weights, numbers).tolist(), strict=True):  # 12
             token_ids[r] = token_id
     return token_ids, errors, drawn, weights
 
@@ -141,16 +144,47 @@ def _best(logits: torch.Tensor, when: str = "") -> tuple[list[int], dict[int, st
 
 
 def with_logprobs(logits_row: torch.Tensor, row: SamplingRow, token_id: int) -> SampledToken:
-    """The token with the log-probabilities its row asks for; the k likeliest are listed equals by lower id."""
+    """The token with the log-probabilities its row asks for."""
     if row.params.logprobs is None:
         return SampledToken(token_id)
-    logits_row = logits_row.float()
-    logprobs = logits_row.log_softmax(-1)
-    k = min(row.params.logprobs, len(logits_row))
+    [(logprob, likeliest)] = _logprobs(logits_row.unsqueeze(0), [token_id], row.params.logprobs)
+    return SampledToken(token_id, logprob, likeliest)
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_likeliest: int
+) -> tuple[list[PromptToken], str | None]:
+    """The tokens of a prompt under the logits [T, V] in their places, or the error of the first place that has one."""
+    _, errors = _best(logits)
+    if errors:
+        return [], errors[min(errors)]
+    listed = zip(token_ids, _logprobs(logits, token_ids, num_likeliest), strict=True)
+    return [PromptToken(token_id, *logprobs) for token_id, logprobs in listed], None
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_likeliest: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """For each row of `logits` [T, V] the log-probability of its token, and id and log-probability of the likeliest,
+    equals by lower id; tokens the model rules out are not listed."""
+    logits = logits.float()
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+    k = min(num_likeliest, logits.shape[1])
     if k == 0:
-        return SampledToken(token_id, float(logprobs[token_id]))
-    # Ranked by logit and not by log-probability, where rounding makes new equals: the first is what greedy chooses.
-    candidates = (logits_row >= logits_row.topk(k).values[-1]).nonzero().squeeze(-1)
-    ids = candidates[logits_row[candidates].argsort(descending=True, stable=True)[:k]]
-    likeliest = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
-    return SampledToken(token_id, float(logprobs[token_id]), tuple((i, v) for i, v in likeliest if v > -math.inf))
+        return [(logprob, ()) for logprob in own]
+    ids = _ranking_keys(logits).topk(k).indices
+    likeliest = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
+    return [
+        (logprob, tuple((i, v) for i, v in zip(*columns, strict=True) if v > -math.inf))
+        for logprob, columns in zip(own, likeliest, strict=True)
+    ]
+
+
+def _ranking_keys(logits: torch.Tensor) -> torch.Tensor:
+    """Integers [T, V] in the order of the logits [T, V] float32, equals by lower id, so that no two are equal.
+
+    By logit and not by log-probability, where rounding makes new equals: the first is what greedy chooses."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats are in reverse order
+    return (ordered.long() << 32) - torch.arange(logits.shape[1], device=logits.device)

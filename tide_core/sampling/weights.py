@@ -22,7 +22,7 @@ HEAD_TOKENS = 1024
 
 
 def token_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Steps 7 to 10 of the sampler: [R, V] finite-maximum float32 logits to int64 weights, 0 for what is dropped."""
+    """Steps 8 to 11 of the sampler: [R, V] finite-maximum float32 logits to int64 weights, 0 for what is dropped."""
     vocab_size = logits.shape[-1]
     # 7. Temperature. The maximum goes first: however cold, it stays at 0 and nothing becomes inf - inf.
     coldest = torch.finfo(torch.float32).tiny  # a smaller number would be 0 in float32, and 0 / 0 at the maximum

@@ -49,7 +49,8 @@ setsid env -i "${ray[@]}" RAY_SERVE_HAPROXY_CONFIG_FILE_LOC="$haproxy/haproxy.cf
   RAY_SERVE_HAPROXY_SERVER_STATE_BASE="$haproxy" RAY_SERVE_HAPROXY_SERVER_STATE_FILE="$haproxy/server-state" PATH="$FOLDER/prefix/bin:/usr/bin:/bin" HOME="$FOLDER/tmp" TMPDIR="$FOLDER/tmp" RAY_TMPDIR="$FOLDER/tmp" \
   HF_HOME="$FOLDER/tmp/huggingface" HF_HUB_OFFLINE=1 TIDE_CACHE_DIR="$FOLDER/tmp/cache" MPLCONFIGDIR="$FOLDER/tmp/matplotlib" \
   PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}" \
-  "${as[@]}" "$FOLDER/prefix/bin/serve" run "$CONFIG" >"$FOLDER/serve.log" 2>&1 &
+  RAY_SERVE_HAPROXY_BINARY_PATH="$FOLDER/prefix/bin/tide-haproxy" \
+  "${as[@]}" "$FOLDER/prefix/bin/tide" serve "$CONFIG" >"$FOLDER/serve.log" 2>&1 &
 server=$!
 # Stop it as Kubernetes stops a pod; remaining processes of its session are killed.
 stop() {

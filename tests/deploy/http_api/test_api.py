@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from typing import Any
 
 import pytest
@@ -140,16 +142,27 @@ async def test_health_and_version_and_exit_stats_answer(http: Http) -> None:
     assert (await http.ask("GET", "/health")).json == {"status": "ok"}
     assert (await http.ask("GET", "/version")).json["version"]
     stats = (await http.ask("GET", "/exit_stats")).json
+    assert stats["policy_refused"] is None
     assert stats["total_tokens"] == stats["total_exited"] + stats["remaining_tokens"]
 
 
 UNSUPPORTED = [
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type"),
-    ("/v1/chat/completions", {**CHAT, "n": 2}, "n"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema"}},
+        "response_format.json_schema.schema",
+    ),
+    ("/v1/completions", {**BODY, "guided_json": {"type": "objekt"}}, "guided_json"),
+    ("/v1/completions", {**BODY, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+    ("/v1/completions", {**BODY, "structured_outputs": {"choice": "red"}}, "structured_outputs.choice"),
+    ("/v1/chat/completions", {**CHAT, "n": 0}, "n"),
     ("/v1/completions", {**BODY, "n": 1000000}, "n"),
+    ("/v1/completions", {**BODY, "prompt": ["hello"] * 200, "n": 2}, "prompt"),
+    ("/v1/completions", {**BODY, "prompt": []}, "prompt"),
     ("/v1/completions", {**BODY, "best_of": 3}, "best_of"),
-    ("/v1/completions", {**BODY, "echo": True}, "echo"),
+    ("/v1/completions", {**BODY, "max_tokens": 0}, "max_tokens"),
     ("/v1/chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, "chat_template"),
     (
         "/v1/chat/completions",
@@ -169,9 +182,43 @@ async def test_what_is_not_supported_is_refused_by_name(http: Http, path: str, b
         assert error["param"] == field
 
 
-async def test_a_client_that_goes_before_its_answer_ends_the_request(http: Http, service: Service) -> None:
-    import json
+SCHEMA = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}, "color": {"enum": ["red", "blue"]}},
+    "required": ["sure", "color"],
+    "additionalProperties": False,
+}
+STRUCTURED = {
+    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "guided_json": {"guided_json": SCHEMA},
+    "structured_outputs": {"structured_outputs": {"json": SCHEMA}},
+}
 
+
+@pytest.mark.parametrize("ask", STRUCTURED.values(), ids=STRUCTURED)
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+async def test_output_follows_the_schema_however_it_is_asked_for(http: Http, path: str, body: Any, ask: Any) -> None:
+    spaces = (await http.ask("POST", "/tokenize", {"prompt": "\n\t \r"})).json["tokens"]
+    asked = {**body, **ask, "max_tokens": 60, "logit_bias": {str(one): -100 for one in spaces}}
+    choice = (await http.ask("POST", path, asked)).json["choices"][0]
+    text = choice.get("text") or choice["message"]["content"]
+    assert choice["finish_reason"] == "length", "ignore_eos: true"
+    found, _ = json.JSONDecoder().raw_decode(text)
+    assert found.keys() == {"sure", "color"}
+
+
+async def test_choices_and_expressions_bind_the_output(http: Http) -> None:
+    body = {**BODY, "ignore_eos": False, "max_tokens": 20}
+    chosen = (await http.ask("POST", "/v1/completions", {**body, "guided_choice": ["red", "blue"]})).json
+    assert chosen["choices"][0]["text"] in ("red", "blue")
+    assert chosen["choices"][0]["finish_reason"] == "stop"
+    matched = (await http.ask("POST", "/v1/completions", {**body, "guided_regex": "[0-9]{3}-x"})).json
+    assert re.fullmatch("[0-9]{3}-x", matched["choices"][0]["text"])
+    grammar = {"guided_grammar": 'root ::= "yes" | "no"'}
+    assert (await http.ask("POST", "/v1/completions", {**body, **grammar})).json["choices"][0]["text"] in ("yes", "no")
+
+
+async def test_a_client_that_goes_before_its_answer_ends_the_request(http: Http, service: Service) -> None:
     data = json.dumps({**BODY, "max_tokens": 200}).encode()
     headers = [(b"content-type", b"application/json")]
     reply = await http.send("POST", "/v1/completions", headers, [data], gone=True)
@@ -187,6 +234,44 @@ async def test_the_page_is_shut_in_by_its_policy(http: Http) -> None:
     assert policy.count("'sha256-") == 2
     assert "http://" not in reply.body.decode()
     assert "https://" not in reply.body.decode()
+
+
+async def test_the_start_page_links_what_is_there_and_needs_no_key(service: Service) -> None:
+    with_playground = await Http(service).ask("GET", "/")
+    assert with_playground.status == 200
+    links = set(re.findall('href="([^"]*)"', with_playground.body.decode()))
+    assert "playground" in links
+    without = await Http(service, playground=False).ask("GET", "/")
+    assert set(re.findall('href="([^"]*)"', without.body.decode())) == links - {"playground"}
+    for path in links:
+        assert (await Http(service).ask("GET", f"/{path}")).status == 200, path
+    assert "default-src 'none'" in without.headers["content-security-policy"]
+
+
+async def test_health_answers_head_requests(http: Http) -> None:
+    reply = await http.ask("HEAD", "/health")
+    assert reply.status == 200
+
+
+async def test_a_page_of_an_allowed_origin_may_call_the_api_and_no_other(service: Service) -> None:
+    ring = KeyRing({hashlib.sha256(b"k").digest(): Caller("someone")})
+    http = Http(service, cors_origins=["https://chat.example"])
+    asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization,content-type"
+    service.keys, before = ring, service.keys
+    try:
+        preflight = await http.ask("OPTIONS", "/v1/completions", headers=asks)
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+        refused = await http.ask("POST", "/v1/completions", BODY, headers={"origin": "https://chat.example"})
+        assert refused.status == 401, "an allowed origin needs a key too"
+        assert refused.headers["access-control-allow-origin"] == "https://chat.example", "so that the page can read why"
+        other = await http.ask("OPTIONS", "/v1/completions", headers={**asks, "origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+    finally:
+        service.keys = before
+    closed = await Http(service).ask("GET", "/health", headers={"origin": "https://chat.example"})
+    assert "access-control-allow-origin" not in closed.headers
 
 
 async def test_two_keys_at_once_are_refused(http: Http) -> None:

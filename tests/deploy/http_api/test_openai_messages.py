@@ -19,7 +19,15 @@ from deploy.failures import (
     UnauthenticatedError,
     failure_of,
 )
-from deploy.http_api.openai_replies import ChatReply, CompletionReply, error_object, invalid_body, sse_event
+from deploy.http_api.openai_replies import (
+    ChatChoice,
+    ChatReply,
+    Choice,
+    CompletionReply,
+    error_object,
+    invalid_body,
+    sse_event,
+)
 from deploy.http_api.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -37,25 +45,21 @@ NO_USAGE = StreamOptions()
 ENVELOPE = {"message", "type", "param", "code"}
 
 
-def decode(ids: list[int]) -> str:
-    return "".join(f"<{one}>" for one in ids)
-
-
 def completion(*, logprobs: int | None = None, usage: Any = NO_USAGE, **options: Any) -> CompletionReply:
     answer = make_answer(params=SamplingParams(logprobs=logprobs))
-    return CompletionReply(answer, "tiny", TideOptions(**options), decode, usage)
+    return CompletionReply([Choice(answer, ScriptedEngine.tokenizer)], "tiny", TideOptions(**options), 1, usage)
 
 
 def chat(*, logprobs: int | None = None, usage: Any = NO_USAGE, **options: Any) -> ChatReply:
     answer = make_answer(params=SamplingParams(logprobs=logprobs))
-    return ChatReply(answer, "tiny", TideOptions(**options), decode, usage)
+    return ChatReply([ChatChoice(answer, ScriptedEngine.tokenizer)], "tiny", TideOptions(**options), 1, usage)
 
 
 # What goes out.
 
 
 def test_a_completion_has_openais_shape() -> None:
-    whole = completion().whole([HEL, LO])
+    whole = completion().whole([[HEL, LO]])
     assert whole.pop("created") > 0
     assert whole.pop("tide")["tokens_per_layer"] == {"12": 1, "30": 1}
     assert whole == {
@@ -73,7 +77,7 @@ def test_a_completion_has_openais_shape() -> None:
 
 
 def test_a_chat_has_openais_shape() -> None:
-    whole = chat().whole([HEL, LO])
+    whole = chat().whole([[HEL, LO]])
     assert whole["id"] == "chatcmpl-ours"
     assert whole["object"] == "chat.completion"
     assert whole["choices"] == [
@@ -90,7 +94,7 @@ def test_chunks_of_a_chat_are_its_role_its_text_and_its_end() -> None:
     reply = chat()
     [first] = reply.first_chunks()
     last = RequestOutput("r", (), FinishReason.LENGTH, USAGE)
-    chunks = [first, reply.chunk(HEL), reply.chunk(last)]
+    chunks = [first, reply.chunk(0, HEL), reply.chunk(0, last)]
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": ""},
         {"content": "Hel"},
@@ -103,10 +107,10 @@ def test_chunks_of_a_chat_are_its_role_its_text_and_its_end() -> None:
 
 @pytest.mark.parametrize("make", [completion, chat])
 def test_usage_is_told_in_a_stream_only_if_asked_and_then_every_chunk_speaks_of_it(make: Any) -> None:
-    assert "usage" not in make().chunk(LO)
+    assert "usage" not in make().chunk(0, LO)
     reply = make(usage=StreamOptions(include_usage=True))
-    assert all(chunk["usage"] is None for chunk in (*reply.first_chunks(), reply.chunk(HEL), reply.chunk(LO)))
-    written = reply.usage_chunk(USAGE)
+    assert all(chunk["usage"] is None for chunk in (*reply.first_chunks(), reply.chunk(0, HEL), reply.chunk(0, LO)))
+    written = reply.usage_chunk()
     assert written["choices"] == []
     assert written["usage"]["total_tokens"] == 7
 
@@ -114,17 +118,17 @@ def test_usage_is_told_in_a_stream_only_if_asked_and_then_every_chunk_speaks_of_
 @pytest.mark.parametrize("make", [completion, chat])
 def test_every_chunk_has_the_usage_so_far_if_asked(make: Any) -> None:
     reply = make(usage=StreamOptions(include_usage=True, continuous_usage_stats=True))
-    reply.answer.num_prompt_tokens = 5
+    reply.choices[0].answer.num_prompt_tokens = 5
     assert all(chunk["usage"]["completion_tokens"] == 0 for chunk in reply.first_chunks())
-    assert [reply.chunk(output)["usage"]["total_tokens"] for output in (HEL, LO)] == [6, 7]
+    assert [reply.chunk(0, output)["usage"]["total_tokens"] for output in (HEL, LO)] == [6, 7]
 
 
 def test_tokens_tell_of_themselves_only_if_asked() -> None:
-    assert "tide" not in completion().chunk(HEL)
-    assert completion(exit_layers=True).chunk(HEL)["tide"] == {"exit_layers": [30]}
-    [token] = completion(tokens=True).chunk(HEL)["tide"]["tokens"]
+    assert "tide" not in completion().chunk(0, HEL)
+    assert completion(exit_layers=True).chunk(0, HEL)["tide"] == {"exit_layers": [30]}
+    [token] = completion(tokens=True).chunk(0, HEL)["tide"]["tokens"]
     assert token == {"id": 1, "text": "Hel", "exit_layer": 30, "score": None, "audit": "verified", "mode": "full"}
-    whole = completion(exit_layers=True).whole([HEL, LO])["tide"]
+    whole = completion(exit_layers=True).whole([[HEL, LO]])["tide"]
     assert whole["exit_layers"] == [30, 12]
     assert (whole["layers_per_token"], whole["tokens_per_deep_pass"]) == (21.0, 2.0)
 
@@ -133,7 +137,7 @@ def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
     one = TokenOutput(1, "Hel", 30, logprob=-0.5, top_logprobs=((1, -0.5), (9, -1.5)))
     two = TokenOutput(2, "lo", 30, logprob=-0.1, top_logprobs=((2, -0.1),))
     reply = completion(logprobs=2)
-    parts = [reply.chunk(RequestOutput("r", (token,)))["choices"][0]["logprobs"] for token in (one, two)]
+    parts = [reply.chunk(0, RequestOutput("r", (token,)))["choices"][0]["logprobs"] for token in (one, two)]
     assert parts[0] == {
         "tokens": ["<1>"],
         "token_logprobs": [-0.5],
@@ -141,7 +145,7 @@ def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
         "text_offset": [0],
     }
     assert parts[1]["text_offset"] == [3]
-    [written] = chat(logprobs=1).chunk(RequestOutput("r", (two,)))["choices"][0]["logprobs"]["content"]
+    [written] = chat(logprobs=1).chunk(0, RequestOutput("r", (two,)))["choices"][0]["logprobs"]["content"]
     assert written == {
         "token": "<2>",
         "logprob": -0.1,
@@ -152,7 +156,7 @@ def test_logprobs_are_those_of_the_tokens_with_their_offsets() -> None:
 
 def test_an_event_is_one_line_whatever_the_text_holds() -> None:
     text = "a\nb\r\n\u2028\x00é"
-    event = sse_event(completion().chunk(RequestOutput("r", (TokenOutput(1, text, 3),))))
+    event = sse_event(completion().chunk(0, RequestOutput("r", (TokenOutput(1, text, 3),))))
     assert event.startswith(b"data: ")
     assert len(event.splitlines()) == 2
     assert json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] == text
@@ -209,8 +213,7 @@ BAD = [
     ({"prompt": "x", "stop": ""}, "stop"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-    ({"prompt": "x", "n": 2}, "n"),
-    ({"prompt": "x", "n": 0}, "n"),
+    ({"prompt": "x", "n": "2"}, "n"),
     ({"prompt": "x", "best_of": 2}, "best_of"),
     ({"prompt": "x", "logprobs": 10_000}, "logprobs"),
     ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
@@ -221,7 +224,7 @@ BAD = [
     ({"prompt": "x", "tide": {"mode": "bounded", "epsilon": 0}}, "epsilon"),
     ({"prompt": "x", "tide": {"min_layers": -1}}, "min_layers"),
     ({"prompt": "x", "tide": {"timeout_s": 0}}, "timeout_s"),
-    ({"prompt": ["x", "y"]}, "prompt"),
+    ({"prompt": ["x", 1]}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"prompt": {"text": "x"}}, "prompt"),
     ({}, "prompt"),
@@ -272,7 +275,7 @@ def test_a_request_cannot_be_changed_after_it_was_checked() -> None:
 
 
 def test_what_openai_has_and_we_have_not_is_told_apart_from_what_nobody_has() -> None:
-    for name, code in (("echo", "unsupported"), ("ecko", "invalid_body")):
+    for name, code in (("best_of", "unsupported"), ("best_off", "invalid_body")):
         with pytest.raises(ValidationError) as refused:
             CompletionRequest.model_validate({"prompt": "x", name: True})
         failure = invalid_body(refused.value.errors(), CompletionRequest.refused_names())

@@ -102,10 +102,12 @@ class GraphCycles:
         return (
             len(row.token_ids) == 1
             and row.samples
+            and not row.scores_prompt
             and row.num_drafts < FEW_QUERIES
             and not policy.skips_layers
             and (policy.is_lossless or request.params.logprobs is None)
             and (not request.adjusts_logits or adjust.supports(request))
+            and request.mask is None  # the host follows its grammar, token by token
         )
 
     @staticmethod

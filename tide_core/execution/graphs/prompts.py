@@ -122,9 +122,10 @@ class GraphPrompts:
 
     @staticmethod
     def supports(row: RowStep) -> bool:
-        """Whether this is a chunk of a prompt, and short enough."""
+        """Whether this is a chunk of a prompt, short enough, and nothing but the next token is asked of it."""
         num = len(row.token_ids)
-        return 1 < num <= PROMPT_SIZES[-1] and row.start + num <= MAX_CONTEXT and not row.num_drafts
+        fits = 1 < num <= PROMPT_SIZES[-1] and row.start + num <= MAX_CONTEXT
+        return fits and not row.num_drafts and not row.scores_prompt
 
     def order_after(self, rows: Sequence[RowStep]) -> None:
         """The next prompts run after what is on the current stream by now. What follows there may run concurrently with

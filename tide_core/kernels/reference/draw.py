@@ -1,6 +1,6 @@
 """Tokens drawn at random without asking the host, in plain Torch; on a GPU each function is one launch.
 
-`draw` is steps 7 to 11 of `tide_core.sampling.sampler`, and `verify_drawn` the rejection rule of
+`draw` is steps 8 to 12 of `tide_core.sampling.sampler`, and `verify_drawn` the rejection rule of
 `tide_core.exits.verify`, on tensors alone: the same whole-number weights, the same ranking, the same numbers. A row
 without a temperature gets its largest logit, the lowest id among equals.
 """

@@ -1,0 +1,91 @@
+"""Several answers to one HTTP request: n choices for each of its prompts.
+
+The choices of one prompt run it once: the first starts alone, the others start with its first token and find the
+prompt's blocks in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+from deploy.keys import Caller
+from deploy.service import Answer, Call, Service
+from tide_core.errors import RequestError
+from tide_core.request import RequestOutput
+
+MOST_SEEDS = 2**64
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+"""Outputs with the index of the choice that they belong to."""
+
+
+def begin_choices(service: Service, calls: Sequence[Call], n: int, caller: Caller) -> list[Answer]:
+    """Check the calls of all prompts: `n` answers for each, those of one prompt one after another."""
+    most = service.limits.max_choices
+    if not 1 <= n <= most:
+        raise RequestError("n", n, f"an integer in 1..{most}")
+    if len(calls) * n > most:
+        raise RequestError("prompt", f"{len(calls)} prompts with n = {n}", f"at most {most} choices in all")
+    return [service.begin(_seeded(call, number), caller) for call in calls for number in range(n)]
+
+
+async def outputs_of(service: Service, answers: Sequence[Answer], n: int) -> Outputs:
+    """The outputs of all answers as they come; or the first error, which ends them all.
+
+    Closing the generator aborts what is open."""
+    if len(answers) == 1:
+        async with contextlib.aclosing(service.outputs(answers[0])) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    loop = asyncio.get_running_loop()
+    slots = asyncio.Semaphore(service.engine.config.max_rows)
+    came: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
+    prompt_ran = [asyncio.Event() for _ in range(len(answers) // n)]
+
+    async def run(index: int, answer: Answer) -> None:
+        if index % n:
+            await prompt_ran[index // n].wait()
+        # No more than the engine runs at once: a long list must not fill its queue.
+        async with slots, contextlib.aclosing(service.outputs(answer)) as outputs:
+            async for output in outputs:
+                prompt_ran[index // n].set()
+                came.put_nowait((index, output))
+
+    tasks = [loop.create_task(run(index, answer)) for index, answer in enumerate(answers)]
+    for task in tasks:
+        task.add_done_callback(came.put_nowait)
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await came.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def whole_answers(service: Service, answers: Sequence[Answer], n: int) -> list[list[RequestOutput]]:
+    """All outputs of each answer."""
+    found: list[list[RequestOutput]] = [[] for _ in answers]
+    async with contextlib.aclosing(outputs_of(service, answers, n)) as outputs:
+        async for index, output in outputs:
+            found[index].append(output)
+    return found
+
+
+def _seeded(call: Call, number: int) -> Call:
+    """The call of one choice: with a seed, each choice has its own, and the first the given one."""
+    seed = call.params.get("seed")
+    if not number or seed is None:
+        return call
+    following = seed + number
+    return replace(call, params={**call.params, "seed": following - MOST_SEEDS * (following >= MOST_SEEDS)})

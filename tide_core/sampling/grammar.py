@@ -1,0 +1,132 @@
+"""Structured output: the tokens that a grammar allows next.
+
+llguidance reads JSON schemas, regular expressions, lists of choices and grammars, and gives a mask over the vocabulary
+for every state. A matcher follows one request: what is allowed depends on the tokens generated so far alone, so drafts
+are masked like tokens of full depth, and what is not accepted is rolled back.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tide_core.errors import EngineError, RequestError
+from tide_core.request import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILED = 64
+"""Compiled grammars that are kept; a client mostly sends the same one again."""
+
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,20}"}
+"""JSON may be written with spaces and lines. Without an end to them a weak model may write nothing else."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. May be used by several threads at once."""
+
+    def __init__(self, hf_tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._hf, self._vocab_size, self._eos_ids = hf_tokenizer, vocab_size, list(eos_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None  # made for the first grammar: it takes about a second
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the beginning of a text."""
+        with self._lock:
+            if (compiled := self._compiled.get(grammar)) is None:
+                compiled = self._compiled[grammar] = self._compile(grammar)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return GrammarMatcher(compiled.deep_copy(), self._vocab_size, self._eos_ids)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher, grammar_from
+        from llguidance.hf import from_tokenizer
+
+        if self._tokenizer is None:
+            if not self._eos_ids:
+                raise RequestError(grammar.field, grammar.kind, "a model with an end-of-text token")
+            try:
+                self._tokenizer = from_tokenizer(self._hf, self._vocab_size, self._eos_ids)
+            except ValueError as error:
+                expected = f"none: no grammar can be followed with this model's tokenizer ({error})"
+                raise RequestError(grammar.field, grammar.kind, expected) from error
+        try:
+            text = grammar.text
+            if grammar.kind == "json_schema":
+                definition = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+            else:
+                if grammar.kind == "choice" and not json.loads(text):
+                    raise ValueError("no choice")
+                definition = grammar_from(grammar.kind, text)  # type: ignore[arg-type]
+            matcher = LLMatcher(self._tokenizer, definition, log_level=0)
+        except (ValueError, json.JSONDecodeError) as error:
+            raise RequestError(grammar.field, grammar.kind, f"a grammar that can be compiled: {error}") from error
+        if matcher.is_error():
+            raise RequestError(grammar.field, grammar.kind, f"a grammar that can be compiled: {_reason(matcher)}")
+        return matcher
+
+
+class GrammarMatcher:
+    """The grammar of one request. Used by one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._only_eos = np.zeros(vocab_size, dtype=np.bool_)
+        self._only_eos[list(eos_ids)] = True
+        self._consumed: list[int] = []
+        self._num_matched = 0
+        """How many of them the matcher has consumed: none after the end of the text."""
+        self._masks: list[Mask | None] = [None]
+        """By number of consumed tokens, where one was asked for."""
+
+    def allowed(self, output_ids: Sequence[int]) -> Mask:
+        """[V]: which tokens may follow these. At least one may; at the end of the text only end-of-text ids."""
+        self._follow(output_ids)
+        mask = self._masks[-1]
+        if mask is None:
+            mask = self._masks[-1] = self._compute()
+        return mask
+
+    def must_end(self, output_ids: Sequence[int]) -> bool:
+        """Whether nothing but the end of the text may follow."""
+        return not bool((self.allowed(output_ids) & ~self._only_eos).any())
+
+    def _compute(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        if self._matcher.is_error():
+            raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
+        return mask
+
+    def _follow(self, output_ids: Sequence[int]) -> None:
+        """Bring the matcher to the state after these tokens."""
+        consumed, wanted = self._consumed, list(output_ids)
+        if wanted[: len(consumed)] != consumed:
+            pairs = zip(consumed, wanted, strict=False)
+            same = next((n for n, (mine, other) in enumerate(pairs) if mine != other), min(len(consumed), len(wanted)))
+            self._matcher.rollback(max(self._num_matched - same, 0))
+            self._num_matched = min(self._num_matched, same)
+            del consumed[same:], self._masks[same + 1 :]
+        for token_id in wanted[len(consumed) :]:
+            if not self._matcher.is_stopped():  # else only end-of-text ids follow
+                if not self._matcher.consume_token(token_id):
+                    raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
+                self._num_matched += 1
+            consumed.append(token_id)
+            self._masks.append(None)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return matcher.get_error().splitlines()[0]
