@@ -43,10 +43,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def settings(storage: str) -> JobSettings:
+def settings(storage: str, model: str = "mine") -> JobSettings:
     workers = {"num_cpus": 2.0, "threads": 3}
     calibration = tiny_calibration(data="self").to_mapping()
-    asked = {"name": "run", "storage": storage, "model": "mine", "dtype": "float32", "device": "cpu"}
+    asked = {"name": "run", "storage": storage, "model": model, "dtype": "float32", "device": "cpu"}
     return read_settings({**asked, "workers": workers, "calibration": calibration})
 
 
