@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: Serve reads the class of `build_app`'s argument from its annotation.
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -163,6 +164,9 @@ class TideServer(GrpcApi):
 
     def __del__(self) -> None:
         if hasattr(self, "service"):
+            if self._following is not None:
+                with contextlib.suppress(RuntimeError):  # the loop may have ended before
+                    self._following.get_loop().call_soon_threadsafe(self._following.cancel)
             self._meter.stop()
             self.service.engine.close()
 
