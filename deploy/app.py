@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations` here: Serve reads the class of `build_app`'s argument from its annotation.
 
+import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -11,6 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
+from deploy.artefact_source import ArtefactSource
 from deploy.autoscaling import KV_USAGE, ROWS, TARGET_WAIT_S, WAIT_S
 from deploy.config import last_good
 from deploy.config.args import AppArgs
@@ -22,6 +25,7 @@ from deploy.keys import KeyRing
 from deploy.metrics import Meter, RayExporter
 from deploy.service import Service
 from deploy.telemetry import join_serve_logs
+from deploy.weights import local_model
 from tide_core.errors import TideError
 
 logger = logging.getLogger("ray.serve")
@@ -49,7 +53,11 @@ class TideServer(GrpcApi):
         self._policies = ClusterStore(context.app_name, context.deployment)
         keys = KeyRing.read(checked.api_keys_file)
         logger.info("tide: building the engine (after %.1f s)", time.monotonic() - started)
-        engine = Engine(**checked.engine)
+        self._artefacts = ArtefactSource(checked.engine["artefact"])
+        self._changing = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
+        settings = {**checked.engine, "model": local_model(checked.engine["model"])}
+        engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model = checked.served_model_name or engine.model_name
         self._meter = Meter(RayExporter(), model=model, max_queued=engine.config.max_queued)
         self.service = Service(
@@ -81,7 +89,26 @@ class TideServer(GrpcApi):
         A bad `user_config` is refused as a whole, with a log line and a metric, and the previous one stays in force:
         Serve would stop a replica that raises here. A replica that starts with a bad one takes the last good policy of
         its deployment; if there is none, as at the first deploy, it does not start."""
-        given = dict(user_config or {})
+        async with self._changing:
+            self._given = dict(user_config or {})
+            await self._replace_policy(self._given)
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Take the exits that a pointer names whenever it has moved, as if a `user_config` had been deployed."""
+        while True:
+            await asyncio.sleep(self._args.follow_s)
+            try:
+                if not await asyncio.to_thread(self._artefacts.has_moved, self._given.get("artefact")):
+                    continue
+                async with self._changing:
+                    await self._replace_policy(self._given)
+                    self._meter.on_artefact_move("taken" if self.service.policy_refused is None else "refused")
+            except Exception:  # a store that does not answer, or a bug: the exits in force stay
+                logger.exception("tide: the pointer to the published artefact could not be followed")
+
+    async def _replace_policy(self, given: dict[str, Any]) -> None:
         try:
             await self._apply(given)
         except TideError as error:
@@ -91,11 +118,15 @@ class TideServer(GrpcApi):
             logger.error("tide: user_config is refused, the last good one stays in force: %s", error)
             return
         self._meter.config_refused = self.service.policy_refused = None
-        last_good.remember(self._policies, given)
+        last_good.remember(self._policies, {**given, **self._pinned})
 
     async def _apply(self, values: dict[str, Any]) -> None:
         policy = LivePolicy.read(values)
-        await self.service.apply(policy)
+        artefact = await asyncio.to_thread(self._artefacts.local, policy.artefact)
+        resolved = {} if artefact.pinned is None else {"artefact": artefact.folder}
+        await self.service.apply(policy.model_copy(update=resolved))
+        self._artefacts.taken(artefact)
+        self._pinned = {} if artefact.pinned is None else {"artefact": artefact.pinned}
         self._configured = True
         logger.info("tide: policy in force: %s", policy.model_dump_json(exclude_defaults=True))
 
@@ -139,6 +170,9 @@ class TideServer(GrpcApi):
 
     def __del__(self) -> None:
         if hasattr(self, "service"):
+            if self._following is not None:
+                with contextlib.suppress(RuntimeError):  # the loop may have ended before
+                    self._following.get_loop().call_soon_threadsafe(self._following.cancel)
             self._meter.stop()
             self.service.engine.close()
 

@@ -20,6 +20,8 @@ from deploy.calibration.executor import RayExecutor
 from deploy.calibration.metrics import MeteredProgress
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.worker import SEEN, on_driver_node
+from deploy.object_store import is_url, location
+from deploy.published import Publication
 from deploy.strict import yaml_file
 from tide_core.calibration.ledger import LEDGER, check_output, locked
 from tide_core.calibration.progress import Progress, default_progress
@@ -79,9 +81,13 @@ def run(settings: JobSettings, progress: Progress) -> None:
             for each in result.workers:
                 print(f"{each.name} on {each.node}: {each.num_items} pieces in {each.busy_s:.1f} s", end="")
                 print(f", {each.num_restarts} restarts" if each.num_restarts else "")
-            stays = "://" in settings.storage and settings.output is None
-            place = storage.location(settings.storage, settings.name, "artefact") if stays else result.artefact
+            stays = is_url(settings.storage) and settings.output is None
+            place = location(settings.storage, settings.name, "artefact") if stays else result.artefact
             print(f"artefact: {place} ({result.digest[:16]})", flush=True)
+            if settings.publish is not None:
+                pointer = Publication(settings.publish).publish(result.artefact, f"run {settings.name}")
+                before = (pointer.previous or "nothing")[:16]
+                print(f"published at {settings.publish}: {before} -> {pointer.digest[:16]}", flush=True)
     ray.kill(lease)
 
 
@@ -91,7 +97,7 @@ class _Lease:
 
 
 def _lease(settings: JobSettings, progress: Progress) -> Any:
-    what = hashlib.sha256(storage.location(settings.storage, settings.name).encode()).hexdigest()[:16]
+    what = hashlib.sha256(location(settings.storage, settings.name).encode()).hexdigest()[:16]
     ends_at, noted = time.monotonic() + CLEAN_UP_S, False
     while True:
         try:

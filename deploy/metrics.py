@@ -46,6 +46,12 @@ class Metric:
 METRICS = (
     Metric("tide_requests", "counter", "Ended requests by finish reason.", ("finish",)),
     Metric("tide_ignored_fields", "counter", "Fields of HTTP bodies that are not known here and were ignored."),
+    Metric(
+        "tide_artefact_moves",
+        "counter",
+        "Moves of the pointer to the published artefact that this replica has seen: taken, or refused.",
+        ("result",),
+    ),
     Metric("tide_failed_authentications", "counter", "Calls without a key, or with one that is not known."),
     Metric("tide_prompt_tokens", "counter", "Prompt tokens run; tokens from the prefix cache are not run."),
     Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that came from the prefix cache."),
@@ -178,6 +184,9 @@ class Meter:
 
     def on_ignored_fields(self, count: int) -> None:
         self._recorded.append(("tide_ignored_fields", "", count))
+
+    def on_artefact_move(self, result: str) -> None:
+        self._recorded.append(("tide_artefact_moves", result, 1))
 
     # Called on the exporting thread.
 

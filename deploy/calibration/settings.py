@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from deploy.object_store import is_url, refuse_credentials
 from deploy.strict.schema import validated
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.config import DEVICES, DTYPES
 from tide_core.errors import ConfigError
 
-SECRET = re.compile("key|secret|token|password|sig", re.IGNORECASE)
-CONTAINER_FIRST = ("abfs", "abfss")
-"""URL schemes that have a container name where others have a user."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
@@ -55,8 +51,10 @@ class JobSettings(BaseModel):
     """Absolute path of a folder on the driver's machine for a copy of the artefact; default: no copy."""
     force: bool = False
     """Whether `output` may replace an artefact of another run."""
+    publish: str | None = Field(default=None, min_length=1)
+    """Folder or URL where the artefact is published at the end: a new version, and the pointer moves to it."""
     model: str = Field(default="demo", min_length=1)
-    """`demo`, a folder, a .gguf file, or a Hugging Face id."""
+    """`demo`, a folder, a .gguf file, a Hugging Face id, or the URL of a folder such as s3://bucket/models/mine."""
     dtype: str = "auto"
     """Of the calibrated model; auto: bfloat16 on cuda, float32 on a CPU."""
     device: str = "auto"
@@ -80,11 +78,11 @@ class JobSettings(BaseModel):
     def _device(cls, device: str) -> str:
         return _one_of(device, DEVICES)
 
-    @field_validator("storage", "output")
+    @field_validator("storage", "output", "publish")
     @classmethod
     def _whole_path(cls, place: str | None) -> str | None:
         """Refuse relative paths: Ray removes the working directory of a job after its end."""
-        if place is None or "://" in place:
+        if place is None or is_url(place):
             return place
         path = Path(place).expanduser()
         if not path.is_absolute():
@@ -115,15 +113,8 @@ class JobSettings(BaseModel):
 
 def read_settings(values: Mapping[str, Any]) -> JobSettings:
     """Validated settings. Credentials are refused first, because later errors show the refused value."""
-    for name in ("storage", "output"):
-        try:
-            url = urlsplit(str(values.get(name) or ""))
-        except ValueError as error:
-            raise ConfigError(name, values.get(name), f"a path or a URL: {error}") from error
-        has_user = "@" in url.netloc and url.scheme not in CONTAINER_FIRST
-        if has_user or any(SECRET.search(key) for key in parse_qs(url.query)):
-            expected = "a URL without them: the store takes them from its own configuration"
-            raise ConfigError(name, "credentials", expected)
+    for name in ("storage", "output", "publish", "model"):
+        refuse_credentials(name, str(values.get(name) or ""))
     return validated(JobSettings, values, "")
 
 

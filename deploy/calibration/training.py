@@ -18,8 +18,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from deploy.calibration.events import Event, EventDisplay, EventProgress, Note, TaskDone, TaskFailed, TrainerDone
 from deploy.calibration.settings import JobSettings
-from deploy.calibration.storage import location, remove
+from deploy.calibration.storage import remove
 from deploy.calibration.worker import load_context, on_driver_node
+from deploy.object_store import location
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.errors import TideError
 

@@ -14,6 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from deploy.calibration import storage
 from deploy.calibration.events import Event, run_with_events
 from deploy.calibration.settings import JobSettings
+from deploy.object_store import is_url
+from deploy.weights import local_model
 from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,12 +79,12 @@ def load_context(
     from tide_core.calibration.train.process_group import SINGLE_PROCESS
 
     files = open_.enter_context(storage.open_run(settings.storage, settings.name))
-    if "://" not in settings.storage and not (files.folder / SEEN).exists():
+    if not is_url(settings.storage) and not (files.folder / SEEN).exists():
         place, node = Path(settings.storage), ray.util.get_node_ip_address()
         raise ConfigError(
             "storage", place, f"a folder that every node sees; node {node} does not see run {settings.name}"
         )
-    loaded = load(settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads)
+    loaded = load(local_model(settings.model), dtype=settings.dtype, device=settings.device, threads=settings.threads)
     context = StageContext(
         settings.config, loaded.model, loaded.tokenizer, loaded.identity, files, group or SINGLE_PROCESS
     )

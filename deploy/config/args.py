@@ -81,6 +81,9 @@ class AppArgs(BaseModel):
     """Time that a request may wait for its first token; above it, autoscaling adds a replica. It also adds one where
     rows or KV memory run short."""
 
+    follow_s: float = Field(default=30.0, gt=0.0, le=86400.0)
+    """How often a replica looks at the pointer to its published artefact, where `artefact` names one."""
+
     @field_validator("tool_parser")
     @classmethod
     def _known_format(cls, name: str | None) -> str | None:

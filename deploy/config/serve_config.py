@@ -11,9 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from deploy.artefact_source import ArtefactSource
 from deploy.config.args import AppArgs
 from deploy.config.policy import LivePolicy
 from deploy.keys import Caller, KeyRing
+from deploy.object_store import is_url, refuse_credentials
 from deploy.strict import yaml_file
 from deploy.strict.schema import imported, validated
 from tide_core.config import REMOVED, EngineConfig
@@ -89,6 +91,8 @@ def _check_app(app: Mapping[str, Any], where: str) -> tuple[AppArgs, list[tuple[
     """Check arguments, policy and key file of a TIDE application. The policies come with their places."""
     given, place = app.get("args") or {}, f"{where}.args"
     if isinstance(engine := given.get("engine"), Mapping):
+        for name in ("model", "artefact"):
+            refuse_credentials(f"{place}.engine.{name}", str(engine.get(name) or ""))
         refuse_unknown(f"{place}.engine", engine, [*(field.name for field in fields(EngineConfig)), *REMOVED])
         try:
             EngineConfig.from_mapping(engine)
@@ -118,14 +122,16 @@ def _check_artefact(args: AppArgs, policy: LivePolicy, where: str, place: str) -
     if named in ("auto", "none"):
         return []
     folder = Path(named).expanduser()
-    if not folder.exists():
+    if ArtefactSource(named).is_followed and (is_url(named) or not folder.exists()):
+        return []  # nothing has to be published yet
+    if is_url(named) or not folder.exists():
         return [f"the artefact {named} is not on this machine, so it was not opened"]
     from tide_core.engine.assemble import checkpoint_policies  # torch comes with them
     from tide_core.exits.artefact.artefact import load_artefact
     from tide_core.exits.policy import resolve_policy
 
     try:
-        artefact = load_artefact(folder, None)
+        artefact = load_artefact(ArtefactSource(str(folder)).local(None).folder, None)
     except ArtefactError as error:
         raise ConfigError(setting, named, f"a sound artefact: {error}") from error
     try:

@@ -19,8 +19,10 @@ import yaml
 REPOSITORY = Path(__file__).parents[2]
 K8S = REPOSITORY / "k8s"
 OVERLAYS = tuple(sorted(path.name for path in (K8S / "overlays").iterdir()))
-SERVICES = tuple(name for name in OVERLAYS if "calibration" not in name)
+WEIGHTS, POINT_BACK = "weights", "point-back"
 JOBS = tuple(name for name in OVERLAYS if "calibration" in name)
+SERVICES = tuple(name for name in OVERLAYS if name not in (*JOBS, WEIGHTS, POINT_BACK))
+VOLUMES = tuple(sorted(path.name for path in (K8S / "volume").iterdir()))
 COMPONENTS = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
 LOCAL = "config.kubernetes.io/local-config"
 CLUSTER_WIDE = ("Namespace",)
@@ -70,8 +72,8 @@ def render_by_kubectl(folder: Path) -> list[Manifest]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-def with_component(folder: Path, base: str, component: str) -> Path:
-    """A kustomization, as a user would write it, of one overlay and one component."""
+def with_component(folder: Path, base: str, *names: str) -> Path:
+    """A kustomization, as a user would write it, of one overlay and some components."""
     up = Path(*[".."] * len(folder.resolve().relative_to("/").parts))
     overlays, components = (K8S / part for part in ("overlays", "components"))
     lines = {
@@ -79,7 +81,7 @@ def with_component(folder: Path, base: str, component: str) -> Path:
         "kind": "Kustomization",
         "namespace": "tide",
         "resources": [str(up / (overlays / base).relative_to("/"))],
-        "components": [str(up / (components / component).relative_to("/"))],
+        "components": [str(up / (components / name).relative_to("/")) for name in names],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(lines), encoding="utf-8")
     return folder
@@ -97,6 +99,7 @@ def _build(folder: Path, below: list[Manifest]) -> list[Manifest]:
         manifests = _build(folder / name, manifests)
     options = rules.get("generatorOptions", {})
     for generator in rules.get("configMapGenerator", ()):
+        options = {**options, **generator.get("options", {})}
         assert options.get("disableNameSuffixHash"), f"{folder}: RayJob would not know the name with a hash"
         manifests.append(_config_map(folder, generator, options))
     for patch in rules.get("patches", ()):
@@ -117,18 +120,19 @@ def _config_map(folder: Path, generator: dict[str, Any], options: dict[str, Any]
         key, _, path = entry.rpartition("=")
         data[key or Path(path).name] = (folder / path).read_text(encoding="utf-8")
     metadata = {"name": generator["name"]}
-    if "annotations" in options:
-        metadata["annotations"] = dict(options["annotations"])
+    metadata |= {part: dict(options[part]) for part in ("labels", "annotations") if part in options}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
 def _patch(folder: Path, patch: dict[str, Any], manifests: list[Manifest]) -> None:
+    """A patch whose target is not there changes nothing: a component has one for each kind that it may meet."""
     target = patch["target"]
     text = patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text(encoding="utf-8")
-    manifest = one(manifests, target["kind"], target["name"])
-    changed = jsonpatch.apply_patch(manifest, yaml.safe_load(text))
-    manifest.clear()
-    manifest.update(changed)
+    for manifest in manifests:
+        if (manifest["kind"], manifest["metadata"]["name"]) == (target["kind"], target["name"]):
+            changed = jsonpatch.apply_patch(manifest, yaml.safe_load(text))
+            manifest.clear()
+            manifest.update(changed)
 
 
 def _replace(replacement: dict[str, Any], manifests: list[Manifest]) -> None:

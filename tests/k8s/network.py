@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tests.k8s.kustomize import overlay
+from tests.k8s.kustomize import Manifest, overlay
 
 OURS = "tide"
 
@@ -22,11 +22,13 @@ class Peer:
 
 
 def ours(component: str, node_type: str) -> Peer:
-    return Peer({"app.kubernetes.io/component": component, "ray.io/node-type": node_type})
+    labels = {"app.kubernetes.io/component": component, "ray.io/node-type": node_type}
+    return Peer({"app.kubernetes.io/part-of": "tide-serve", **labels})
 
 
 HEAD, WORKER = ours("server", "head"), ours("server", "worker")
 JOB_HEAD, JOB_WORKER = ours("calibration", "head"), ours("calibration", "worker")
+FETCHER = Peer({"app.kubernetes.io/part-of": "tide-serve", "app.kubernetes.io/component": "weights"})
 CLIENT = Peer({"app": "shop"}, "shop", {"tide-serve/client": "true"})
 STRANGER = Peer({"app": "shop"}, "elsewhere")
 NEIGHBOUR = Peer({"app": "debug"})
@@ -34,14 +36,21 @@ PROMETHEUS = Peer({"app": "prometheus"}, "monitoring")
 OPERATOR = Peer({"app.kubernetes.io/component": "kuberay-operator"}, "ray-system")
 IMPOSTOR = Peer({"app.kubernetes.io/component": "kuberay-operator"}, "elsewhere")
 DNS = Peer({"k8s-app": "kube-dns"}, "kube-system")
+NODE_LOCAL_DNS = Peer(address="169.254.20.10")
+OPENSHIFT_DNS = Peer({"dns.operator.openshift.io/daemonset-dns": "default"}, "openshift-dns")
 REDIS = Peer({"app": "redis"}, "redis")
 INTERNET = Peer(address="203.0.113.7")
 METADATA = Peer(address="169.254.169.254")
+PRIVATE = Peer(address="10.1.2.3")
+EKS_IDENTITY = Peer(address="169.254.170.23")
 
 
-def may(name: str, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
-    """Whether a connection is let out where it begins and let in where it ends, as far as these are pods of ours."""
-    policies = [each["spec"] for each in overlay(name) if each["kind"] == "NetworkPolicy"]
+def may(name: str | list[Manifest], source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
+    """Whether a connection is let out where it begins and let in where it ends, as far as these are pods of ours.
+
+    By the policies of an overlay, or of these manifests."""
+    manifests = overlay(name) if isinstance(name, str) else name
+    policies = [each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"]
     out = not _is_ours(source) or _let(policies, source, target, port, protocol, "egress")
     return out and (not _is_ours(target) or _let(policies, target, source, port, protocol, "ingress"))
 

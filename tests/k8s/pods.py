@@ -6,6 +6,8 @@ from typing import Any
 
 from tests.k8s.kustomize import OVERLAYS, overlay
 
+TASK = "task"
+"""The role of the pod of a Job."""
 PLACES = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec"}
 
 
@@ -14,15 +16,18 @@ def clusters_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def templates_of(manifests: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Pod templates by their role: head, or the group's name."""
+    """Pod templates by their role: head, the group's name, or task."""
     found = {}
     for cluster in clusters_of(manifests):
         found["head"] = cluster["headGroupSpec"]["template"]
         found |= {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
+    for job in (each for each in manifests if each["kind"] == "Job"):
+        found[TASK] = job["spec"]["template"]
     return found
 
 
 PODS = [(name, role) for name in OVERLAYS for role in templates_of(overlay(name))]
+RAY_PODS = [(name, role) for name, role in PODS if role != TASK]
 
 
 def pod(name: str, role: str) -> dict[str, Any]:

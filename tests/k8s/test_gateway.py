@@ -9,7 +9,7 @@ import pytest
 
 from deploy.strict import yaml_file
 from tests.k8s.kustomize import REPOSITORY, one, overlay
-from tests.k8s.pods import PODS, pod, ray_container
+from tests.k8s.pods import RAY_PODS, pod, ray_container
 
 NAME = "gpu-production"
 
@@ -81,7 +81,7 @@ def test_the_methods_that_are_let_in_are_those_of_the_api_and_its_health() -> No
     }
 
 
-@pytest.mark.parametrize(("name", "role"), PODS)
+@pytest.mark.parametrize(("name", "role"), RAY_PODS)
 def test_prometheus_finds_the_metrics_port_of_every_pod_by_its_name(name: str, role: str) -> None:
     (endpoint,) = spec_of("PodMonitor")["podMetricsEndpoints"]
     ports = {port["name"]: port["containerPort"] for port in ray_container(pod(name, role))["ports"]}

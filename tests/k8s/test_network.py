@@ -10,6 +10,8 @@ from tests.k8s.kustomize import JOBS, OVERLAYS, SERVICES, one, overlay, render, 
 from tests.k8s.network import (
     CLIENT,
     DNS,
+    EKS_IDENTITY,
+    FETCHER,
     HEAD,
     IMPOSTOR,
     INTERNET,
@@ -17,7 +19,10 @@ from tests.k8s.network import (
     JOB_WORKER,
     METADATA,
     NEIGHBOUR,
+    NODE_LOCAL_DNS,
+    OPENSHIFT_DNS,
     OPERATOR,
+    PRIVATE,
     PROMETHEUS,
     REDIS,
     STRANGER,
@@ -69,9 +74,11 @@ def test_the_operator_reaches_the_head_to_deploy_and_to_ask_and_no_worker(name: 
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_all_pods_may_ask_for_names(name: str) -> None:
-    for pod in (HEAD, WORKER, JOB_HEAD, JOB_WORKER):
-        assert may(name, pod, DNS, 53, "UDP")
-        assert may(name, pod, DNS, 53)
+    for pod in (HEAD, WORKER, JOB_HEAD, JOB_WORKER, FETCHER):
+        for server, port in ((DNS, 53), (NODE_LOCAL_DNS, 53), (OPENSHIFT_DNS, 5353)):
+            assert may(name, pod, server, port, "UDP")
+            assert may(name, pod, server, port)
+        assert not may(name, pod, METADATA, 53, "UDP"), "the address of NodeLocal DNS alone"
 
 
 @services
@@ -106,6 +113,32 @@ def test_service_and_calibration_cannot_touch_each_other(name: str) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_a_calibration_fetches_nothing_unless_told(name: str) -> None:
     assert not may(name, JOB_WORKER, INTERNET, 443)
+
+
+def test_the_fetch_of_weights_reaches_public_addresses_by_https_and_nobody_reaches_it() -> None:
+    assert may("weights", FETCHER, INTERNET, 443)
+    for target, port in ((INTERNET, 80), (PRIVATE, 443), (METADATA, 80), (EKS_IDENTITY, 80), (HEAD, 8265)):
+        assert not may("weights", FETCHER, target, port)
+    for source in (CLIENT, STRANGER, NEIGHBOUR, WORKER):
+        assert reached("weights", source, FETCHER) == set()
+
+
+def test_the_job_that_moves_a_pointer_has_no_network() -> None:
+    pod = Peer({"app.kubernetes.io/part-of": "tide-serve", "app.kubernetes.io/component": "publishing"})
+    assert not any(may("point-back", pod, target, 443) for target in (INTERNET, PRIVATE, METADATA, HEAD))
+
+
+@pytest.mark.parametrize("name", ["gpu", "gpu-calibration", "weights"])
+def test_with_an_object_store_pods_reach_it_and_its_identities_but_no_private_address(
+    tmp_path: Path, name: str
+) -> None:
+    manifests = render(with_component(tmp_path, name, "object-store"))
+    for pod in (WORKER, JOB_HEAD, JOB_WORKER, FETCHER):
+        assert may(manifests, pod, INTERNET, 443)
+        assert may(manifests, pod, EKS_IDENTITY, 80)
+        assert not may(manifests, pod, PRIVATE, 443)
+        assert not may(manifests, pod, METADATA, 80), "it gives out the credentials of the node"
+    assert not may(manifests, NEIGHBOUR, INTERNET, 443)
 
 
 def test_a_calibration_that_may_fetch_reaches_no_private_address(tmp_path: Path) -> None:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.kustomize import OVERLAYS, REPOSITORY, SERVICES, one, overlay
-from tests.k8s.pods import PODS, clusters_of, env_of, gigabytes, pod, ray_container, templates_of
+from tests.k8s.kustomize import JOBS, OVERLAYS, POINT_BACK, REPOSITORY, SERVICES, WEIGHTS, one, overlay
+from tests.k8s.pods import PODS, RAY_PODS, clusters_of, env_of, gigabytes, pod, ray_container, templates_of
 
 every_pod = pytest.mark.parametrize(("name", "role"), PODS)
+every_ray_pod = pytest.mark.parametrize(("name", "role"), RAY_PODS)
 
 
 def security_contexts(name: str, role: str) -> list[dict[str, Any]]:
     """Of all containers of a pod, the autoscaler's too. KubeRay's init container copies the one of Ray's container."""
     found = [container["securityContext"] for container in pod(name, role)["containers"]]
-    cluster = clusters_of(overlay(name))[0]
-    if role == "head" and cluster.get("enableInTreeAutoscaling"):
-        found.append(cluster["autoscalerOptions"]["securityContext"])
+    for cluster in clusters_of(overlay(name)) if role == "head" else ():
+        if cluster.get("enableInTreeAutoscaling"):
+            found.append(cluster["autoscalerOptions"]["securityContext"])
     return found
 
 
@@ -50,10 +51,10 @@ def test_pods_share_nothing_with_their_node(name: str, role: str) -> None:
     allowed = {"emptyDir", "persistentVolumeClaim", "secret", "configMap"}
     for volume in spec["volumes"]:
         assert len(volume.keys() & allowed) == 1, volume
-    assert not any("hostPort" in port for port in ray_container(spec)["ports"])
+    assert not any("hostPort" in port for port in ray_container(spec).get("ports", ()))
 
 
-@every_pod
+@every_ray_pod
 def test_ray_has_its_session_folder_and_shared_memory_although_the_root_is_read_only(name: str, role: str) -> None:
     spec = pod(name, role)
     mounts = mounts_of(ray_container(spec))
@@ -75,7 +76,7 @@ def test_what_a_process_caches_has_a_place_it_may_write_to(name: str, role: str)
         assert not mounts[env["TIDE_CACHE_DIR"]].get("readOnly")
 
 
-@every_pod
+@every_ray_pod
 def test_the_object_store_fits_into_shared_memory(name: str, role: str) -> None:
     cluster = clusters_of(overlay(name))[0]
     groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]} | {"head": cluster["headGroupSpec"]}
@@ -131,14 +132,14 @@ def test_only_the_head_with_the_autoscaler_holds_a_token_for_the_kubernetes_api(
     assert mounted == (role == "head" and name in SERVICES)
 
 
-@every_pod
+@every_ray_pod
 def test_probes_are_left_to_kuberay_which_asks_the_node_and_the_serve_proxy(name: str, role: str) -> None:
     """Its probe of a worker also decides whether the worker gets requests; one of ours would replace it."""
     probes = {"livenessProbe", "readinessProbe", "startupProbe"}
     assert not any(probes & container.keys() for container in pod(name, role)["containers"])
 
 
-@every_pod
+@every_ray_pod
 def test_no_command_replaces_the_ray_start_of_kuberay(name: str, role: str) -> None:
     assert not {"command", "args"} & ray_container(pod(name, role)).keys()
 
@@ -151,14 +152,15 @@ def test_the_namespace_refuses_pods_that_are_not_restricted(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_policies_and_metrics_find_every_pod_by_its_labels(name: str) -> None:
-    component = "server" if name in SERVICES else "calibration"
+    tasks = {WEIGHTS: "weights", POINT_BACK: "publishing"}
+    component = "server" if name in SERVICES else tasks.get(name, "calibration")
     for template in templates_of(overlay(name)).values():
         labels = template["metadata"]["labels"]
         assert labels["app.kubernetes.io/part-of"] == "tide-serve"
         assert labels["app.kubernetes.io/component"] == component
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", [*SERVICES, *JOBS])
 def test_the_ray_of_the_manifest_is_the_one_that_is_pinned(name: str) -> None:
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8")
     pinned = re.search(r"^ray==(.+)$", pins, re.MULTILINE)

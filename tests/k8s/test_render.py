@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,16 @@ from tests.k8s.kustomize import (
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl is not on the path; the small renderer alone was tested"
 )
-RENDERERS = [pytest.param(render, id="tests"), pytest.param(render_by_kubectl, id="kubectl", marks=needs_kubectl)]
-BELONGS_TO = {"hub-egress": "gpu-calibration"}
+BELONGS_TO = {"hub-egress": "gpu-calibration", "hf-token": "weights"}
 KINDS_OF = {
     "gateway": {"Gateway", "HTTPRoute", "GRPCRoute"},
     "gcs-redis": {"NetworkPolicy"},
     "hub-egress": {"NetworkPolicy"},
+    "object-store": {"NetworkPolicy"},
     "pod-monitor": {"PodMonitor"},
     "quota": {"ResourceQuota"},
 }
+"""What a component adds; the others change what is there."""
 
 
 def by_name(manifests: list[dict[str, Any]]) -> dict[tuple[str, str, str | None], dict[str, Any]]:
@@ -53,35 +53,31 @@ def test_what_is_tested_here_is_what_kubectl_renders(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_overlay_of_the_service_has_all_it_needs_and_starts_no_calibration(name: str) -> None:
     kinds = {each["kind"] for each in overlay(name)}
-    assert {"Namespace", "PersistentVolumeClaim", "RayService", "NetworkPolicy", "PodDisruptionBudget"} <= kinds
-    assert "RayJob" not in kinds
+    assert {"Namespace", "RayService", "NetworkPolicy", "PodDisruptionBudget"} <= kinds
+    assert not {"RayJob", "Job", "PersistentVolumeClaim"} & kinds
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_an_overlay_of_a_calibration_leaves_the_service_alone(name: str) -> None:
     kinds = {each["kind"] for each in overlay(name)}
-    assert {"Namespace", "PersistentVolumeClaim", "RayJob", "ConfigMap"} <= kinds
-    assert not {"RayService", "PodDisruptionBudget"} & kinds
+    assert {"Namespace", "RayJob", "ConfigMap"} <= kinds
+    assert not {"RayService", "PodDisruptionBudget", "PersistentVolumeClaim"} & kinds
 
 
-@pytest.mark.parametrize("renderer", RENDERERS)
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_every_component_may_be_used_alone(
-    tmp_path: Path, component: str, renderer: Callable[[Path], list[dict[str, Any]]]
-) -> None:
+def test_every_component_may_be_used_alone(tmp_path: Path, component: str) -> None:
     base = BELONGS_TO.get(component, "gpu")
-    rendered = by_name(renderer(with_component(tmp_path, base, component)))
-    added = {key[0] for key in rendered.keys() - by_name(overlay(base)).keys()}
-    assert added == KINDS_OF[component]
+    rendered, before = by_name(render(with_component(tmp_path, base, component))), by_name(overlay(base))
+    added = {key[0] for key in rendered.keys() - before.keys()}
+    assert added == KINDS_OF.get(component, set())
+    assert rendered != before
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_everything_lives_in_one_namespace(name: str) -> None:
-    for each in overlay(name):
-        if each["kind"] == "Namespace":
-            assert each["metadata"]["name"] == "tide"
-        else:
-            assert each["metadata"]["namespace"] == "tide", each["metadata"]["name"]
+@needs_kubectl
+@pytest.mark.parametrize("base", ["gpu", "gpu-calibration", "weights"])
+def test_all_components_together_change_an_overlay_as_kubectl_would(tmp_path: Path, base: str) -> None:
+    folder = with_component(tmp_path, base, *COMPONENTS)
+    assert by_name(render(folder)) == by_name(render_by_kubectl(folder))
 
 
 @pytest.mark.parametrize("path", sorted(K8S.rglob("*.yaml")), ids=lambda path: str(path.relative_to(K8S)))

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.k8s.edge_schemas import SCHEMAS
-from tests.k8s.kustomize import K8S, OVERLAYS, one, overlay
+from tests.k8s.kustomize import COMPONENTS, JOBS, K8S, OVERLAYS, SERVICES, VOLUMES, one, overlay, render, with_component
 from tests.k8s.pods import templates_of
 
 RAY_CRDS = os.environ.get("KUBERAY_CRD_DIR", "")
@@ -64,7 +64,27 @@ def served_version(definition: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_kubernetes_own_kinds_are_strictly_valid(name: str, version: str) -> None:
     checked = [kubernetes_validate.validate(each, version, strict=True) for each in overlay(name) if is_core(each)]
-    assert len(checked) >= 5
+    assert len(checked) >= 4
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("name", VOLUMES)
+def test_volumes_are_strictly_valid(name: str, version: str) -> None:
+    (claim,) = render(K8S / "volume" / name)
+    assert kubernetes_validate.validate(claim, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ["gpu", "gpu-calibration", "weights"])
+def test_an_overlay_with_all_components_is_strictly_valid(name: str, tmp_path: Path) -> None:
+    manifests = render(with_component(tmp_path, name, *COMPONENTS))
+    for each in manifests:
+        if is_core(each):
+            assert kubernetes_validate.validate(each, KUBERNETES[0], strict=True)
+        elif each["kind"] in RAY_KINDS and RAY_CRDS:
+            assert errors_of(validator_of(each["kind"]), each) == []
+    for role, template in templates_of(manifests).items():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": template["metadata"], "spec": template["spec"]}
+        assert kubernetes_validate.validate(pod, KUBERNETES[0], strict=True), role
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -83,7 +103,7 @@ def test_pod_templates_are_strictly_valid_pods(name: str, version: str) -> None:
 
 
 @needs_crds
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", [*SERVICES, *JOBS])
 def test_ray_kinds_are_strictly_valid_for_the_operator(name: str) -> None:
     ours = [each for each in overlay(name) if each["kind"] in RAY_KINDS]
     assert ours

@@ -212,4 +212,6 @@ def test_kustomize_makes_a_config_map_that_grafana_looks_for_and_keeps_the_rules
     config_map, rule = sorted(yaml.safe_load_all(made), key=lambda each: each["kind"])
     assert config_map["data"] == {name: (FOLDER / file).read_text()}
     assert config_map["metadata"]["labels"] == {"grafana_dashboard": "1"}
-    assert rule == yaml.safe_load(ALERTS.read_text())
+    written = yaml.safe_load(ALERTS.read_text())
+    assert rule == {**written, "metadata": {**written["metadata"], "namespace": wanted["namespace"]}}
+    assert config_map["metadata"]["namespace"] == wanted["namespace"]

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.live import Server, default_config, serving
 from deploy.metrics import METRICS
+from deploy.published import CURRENT, Publication
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.observability.names import RARE, exported_by, labels_asked_for
 from tests.serve.load import PATIENCE_S, Streams, until
@@ -29,11 +30,14 @@ pytestmark = pytest.mark.serve
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("operations")
-    return {
+    folders = {
         "model": save_model(root / "model"),
         "first": save_artefact_for_it(root / "first"),
         "second": save_artefact_for_it(root / "second", draft_threshold=0.3),
+        "published": root / "published",
     }
+    Publication(str(folders["published"])).publish(folders["first"], "the first calibration")
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +47,10 @@ def server(folders: dict[str, Path]) -> Iterator[Server]:
     app = config["applications"][0]
     app["args"] = {
         "served_model_name": "tiny",
+        "follow_s": 0.5,
         "engine": {
             "model": str(folders["model"]),
-            "artefact": str(folders["first"]),
+            "artefact": str(folders["published"] / CURRENT),
             "num_threads": 1,
             "kv_memory_gib": 0.05,
         },
@@ -84,6 +89,23 @@ def test_other_exits_are_taken_without_a_restart_or_a_failed_stream(
     assert [process.pid for process in server.replicas()] == [replica.pid]
     server.deploy(server.config)
     assert until(lambda: client.model_info().artefact_digest == first)
+
+
+def test_a_published_artefact_is_taken_without_an_edit_and_the_pointer_goes_back(
+    server: Server, client: TideClient, folders: dict[str, Path]
+) -> None:
+    [replica] = server.replicas()
+    publication, first = Publication(str(folders["published"])), client.model_info().artefact_digest
+    with Streams(server) as streams:
+        second = publication.publish(folders["second"], "the second calibration").digest
+        assert until(lambda: client.model_info().artefact_digest == second)
+        assert publication.point("previous", "an operator").digest == first
+        assert until(lambda: client.model_info().artefact_digest == first)
+    assert streams.errors == []
+    assert [process.pid for process in server.replicas()] == [replica.pid]
+    assert f"{first[:16]} -> {second[:16]}, by the second calibration" in server.replica_logs
+    assert f"{second[:16]} -> {first[:16]}, by an operator" in server.replica_logs
+    assert until(lambda: re.search(r'ray_tide_artefact_moves_total\{.*result="taken".*\} 2\.0', exported(server)))
 
 
 def test_a_policy_that_cannot_be_taken_leaves_the_old_one_serving(server: Server, client: TideClient) -> None:

@@ -15,6 +15,7 @@ import typer
 from deploy import calibrate
 from deploy.calibration.settings import JobSettings, read_settings
 from deploy.calibration.worker import SEEN
+from deploy.published import Pointer
 from tests.deploy.calibration.fake_cluster import Notes
 from tide_core.calibration import pipeline
 from tide_core.calibration.config import CalibrationConfig
@@ -114,6 +115,27 @@ def executor(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ray, "init", lambda **how: done.append(f"init {how['namespace']}"))
     monkeypatch.setattr(ray, "kill", lambda lease: done.append("lease ended"))
     return done
+
+
+def test_a_job_publishes_its_artefact_under_its_name(
+    tmp_path: Path, executor: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[str, Path, str]] = []
+
+    class Publication:
+        def __init__(self, place: str) -> None:
+            self._place = place
+
+        def publish(self, folder: Path, by: str) -> Pointer:
+            calls.append((self._place, folder, by))
+            executor.append("published")
+            return Pointer("ab" * 32, None, by, "now")
+
+    monkeypatch.setattr(calibrate, "Publication", Publication)
+    calibrate.run(settings(tmp_path, publish="s3://bucket/published"), Notes())
+    assert calls == [("s3://bucket/published", tmp_path / "run" / "artefact", "run run")]
+    assert executor.index("published") < executor.index("stop"), "while this job alone works on the run"
+    assert f"published at s3://bucket/published: nothing -> {'ab' * 8}" in capsys.readouterr().out
 
 
 def test_a_job_locks_its_run_and_prints_the_work_of_each_worker(

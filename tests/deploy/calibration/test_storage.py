@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from deploy.calibration.storage import RemoteRunFiles, location, open_run, remove
+from deploy.calibration import storage
+from deploy.calibration.storage import RemoteRunFiles, open_run, remove
+from deploy.object_store import location, put
 from tide_core.calibration.ledger import RunFiles
 from tide_core.errors import ConfigError
 
@@ -95,8 +97,8 @@ def test_a_machine_that_dies_while_it_keeps_a_file_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("kind", ["s3", "gcs", "abfs"])
-def test_a_store_in_which_a_file_appears_whole_is_not_asked_to_move_it(url: str, tmp_path: Path, kind: str) -> None:
-    one, puts = machine(url, tmp_path / "one"), []
+def test_a_store_in_which_a_file_appears_whole_is_not_asked_to_move_it(kind: str) -> None:
+    puts = []
 
     class Whole:
         type_name = kind
@@ -106,8 +108,7 @@ def test_a_store_in_which_a_file_appears_whole_is_not_asked_to_move_it(url: str,
             puts.append(target)
             yield io.BytesIO()
 
-    one._store = Whole()
-    one._put("bucket/run/shards/a", b"1")
+    put(Whole(), "bucket/run/shards/a", b"1")
     assert puts == ["bucket/run/shards/a"]
 
 
@@ -173,14 +174,14 @@ def test_files_that_are_one_thing_are_never_seen_half_replaced(
     write("old")
     one.push_together(names)
     write("new")
-    put, seen = one._put, []
+    seen: list[bool] = []
 
-    def watched(there: str, raw: bytes) -> None:
+    def watched(store: Any, there: str, raw: bytes) -> None:
         two.pull(names)
         seen.append((two.folder / names[-1]).exists())
-        put(there, raw)
+        put(store, there, raw)
 
-    monkeypatch.setattr(one, "_put", watched)
+    monkeypatch.setattr(storage, "put", watched)
     one.push_together(names)
     assert seen == [False, False, False], "the last file is absent while the others change"
     two.pull(names)
@@ -219,9 +220,9 @@ def test_a_folder_of_a_store_is_removed_with_all_that_is_in_it(url: str, tmp_pat
     for name in ("ray/train-1/a", "ray/train-1/b/c", "shards/a"):
         one.path(name).write_bytes(b"1")
     one.push(["ray/train-1/a", "ray/train-1/b/c", "shards/a"])
-    for storage in (url, str(tmp_path / "store")):
-        remove(storage.removesuffix("/run"), "run", "ray")
-        remove(storage.removesuffix("/run"), "run", "ray")  # and it is no fault if nothing is there
+    for place in (url, str(tmp_path / "store")):
+        remove(place.removesuffix("/run"), "run", "ray")
+        remove(place.removesuffix("/run"), "run", "ray")  # and it is no fault if nothing is there
         assert [path.name for path in (tmp_path / "store" / "run").iterdir()] == ["shards"]
 
 

@@ -43,10 +43,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def settings(storage: str) -> JobSettings:
+def settings(storage: str, model: str = "mine") -> JobSettings:
     workers = {"num_cpus": 2.0, "threads": 3}
     calibration = tiny_calibration(data="self").to_mapping()
-    asked = {"name": "run", "storage": storage, "model": "mine", "dtype": "float32", "device": "cpu"}
+    asked = {"name": "run", "storage": storage, "model": model, "dtype": "float32", "device": "cpu"}
     return read_settings({**asked, "workers": workers, "calibration": calibration})
 
 
@@ -72,6 +72,17 @@ def test_the_model_is_loaded_with_the_settings_and_the_node_is_reported(tmp_path
         assert context.group is SINGLE_PROCESS
         group = SingleProcess()
         assert load_context(settings(str(tmp_path)), stack, group)[0].group is group
+
+
+def test_a_model_at_a_url_is_downloaded_and_loaded_from_there(
+    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "local_model", lambda model: f"the copy of {model}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SEEN).touch()
+    with contextlib.ExitStack() as stack:
+        load_context(settings(str(tmp_path), model="s3://bucket/models/mine"), stack)
+    assert asked[0][0] == "the copy of s3://bucket/models/mine"
 
 
 def test_a_worker_of_a_store_has_a_folder_of_its_own_and_leaves_none(tmp_path: Path, asked: list[Any]) -> None:

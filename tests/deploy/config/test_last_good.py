@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.app import TideServer
+from deploy.artefact_source import ArtefactSource
 from deploy.config.last_good import KEPT, others, remember
 from deploy.config.policy import LivePolicy
 from tide_core.errors import ConfigError
@@ -30,13 +32,16 @@ class Store:
 class Replica:
     """The part of a replica that takes a policy, over a service that refuses some artefacts."""
 
-    reconfigure, _apply, _apply_last_good = Server.reconfigure, Server._apply, Server._apply_last_good
+    reconfigure, _replace_policy, _follow = Server.reconfigure, Server._replace_policy, Server._follow
+    _apply, _apply_last_good = Server._apply, Server._apply_last_good
 
     def __init__(self, store: Store, *corrupt: str) -> None:
         self._policies, self._configured = store, False
         self._meter = SimpleNamespace(config_refused=None)
         self.service: Any = SimpleNamespace(apply=self._take, policy_refused=None)
         self._corrupt = corrupt
+        self._artefacts, self._following = ArtefactSource("none"), None
+        self._changing, self._args = asyncio.Lock(), SimpleNamespace(follow_s=3600.0)
         self.in_force: str | None = None
 
     async def _take(self, policy: LivePolicy) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.config.serve_config import OUR_DEPLOYMENT, SERVICER, check, check_file
+from deploy.published import CURRENT, Publication
 from deploy.strict import yaml_file
 from tests.evaluation.on_disk import save_artefact_for_it
 from tide_core.errors import ConfigError
@@ -269,8 +270,26 @@ def test_the_artefact_that_a_config_names_is_opened_and_its_bounds_are_known(tmp
         refused = refusal_of(changed(path, str(folder)))
         assert refused.field == path
         assert "a sound artefact" in refused.expected
-    [warning] = check(changed(f"{at}.artefact", "/nowhere"))
-    assert "/nowhere is not on this machine" in warning
+    for place in ("/nowhere", "s3://bucket/artefact"):
+        [warning] = check(changed(f"{at}.artefact", place))
+        assert f"{place} is not on this machine" in warning
+
+
+def test_a_pointer_need_not_have_been_published_and_what_it_names_is_opened(tmp_path: Path) -> None:
+    at, place = f"{ONE}.user_config.artefact", tmp_path / "published"
+    for pointer in (place / CURRENT, f"s3://bucket/published/{CURRENT}"):
+        assert check(changed(at, str(pointer))) == []
+    version = Publication(str(place)).publish(save_artefact_for_it(tmp_path / "artefact"), "me").digest
+    assert check(changed(at, str(place / CURRENT))) == []
+    (place / "versions" / version / "heads.safetensors").write_bytes(b"damaged")
+    assert "a sound artefact" in refusal_of(changed(at, str(place / CURRENT))).expected
+
+
+@pytest.mark.parametrize("name", ["model", "artefact"])
+def test_credentials_in_a_url_are_refused_and_not_shown(name: str) -> None:
+    refused = refusal_of(changed(f"{APP}.args.engine.{name}", "s3://me:hunter2@bucket/mine"))
+    assert "hunter2" not in str(refused)
+    assert refused.field.endswith(f"engine.{name}")
 
 
 WARNINGS = [
