@@ -15,6 +15,7 @@ from deploy.autoscaling import KV_USAGE, TARGET_TOKENS, TOKENS_IN_FLIGHT
 from deploy.config.args import AppArgs
 from deploy.config.policy import LivePolicy
 from deploy.grpc_api.api import GrpcApi
+from deploy.grpc_api.servicers import use_health
 from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
 from deploy.metrics import Meter, RayExporter
@@ -54,6 +55,7 @@ class TideServer(GrpcApi):
             keys=keys,
             observer=self._meter,
         )
+        use_health(self.health)
         self._meter.start(engine.stats, lambda: self.service.tokens_in_flight)
         logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
 
