@@ -25,7 +25,7 @@ class ScriptedEngine:
     max_model_len = 64
     artefact_digest = None
     config = SimpleNamespace(artefact="none")
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{one}>" for one in ids))
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{one}>" for one in ids), max_token_chars=16)
 
     def __init__(self, *script: Any) -> None:
         self._script = script or (HEL, LO)
@@ -33,6 +33,9 @@ class ScriptedEngine:
         self.asked: list[tuple[Any, SamplingParams]] = []
         self.num_open = 0
         self.waits_forever = asyncio.Event()
+
+    def max_answer_tokens(self, num_prompt: int) -> int:
+        return self.max_model_len - num_prompt
 
     def stats(self) -> Any:
         return SimpleNamespace(dead=self.dead, last_step_age_s=0.0)

@@ -20,6 +20,8 @@ __all__ = ["MAX_MESSAGES", "ROLES", "TextStream", "Tokenizer"]
 
 ROLES = ("system", "user", "assistant")
 MAX_MESSAGES = 1000
+MAX_COMPOSED = 4
+"""Most characters that Unicode composes to one (NFC), as a tokenizer's normalizer may do."""
 
 
 class Tokenizer:
@@ -38,6 +40,10 @@ class Tokenizer:
         ids = set(vocabulary.values())
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = max(model_vocab_size, max(ids) + 1)
+        backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+        composes = backend is not None and backend.normalizer is not None
+        self.max_token_chars = max(map(len, vocabulary)) * (MAX_COMPOSED if composes else 1)
+        """Most characters of text that one token stands for."""
         decode: Callable[[Sequence[int]], str] = self._decode
         whole: dict[int, str] | None = None
         if _has_plain_decode(hf_tokenizer):  # what the library puts around it costs several times the decoding
