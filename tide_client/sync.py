@@ -29,8 +29,8 @@ from tide_client.settings import (
     DEFAULT_TIMEOUT_S,
     Attempts,
     Settings,
-    channel_options,
 )
+from tide_client.tls import Tls, open_channel
 
 
 class TideClient:
@@ -44,11 +44,12 @@ class TideClient:
         application: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
+        tls: Tls | None = None,
         channel: grpc.Channel | None = None,
     ) -> None:
-        """`channel`: a channel to use instead of one to `address`, such as one with TLS."""
+        """`channel`: one to use instead of a new one to `address`."""
         self._settings = Settings(api_key, application, timeout_s, retries)
-        self._channel = channel or grpc.insecure_channel(address, options=channel_options())
+        self._channel = channel or open_channel(grpc, address, tls)
         self._stub: Any = tide_pb2_grpc.TideServiceStub(self._channel)
         self._closed = False
 
