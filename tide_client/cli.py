@@ -75,6 +75,9 @@ def client(
     tls_server_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name in the server's certificate, if not that of the address.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume an answer that breaks off, if it is greedy or has a seed.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds for the whole answer.")] = 120.0,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
@@ -88,6 +91,8 @@ def client(
     with_tls = tls or any(value is not None for value in given.values())
     if http is not None and with_tls:
         raise RequestError("--tls", "given", "none with --http: an https URL encrypts")
+    if http is not None and resume:
+        raise RequestError("--resume", "given", "none with --http, which never retries")
     text = prompts.text_of(prompt)
     if not _is_unicode(text):
         raise RequestError("prompt", "bytes that are not UTF-8", "text")
@@ -99,7 +104,7 @@ def client(
 
     with (
         _errors_in_one_line(http or address),
-        _open(http, address, application, key, timeout_s, given if with_tls else None) as server,
+        _open(http, address, application, key, timeout_s, given if with_tls else None, resume=resume) as server,
     ):
         _ask(
             server,
@@ -118,6 +123,8 @@ def _open(
     key: str | None,
     timeout_s: float,
     tls: Mapping[str, Any] | None,
+    *,
+    resume: bool,
 ) -> TideClient | HttpClient:
     if http is not None:
         from tide_client.http import HttpClient
@@ -131,6 +138,7 @@ def _open(
         api_key=key,
         application=application,
         timeout_s=timeout_s,
+        resume=resume,
         tls=None if tls is None else Tls(**tls),
     )
 

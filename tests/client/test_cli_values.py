@@ -26,6 +26,7 @@ Tide = Callable[..., tuple[int, str, str]]
         (("Say", "--http", "http://127.0.0.1:1", "--temperature", "nan"), "not JSON compliant"),
         (("Say", "--http", "http://127.0.0.1:1", "--application", "a"), "--application: got 'a', expected none with"),
         (("Say", "--http", "https://127.0.0.1:1", "--tls"), "--tls: got 'given', expected none with --http"),
+        (("Say", "--http", "https://127.0.0.1:1", "--resume"), "--resume: got 'given', expected none with --http"),
         (("Say", "--tls-cert", "/nowhere/cert"), "key_file is missing, expected both or none: cert_file is given"),
         (("Say", "--tls-ca", "/nowhere/ca"), "ca_file is '/nowhere/ca', expected a file that can be read"),
         (("Say", "--application", "a b"), "application is 'a b', expected printable ASCII"),
