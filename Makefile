@@ -117,8 +117,8 @@ bench: setup ## Measure the engine, its modes, the server and the calibration jo
 	@echo "bench: benchmarks.serving (about 10 minutes)"; $(BIN)/python -m benchmarks.serving
 	@echo "bench: benchmarks.calibration (about 10 minutes)"; $(BIN)/python -m benchmarks.calibration
 
-wheel: setup ## Build a wheel with the native module into dist/
-	@echo "wheel: building"; $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w dist .
+wheel: setup ## Build wheels into dist/: the whole with its native module, and tide-client alone
+	@echo "wheel: building"; $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w dist . ./packages/tide-client
 
 clean: ## Remove what setup and test made (not the demo model's cache)
 	@echo "clean: removing $(VENV), build and caches"

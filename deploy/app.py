@@ -20,6 +20,7 @@ from deploy.config.args import AppArgs
 from deploy.config.last_good import ClusterStore
 from deploy.config.policy import LivePolicy
 from deploy.grpc_api.api import GrpcApi
+from deploy.grpc_api.servicers import use_health
 from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
 from deploy.metrics import Meter, RayExporter
@@ -68,6 +69,7 @@ class TideServer(GrpcApi):
             observer=self._meter,
         )
         self.service.abort_elsewhere = self._abort_elsewhere
+        use_health(self.health)
         self._meter.start(engine.stats, lambda: self.service.tokens_in_flight, lambda: keys.num_failed)
         logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
 

@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from deploy.config.args import Limits
 from deploy.config.policy import LivePolicy
@@ -118,6 +118,7 @@ class Service:
         given = {**call.params, "max_tokens": self.limits.max_tokens} if call.fill_context else call.params
         params = self.policy.params(given, caller, self.natural_mode)
         self.limits.check(params)
+        self.check_size(call.prompt)
         engine_id = uuid.uuid4().hex
         return Answer(
             request_id=engine_id if call.request_id is None else _checked_id(call.request_id),
@@ -234,7 +235,21 @@ class Service:
         with self._open_lock:
             return list(self._open.values())
 
+    def check_size(self, prompt: Prompt) -> None:
+        """Refuse text that cannot fit in the context whatever its tokens are, before time is spent on finding them."""
+        if isinstance(prompt, str):
+            num_chars = len(prompt)
+        elif prompt and isinstance(prompt[0], Mapping):
+            num_chars = sum(len(message["content"]) for message in cast(Sequence[Mapping[str, str]], prompt))
+        else:
+            return  # token ids
+        tokens, per_token = self.engine.max_answer_tokens(0), self.engine.tokenizer.max_token_chars
+        if num_chars > tokens * per_token:
+            expected = f"at most {tokens * per_token}: {tokens} tokens of at most {per_token} characters each"
+            raise RequestError("prompt", f"{num_chars} characters", expected)
+
     async def tokenize(self, prompt: Prompt) -> list[int]:
+        self.check_size(prompt)
         return list(await asyncio.to_thread(self.engine.prompt_ids, prompt))
 
     async def text_of(self, prompt: str | list[int]) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tide_client.errors import BadValueError, BrokenStreamError, StatusError, TideClientError
     from tide_client.results import Answer, AuditReport, ExitStats, ExitSummary, ModelInfo, Token, Usage
     from tide_client.sync import Stream, TideClient
+    from tide_client.tls import Tls
 
 __all__ = [
     "Answer",
@@ -35,6 +36,7 @@ __all__ = [
     "Stream",
     "TideClient",
     "TideClientError",
+    "Tls",
     "Token",
     "Usage",
 ]
@@ -43,6 +45,7 @@ _MODULES = {
     "tide_client.aio": ("AsyncStream", "AsyncTideClient"),
     "tide_client.errors": ("BadValueError", "BrokenStreamError", "StatusError", "TideClientError"),
     "tide_client.sync": ("Stream", "TideClient"),
+    "tide_client.tls": ("Tls",),
 }
 
 

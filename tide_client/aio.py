@@ -24,14 +24,15 @@ from tide_client.results import (
     model_info_of,
     response_of,
 )
+from tide_client.retry import Retry, with_own_id
 from tide_client.settings import (
     DEFAULT_ADDRESS,
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_S,
     Attempts,
     Settings,
-    channel_options,
 )
+from tide_client.tls import Tls, open_channel
 
 
 class AsyncTideClient:
@@ -45,11 +46,14 @@ class AsyncTideClient:
         application: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
+        resume: bool = False,
+        tls: Tls | None = None,
         channel: grpc.aio.Channel | None = None,
     ) -> None:
-        """`channel`: a channel to use instead of one to `address`, such as one with TLS."""
-        self._settings = Settings(api_key, application, timeout_s, retries)
-        self._channel = channel or grpc.aio.insecure_channel(address, options=channel_options())
+        """`resume`: streams that break after their first token are resumed, if their request is greedy or has a seed.
+        `channel`: one to use instead of a new one to `address`."""
+        self._settings = Settings(api_key, application, timeout_s, retries, resume)
+        self._channel = channel or open_channel(grpc.aio, address, tls)
         self._stub: Any = tide_pb2_grpc.TideServiceStub(self._channel)
         self._closed = False
 
@@ -73,11 +77,7 @@ class AsyncTideClient:
         """The tokens as they arrive. Closing the stream, or leaving its `async with`, aborts the request."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
         request = request_of(prompt, options, timeout_s)
-
-        def start(left_s: float) -> Any:
-            return self._start(self._stub.GenerateStream, request, left_s)
-
-        return AsyncStream(start, self._settings, timeout_s)
+        return AsyncStream(self._start_by_name, request, self._settings, timeout_s)
 
     async def model_info(self) -> ModelInfo:
         return model_info_of(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
@@ -99,16 +99,21 @@ class AsyncTideClient:
         return reply.text
 
     async def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None = None) -> Any:
-        attempts = Attempts(self._settings, timeout_s or self._settings.timeout_s)
+        attempts, first = Attempts(self._settings, timeout_s or self._settings.timeout_s), request
         while True:
             try:
                 return await self._start(method, request, attempts.left_s)
             except grpc.aio.AioRpcError as error:
                 pause_s = attempts.pause_s(status_error(error))
+                if isinstance(first, pb.GenerateRequest):
+                    request = with_own_id(first, attempts.num_retries)
             except asyncio.CancelledError:
                 raise_if_cancelled()
                 raise TideClientError("the client was closed") from None
             await asyncio.sleep(pause_s)
+
+    def _start_by_name(self, method: str, request: object, timeout_s: float) -> Any:
+        return self._start(getattr(self._stub, method), request, timeout_s)
 
     def _start(self, method: Callable[..., Any], request: object, timeout_s: float) -> Any:
         if self._closed:
@@ -120,11 +125,15 @@ class AsyncStream:
     """The tokens of one answer, each once: an iterator, so a second loop continues where the first one stopped.
     `answer` is complete after the last token."""
 
-    def __init__(self, start: Callable[[float], Any], settings: Settings, timeout_s: float) -> None:
+    def __init__(
+        self, start: Callable[..., Any], request: pb.GenerateRequest, settings: Settings, timeout_s: float
+    ) -> None:
+        """`start`: starts the call with this name, request and timeout."""
         self._start, self._attempts = start, Attempts(settings, timeout_s)
+        self._retry = Retry(request, resume=settings.resume)
         self._builder = AnswerBuilder()
         self._closed = asyncio.Event()
-        self._call = start(timeout_s)
+        self._call = start("GenerateStream", request, timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -179,14 +188,26 @@ class AsyncStream:
             self._builder.end()
             return
         try:
-            pause_s = self._attempts.pause_s(status_error(error, len(self._builder.tokens)))
+            tokens = self._builder.tokens
+            failure = status_error(error, len(tokens))
+            pause_s = self._attempts.pause_s(failure, can_follow=self._retry.can_follow(tokens))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause_s)
             if not self._closed.is_set():
-                self._builder.restart()
-                self._call = self._start(self._attempts.left_s)
+                await self._start_again()
+        except grpc.aio.AioRpcError as next_error:  # of the tokenisation of the prompt
+            await self._on_status(next_error)
         except TideClientError as failure:
             self._builder.fail(failure)
+
+    async def _start_again(self) -> None:
+        tokens = self._builder.tokens
+        num_kept = self._retry.num_kept(tokens)
+        ask = self._retry.needs_ids(num_kept)
+        if ask is not None:
+            self._retry.take_ids(await self._start("Tokenize", ask, self._attempts.left_s))
+        self._builder.restart(num_kept)
+        self._call = self._start("GenerateStream", self._retry.next(tokens[:num_kept]), self._attempts.left_s)
 
 
 def raise_if_cancelled() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,6 +62,22 @@ def client(
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help=f"File with the API key; default: the variable {KEY_VARIABLE}.")
     ] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Encrypt the gRPC connection; any of the next four does so, too.")
+    ] = False,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM file of the authorities to trust; default: the usual ones.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM file of the client's own certificate (mTLS).")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM file of its private key.")] = None,
+    tls_server_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name in the server's certificate, if not that of the address.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume an answer that breaks off, if it is greedy or has a seed.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds for the whole answer.")] = 120.0,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
@@ -71,6 +87,12 @@ def client(
         raise RequestError("--bench", bench, "at least 1 stream")
     if http is not None and application is not None:
         raise RequestError("--application", application, "none with --http: the URL selects the application")
+    given = {"ca_file": tls_ca, "cert_file": tls_cert, "key_file": tls_key, "server_name": tls_server_name}
+    with_tls = tls or any(value is not None for value in given.values())
+    if http is not None and with_tls:
+        raise RequestError("--tls", "given", "none with --http: an https URL encrypts")
+    if http is not None and resume:
+        raise RequestError("--resume", "given", "none with --http, which never retries")
     text = prompts.text_of(prompt)
     if not _is_unicode(text):
         raise RequestError("prompt", "bytes that are not UTF-8", "text")
@@ -80,7 +102,10 @@ def client(
             options[name] = value  # type: ignore[literal-required]
     key = _key(api_key_file)
 
-    with _errors_in_one_line(http or address), _open(http, address, application, key, timeout_s) as server:
+    with (
+        _errors_in_one_line(http or address),
+        _open(http, address, application, key, timeout_s, given if with_tls else None, resume=resume) as server,
+    ):
         _ask(
             server,
             text if plain else prompts.user_message(text),
@@ -92,15 +117,30 @@ def client(
 
 
 def _open(
-    http: str | None, address: str, application: str | None, key: str | None, timeout_s: float
+    http: str | None,
+    address: str,
+    application: str | None,
+    key: str | None,
+    timeout_s: float,
+    tls: Mapping[str, Any] | None,
+    *,
+    resume: bool,
 ) -> TideClient | HttpClient:
     if http is not None:
         from tide_client.http import HttpClient
 
         return HttpClient(http, api_key=key, timeout_s=timeout_s)
     from tide_client.sync import TideClient
+    from tide_client.tls import Tls
 
-    return TideClient(address, api_key=key, application=application, timeout_s=timeout_s)
+    return TideClient(
+        address,
+        api_key=key,
+        application=application,
+        timeout_s=timeout_s,
+        resume=resume,
+        tls=None if tls is None else Tls(**tls),
+    )
 
 
 def _ask(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-RETRY_BEFORE_FIRST_TOKEN = ("UNAVAILABLE", "CANCELLED")
-"""No token was received, so a retry loses nothing. A proxy reports a dead replica as CANCELLED; a call that the client
-cancels itself is never retried."""
+TRANSIENT = ("UNAVAILABLE", "CANCELLED")
+"""No server answered, or it went away. A proxy reports a dead replica as CANCELLED; a call that the client cancels
+itself is never retried."""
 
 
 class TideClientError(Exception):
@@ -31,8 +31,9 @@ class StatusError(TideClientError):
         return f"{self.code}{after}: {self.details}"
 
     @property
-    def may_be_retried(self) -> bool:
-        return self.num_tokens == 0 and self.code in RETRY_BEFORE_FIRST_TOKEN
+    def is_transient(self) -> bool:
+        """Whether another attempt may succeed."""
+        return self.code in TRANSIENT
 
 
 class BrokenStreamError(TideClientError):

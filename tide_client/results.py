@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tide.v1 import tide_pb2 as pb
@@ -245,6 +245,8 @@ class AnswerBuilder:
         self._answer: Answer | None = None
         self._failure: TideClientError | None = None
         self._next_chunk = 0
+        self._again: deque[Token] = deque()
+        self._num_kept = 0
 
     @property
     def is_whole(self) -> bool:
@@ -276,9 +278,18 @@ class AnswerBuilder:
             return
         self._next_chunk += 1
         self.request_id = chunk.request_id
-        self.add([token_of(token) for token in chunk.tokens])
+        tokens = [token_of(token) for token in chunk.tokens]
+        while tokens and self._again:
+            token, before = tokens.pop(0), self._again.popleft()
+            if token.id != before.id:
+                self.fail(BrokenStreamError(f"the resumed answer has token {token.id} where {before.id} was received"))
+                return
+        self.add(tokens)
         if chunk.HasField("final"):
-            self.complete(answer_of(chunk.request_id, self.tokens, chunk.final))
+            if self._again:
+                self.fail(BrokenStreamError(f"the resumed answer ended {count(len(self._again))} early"))
+                return
+            self.complete(_joined(answer_of(chunk.request_id, self.tokens, chunk.final), self._num_kept))
 
     def add(self, tokens: Sequence[Token]) -> None:
         self.tokens += tokens
@@ -297,7 +308,22 @@ class AnswerBuilder:
     def fail(self, failure: TideClientError) -> None:
         self._failure, self.is_over = failure, True
 
-    def restart(self) -> None:
-        """Expect chunk 0 again, for a retried call. Only before the first token."""
-        assert not self.tokens
-        self._next_chunk = 0
+    def restart(self, num_kept: int) -> None:
+        """Expect chunk 0 again, for a retried call whose prompt ends with the first `num_kept` tokens. The others must
+        arrive again, and are not returned twice."""
+        self._next_chunk, self._num_kept = 0, num_kept
+        self._again = deque(self.tokens[num_kept:])
+
+
+def _joined(answer: Answer, num_kept: int) -> Answer:
+    """The answer with the tokens that the last attempt had in its prompt counted as what they are. Times, passes and
+    drafts are those of the last attempt."""
+    if num_kept == 0:
+        return answer
+    usage = replace(
+        answer.usage,
+        prompt_tokens=answer.usage.prompt_tokens - num_kept,
+        completion_tokens=answer.usage.completion_tokens + num_kept,
+    )
+    per_layer = Counter(token.exit_layer for token in answer.tokens)
+    return replace(answer, usage=usage, exits=replace(answer.exits, tokens_per_layer=dict(sorted(per_layer.items()))))

@@ -28,7 +28,10 @@ class Settings:
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Default deadline of a call; every call has one."""
     retries: int = DEFAULT_RETRIES
-    """Retries of a call that failed before its first token because no server answered."""
+    """Retries of a call that failed because no server answered, or it went away: before the first token, and with
+    `resume` also after it."""
+    resume: bool = False
+    """Resume a stream that broke after its first token, if its request is greedy or has a seed."""
 
     def __post_init__(self) -> None:
         check_key(self.api_key)
@@ -89,19 +92,20 @@ class Attempts:
     def __init__(self, settings: Settings, timeout_s: float) -> None:
         self._ends_at = time.monotonic() + timeout_s
         self._max_retries = settings.retries
-        self._num_retries = 0
+        self.num_retries = 0
 
     @property
     def left_s(self) -> float:
         """Seconds until the deadline that all attempts share."""
         return max(0.0, self._ends_at - time.monotonic())
 
-    def pause_s(self, failure: StatusError) -> float:
+    def pause_s(self, failure: StatusError, *, can_follow: bool = True) -> float:
         """Seconds to wait before the next attempt: exponential backoff with jitter. Raises `failure` if the call must
-        not be retried."""
-        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_retries, MAX_DOUBLINGS))
+        not be retried; `can_follow`: whether it could be."""
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.num_retries, MAX_DOUBLINGS))
         pause_s = random.uniform(longest / 2, longest) + (failure.retry_after_s or 0.0)  # noqa: S311  # not a secret
-        if not failure.may_be_retried or self._num_retries == self._max_retries or pause_s >= self.left_s:
+        may_follow = can_follow and failure.is_transient and self.num_retries < self._max_retries
+        if not may_follow or pause_s >= self.left_s:
             raise failure from None
-        self._num_retries += 1
+        self.num_retries += 1
         return pause_s

@@ -145,8 +145,14 @@ def serving(
 
 
 def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
-    """Variables with which a cluster shares nothing with another one on this machine."""
+    """Variables with which a cluster shares nothing with another one on this machine.
+
+    That takes gRPC ports of its own for the replicas: Ray means to bind each port for itself, but gRPC ignores how it
+    says so, and of two replicas on one port each would get some of the other's calls."""
+    first = random.Random(str(folder)).randrange(41_100, 60_000, 16)  # noqa: S311
     ours = {
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 15),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "RAY_TMPDIR": str(folder),

@@ -81,6 +81,8 @@ class ReadyEngine:
     config = EngineConfig()
 
     class tokenizer:  # a class in place of the engine's object
+        max_token_chars = 8
+
         @staticmethod
         def decode(ids: list[int]) -> str:
             return " token" * len(ids)
@@ -109,6 +111,9 @@ class ReadyEngine:
 
     def check_params(self, params: SamplingParams) -> None:
         """Accept all."""
+
+    def max_answer_tokens(self, num_prompt: int) -> int:
+        return self.max_model_len - num_prompt
 
     def describe(self) -> ModelFacts:
         return ModelFacts("ready", "none", NUM_LAYERS, 2, 2**20, "none", "cpu", "0", (2,), (), ("verified",), None)

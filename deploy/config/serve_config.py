@@ -22,7 +22,13 @@ from tide_core.config import REMOVED, EngineConfig
 from tide_core.errors import ArtefactError, ConfigError, RequestError, refuse_unknown
 
 OUR_DEPLOYMENT = "TideServer"
-SERVICER = "tide.v1.tide_pb2_grpc.add_TideServiceServicer_to_server"
+SERVICER = "deploy.grpc_api.servicers.add_tide"
+GENERATED = {
+    "tide.v1.tide_pb2_grpc.add_TideServiceServicer_to_server": SERVICER,
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server": "deploy.grpc_api.servicers.add_health",
+}
+"""Generated functions that work, and ours in their place, which give an undecodable body its status and keep health out
+of the request slots."""
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 HARD_STOP, DEFAULT_HARD_STOP_S = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", "120"
 MESSAGE_SIZE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
@@ -143,8 +149,13 @@ def _check_artefact(args: AppArgs, policy: LivePolicy, where: str, place: str) -
 
 
 def _warnings(schema: Any) -> list[str]:
-    warnings = []
-    if SERVICER not in schema.grpc_options.grpc_servicer_functions:
+    functions = schema.grpc_options.grpc_servicer_functions
+    warnings = [
+        f"grpc_options.grpc_servicer_functions: instead of {name} use {GENERATED[name]}"
+        for name in functions
+        if name in GENERATED
+    ]
+    if SERVICER not in [GENERATED.get(name, name) for name in functions]:
         warnings.append(f"grpc_options.grpc_servicer_functions: without {SERVICER} there is no gRPC API")
     if _env(schema.controller_options).get(HA_PROXY) != "1":
         warnings.append(f"controller_options: without {HA_PROXY}: '1' tokens go through Serve's slower Python proxy")

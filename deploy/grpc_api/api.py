@@ -6,16 +6,18 @@ A call that fails sets its status on the context and raises `StatusSetError`: Se
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from deploy.failures import NotServedError, StatusSetError, TooLargeError, report
+from deploy.failures import StatusSetError, TooLargeError, report
 from deploy.grpc_api import messages
+from deploy.grpc_api.health import Health
+from deploy.grpc_api.servicers import decoded
 from deploy.keys import Caller
 from deploy.service import Service
 from tide.v1 import tide_pb2 as pb
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
     from ray.serve.grpc_util import RayServegRPCContext as Context
 
 Reply = TypeVar("Reply")
-
-SERVICE_NAMES = ("", "tide.v1.TideService")
-"""Services that the health check knows; the empty name is the server."""
 
 
 class GrpcApi:
@@ -42,14 +41,15 @@ class GrpcApi:
             tokenizer = self.service.engine.tokenizer
             return messages.response_of(answer, outputs, model=self.service.model, tokenizer=tokenizer)
 
-        return await self._reply(grpc_context, reply)
+        return await self._reply(grpc_context, request, reply)
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, grpc_context: Context
     ) -> AsyncIterator[pb.GenerateChunk]:
         service, sequence = self.service, 0
         try:
-            answer = service.begin(messages.call_of(request), self._caller(grpc_context))
+            caller = self._caller(grpc_context, request)
+            answer = service.begin(messages.call_of(request), caller)
             async with contextlib.aclosing(service.outputs(answer)) as outputs:
                 async for output in outputs:
                     yield messages.chunk_of(
@@ -63,19 +63,19 @@ class GrpcApi:
         async def reply(caller: Caller) -> pb.GetModelInfoResponse:
             return self._model_info(caller)
 
-        return await self._reply(grpc_context, reply)
+        return await self._reply(grpc_context, request, reply)
 
     async def GetExitStats(self, request: pb.GetExitStatsRequest, grpc_context: Context) -> pb.GetExitStatsResponse:
         async def reply(caller: Caller) -> pb.GetExitStatsResponse:
             return messages.stats_of(self.service.engine.stats())
 
-        return await self._reply(grpc_context, reply)
+        return await self._reply(grpc_context, request, reply)
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: Context) -> pb.AbortResponse:
         async def reply(caller: Caller) -> pb.AbortResponse:
             return pb.AbortResponse(aborted=await self.service.abort_anywhere(request.request_id, caller))
 
-        return await self._reply(grpc_context, reply)
+        return await self._reply(grpc_context, request, reply)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: Context) -> pb.TokenizeResponse:
         async def reply(caller: Caller) -> pb.TokenizeResponse:
@@ -86,54 +86,59 @@ class GrpcApi:
             ids = await self.service.tokenize(prompt)
             return pb.TokenizeResponse(ids=ids, max_model_len=self.service.engine.max_model_len)
 
-        return await self._reply(grpc_context, reply)
+        return await self._reply(grpc_context, request, reply)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, grpc_context: Context) -> pb.DetokenizeResponse:
         async def reply(caller: Caller) -> pb.DetokenizeResponse:
             return pb.DetokenizeResponse(text=await self.service.detokenize(list(request.ids)))
 
-        return await self._reply(grpc_context, reply)
+        return await self._reply(grpc_context, request, reply)
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """grpc.health.v1. Needs no key, like /health."""
-        if request.service not in SERVICE_NAMES:
-            raise _with_status(grpc_context, NotServedError("service", request.service, SERVICE_NAMES[-1]))
-        return health_pb2.HealthCheckResponse(status=self._health())
+        """grpc.health.v1. Needs no key, like /health. Only a Python proxy of Serve routes health here: in a replica
+        `servicers.HealthOnServer` answers."""
+        try:
+            return self.health.check(decoded(request).service)
+        except Exception as error:
+            raise _with_status(grpc_context, error) from None
+
+    async def List(self, request: health_pb2.HealthListRequest, grpc_context: Context) -> health_pb2.HealthListResponse:
+        return self.health.list()
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """grpc.health.v1: the state, and every change of it."""
-        last = None
-        while True:
-            now = self._health() if request.service in SERVICE_NAMES else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            if now != last:
-                yield health_pb2.HealthCheckResponse(status=now)
-                last = now
-            await asyncio.sleep(1.0)
-
-    def _health(self) -> Any:
         try:
-            self.service.check()
-        except Exception:
-            return health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse.SERVING
+            watch = self.health.watch(decoded(request).service, grpc_context.peer())
+            async with contextlib.aclosing(watch):
+                async for state in watch:
+                    yield state
+        except Exception as error:
+            raise _with_status(grpc_context, error) from None
 
-    async def _reply(self, context: Context, work: Callable[[Caller], Awaitable[Reply]]) -> Reply:
+    @functools.cached_property
+    def health(self) -> Health:
+        return Health(lambda: self.service.check())
+
+    async def _reply(self, context: Context, request: object, work: Callable[[Caller], Awaitable[Reply]]) -> Reply:
         """The result of `work` for the caller; an error becomes a status."""
         try:
-            return await work(self._caller(context))
+            return await work(self._caller(context, request))
         except Exception as error:
             raise _with_status(context, error) from None
 
-    def _caller(self, context: Context) -> Caller:
+    def _caller(self, context: Context, request: object) -> Caller:
+        """Who calls. Every method asks before it reads the request, which may be one that could not be decoded."""
         metadata = context.invocation_metadata()
         size = sum(len(key) + len(value) for key, value in metadata)
         if size > self.service.limits.metadata_bytes:
             raise TooLargeError("metadata", f"{size} bytes", f"at most {self.service.limits.metadata_bytes}")
-        return self.service.keys.caller(dict(metadata).get("authorization"))
+        caller = self.service.keys.caller(dict(metadata).get("authorization"))
+        decoded(request)
+        return caller
 
     def _model_info(self, caller: Caller) -> pb.GetModelInfoResponse:
         service = self.service

@@ -36,9 +36,14 @@ OnToken = Callable[[int], None]
 """Called with the number of tokens that came."""
 
 
-def read_sync(address: str, *, retries: int = 3, on_token: OnToken = id, **options: Any) -> Outcome:
+def read_sync(
+    address: str, *, retries: int = 3, resume: bool = False, on_token: OnToken = id, prompt: Any = "Say", **options: Any
+) -> Outcome:
     seen = Outcome()
-    with TideClient(address, retries=retries) as client, client.stream("Say", **options) as stream:
+    with (
+        TideClient(address, retries=retries, resume=resume) as client,
+        client.stream(prompt, **options) as stream,
+    ):
         try:
             for token in stream:
                 seen.tokens.append(token)
@@ -49,11 +54,16 @@ def read_sync(address: str, *, retries: int = 3, on_token: OnToken = id, **optio
     return seen
 
 
-def read_async(address: str, *, retries: int = 3, on_token: OnToken = id, **options: Any) -> Outcome:
+def read_async(
+    address: str, *, retries: int = 3, resume: bool = False, on_token: OnToken = id, prompt: Any = "Say", **options: Any
+) -> Outcome:
     seen = Outcome()
 
     async def read() -> None:
-        async with AsyncTideClient(address, retries=retries) as client, client.stream("Say", **options) as stream:
+        async with (
+            AsyncTideClient(address, retries=retries, resume=resume) as client,
+            client.stream(prompt, **options) as stream,
+        ):
             try:
                 async for token in stream:
                     seen.tokens.append(token)

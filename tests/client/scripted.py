@@ -181,11 +181,15 @@ class Script(tide_pb2_grpc.TideServiceServicer):
 class GrpcServer:
     """A script behind a port. Several may listen on the same one, one after another."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> None:
         self.script = Script()
         self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
         tide_pb2_grpc.add_TideServiceServicer_to_server(self.script, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        if credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, credentials)
         self._server.start()
 
     @property

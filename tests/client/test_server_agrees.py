@@ -12,6 +12,8 @@ from tests.deploy.in_process import Context, Grpc, Http, all_of, make_service
 from tide_client import openai_events
 from tide_client.requests import Options, request_of
 from tide_client.results import Answer, AnswerBuilder, exit_stats_of, model_info_of, response_of
+from tide_client.retry import DEFAULT_MAX_TOKENS, Retry
+from tide_core.request import SamplingParams
 
 CHAT = [{"role": "user", "content": "the cat"}]
 OPTIONS: Options = {"max_tokens": 12, "ignore_eos": True, "mode": "verified", "threshold": 0.25}
@@ -70,3 +72,28 @@ async def test_a_refusal_over_http_is_read_in_its_own_words() -> None:
     assert reply.status == 400
     assert "max_tokens" in openai_events.error_of(reply.body)
     assert json.loads(body)["tide"] == {"tokens": True, "timeout_s": 30.0}
+
+
+@pytest.mark.parametrize("prompt", ["a b c", CHAT], ids=["text", "chat"])
+@pytest.mark.parametrize("mode", ["full", "verified"])
+async def test_an_answer_continued_from_any_token_is_the_rest_of_the_whole(prompt: Any, mode: str) -> None:
+    service = make_service()
+    request = request_of(prompt, {"max_tokens": 12, "ignore_eos": True, "mode": mode}, 30.0)
+    with service.engine:
+        api: Any = Grpc(service)
+        whole = response_of(await api.Generate(request, Context()))
+        retry = Retry(request, resume=True)
+        ask = retry.needs_ids(1)
+        assert ask is not None
+        retry.take_ids(await api.Tokenize(ask, Context()))
+        kept = {retry.num_kept(whole.tokens[:cut]) for cut in range(1, len(whole.tokens) + 1)} - {0}
+        assert len(kept) > 3
+        for num in kept:
+            rest = response_of(await api.Generate(retry.next(whole.tokens[:num]), Context()))
+            assert [token.id for token in rest.tokens] == [token.id for token in whole.tokens[num:]]
+            assert [token.text for token in rest.tokens] == [token.text for token in whole.tokens[num:]]
+            assert rest.finish_reason == whole.finish_reason
+
+
+def test_the_servers_default_length_is_the_one_that_a_continued_request_counts_from() -> None:
+    assert SamplingParams().max_tokens == DEFAULT_MAX_TOKENS

@@ -139,6 +139,9 @@ class Context:
     text: str = ""
     trailing: list[tuple[str, str]] = field(default_factory=list)
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return self.metadata
 

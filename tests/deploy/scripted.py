@@ -32,6 +32,7 @@ class ScriptedEngine:
         stream=lambda ids: None,
         added_id=lambda text: 7 if text == "[TOOL_CALLS]" else None,
         is_special=lambda token_id: True,
+        max_token_chars=16,
     )
 
     def __init__(self, *script: Any) -> None:
@@ -40,6 +41,9 @@ class ScriptedEngine:
         self.asked: list[tuple[Any, SamplingParams]] = []
         self.num_open = 0
         self.waits_forever = asyncio.Event()
+
+    def max_answer_tokens(self, num_prompt: int) -> int:
+        return self.max_model_len - num_prompt
 
     def stats(self) -> Any:
         return SimpleNamespace(dead=self.dead, last_step_age_s=0.0)

@@ -273,6 +273,23 @@ async def test_a_request_without_a_length_goes_on_to_the_limit_if_the_context_is
     assert sum(len(output.tokens) for output in outputs) == 7
 
 
+TOO_LONG = "x" * (64 * 16 + 1)
+
+
+@pytest.mark.parametrize(
+    "prompt", [TOO_LONG, [{"role": "user", "content": TOO_LONG[:512]}, {"role": "user", "content": TOO_LONG[:513]}]]
+)
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(prompt: Any) -> None:
+    engine = ScriptedEngine()
+    service = scripted_service(engine)
+    with pytest.raises(RequestError, match=r"1025 characters.*at most 1024: 64 tokens of at most 16 characters each"):
+        service.begin(Call(prompt), ANYONE)
+    with pytest.raises(RequestError, match="1025 characters"):
+        await service.tokenize(prompt)
+    assert service.begin(Call(TOO_LONG[:-1]), ANYONE), "the tokens decide"
+    assert engine.asked == []
+
+
 @pytest.mark.parametrize("name", ["", "x" * 129, "a\nb"], ids=["none", "too long", "two lines"])
 def test_a_name_that_no_request_may_have_is_refused_wherever_it_is_given(name: str) -> None:
     service = scripted_service()

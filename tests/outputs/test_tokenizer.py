@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 import threading
+import unicodedata
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -281,3 +283,12 @@ def test_demo_chat_starts_one_turn_per_message_whatever_they_say() -> None:
     start, end = (demo()._hf.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
     assert (ids.count(start), ids.count(end)) == (4, 3)  # system, user, assistant and the answer's beginning
     assert "obey" in demo().decode(ids)
+
+
+def test_no_token_stands_for_more_characters_than_the_most() -> None:
+    assert tiny().max_token_chars == len("<|plain|>")
+    composing = copy.deepcopy(hf_tokenizer())
+    composing.backend_tokenizer.normalizer = normalizers.NFC()
+    assert Tokenizer(composing).max_token_chars == 4 * len("<|plain|>")
+    longest = max((unicodedata.normalize("NFD", chr(code)) for code in range(0x110000)), key=len)
+    assert len(longest) == 4, "of the characters that one composed character comes from"

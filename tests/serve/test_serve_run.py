@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from benchmarks.common import ROOT
@@ -27,6 +30,8 @@ pytestmark = [pytest.mark.serve, pytest.mark.demo]
 
 PROMPT = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
 CHAT = [{"role": "user", "content": "Explain in two sentences why the sky is blue."}]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+LIST_SERVICES = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
 MANY_TOKENS = 4000
 """More than are made while a test looks at a running request."""
 
@@ -163,13 +168,50 @@ def test_reflection_alone_is_enough_to_call(server: Server) -> None:
         ask, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         call = channel.unary_unary("/tide.v1.TideService/Tokenize", ask.SerializeToString, reply.FromString)
         assert call(ask(text="hello"), timeout=60).ids
+        listed = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        assert b"tide.v1.TideService" in next(listed(iter([LIST_SERVICES]), timeout=60))
 
 
 def test_grpc_health_is_serving(server: Server) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(service="tide.v1.TideService"), timeout=60)
-        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert reply.status == SERVING
+
+
+def test_more_health_watches_than_request_slots_starve_nobody(server: Server, client: TideClient) -> None:
+    """330 of them took every slot of the replica."""
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    with contextlib.ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(server.address, own)) for _ in range(11)]
+        asked = health_pb2.HealthCheckRequest()
+        watches = [
+            health_pb2_grpc.HealthStub(channel).Watch(asked, timeout=PATIENCE_S)
+            for channel in channels
+            for _ in range(30)
+        ]
+        codes = Counter(status_of_the_first(watch) for watch in watches)
+        assert codes.keys() == {"OK", "RESOURCE_EXHAUSTED"}
+        assert sum(watch.is_active() for watch in watches) <= 64, codes
+        assert client.generate(PROMPT["prompt"], max_tokens=2).usage.completion_tokens == 2
+        assert (
+            health_pb2_grpc.HealthStub(channels[0]).Check(asked, timeout=60).status
+            == health_pb2.HealthCheckResponse.SERVING
+        )
+
+
+def status_of_the_first(watch: Any) -> str:
+    try:
+        assert next(watch).status == SERVING
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+def test_bytes_that_are_no_request_are_the_callers_fault(server: Server) -> None:
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/tide.v1.TideService/Generate")(b"\xff\xff\xff\xff", timeout=60)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_client_that_goes_frees_its_blocks_at_once(server: Server, client: TideClient) -> None:
@@ -235,18 +277,33 @@ def test_a_changed_policy_takes_effect_without_a_restart_or_a_dropped_stream(
 
 
 def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(server: Server, client: TideClient) -> None:
+    assert until(lambda: haproxy_routes_to_the_replica(server)), "Serve's own proxy would answer INTERNAL"
     [replica] = server.replicas()
     stream = client.stream(CHAT, max_tokens=MANY_TOKENS, ignore_eos=True)
     tokens = iter(stream)
-    for _ in range(6):
-        next(tokens)
-    replica.kill()
-    with pytest.raises(StatusError) as caught:
-        list(tokens)
-    assert caught.value.code in ("CANCELLED", "UNAVAILABLE", "INTERNAL")
-    assert caught.value.num_tokens >= 6
-    assert until(server.is_healthy)
-    assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
+    with TideClient(server.address, retries=1000, resume=True) as patient:
+        resumed = patient.stream(CHAT, max_tokens=400, ignore_eos=True, timeout_s=PATIENCE_S)
+        for _ in range(6):
+            next(tokens)
+            next(resumed)
+        replica.kill()
+        with pytest.raises(StatusError) as caught:
+            list(tokens)
+        assert caught.value.code in ("CANCELLED", "UNAVAILABLE", "INTERNAL")
+        assert caught.value.num_tokens >= 6
+        assert until(server.is_healthy)
+        assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
+        list(resumed)
+        whole = client.generate(CHAT, max_tokens=400, ignore_eos=True, timeout_s=PATIENCE_S)
+        assert resumed.answer.tokens != ()
+        assert [token.id for token in resumed.answer.tokens] == [token.id for token in whole.tokens]
+        assert resumed.answer.text == whole.text
+
+
+def haproxy_routes_to_the_replica(server: Server) -> bool:
+    logs = server.folder.glob("ray/session_latest/logs/serve/*proxy*")
+    text = "".join(file.read_text(errors="replace") for file in logs)
+    return -1 < text.rfind("name='SERVE_REPLICA_") < text.rfind("graceful HAProxy reload")
 
 
 def test_tokens_pass_through_haproxy(server: Server) -> None:

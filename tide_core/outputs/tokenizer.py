@@ -24,6 +24,8 @@ MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reas
 MAX_MESSAGES = 1000
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError)
 """What a template raises for messages, tools or variables that it does not expect."""
+MAX_COMPOSED = 4
+"""Most characters that Unicode composes to one (NFC), as a tokenizer's normalizer may do."""
 
 
 class Tokenizer:
@@ -42,6 +44,9 @@ class Tokenizer:
         ids = set(vocabulary.values())
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = max(model_vocab_size, max(ids) + 1)
+        has_normalizer = getattr(getattr(hf_tokenizer, "backend_tokenizer", None), "normalizer", None) is not None
+        self.max_token_chars = max(map(len, vocabulary)) * (MAX_COMPOSED if has_normalizer else 1)
+        """Most characters of text that one token stands for."""
         has_plain_decode = _has_plain_decode(hf_tokenizer)
         backend = hf_tokenizer.backend_tokenizer if has_plain_decode else None
         without_text = set(range(self.vocab_size)) - ids

@@ -309,6 +309,11 @@ WARNINGS = [
     ("http_options.host", "0.0.0.0", "tide: no api_keys_file, and http_options.host is 0.0.0.0"),
     ("http_options.host", GONE, "tide: no api_keys_file, and http_options.host is 0.0.0.0"),
     ("grpc_options.grpc_servicer_functions", [], "there is no gRPC API"),
+    (
+        "grpc_options.grpc_servicer_functions[1]",
+        "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+        "add_HealthServicer_to_server use deploy.grpc_api.servicers.add_health",
+    ),
     (f"{APP}.args.api_keys_file", "/nowhere/keys.json", "reflection answers without a key"),
     (
         f"{APP}.runtime_env.env_vars.RAY_SERVE_GRPC_MAX_MESSAGE_SIZE",

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -259,8 +258,7 @@ async def test_health_is_sent_again_only_when_it_changes(api: Grpc, monkeypatch:
         return dead if is_dead else healthy
 
     monkeypatch.setattr(engine, "stats", stats)
-    sleep = asyncio.sleep
-    monkeypatch.setattr("deploy.grpc_api.api.asyncio", SimpleNamespace(sleep=lambda seconds: sleep(0)))
+    monkeypatch.setattr("deploy.grpc_api.health.LOOK_EVERY_S", 0)
     watch = api.Watch(health_pb2.HealthCheckRequest(), Context())
     assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
     change = asyncio.ensure_future(anext(watch))
