@@ -237,10 +237,11 @@ class Service:
 
     def check_size(self, prompt: Prompt) -> None:
         """Refuse text that cannot fit in the context whatever its tokens are, before time is spent on finding them."""
+        messages = getattr(prompt, "messages", prompt)  # of a chat with tools and options
         if isinstance(prompt, str):
             num_chars = len(prompt)
-        elif prompt and isinstance(prompt[0], Mapping):
-            num_chars = sum(len(message["content"]) for message in cast(Sequence[Mapping[str, str]], prompt))
+        elif messages and isinstance(messages[0], Mapping):
+            num_chars = sum(len(message["content"]) for message in cast(Sequence[Mapping[str, str]], messages))
         else:
             return  # token ids
         tokens, per_token = self.engine.max_answer_tokens(0), self.engine.tokenizer.max_token_chars
