@@ -21,7 +21,7 @@ from deploy.failures import DeadlineError, NotServedError, QuotaError
 from deploy.keys import Caller, KeyRing
 from deploy.quota import Quotas
 from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
-from tide_core.request import FinishReason, RequestOutput, SamplingParams
+from tide_core.request import Chat, FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Engine, Prompt
@@ -237,7 +237,7 @@ class Service:
 
     def check_size(self, prompt: Prompt) -> None:
         """Refuse text that cannot fit in the context whatever its tokens are, before time is spent on finding them."""
-        messages = getattr(prompt, "messages", prompt)  # of a chat with tools and options
+        messages = prompt.messages if isinstance(prompt, Chat) else prompt
         if isinstance(prompt, str):
             num_chars = len(prompt)
         elif messages and isinstance(messages[0], Mapping):
