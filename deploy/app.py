@@ -23,7 +23,7 @@ from deploy.grpc_api.api import GrpcApi
 from deploy.grpc_api.servicers import use_health
 from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
-from deploy.metrics import Meter, RayExporter
+from deploy.metrics import Meter, RayExporter, TextExporter
 from deploy.service import Service
 from deploy.telemetry import join_serve_logs
 from deploy.weights import local_model
@@ -60,7 +60,8 @@ class TideServer(GrpcApi):
         settings = {**checked.engine, "model": local_model(checked.engine["model"])}
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model = checked.served_model_name or engine.model_name
-        self._meter = Meter(RayExporter(), model=model, max_queued=engine.config.max_queued)
+        self._exporter = TextExporter(RayExporter()) if checked.metrics else RayExporter()
+        self._meter = Meter(self._exporter, model=model, max_queued=engine.config.max_queued)
         self.service = Service(
             engine,
             model=model,
@@ -83,6 +84,7 @@ class TideServer(GrpcApi):
             strict=args.strict,
             cors_origins=args.cors_origins,
             tool_parser=args.tool_parser,
+            metrics=self._exporter.text if isinstance(self._exporter, TextExporter) else None,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from deploy.service import Answer
 from deploy.telemetry import record_spans
@@ -144,6 +144,42 @@ class RayExporter:
 
     def add(self, name: str, value: float, tags: Mapping[str, str]) -> None:
         self._record[name](value, dict(tags))
+
+
+class TextExporter:
+    """Passes the metrics on, and has them as Prometheus' text for `/metrics` on the API port, by their plain names."""
+
+    def __init__(self, following: Exporter, table: Sequence[Metric] = METRICS) -> None:
+        import prometheus_client as prometheus
+
+        self._following, self._registry = following, prometheus.CollectorRegistry()
+        self._record: dict[str, Callable[[float, Mapping[str, str]], None]] = {}
+        for metric in table:
+            given: dict[str, Any] = {"labelnames": metric.tags, "registry": self._registry}
+            if metric.kind == "counter":
+                self._record[metric.name] = _with_labels(prometheus.Counter(metric.name, metric.text, **given), "inc")
+            elif metric.kind == "gauge":
+                self._record[metric.name] = _with_labels(prometheus.Gauge(metric.name, metric.text, **given), "set")
+            else:
+                histogram = prometheus.Histogram(metric.name, metric.text, buckets=metric.boundaries, **given)
+                self._record[metric.name] = _with_labels(histogram, "observe")
+
+    def add(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        self._following.add(name, value, tags)
+        self._record[name](value, tags)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        import prometheus_client as prometheus
+
+        return bytes(prometheus.generate_latest(self._registry))
+
+
+def _with_labels(metric: Any, method: str) -> Callable[[float, Mapping[str, str]], None]:
+    def record(value: float, tags: Mapping[str, str]) -> None:
+        getattr(metric.labels(**tags) if tags else metric, method)(value)
+
+    return record
 
 
 class Meter:

@@ -75,6 +75,9 @@ class AppArgs(BaseModel):
     tool_parser: str | None = None
     """The format in which the model writes calls of tools: `hermes` (Qwen too), `llama3_json` or `mistral`. Default:
     the one that its chat template shows; where it shows none of these, requests with tools are refused."""
+    metrics: bool = False
+    """Whether `/metrics` on the API port has the metrics of the replica that answers, without a key. Ray publishes
+    those of all replicas on a port of its own."""
     playground: bool | None = None
     """Whether /playground is served, without a key. Default: only if there are no keys."""
     target_wait_s: float = Field(default=2.0, gt=0.0, le=3600.0)

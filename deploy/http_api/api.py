@@ -53,10 +53,11 @@ def build_api(
     strict: bool = False,
     cors_origins: Sequence[str] = (),
     tool_parser: str | None = None,
+    metrics: Callable[[], bytes] | None = None,
 ) -> FastAPI:
     """Routes over `service`. A strict server refuses fields that are not known here. Pages of `cors_origins` may call
     it from a browser. `tool_parser` names the format of the model's tool calls, if its chat template does not show
-    it."""
+    it. `metrics` gives the text of /metrics."""
 
     def read(schema: type[AnyBody], request: Request) -> AnyBody:
         body, unknown = without_ignored(schema, body_of(request), strict=strict)
@@ -66,7 +67,8 @@ def build_api(
         return _checked(schema, body)
 
     api = FastAPI(title="TIDE Serve", version=__version__, docs_url=None, redoc_url=None)
-    open_paths = frozenset({"/", "/health", *(["/playground"] if playground else [])})
+    optional_paths = {"/playground": playground, "/metrics": metrics is not None}
+    open_paths = frozenset({"/", "/health", *(path for path, is_there in optional_paths.items() if is_there)})
     api.add_middleware(Guard, service=service, open_paths=open_paths)
     if cors_origins:  # before the guard: a browser asks without a key whether it may ask
         api.add_middleware(
@@ -142,6 +144,12 @@ def build_api(
     @api.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
+
+    if metrics is not None:
+
+        @api.get("/metrics", include_in_schema=False)
+        async def show_metrics() -> Response:
+            return Response(metrics(), media_type="text/plain; version=0.0.4")
 
     if playground:
         page, page_headers = playground_page()

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from deploy.metrics import BY_NAME, LATENCIES_S, MAX_HELD, MAX_SAMPLES, METRICS, Meter, RayExporter, thinned
+from deploy.metrics import (
+    BY_NAME,
+    LATENCIES_S,
+    MAX_HELD,
+    MAX_SAMPLES,
+    METRICS,
+    Meter,
+    RayExporter,
+    TextExporter,
+    thinned,
+)
 from deploy.service import Call, Service
 from tests.deploy.answers import make_answer
 from tests.engine.exit_engines import exit_engine
@@ -331,6 +341,25 @@ async def test_a_service_is_measured_from_start_to_end(sink: Sink, meter: Meter)
     assert len(sink.samples["tide_time_to_first_token_seconds", "verified"]) == 3
     assert sink.gauges["tide_tokens_in_flight", ""] == 0
     assert {name for name, _ in (*sink.counts, *sink.gauges, *sink.samples)} <= set(BY_NAME)
+
+
+def test_the_text_of_the_metrics_is_what_is_passed_on(sink: Sink) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    exporter = TextExporter(sink)
+    exporter.add("tide_requests", 2, {"finish": "stop"})
+    exporter.add("tide_requests", 3, {"finish": "stop"})
+    exporter.add("tide_num_requests_running", 7, {})
+    exporter.add("tide_queue_seconds", 0.02, {"mode": "full"})
+    families = {family.name: family for family in text_string_to_metric_families(exporter.text().decode())}
+    samples = {(s.name, *sorted(s.labels.values())): s.value for family in families.values() for s in family.samples}
+    assert samples["tide_requests_total", "stop"] == 5
+    assert samples["tide_num_requests_running",] == 7
+    assert samples["tide_queue_seconds_count", "full"] == 1
+    assert samples["tide_queue_seconds_bucket", "0.025", "full"] == 1
+    assert samples["tide_queue_seconds_bucket", "0.01", "full"] == 0
+    assert set(families) == {metric.name for metric in METRICS}
+    assert sink.num_calls == 4, "Ray gets them, too"
 
 
 def test_a_thread_hands_on_until_it_is_stopped_and_tells_of_a_failure_once(

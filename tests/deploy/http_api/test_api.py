@@ -248,6 +248,13 @@ async def test_the_start_page_links_what_is_there_and_needs_no_key(service: Serv
     assert "default-src 'none'" in without.headers["content-security-policy"]
 
 
+async def test_metrics_are_there_only_if_the_setting_is_on(service: Service) -> None:
+    assert (await Http(service).ask("GET", "/metrics")).status == 404
+    shown = await Http(service, metrics=lambda: b"tide_requests_total 1\n").ask("GET", "/metrics")
+    assert shown.body == b"tide_requests_total 1\n"
+    assert shown.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
 async def test_health_answers_head_requests(http: Http) -> None:
     reply = await http.ask("HEAD", "/health")
     assert reply.status == 200
