@@ -358,7 +358,7 @@ def test_the_text_of_the_metrics_is_what_is_passed_on(sink: Sink) -> None:
     assert samples["tide_queue_seconds_count", "full"] == 1
     assert samples["tide_queue_seconds_bucket", "0.025", "full"] == 1
     assert samples["tide_queue_seconds_bucket", "0.01", "full"] == 0
-    assert set(families) == {metric.name for metric in METRICS}
+    assert {metric.name for metric in METRICS} <= set(families)
     assert sink.num_calls == 4, "Ray gets them, too"
 
 
