@@ -12,6 +12,12 @@ from tide_client.results import Answer, AnswerBuilder, ExitSummary, Token, Usage
 
 EXITS = ("mode", "epsilon", "threshold", "min_layers")
 NOT_OVER_HTTP = ("request_id", "logprobs")
+HTTP_NAMES = {
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+    "choices": "guided_choice",
+    "grammar": "guided_grammar",
+}
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
@@ -22,6 +28,7 @@ def request_of(prompt: Prompt, options: Options, timeout_s: float) -> tuple[str,
         if name in given:
             raise BadValueError(f"{name} is given, expected none over HTTP")
     tide = {name: given.pop(name) for name in EXITS if name in given}
+    given = {HTTP_NAMES.get(name, name): value for name, value in given.items()}
     body: dict[str, Any] = {"temperature": 0.0, **given, "stream": True, "stream_options": {"include_usage": True}}
     body["tide"] = {**tide, "tokens": True, "timeout_s": timeout_s}
     if is_chat(prompt):

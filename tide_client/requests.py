@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -34,6 +35,11 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
+    json_schema: str | Mapping[str, Any]
+    """As JSON text or as its object."""
+    regex: str
+    choices: Sequence[str]
+    grammar: str
     mode: str
     """full, verified, bounded or fast."""
     epsilon: float
@@ -54,9 +60,12 @@ def given_options(options: Options) -> dict[str, Any]:
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
         raise TypeError(f"{min(unknown)} is not an option of a generation; known: {', '.join(Options.__annotations__)}")
-    if isinstance(options.get("stop"), str):
-        raise TypeError("stop is one string, expected a sequence of them")
+    for name in ("stop", "choices"):
+        if isinstance(options.get(name), str):
+            raise TypeError(f"{name} is one string, expected a sequence of them")
     given = {name: value for name, value in options.items() if value is not None and name != "timeout_s"}
+    if isinstance(given.get("json_schema"), Mapping):
+        given["json_schema"] = json.dumps(given["json_schema"])
     if "mode" in given and given["mode"] not in MODES:
         raise BadValueError(f"mode is {given['mode']!r}, expected {', '.join(MODES)}")
     return given

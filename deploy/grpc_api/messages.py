@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deploy.service import Answer, Call
 from tide.v1 import tide_pb2 as pb
 from tide_core.errors import RequestError
-from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput, Usage
+from tide_core.request import Audit, FinishReason, Grammar, RequestOutput, TokenOutput, Usage
 from tide_core.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -80,7 +81,18 @@ def _sampling(params: pb.SamplingParams) -> dict[str, Any]:
         "stop": tuple(params.stop),
         "stop_ids": tuple(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
+        "grammar": _grammar(params),
     }
+
+
+def _grammar(params: pb.SamplingParams) -> Grammar | None:
+    given = {name: getattr(params, name) for name in ("json_schema", "regex", "grammar") if params.HasField(name)}
+    found = [Grammar(name, text, name) for name, text in given.items()]
+    if params.choices:
+        found.append(Grammar("choice", json.dumps(list(params.choices)), "choices"))
+    if len(found) > 1:
+        raise RequestError(found[0].field, found[1].field, "only one way to structure the output")
+    return found[0] if found else None
 
 
 def _exits(exits: pb.ExitParams) -> dict[str, Any]:

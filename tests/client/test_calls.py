@@ -103,6 +103,10 @@ def test_every_option_reaches_the_schema() -> None:
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
         "logprobs": 2,
+        "json_schema": '{"type": "object"}',
+        "regex": "a+",
+        "choices": ["a", "b"],
+        "grammar": 'root ::= "a"',
     }
     request = request_of(
         "Say", {**options, "mode": "bounded", "epsilon": 0.02, "min_layers": 2, "request_id": "r"}, 5.0
@@ -111,6 +115,11 @@ def test_every_option_reaches_the_schema() -> None:
     assert request.exits == pb.ExitParams(mode=pb.MODE_BOUNDED, epsilon=0.02, min_layers=2)
     assert (request.request_id, request.timeout_s, request.prompt) == ("r", 5.0, "Say")
     assert set(options) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+
+
+def test_a_schema_may_be_an_object() -> None:
+    request = request_of("Say", {"json_schema": {"type": "object"}}, 5.0)
+    assert request.sampling_params.json_schema == '{"type": "object"}'
 
 
 def test_what_is_not_given_is_left_to_the_server() -> None:

@@ -82,36 +82,36 @@ class TideServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Answers a prompt piece by piece. The first token is sent at once; a later chunk holds whatever is ready. An answer is
-        whole if and only if a chunk with `final` came, and that is the last one; otherwise the call ends with a status.
+        """Streams the answer to a prompt. The first token is sent at once; a later chunk holds all tokens that are ready. The
+        last chunk of a complete answer, and no other, has `final`; otherwise the call ends with a status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served: the model, its limits, the exits it was calibrated for.
+        """The served model, its limits and its calibrated exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetExitStats(self, request, context):
-        """Where tokens left since the replica started, what ran for them, and what audits found.
+        """Exit layers of tokens since the replica started, layers run for them, and audit results.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request of the same caller. It frees its memory within one engine step.
+        """Aborts a running request of the same caller. Its memory is free within one engine step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or chat to token ids, as generation would see them.
+        """Text or chat to token ids, as generation uses them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

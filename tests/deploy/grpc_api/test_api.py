@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -81,6 +82,29 @@ async def test_logprobs_come_when_asked_for(api: Grpc) -> None:
     for token in whole.tokens:
         assert token.logprob <= 0
         assert len(token.top_logprobs) == 2
+
+
+STRUCTURED = [
+    ({"choices": ["red", "blue"]}, "red|blue"),
+    ({"regex": "[0-9]{3}-x"}, "[0-9]{3}-x"),
+    ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+    ({"json_schema": '{"enum": ["a", "b"]}'}, '"a"|"b"'),
+]
+
+
+@pytest.mark.parametrize(("asked", "expected"), STRUCTURED, ids=lambda value: next(iter(value)))
+async def test_the_text_is_what_the_schema_asks_for(api: Grpc, asked: Any, expected: str) -> None:
+    reply = await api.Generate(request(sampling_params=pb.SamplingParams(max_tokens=20, **asked)), Context())
+    assert re.fullmatch(expected, reply.text)
+
+
+@pytest.mark.parametrize("asked", [{"regex": "a("}, {"json_schema": "{"}, {"regex": "a", "choices": ["b"]}])
+async def test_a_structure_that_cannot_be_is_refused_by_its_field(api: Grpc, asked: Any) -> None:
+    context = Context()
+    with pytest.raises(StatusSetError):
+        await api.Generate(request(sampling_params=pb.SamplingParams(**asked)), context)
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert next(iter(asked)) in context.text
 
 
 async def test_a_chat_and_ids_are_prompts_too(api: Grpc) -> None:
