@@ -71,7 +71,7 @@ def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Content = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
+Content = Annotated[list[Part] | None, BeforeValidator(_parts, json_schema_input_type=str | list[Part] | None)]
 """Text, or parts with text."""
 
 
@@ -84,10 +84,10 @@ class Item(CalledFunction):
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Content | None = None
+    content: Content = None
     call_id: str | None = None
     name: str = ""
-    output: Content | None = None
+    output: Content = None
     """What a call returned."""
 
     @model_validator(mode="before")

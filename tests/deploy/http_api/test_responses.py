@@ -42,7 +42,7 @@ def engine_saying(text: str, size: int = 5, reason: FinishReason = FinishReason.
 
 
 async def asked(engine: ScriptedEngine, **body: Any) -> Any:
-    return await call(engine, {"input": "Rome?", **body}, path=PATH, tool_parser="hermes")
+    return await call(engine, {"input": "Rome?", "max_output_tokens": 50, **body}, path=PATH, tool_parser="hermes")
 
 
 def whole_of(reply: Any) -> dict[str, Any]:
@@ -349,9 +349,9 @@ async def test_an_error_before_the_first_token_sets_the_status() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     engine, leave = ScriptedEngine(HEL, FOREVER, LO), asyncio.Event()
-    body = {"input": "x", "stream": stream}
+    body = {"input": "x", "stream": stream, "max_output_tokens": 9}
     task = asyncio.create_task(call(engine, body, path=PATH, leave=leave))
-    await engine.waits_forever.wait()
+    await asyncio.wait_for(engine.waits_forever.wait(), 10)
     assert engine.num_open == 1
     leave.set()
     await asyncio.wait_for(task, 10)
