@@ -200,6 +200,7 @@ async def test_calls_and_results_of_the_input_reach_the_template_as_in_a_chat() 
             {"role": "tool", "tool_call_id": "call_2", "content": "dry"},
         ],
         "tools": [{"type": "function", "function": function}],
+        "max_tokens": 50,
     }
     assert (await call(chat_engine, chat, path="/v1/chat/completions", tool_parser="hermes")).status == 200
     assert engine.asked == chat_engine.asked
