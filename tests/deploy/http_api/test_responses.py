@@ -62,7 +62,7 @@ def events_of(reply: Any) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == index
-        assert type(EVENT.validate_python(event)).model_fields["type"].annotation.__args__ == (event["type"],)  # type: ignore[union-attr]
+        assert type(EVENT.validate_python(event)).model_fields["type"].annotation.__args__ == (event["type"],)
         events.append(event)
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     assert [event["type"] for event in events if event["type"] in DONE] == [events[-1]["type"]]
