@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -28,9 +29,17 @@ from deploy.http_api.openai_replies import (
     invalid_body,
     sse_event,
 )
-from deploy.http_api.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.http_api.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
 from deploy.http_api.openapi import describe
 from deploy.http_api.pages import playground_page, start_page
+from deploy.http_api.responses.replies import ResponseReply, response_events
+from deploy.http_api.responses.requests import ResponseRequest
 from deploy.http_api.tools.calls import call_reading
 from deploy.http_api.tools.formats import tool_format
 from deploy.keys import Caller
@@ -105,6 +114,18 @@ def build_api(
 
         return await _answer(service, request, body, [body.chat], choice, ChatReply, **calls.params)
 
+    @api.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        body = read(ResponseRequest, request)
+        calls = call_reading(body.tool_plan(), call_format, service.engine.tokenizer, other_grammar=body.grammar)
+        answers = _begin(service, request, body, [body.chat], **calls.params)
+        reply = ResponseReply(answers[0], body, service.model, calls.parser())
+
+        def whole(outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+            return reply.whole(outputs[0])
+
+        return await _sent(service, request, body, answers, whole, partial(response_events, reply))
+
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model_object(service, caller_of(request), created)]})
@@ -172,7 +193,15 @@ async def _answer(
     **more: Any,
 ) -> Response:
     """Run one request for completions of either kind, streamed or whole. `more`: parameters that its tools need."""
-    params, n, usage = body.params() | more, body.num_choices, body.usage_options
+    answers = _begin(service, request, body, prompts, **more)
+    choices = [choice(answer, index) for index, answer in enumerate(answers)]
+    reply = reply_class(choices, service.model, body.options, body.num_choices, body.usage_options)
+    return await _sent(service, request, body, answers, reply.whole, partial(_events, reply))
+
+
+def _begin(service: Service, request: Request, body: Sampling, prompts: Sequence[Prompt], **more: Any) -> list[Answer]:
+    """Check the calls that a request asks for."""
+    params = body.params() | more
     calls = [
         Call(
             prompt,
@@ -180,19 +209,29 @@ async def _answer(
             model=body.model,
             timeout_s=body.options.timeout_s,
             fill_context=params["max_tokens"] is None,
-            count_prompt=usage.continuous_usage_stats,
+            count_prompt=body.usage_options.continuous_usage_stats,
         )
         for prompt in prompts
     ]
-    answers = begin_choices(service, calls, n, caller_of(request))
-    choices = [choice(answer, index) for index, answer in enumerate(answers)]
-    reply = reply_class(choices, service.model, body.options, n, usage)
+    return begin_choices(service, calls, body.num_choices, caller_of(request))
+
+
+async def _sent(
+    service: Service,
+    request: Request,
+    body: Sampling,
+    answers: Sequence[Answer],
+    whole: Callable[[Sequence[Sequence[RequestOutput]]], dict[str, Any]],
+    events: Callable[[tuple[int, RequestOutput], Outputs], AsyncIterator[bytes]],
+) -> Response:
+    """Run the answers, and write them streamed or whole."""
+    n = body.num_choices
     if not body.stream:
-        return JSONResponse(reply.whole(await unless_gone(request, whole_answers(service, answers, n))))
+        return JSONResponse(whole(await unless_gone(request, whole_answers(service, answers, n))))
     outputs = outputs_of(service, answers, n)
     # An error before the first token still sets the HTTP status.
     first = await unless_gone(request, anext(outputs))
-    return EventStream(_events(reply, first, outputs), outputs)
+    return EventStream(events(first, outputs), outputs)
 
 
 async def _events(reply: CompletionReply, first: tuple[int, RequestOutput], outputs: Outputs) -> AsyncIterator[bytes]:

@@ -54,9 +54,9 @@ def shown(unknown: Sequence[str]) -> str:
 def _cleaned(model: type[Body], value: Any, where: str, unknown: list[str], strict: bool) -> Any:
     if not isinstance(value, dict):
         return value  # the model says what it expects
-    kept = {}
+    kept, fields = {}, {field.alias or name: field for name, field in model.model_fields.items()}
     for name, child in value.items():
-        field = model.model_fields.get(name)
+        field = fields.get(name)
         if field is not None:
             if child is not None or field.is_required():
                 kept[name] = _inside(field.annotation, child, f"{where}{name}", unknown, strict)

@@ -240,15 +240,8 @@ class CompletionReply:
         self, place: dict[str, Any], choice: Choice, tokens: Sequence[TokenOutput], output: RequestOutput
     ) -> None:
         """Add the requested fields of each token, and to the last chunk of a choice the totals of its answer."""
-        tide: dict[str, Any] = {}
-        if self.options.exit_layers:
-            tide["exit_layers"] = [token.exit_layer for token in tokens]
-        if self.options.tokens:
-            tide["tokens"] = [token_object(token) for token in tokens]
-        if output.finish_reason is not None and output.usage is not None:
-            answer = choice.answer
-            tide |= {"mode": answer.params.mode, "artefact": answer.artefact, **exits_object(output.usage)}
-        if tide:
+        usage = None if output.finish_reason is None else output.usage
+        if tide := tide_object(self.options, choice.answer, tokens, usage):
             place["tide"] = tide
 
 
@@ -281,6 +274,20 @@ def token_object(token: TokenOutput) -> dict[str, Any]:
         "audit": token.audit.value,
         "mode": token.mode,
     }
+
+
+def tide_object(
+    options: TideOptions, answer: Answer, tokens: Sequence[TokenOutput], usage: Usage | None = None
+) -> dict[str, Any]:
+    """The requested fields of each token, and with `usage` the totals of the answer."""
+    tide: dict[str, Any] = {}
+    if options.exit_layers:
+        tide["exit_layers"] = [token.exit_layer for token in tokens]
+    if options.tokens:
+        tide["tokens"] = [token_object(token) for token in tokens]
+    if usage is not None:
+        tide |= {"mode": answer.params.mode, "artefact": answer.artefact, **exits_object(usage)}
+    return tide
 
 
 def exits_object(usage: Usage) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from deploy.http_api.openai_requests import (
     TideOptions,
     TokenizeRequest,
 )
+from deploy.http_api.responses.requests import ResponseRequest
 
 BODIES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponseRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
