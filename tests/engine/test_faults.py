@@ -354,8 +354,8 @@ def test_rows_with_non_finite_logits_fail_and_their_mates_do_not() -> None:
 def test_a_failing_detokeniser_ends_only_its_request() -> None:
     parts = make_parts()
     real = parts.tokenizer.stream
-    parts.tokenizer.stream = lambda prompt_ids, stop: (  # type: ignore[method-assign]
-        _Failing() if POISON in prompt_ids else real(prompt_ids, stop)
+    parts.tokenizer.stream = lambda prompt_ids, stop, **options: (  # type: ignore[method-assign]
+        _Failing() if POISON in prompt_ids else real(prompt_ids, stop, **options)
     )
     with Engine.from_parts(make_config(), parts) as engine:
         good, bad = engine.generate([[5, 6], [POISON]], PARAMS)

@@ -55,7 +55,7 @@ def test_the_edge_waits_longer_than_the_service_which_can_say_why_it_ends_a_requ
 
 
 def test_the_paths_that_are_let_in_are_those_of_the_api_and_none_of_serve_itself() -> None:
-    """Every route of the app but the playground, which has no keys."""
+    """Every route of the app but those without keys: the pages, and the metrics, which Prometheus reads from Ray."""
     (rule,) = spec_of("HTTPRoute")["rules"]
     allowed = [(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]]
 
@@ -67,7 +67,7 @@ def test_the_paths_that_are_let_in_are_those_of_the_api_and_none_of_serve_itself
     served = set(re.findall(r'\.(?:get|post|route)\(\s*"(/[^"]*)"', source))
     assert {"/v1/completions", "/v1/chat/completions", "/health"} <= served
     refused = {path for path in served if not let_in(path)}
-    assert refused <= {"/", "/playground"}, refused
+    assert refused <= {"/", "/playground", "/metrics"}, refused
     assert not any(let_in(path) for path in ("/", "/-/routes", "/-/healthz", "/playground", "/v1x", "/healthz"))
 
 
