@@ -76,7 +76,14 @@ def updated(
         for prompt in prompts[:num_streams]
     ]
     short = [
-        Client(balancer, in_turn(prompts, first), retries=False, pause_s=0.1, max_tokens=SHORT_TOKENS)
+        Client(
+            balancer,
+            in_turn(prompts, first),
+            retries=False,
+            pause_s=0.1,
+            max_tokens=SHORT_TOKENS,
+            timeout_s=LONGEST_S,  # on a busy machine a request may wait long for a new replica; it must not fail
+        )
         for first in range(NUM_SHORT_CLIENTS)
     ]
     old = {replica.name for replica in cluster.running()}
