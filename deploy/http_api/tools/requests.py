@@ -106,8 +106,9 @@ class ChatTools(Body):
 
 
 def _parsed_arguments(value: object) -> object:
-    """Arguments as an object, which chat templates expect; clients send the text they were given."""
-    if value is None or value == "":
+    """Arguments as an object, which chat templates expect; clients send the text they were given. Text that is no
+    object counts as no arguments: an answer that was cut off leaves such a call, and the chat must go on after it."""
+    if value is None:
         return {}
     if not isinstance(value, str):
         return value
@@ -115,11 +116,9 @@ def _parsed_arguments(value: object) -> object:
         value = json_body.parse(value.encode(), MAX_ARGUMENTS_DEPTH)
     except UnicodeEncodeError:
         raise ValueError("Input should be valid Unicode text") from None
-    except RequestError as error:
-        raise ValueError(f"Input should be a JSON object as text: {error.value}, expected {error.expected}") from None
-    if not isinstance(value, dict):
-        raise ValueError("Input should be a JSON object as text, not another kind of JSON")
-    return value
+    except RequestError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class CalledFunction(Body):
@@ -127,7 +126,7 @@ class CalledFunction(Body):
     arguments: Annotated[
         dict[str, Any], BeforeValidator(_parsed_arguments, json_schema_input_type=str | dict[str, Any] | None)
     ] = Field(default_factory=dict)
-    """An object, or its JSON as text. None or no text counts as no arguments."""
+    """An object, or its JSON as text. None and other text count as no arguments."""
 
 
 class ToolCall(Body):

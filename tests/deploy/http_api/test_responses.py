@@ -277,7 +277,7 @@ async def test_what_this_server_has_not_is_refused_by_name(body: Any, param: str
         ({"input": [{"role": "user"}]}, "input.0"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input.0"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input.0.arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]}, "input.0.arguments"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
