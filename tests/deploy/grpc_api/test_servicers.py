@@ -221,5 +221,6 @@ async def test_reflection_is_off_in_both_versions_where_serve_has_it_off() -> No
                 f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
                 reflection_pb2.ServerReflectionRequest.SerializeToString,
             )(timeout=WAIT_S)
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert (
+                await call.code() is grpc.StatusCode.UNIMPLEMENTED
+            )  # without a message: it may come before one is sent
