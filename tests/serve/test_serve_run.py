@@ -121,6 +121,7 @@ def test_the_examples_of_the_document_run_as_they_stand(server: Server) -> None:
     assert found["call"].function.name == "weather"
     assert json.loads(found["call"].function.arguments)["city"] in ("Rome", "Oslo")
     assert found["called"].choices[0].finish_reason == "tool_calls"
+    assert found["response"].output_text
 
 
 def test_langchain_structures_its_answer(server: Server) -> None:
