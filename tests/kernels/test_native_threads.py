@@ -87,17 +87,23 @@ def test_a_forked_child_computes_with_threads_of_its_own() -> None:
 
 
 def test_fork_while_another_thread_is_inside_the_pool() -> None:
+    # The module alone: a child may find a lock of Torch held by the other thread, which does not exist there.
     done = run_script("""
+        mine, theirs = torch.zeros(4, 2048), torch.zeros(4, 2048)
+        seen = mine.numpy()
+        given = x.data_ptr(), weight.data_ptr(), 0
+        to, other = mine.data_ptr(), theirs.data_ptr()
         stop = threading.Event()
         def busy():
             while not stop.is_set():
-                right()
+                _native.linear(0, *given, other, 4, 512, 2048)
         thread = threading.Thread(target=busy)
         thread.start()
         for _ in range(10):
             child = os.fork()
             if child == 0:
-                os._exit(0 if right() else 1)
+                _native.linear(0, *given, to, 4, 512, 2048)
+                os._exit(0 if (seen == 512).all() else 1)
             _, status = os.waitpid(child, 0)
             assert os.waitstatus_to_exitcode(status) == 0
         stop.set()
