@@ -82,7 +82,7 @@ def updated(
             retries=False,
             pause_s=0.1,
             max_tokens=SHORT_TOKENS,
-            timeout_s=LONGEST_S,  # on a busy machine a request may wait long for a new replica; it must not fail
+            timeout_s=LONGEST_S,  # the limit of the config, as for the streams
         )
         for first in range(NUM_SHORT_CLIENTS)
     ]

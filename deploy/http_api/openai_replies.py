@@ -59,10 +59,8 @@ class Choice:
 
     def chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
         """One output of a streamed answer, in one piece or more; the last piece of the answer has the finish reason."""
-        is_first = not self.num_tokens
         tokens = self._taken([output])
-        text = self._with_prompt(_text(tokens)) if is_first else _text(tokens)
-        return [self._object(text, tokens, [output], _reason(output))]
+        return [self._object(self._with_prompt(_text(tokens)), tokens, [output], _reason(output))]
 
     def _taken(self, outputs: Sequence[RequestOutput]) -> list[TokenOutput]:
         """The tokens of outputs, counted."""
@@ -72,7 +70,9 @@ class Choice:
         return tokens
 
     def _with_prompt(self, text: str) -> str:
-        return text if self.prompt_text is None else self.prompt_text + text
+        """The text, the first time after the prompt."""
+        prompt, self.prompt_text = self.prompt_text or "", None
+        return prompt + text
 
     def _object(
         self, text: str, tokens: Sequence[TokenOutput], outputs: Sequence[RequestOutput], reason: str | None
@@ -84,8 +84,9 @@ class Choice:
         """Log-probabilities of the echoed prompt and of the answer, in columns."""
         if self.answer.params.logprobs is None:
             return None
-        stream, offsets = self.tokenizer.stream(()), []
-        for length in (*(len(stream.push(token.token_id)) for token in prompt), *(len(token.text) for token in tokens)):
+        stream, offsets = self.tokenizer.stream(()) if prompt else None, []
+        lengths = [] if stream is None else [len(stream.push(token.token_id)) for token in prompt]
+        for length in (*lengths, *(len(token.text) for token in tokens)):
             offsets.append(self.num_chars)
             self.num_chars += length
         both: list[PromptToken | TokenOutput] = [*prompt, *tokens]

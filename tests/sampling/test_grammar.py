@@ -15,7 +15,7 @@ from tests.factories import tiny_tokenizer
 from tide_core.engine.engine import Engine
 from tide_core.errors import RequestError
 from tide_core.request import FinishReason, Grammar, SamplingParams
-from tide_core.sampling.grammar import GrammarMatcher, Grammars
+from tide_core.sampling.grammar import MAX_MASKS, GrammarMatcher, Grammars
 
 pytestmark = pytest.mark.unit
 
@@ -52,6 +52,15 @@ def test_what_may_follow_depends_on_the_tokens_alone_and_not_on_what_was_asked_b
         assert (matcher.allowed(whole[:n]) == forwards[n]).all()
     other = ids_of('{"name": "Bo')
     assert (matcher.allowed(other) == grammars().matcher(SCHEMA).allowed(other)).all()
+
+
+def test_masks_of_a_long_answer_are_not_kept() -> None:
+    matcher = grammars().matcher(Grammar("regex", "a*"))
+    a = ids_of("a")
+    for num in range(200):
+        matcher.allowed(a * num)
+    assert len(matcher._masks) == MAX_MASKS
+    assert (matcher.allowed(a * 3) == grammars().matcher(Grammar("regex", "a*")).allowed(a * 3)).all()
 
 
 def test_only_the_end_may_follow_a_complete_text_and_the_end_itself() -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 """Compiled grammars that are kept; a client mostly sends the same one again."""
 
+MAX_MASKS = 16
+"""Masks that a matcher keeps: more than a cycle has drafts. Each has a byte for every token of the vocabulary."""
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,20}"}
 """JSON may be written with spaces and lines. Without an end to them a weak model may write nothing else."""
 
@@ -88,15 +90,17 @@ class GrammarMatcher:
         self._consumed: list[int] = []
         self._num_matched = 0
         """How many of them the matcher has consumed: none after the end of the text."""
-        self._masks: list[Mask | None] = [None]
-        """By number of consumed tokens, where one was asked for."""
+        self._masks: OrderedDict[int, Mask] = OrderedDict()
+        """The last few, by number of consumed tokens: verification asks for those of the drafts again."""
 
     def allowed(self, output_ids: Sequence[int]) -> Mask:
         """[V]: which tokens may follow these. At least one may; at the end of the text only end-of-text ids."""
         self._follow(output_ids)
-        mask = self._masks[-1]
-        if mask is None:
-            mask = self._masks[-1] = self._compute()
+        num = len(self._consumed)
+        if (mask := self._masks.get(num)) is None:
+            mask = self._masks[num] = self._compute()
+            if len(self._masks) > MAX_MASKS:
+                self._masks.popitem(last=False)
         return mask
 
     def must_end(self, output_ids: Sequence[int]) -> bool:
@@ -118,14 +122,15 @@ class GrammarMatcher:
             same = next((n for n, (mine, other) in enumerate(pairs) if mine != other), min(len(consumed), len(wanted)))
             self._matcher.rollback(max(self._num_matched - same, 0))
             self._num_matched = min(self._num_matched, same)
-            del consumed[same:], self._masks[same + 1 :]
+            del consumed[same:]
+            for num in [num for num in self._masks if num > same]:
+                del self._masks[num]
         for token_id in wanted[len(consumed) :]:
             if not self._matcher.is_stopped():  # else only end-of-text ids follow
                 if not self._matcher.consume_token(token_id):
                     raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
                 self._num_matched += 1
             consumed.append(token_id)
-            self._masks.append(None)
 
 
 def _reason(matcher: LLMatcher) -> str:
