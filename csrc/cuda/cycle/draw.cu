@@ -12,10 +12,10 @@ __global__ void __launch_bounds__(kTeamThreads) draw_kernel(DrawParams p, int si
     wait_for_previous();
     Team team(reinterpret_cast<TeamMemory*>(shared), size);
     const int64_t r = blockIdx.x / size;
-    const LogitRow<T> row = {static_cast<const T*>(p.logits) + r * p.logits_stride, p.width, aligned};
+    const LogitRow<T> row = {static_cast<const T*>(p.logits) + r * p.logits_stride, static_cast<int>(p.width), aligned};
     const Section section = section_of(row, team);
     const RowSettings settings = RowSettings::of(p.settings, p.rows, r);
-    const Largest largest = largest_of(team, row, section);
+    const Largest largest = largest_of(team, row);
     const auto write = [&](int64_t place, const Head& head, double total) {
         p.places[r] = place;
         double* numbers = p.heads + r * kHeadNumbers;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kTeamThreads) draw_kernel(DrawParams p, int si
     } else {
         const Weigher weigher = Weigher::of(largest.best, settings, p.vocabulary);
         const Head head = head_of(team, row, section, weigher, settings, p.vocabulary);
-        const Drawn drawn = draw_from(team, row, section, p.numbers[r], [&](T element, int64_t index) -> uint64_t {
+        const Drawn drawn = draw_from(team, row, section, p.numbers[r], [&](T element, int index) -> uint64_t {
             const float x = to_float(element);
             return head.keeps(x, index) ? weigher.final_weight(x) : 0;
         });

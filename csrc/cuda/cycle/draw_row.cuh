@@ -23,7 +23,7 @@ struct RowSettings {
 // The largest logit of a row; NaN stands above every number, and of equals the first counts.
 struct Largest {
     float best;
-    int64_t index;
+    int index;
 
     __device__ bool is_finite() const { return isfinite(best); }
 };
@@ -58,9 +58,9 @@ struct Weigher {
 // The head of the ranking that is kept: logits above the cut, and those at it up to a place.
 struct Head {
     float cut = -INFINITY;
-    int64_t last = INT64_MAX;
+    int last = INT32_MAX;
 
-    __device__ bool keeps(float x, int64_t index) const { return x > cut || (x == cut && index <= last); }
+    __device__ bool keeps(float x, int index) const { return x > cut || (x == cut && index <= last); }
 };
 
 // Keys rank like the numbers they are made of.
@@ -91,18 +91,22 @@ struct Keys {
 };
 
 template <typename T>
-__device__ inline Largest largest_of(Team& team, const LogitRow<T>& row, const Section& section) {
+__device__ inline Largest largest_of(Team& team, const LogitRow<T>& row) {
     uint64_t most = 0;
-    each(row, section, [&](T element, int64_t index) {
-        const float x = to_float(element);
-        const uint64_t rank = isnan(x) ? 0xffffffffu : Keys<float>::of(x);
-        const uint64_t here = rank << 32 | static_cast<uint32_t>(~index);
-        if (here > most && index < row.width) most = here;
-    });
+#pragma unroll 1
+    for (int at = team.thread() * kPack; at < row.width; at += team.threads() * kPack) {
+        const Pack pack = load_pack(row.x + at, row.width - at, row.aligned, -INFINITY);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+            const uint64_t rank = isnan(pack.at[i]) ? 0xffffffffu : Keys<float>::of(pack.at[i]);
+            const uint64_t here = rank << 32 | static_cast<uint32_t>(~(at + i));
+            if (here > most) most = here;
+        }
+    }
     most = team.most(most);
     const uint32_t rank = static_cast<uint32_t>(most >> 32);
     const uint32_t index = ~static_cast<uint32_t>(most);
-    return {rank == 0xffffffffu ? NAN : Keys<float>::number(rank), index};
+    return {rank == 0xffffffffu ? NAN : Keys<float>::number(rank), static_cast<int>(index)};
 }
 
 struct Cut {
@@ -135,10 +139,10 @@ __device__ inline Cut select(Team& team, const LogitRow<T>& row, const Section& 
 #pragma unroll
         for (int bin = 0; bin < kBins - 1; ++bin) memory.bins[bin][threadIdx.x] = 0;
         uint64_t lowest = 0;
-        each(row, section, [&](T element, int64_t index) {
+        each(row, section, [&](T element, int) {
             const uint32_t key = Keys<T>::of(element);
             const uint32_t rank = key > range.base ? key - range.base : 0;
-            if (key <= range.floor || (!first && rank >> (shift + 4) != prefix) || index >= row.width) return;
+            if (key <= range.floor || (!first && rank >> (shift + 4) != prefix)) return;
             const uint32_t bin = rank >> shift & (kBins - 1);
             const uint64_t here = amount(to_float(element));
             if (bin == 0) {
@@ -182,17 +186,15 @@ __device__ inline Cut select(Team& team, const LogitRow<T>& row, const Section& 
 
 // The place of the element that is number `count` (from 1) of those with this key.
 template <typename T>
-__device__ inline int64_t place_of_equal(Team& team, const LogitRow<T>& row, const Section& section, uint32_t key,
-                                         uint64_t count) {
+__device__ inline int place_of_equal(Team& team, const LogitRow<T>& row, const Section& section, uint32_t key,
+                                     uint64_t count) {
     uint64_t equal = 0;
-    const auto is_equal = [&](T element, int64_t index) -> uint64_t {
-        return index < row.width && Keys<T>::of(element) == key;
-    };
-    each(row, section, [&](T element, int64_t index) { equal += is_equal(element, index); });
+    const auto is_equal = [&](T element, int) -> uint64_t { return Keys<T>::of(element) == key; };
+    each(row, section, [&](T element, int index) { equal += is_equal(element, index); });
     const Shares shares = share_of_point(team, equal, [&](uint64_t) { return count - 1; });
-    int64_t place = -1;
+    int place = -1;
     if (shares.warp == team.warp()) place = locate(row, section, count - 1 - shares.before, is_equal);
-    return static_cast<int64_t>(team.most(static_cast<uint64_t>(place + 1))) - 1;
+    return static_cast<int>(team.most(static_cast<uint64_t>(place + 1))) - 1;
 }
 
 // A key that what top-p keeps lies above: all tokens below it together weigh less than may be left out, even if the
@@ -237,7 +239,7 @@ __device__ inline Head head_of(Team& team, const LogitRow<T>& row, const Section
     const uint64_t needed = (cut.wanted - cut.above + each_weighs - 1) / each_weighs;
     if (cut.reached) equals = cut.at / each_weighs;
     const float number = Keys<T>::number(cut.key);
-    return {number, needed == equals ? INT64_MAX : place_of_equal(team, row, section, cut.key, needed)};
+    return {number, needed == equals ? INT32_MAX : place_of_equal(team, row, section, cut.key, needed)};
 }
 
 // A point below `total` for a number in [0, 1), rounded as tide_core/sampling/draw.py rounds it.
@@ -248,14 +250,14 @@ __device__ inline uint64_t point_of(uint64_t total, double number) {
 // Inverse CDF in the order of places. One lane of the team gets the place, all others -1.
 struct Drawn {
     uint64_t total;
-    int64_t place;
+    int place;
 };
 
 template <typename T, typename Weight>
 __device__ inline Drawn draw_from(Team& team, const LogitRow<T>& row, const Section& section, double number,
                                   Weight&& weight) {
     uint64_t sum = 0;
-    each(row, section, [&](T element, int64_t index) { sum += weight(element, index); });
+    each(row, section, [&](T element, int index) { sum += weight(element, index); });
     const Shares shares = share_of_point(team, sum, [&](uint64_t total) { return point_of(total, number); });
     if (shares.warp != team.warp()) return {shares.total, -1};
     return {shares.total, locate(row, section, point_of(shares.total, number) - shares.before, weight)};

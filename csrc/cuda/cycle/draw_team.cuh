@@ -15,7 +15,6 @@ constexpr int kTeamThreads = 512;
 constexpr int kTeamWarps = kTeamThreads / kWarp;
 constexpr int kMostTeam = 8;
 constexpr int kBins = 16;
-constexpr int64_t kStride = kWarp * kPack;  // elements that a warp reads at once
 
 struct TeamMemory {
     uint64_t values[2][kTeamWarps];  // in turns, so that one barrier for each exchange is enough
@@ -27,7 +26,7 @@ static_assert(sizeof(TeamMemory) <= kSharedOfCta75);
 template <typename T>
 struct LogitRow {
     const T* x;
-    int64_t width;
+    int width;
     bool aligned;
 };
 
@@ -41,6 +40,8 @@ class Team {
     __device__ int warp() const { return rank_ * kTeamWarps + static_cast<int>(threadIdx.x) / kWarp; }
     __device__ int size() const { return size_; }
     __device__ int warps() const { return size_ * kTeamWarps; }
+    __device__ int thread() const { return rank_ * kTeamThreads + static_cast<int>(threadIdx.x); }
+    __device__ int threads() const { return size_ * kTeamThreads; }
     __device__ TeamMemory& memory() const { return *memory_; }
 
     // Every warp posts one number; returns when all have.
@@ -50,7 +51,7 @@ class Team {
         barrier();
     }
 
-    // What a warp of the team values last.
+    // What a warp of the team posted last.
     __device__ uint64_t posted(int warp) const {
         const uint64_t* here = &memory_->values[turn_][warp % kTeamWarps];
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -71,7 +72,7 @@ class Team {
         return warp < warps() ? number : 0;
     }
 
-    // A CTA must not end while others still read what it values.
+    // A CTA must not end while others still read what it posted.
     __device__ void barrier() const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
         if (size_ > 1) {
@@ -169,128 +170,54 @@ __device__ inline Shares share_of_point(Team& team, uint64_t share, PointOf&& po
 
 // The elements of a warp's section.
 struct Section {
-    int64_t begin, end;
+    int begin, end;
 };
 
 template <typename T>
 __device__ inline Section section_of(const LogitRow<T>& row, const Team& team) {
-    const int64_t whole = static_cast<int64_t>(team.warps()) * kStride;
-    const int64_t span = (row.width + whole - 1) / whole * kStride, begin = span * team.warp();
-    return {begin, begin + span < row.width ? begin + span : row.width};
+    const int whole = team.warps() * kWarp;
+    const int span = (row.width + whole - 1) / whole * kWarp, begin = span * team.warp();
+    return {begin, min(begin + span, row.width)};
 }
 
-// Eight elements. They are taken out one by one, in loops that are not unrolled: a warp has few of them, and to fetch
-// the code of a whole pack would take longer than to run it.
-template <typename T>
-class RawPack {
-  public:
-    // The first element; the others move up.
-    __device__ T take() {
-        T first;
-        if constexpr (sizeof(T) == 2) {
-            const uint16_t bits = static_cast<uint16_t>(words_[0]);
-            first = *reinterpret_cast<const T*>(&bits);
-        } else {
-            first = __uint_as_float(words_[0]);
-        }
-        move_up(0);
-        return first;
-    }
-    // Behind the others, of which the first is lost.
-    __device__ void put(T element) {
-        if constexpr (sizeof(T) == 2) {
-            move_up(static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&element)) << 16);
-        } else {
-            move_up(__float_as_uint(element));
-        }
-    }
-    __device__ void load(const T* from) {
-#pragma unroll
-        for (int i = 0; i < kWords / 4; ++i) {
-            const uint4 four = reinterpret_cast<const uint4*>(from)[i];
-            words_[4 * i] = four.x;
-            words_[4 * i + 1] = four.y;
-            words_[4 * i + 2] = four.z;
-            words_[4 * i + 3] = four.w;
-        }
-    }
-
-  private:
-    static constexpr int kWords = kPack * sizeof(T) / 4;
-
-    // By one element, with `last` in the last word, or in its upper half.
-    __device__ void move_up(uint32_t last) {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            const uint32_t next = i + 1 < kWords ? words_[i + 1] : 0;
-            words_[i] = sizeof(T) == 2 ? words_[i] >> 16 | next << 16 : next;
-        }
-        words_[kWords - 1] |= last;
-    }
-
-    uint32_t words_[kWords] = {};
-};
-
-// Eight elements of a row, the missing ones -inf.
-template <typename T>
-__device__ inline RawPack<T> load_raw(const LogitRow<T>& row, int64_t at) {
-    RawPack<T> pack;
-    if (row.aligned && at + kPack <= row.width) {
-        pack.load(row.x + at);
-    } else {
-#pragma unroll 1
-        for (int i = 0; i < kPack; ++i) pack.put(at + i < row.width ? row.x[at + i] : from_float<T>(-INFINITY));
-    }
-    return pack;
-}
-
-// visit(element, index) for all of a warp's section, and maybe for some past the end of the row: those are -inf.
+// visit(element, index) for all of a warp's section. What is done with an element takes far longer than to read it:
+// lanes have one at a time, so that many warps share a row, and read the next one ahead.
 template <typename T, typename Visit>
 __device__ inline void each(const LogitRow<T>& row, const Section& section, Visit&& visit) {
+    int at = section.begin + static_cast<int>(threadIdx.x) % kWarp;
+    if (at >= section.end) return;
+    T next = row.x[at];
 #pragma unroll 1
-    for (int64_t at = section.begin + threadIdx.x % kWarp * kPack; at < section.end; at += kStride) {
-        RawPack<T> pack = load_raw(row, at);
-#pragma unroll 1
-        for (int i = 0; i < kPack; ++i) visit(pack.take(), at + i);
+    for (; at < section.end; at += kWarp) {
+        const T element = next;
+        if (at + kWarp < section.end) next = row.x[at + kWarp];
+        visit(element, at);
     }
 }
 
 // Where the sum of weight(element, index) over a warp's section passes `point`, in the lane that finds it; -1 in the
 // others. Called by whole warps.
 template <typename T, typename Weight>
-__device__ inline int64_t locate(const LogitRow<T>& row, const Section& section, uint64_t point, Weight&& weight) {
+__device__ inline int locate(const LogitRow<T>& row, const Section& section, uint64_t point, Weight&& weight) {
 #pragma unroll 1
-    for (int64_t begin = section.begin; begin < section.end; begin += kStride) {
-        const int64_t mine = begin + threadIdx.x % kWarp * kPack;
-        const RawPack<T> pack = load_raw(row, mine);
-        RawPack<T> left = pack;
-        uint64_t sum = 0;
-#pragma unroll 1
-        for (int i = 0; i < kPack; ++i) sum += weight(left.take(), mine + i);
-        const uint64_t reached = Team::warp_scan(sum), total = __shfl_sync(kAllLanes, reached, kWarp - 1);
-        if (point >= total) {
-            point -= total;
-            continue;
-        }
-        if (point < reached - sum || point >= reached) return -1;
-        point -= reached - sum;
-        left = pack;
-#pragma unroll 1
-        for (int64_t index = mine; index < mine + kPack; ++index) {
-            const uint64_t here = weight(left.take(), index);
-            if (point < here) return index;
-            point -= here;
-        }
+    for (int begin = section.begin; begin < section.end; begin += kWarp) {
+        const int mine = begin + static_cast<int>(threadIdx.x) % kWarp;
+        const uint64_t here = mine < section.end ? weight(row.x[mine], mine) : 0;
+        const uint64_t reached = Team::warp_scan(here), total = __shfl_sync(kAllLanes, reached, kWarp - 1);
+        if (point < total) return point >= reached - here && point < reached ? mine : -1;
+        point -= total;
     }
     return -1;
 }
 
-// CTAs for each of `rows` rows: more where there are few rows, as long as each has some work.
+// CTAs for each of `rows` rows: more where there are few rows, as long as every lane has some elements.
 inline int team_size(const char* op, int64_t rows, int64_t width) {
+    constexpr int kCtasOfSm = 3, kLeastOfLane = 2;
     const DeviceInfo device = current_device(op);
     if (device.arch < kClusterArch) return 1;
     int size = kMostTeam;
-    while (size > 1 && (rows * size > device.num_sms || width < size * kTeamWarps * kStride)) size /= 2;
+    while (size > 1 && (rows * size > kCtasOfSm * device.num_sms || width < size * kTeamThreads * kLeastOfLane))
+        size /= 2;
     return size;
 }
 

@@ -27,11 +27,11 @@ struct Chances {
     Head head;
     Divisor total;
 
-    __device__ uint64_t weight(T element, int64_t index) const {
+    __device__ uint64_t weight(T element, int index) const {
         const float x = to_float(element);
         return head.keeps(x, index) ? weigher.final_weight(x) : 0;
     }
-    __device__ double of(T element, int64_t index) const {
+    __device__ double of(T element, int index) const {
         const uint64_t here = weight(element, index);
         return here == 0 ? 0.0 : total.divides(static_cast<double>(static_cast<int64_t>(here)));
     }
@@ -53,7 +53,7 @@ template <typename T>
 __device__ Proposal<T> proposal_of(const VerifyDrawnParams& p, int64_t source, const RowSettings& settings) {
     const double* numbers = p.draft_heads + source * kHeadNumbers;
     const Weigher weigher = Weigher::of(static_cast<float>(numbers[0]), settings, p.vocabulary);
-    const Head head = {static_cast<float>(numbers[1]), static_cast<int64_t>(numbers[2])};
+    const Head head = {static_cast<float>(numbers[1]), static_cast<int>(numbers[2])};
     return {{weigher, head, Divisor::of(numbers[3])},
             static_cast<const T*>(p.draft_logits) + source * p.shortlist,
             p.places};
@@ -69,17 +69,17 @@ __device__ bool is_drafted(const VerifyDrawnParams& p, int64_t row, int64_t draf
     return true;
 }
 
-// The token to be values, in at least one lane of the team, -1 in the others.
+// The token that follows, in at least one lane of the team, -1 in the others.
 template <typename T>
 __device__ int64_t verified_token(Team& team, const VerifyDrawnParams& p, const LogitRow<T>& row,
                                   const Section& section, Chances<T> full, int64_t source,
                                   const RowSettings& settings) {
-    const auto weight = [&](T element, int64_t index) { return full.weight(element, index); };
+    const auto weight = [&](T element, int index) { return full.weight(element, index); };
     const int64_t r = source % p.rows, draft_index = source / p.rows;
     if (!is_drafted(p, r, draft_index, settings.least))
         return draw_from(team, row, section, p.plain[source], weight).place;
     uint64_t sum = 0;
-    each(row, section, [&](T element, int64_t index) { sum += weight(element, index); });
+    each(row, section, [&](T element, int index) { sum += weight(element, index); });
     const Shares shares = share_of_point(team, sum, [](uint64_t) { return uint64_t{0}; });
     full.total = Divisor::of(static_cast<double>(static_cast<int64_t>(shares.total)));
     const Proposal<T> proposal = proposal_of<T>(p, source, settings);
@@ -87,7 +87,7 @@ __device__ int64_t verified_token(Team& team, const VerifyDrawnParams& p, const 
     if (p.accept[source] * proposal.of(draft) < full.of(row.x[draft], draft)) return draft;
 
     // What full depth has more than the exit. Chances of 0 have no rest, so most tokens are done with at once.
-    const auto rest = [&](T element, int64_t index) {
+    const auto rest = [&](T element, int index) {
         const double chance = full.of(element, index);
         if (chance == 0.0) return 0.0;
         const double more = chance - proposal.of(index);
@@ -95,7 +95,7 @@ __device__ int64_t verified_token(Team& team, const VerifyDrawnParams& p, const 
     };
     double largest = 0.0;
     uint64_t least = 1;  // a weight whose chance alone may be more than the largest rest so far
-    each(row, section, [&](T element, int64_t index) {
+    each(row, section, [&](T element, int index) {
         if (full.weight(element, index) < least) return;
         const double here = rest(element, index);
         if (here <= largest) return;
@@ -109,14 +109,14 @@ __device__ int64_t verified_token(Team& team, const VerifyDrawnParams& p, const 
     const Divisor by = Divisor::of(most);
     const double size = full.weigher.size();
     return draw_from(team, row, section, p.residual[source],
-                     [&](T element, int64_t index) {
+                     [&](T element, int index) {
                          return static_cast<uint64_t>(static_cast<int64_t>(by.divides(rest(element, index)) * size));
                      })
         .place;
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kTeamThreads) verify_kernel(VerifyDrawnParams p, int size, bool aligned) {
+__global__ void __launch_bounds__(kTeamThreads, 2) verify_kernel(VerifyDrawnParams p, int size, bool aligned) {
     extern __shared__ __align__(16) char shared[];
     let_next_start();
     wait_for_previous();
@@ -130,11 +130,12 @@ __global__ void __launch_bounds__(kTeamThreads) verify_kernel(VerifyDrawnParams 
         }
         return;  // the whole team, before any exchange
     }
-    const LogitRow<T> row = {static_cast<const T*>(p.logits) + t * p.logits_stride, p.vocabulary, aligned};
+    const LogitRow<T> row = {static_cast<const T*>(p.logits) + t * p.logits_stride, static_cast<int>(p.vocabulary),
+                             aligned};
     const Section section = section_of(row, team);
     const int64_t source = p.sources[t];
     const RowSettings settings = RowSettings::of(p.settings, p.rows, source % p.rows);
-    const Largest largest = largest_of(team, row, section);
+    const Largest largest = largest_of(team, row);
     if (first) p.best[t] = largest.best;
     if (settings.temperature == 0.0 || !largest.is_finite()) {
         if (first) p.ids[t] = largest.index;
