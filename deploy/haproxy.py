@@ -5,7 +5,9 @@ Serve runs the binary that `RAY_SERVE_HAPROXY_BINARY_PATH` names. `tide serve` a
 - ends together with the Ray actor that started it; otherwise it would hold its ports after a session that was killed;
 - opens the ports of statistics and metrics on the address of the HTTP port, not on all interfaces;
 - answers in JSON: 503 with Retry-After where no replica can answer, or none is known yet, and 404 for other paths;
-  Serve's pages are a plain-text 500 and 404.
+  Serve's pages are a plain-text 500 and 404;
+- does not splice: together with `abortonclose` a client that sends headers and body in two packets and leaves before the
+  response keeps a thread of HAProxy 2.8 busy until the response is there.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ HTTP_HOST = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTIL
 OWN_PORTS = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )[*]?(:\d+)$", re.MULTILINE)
 ERROR_FILE = re.compile(r"^\s+errorfile 50[234] (\S+)$", re.MULTILINE)
 NOT_FOUND = re.compile(r"^(backend default_backend\n\s+http-request return )status 404 .*$", re.MULTILINE)
+SPLICE = re.compile(r"^[ \t]+option splice-\w+\n", re.MULTILINE)
 HAS_ROUTES = re.compile(r"^\s+use_backend ", re.MULTILINE)
 
 
@@ -56,9 +59,14 @@ def main() -> NoReturn:
 def correct(path: Path) -> None:
     """Rewrite a config of Serve and the error page that it names."""
     text = path.read_text()
-    path.write_text(with_json(with_local_ports(text)))
+    path.write_text(with_json(with_local_ports(without_splicing(text))))
     for page in set(ERROR_FILE.findall(text)):
         Path(page).write_bytes(error_page())
+
+
+def without_splicing(config: str) -> str:
+    """The config without the options that pass bodies through the kernel: ours are small."""
+    return SPLICE.sub("", config)
 
 
 def with_local_ports(config: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.haproxy import correct, error_page, with_json, with_local_ports
+from deploy.haproxy import correct, error_page, with_json, with_local_ports, without_splicing
 
 
 def rendered(host: str, folder: Path) -> str:
@@ -43,6 +43,15 @@ def test_statistics_and_metrics_listen_where_http_does(tmp_path: Path) -> None:
 def test_a_config_for_all_interfaces_stays_as_it_is(tmp_path: Path) -> None:
     config = rendered("0.0.0.0", tmp_path)
     assert with_local_ports(config) == config
+
+
+def test_bodies_are_not_spliced_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    config = rendered("127.0.0.1", tmp_path)
+    assert "option abortonclose" in config, "without it splicing does no harm"
+    kept = without_splicing(config).splitlines()
+    gone = [line.strip() for line in config.splitlines() if line not in kept]
+    assert gone == ["option splice-request", "option splice-response"]
+    assert len(kept) == len(config.splitlines()) - 2
 
 
 def test_the_page_of_the_config_becomes_json_with_the_time_to_come_again(tmp_path: Path) -> None:
