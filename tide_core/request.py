@@ -60,6 +60,10 @@ class TokenMask(Protocol):
         """Which tokens may follow these: an array [V] of booleans."""
         ...
 
+    def bits(self, output_ids: Sequence[int]) -> Any:
+        """The same as bits, the first token in the lowest one: an array of 32-bit words."""
+        ...
+
     def must_end(self, output_ids: Sequence[int]) -> bool:
         """Whether nothing but the end of the text may follow."""
         ...
@@ -237,7 +241,7 @@ class Request:
     end_ids: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids that end the text and are not part of it."""
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
-    """Whether it has a bias, penalties, fewest tokens or a grammar."""
+    """Whether it has a bias, penalties or fewest tokens."""
     informs_planner: bool = field(init=False, repr=False, compare=False)
     """Whether the acceptance of its drafts predicts that of other requests."""
 
@@ -245,7 +249,7 @@ class Request:
         params = self.params
         end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else self.eos_ids)))
         object.__setattr__(self, "end_ids", end_ids)
-        object.__setattr__(self, "adjusts_logits", params.changes_logits or self.mask is not None)
+        object.__setattr__(self, "adjusts_logits", params.changes_logits)
         usual = params.threshold is None and not params.logit_bias and self.mask is None
         usual = usual and not self.policy.skips_layers
         object.__setattr__(self, "informs_planner", usual)

@@ -1,5 +1,5 @@
-"""Cycles as graphs with sampled rows and rows that adjust logits or want log-probabilities, against the same passes op
-by op and against the plain path."""
+"""Cycles as graphs with sampled rows and rows that adjust logits, want log-probabilities or follow a grammar, against
+the same passes op by op and against the plain path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.factories import random_prompts
 from tests.gpu.test_cycles_on_gpu import BLOCK, cycle_parts
 from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.in_flight import Launched
-from tide_core.request import SamplingParams
+from tide_core.request import Grammar, SamplingParams
 
 pytestmark = pytest.mark.gpu
 KINDS: list[dict[str, Any]] = [
@@ -28,6 +28,9 @@ KINDS: list[dict[str, Any]] = [
     {"logit_bias": {7: 3.0, 11: -100.0}},
     {"min_tokens": 20, "stop_ids": tuple(range(2, 150))},
     {"temperature": 0.8, "frequency_penalty": 0.5, "logprobs": 2, "top_k": 30},
+    {"grammar": Grammar("regex", r"([a-f]{2,5}, ?){8,}[0-9]{6}")},
+    {"grammar": Grammar("regex", "[a-z ,.]{60,}"), "presence_penalty": 0.5, "logprobs": 2},
+    {"grammar": Grammar("regex", "[a-z ,.]{60,}"), "temperature": 0.8, "top_p": 0.9},
 ]
 
 

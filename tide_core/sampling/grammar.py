@@ -26,11 +26,12 @@ MAX_COMPILED = 64
 """Compiled grammars that are kept; a client mostly sends the same one again."""
 
 MAX_MASKS = 16
-"""Masks that a matcher keeps: more than a cycle has drafts. Each has a byte for every token of the vocabulary."""
+"""Masks that a matcher keeps: more than a cycle has drafts. Each has a bit for every token of the vocabulary."""
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,20}"}
 """JSON may be written with spaces and lines. Without an end to them a weak model may write nothing else."""
 
 Mask = npt.NDArray[np.bool_]
+Bits = npt.NDArray[np.int32]
 
 
 class Grammars:
@@ -90,11 +91,16 @@ class GrammarMatcher:
         self._consumed: list[int] = []
         self._num_matched = 0
         """How many of them the matcher has consumed: none after the end of the text."""
-        self._masks: OrderedDict[int, Mask] = OrderedDict()
+        self._masks: OrderedDict[int, Bits] = OrderedDict()
         """The last few, by number of consumed tokens: verification asks for those of the drafts again."""
 
     def allowed(self, output_ids: Sequence[int]) -> Mask:
         """[V]: which tokens may follow these. At least one may; at the end of the text only end-of-text ids."""
+        packed = self.bits(output_ids).view(np.uint8)
+        return np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def bits(self, output_ids: Sequence[int]) -> Bits:
+        """[ceil(V / 32)]: the same as bits, the first token in the lowest one."""
         self._follow(output_ids)
         num = len(self._consumed)
         if (mask := self._masks.get(num)) is None:
@@ -107,12 +113,11 @@ class GrammarMatcher:
         """Whether nothing but the end of the text may follow."""
         return not bool((self.allowed(output_ids) & ~self._only_eos).any())
 
-    def _compute(self) -> Mask:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+    def _compute(self) -> Bits:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
             raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
-        return mask
+        return bits[: -(-self._vocab_size // 32)]  # there may be more words than the vocabulary needs
 
     def _follow(self, output_ids: Sequence[int]) -> None:
         """Bring the matcher to the state after these tokens."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,18 +52,19 @@ def blocks_for(count: int) -> int:
 class Graph:
     """Work of fixed shape, `_run` of a subclass, captured once and replayed from then on."""
 
-    _graph: Any = None
+    _graphs: Sequence[Any] = ()
+    """One for each stage."""
     _priority = -1
     """Of its kernels: above that of other streams, which is 0 and the lowest."""
 
     @property
     def pool(self) -> Any:
         """The memory pool of its graph."""
-        return self._graph.pool()
+        return self._graphs[0].pool()
 
     @property
     def is_captured(self) -> bool:
-        return self._graph is not None
+        return bool(self._graphs)
 
     def capture(self, pool: Any) -> None:
         """Capture the work with its current inputs. It runs once before, which writes only what it will write again."""
@@ -75,20 +76,30 @@ class Graph:
         warm_up.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(warm_up):
-                self._run()
+                for run in self._stages():
+                    run()
         finally:
             torch.cuda.current_stream().wait_stream(warm_up)
-        graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(priority=self._priority)  # type: ignore[no-untyped-call]
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._run()
-        self._graph = graph
+        graphs: list[Any] = []
+        for run in self._stages():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+            graphs.append(graph)
+            pool = graph.pool() if pool is None else pool
+        self._graphs = graphs
 
-    def replay(self) -> None:
-        if self._graph is None:
-            self._run()
+    def replay(self, stage: int = 0) -> None:
+        """All of the work, or one of its stages."""
+        if self._graphs:
+            self._graphs[stage].replay()
         else:
-            self._graph.replay()
+            self._stages()[stage]()
+
+    def _stages(self) -> Sequence[Callable[[], None]]:
+        """What the work consists of: several parts, one after another, where the host acts in between."""
+        return (self._run,)
 
     def _run(self) -> None:
         raise NotImplementedError

@@ -4,7 +4,8 @@ Where no layer is skipped, the host decides nothing between the first draft and 
 with the token that the one before chose, and the deep pass runs the newest token and all drafts of every row through
 all layers. The first layers run again there: the newest token needs them anyway, and reading their weights takes as
 long for one token as for several. A row that may not draft has a number of drafts of 0, so a step at full depth is a
-cycle too. Sampling, logit adjustments and the acceptance rule run on the device.
+cycle too. Sampling, logit adjustments and the acceptance rule run on the device. Only grammars need the host: it reads
+the drafts and computes what may follow them while the deep pass runs (`masks`).
 
 While the device works, the next cycle is launched before this one is read, since its start is known on the device
 (`in_flight`). Where the host is slower than the device, several cycles are launched at once (`launch_depth`).
@@ -107,7 +108,7 @@ class GraphCycles:
             and not policy.skips_layers
             and (policy.is_lossless or request.params.logprobs is None)
             and (not request.adjusts_logits or adjust.supports(request))
-            and request.mask is None  # the host follows its grammar, token by token
+            and (request.mask is None or not request.params.min_tokens)  # the grammar decides which of both holds
         )
 
     @staticmethod
@@ -123,6 +124,7 @@ class GraphCycles:
         step, self._in_flight = self._in_flight, None
         found = {} if step is None else step.find(rows)
         drafts = [row.num_drafts for row in rows]
+        lookahead = lookahead and all([row.request.mask is None for row in rows])  # the host follows grammars
         groups = _groups(drafts, [index for index in range(len(rows)) if index not in found])
         depth = self.depths.of(len(rows), any(drafts))
         if depth is not self._depth or not found:
@@ -225,6 +227,7 @@ class GraphCycles:
             samples=not all([mine.temperature == 0.0 for mine in params]),
             adjusts=any([row.step.request.adjusts_logits for row in rows]),
             logprobs=any([mine.logprobs is not None for mine in params]),
+            masks=any([row.step.request.mask is not None for row in rows]),
         )
         num_cycles = num_cycles if shape.branches == 1 else 1
         host, begins = self._ready(shape).launch(rows, num_cycles)
@@ -241,12 +244,14 @@ class GraphCycles:
         samples: bool = False,
         adjusts: bool = False,
         logprobs: bool = False,
+        masks: bool = False,
     ) -> CycleShape:
         branches = 1
-        if self._branches is not None and branch and not samples and not adjusts:
+        if self._branches is not None and branch and not samples and not adjusts and not masks:
             branches = branches_for(num_rows, drafts, self._cache.block_size)
         writes = self._exits is not None and (may_exit or drafts > 0)
-        return CycleShape(size_for(num_rows * branches), drafts, blocks, branches, writes, samples, adjusts, logprobs)
+        kinds = samples, adjusts, logprobs, masks
+        return CycleShape(size_for(num_rows * branches), drafts, blocks, branches, writes, *kinds)
 
     def _ready(self, shape: CycleShape) -> CycleGraph:
         """The cycle of this shape."""

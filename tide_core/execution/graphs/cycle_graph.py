@@ -8,7 +8,7 @@ next state of the one before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from tide_core.execution.graphs.branches import Branches
 from tide_core.execution.graphs.choice import Choice, Greedy, Sampled
 from tide_core.execution.graphs.cycle_output import CycleOutput, HostCopy, OutputBuffer
 from tide_core.execution.graphs.cycle_shape import STREAMS, CycleInputs, CycleShape, RowPlace
+from tide_core.execution.graphs.masks import MaskBuffer
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.reference import cycle as cycle_plan
@@ -117,6 +118,9 @@ class CycleGraph(Graph):
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._shortlist = none if exits is None else exits.shortlist
         self._slots = slots
+        self._masks = MaskBuffer(shape, adapter.vocab_size, self._shortlist) if shape.masks else None
+        self._held: torch.Tensor | None = None
+        """Logits of the deep pass, between the stages of a cycle with masks."""
         self._choice: Choice = Greedy(kernels, shape.rows, shape.branches, device)
         if shape.samples:
             settings, self._keys = shape.sampling(self._buffer, torch.float64, torch.int64)
@@ -125,7 +129,7 @@ class CycleGraph(Graph):
             self._choice = Sampled(kernels, exits, self._row_meta, parts, settings, self._numbers)
         # Scores have low priority: they yield to drafts and the deep pass. Exit state has high priority: its few CTAs
         # would wait for all of the LM head's otherwise.
-        on_gpu = device.type == "cuda"
+        on_gpu = device.type == "cuda" and not shape.masks
         self._score_stream = _side_stream(device, 0) if on_gpu and shape.drafts > 0 else None
         self._exit_stream = _side_stream(device, -2) if on_gpu and shape.writes_exit_state else None
 
@@ -145,7 +149,7 @@ class CycleGraph(Graph):
         """Launch cycles of these rows, one after another; with branches, whose tables change, only one. Returns the
         buffer to read them from, and where the tokens of each place begin in the deep passes. The launch before the
         last must have been read."""
-        assert num_cycles == 1 or self.shape.branches == 1
+        assert num_cycles == 1 or (self.shape.branches == 1 and self._masks is None)
         self._host_buffers.reverse()
         host = self._host_buffers[0]
         host.wait()
@@ -156,13 +160,39 @@ class CycleGraph(Graph):
         for cycle in range(num_cycles):
             if cycle:
                 self._row_meta[cycle_plan.START].copy_(self._stay)
-            self.replay()
+            if self._masks is None:
+                self.replay()
+            else:
+                self._replay_with_masks(self._masks, rows, begins)
             self._output.send(host.output_of(cycle))
         host.mark_end(num_cycles)
         return host, begins
 
+    def _replay_with_masks(self, masks: MaskBuffer, rows: Sequence[RowPlace], begins: Sequence[int]) -> None:
+        masks.send_first(rows, begins)
+        self.replay(0)
+        masks.fetch(self._output.drafted)
+        self.replay(1)
+        masks.send_all(rows, begins)  # while the deep pass runs
+        self.replay(2)
+
     def _run(self) -> None:
-        """Plan, draft, run deep, choose, accept."""
+        self._make_drafts()
+        self._choose(self._run_deep())
+
+    def _stages(self) -> Sequence[Callable[[], None]]:
+        return (self._run,) if self._masks is None else (self._make_drafts, self._hold_logits, self._choose_held)
+
+    def _hold_logits(self) -> None:
+        self._held = self._run_deep()
+
+    def _choose_held(self) -> None:
+        logits, self._held = self._held, None  # graphs share memory, which is free again when nothing refers to it
+        assert logits is not None
+        self._choose(logits)
+
+    def _make_drafts(self) -> None:
+        """Plan, draft and score."""
         shape, parts, output, kernels = self.shape, self._parts, self._output, self._kernels
         first_spare = 0 if self._branches is None else self._branches.first_spare
         where = self._next_state, self._tables, self._cache.block_size, shape.drafts, self._wide, self._narrow
@@ -178,12 +208,21 @@ class CycleGraph(Graph):
             if drafts and self._exits is not None:
                 features = torch.cat([draft.features for draft in drafts])
                 self._exits.score_features(features, output.all_top2, output.scores.flatten())
-        exits = self._exits if shape.writes_exit_state else None
-        states = run_deep(self._adapter, self._deep, output.token_ids, exits, lambda: _stream(self._exit_stream))
+
+    def _run_deep(self) -> torch.Tensor:
+        """Logits [T, V] of all that is pending, at full depth."""
+        exits, token_ids = self._exits if self.shape.writes_exit_state else None, self._output.token_ids
+        states = run_deep(self._adapter, self._deep, token_ids, exits, lambda: _stream(self._exit_stream))
         with _stream(self._exit_stream):
             self._write_exit_state(states)
-        logits = self._adapter.head(states.normed)
+        return self._adapter.head(states.normed)
+
+    def _choose(self, logits: torch.Tensor) -> None:
+        """Choose tokens, accept drafts."""
+        shape, parts, output, kernels = self.shape, self._parts, self._output, self._kernels
         adjusted = self._adjusted(logits, parts.sources, None)
+        if self._masks is not None:
+            adjusted = self._masks.apply(adjusted)
         if shape.samples:  # a draft whose score is too low is not verified
             _join(self._score_stream)
         self._choice.choose(adjusted, output)
@@ -227,6 +266,8 @@ class CycleGraph(Graph):
         with _stream(self._score_stream):
             exits.top2(draft.logits, output.top2_of(distance))
         logits = self._adjusted(draft.logits, self._draft_sources[distance], self._shortlist)
+        if self._masks is not None and distance == 0:
+            logits = self._masks.apply_first(logits, parts.starts)
         self._choice.draft(distance, logits, output)
         if self._slots is not None:  # the next passes count this token
             torch.index_select(self._shortlist, 0, output.places[distance], out=output.drafted[distance])

@@ -45,6 +45,8 @@ class CycleShape:
     """Whether any of the rows has a bias, penalties or fewest tokens. Then there are no branches."""
     logprobs: bool = False
     """Whether any of the rows wants log-probabilities."""
+    masks: bool = False
+    """Whether any of the rows follows a grammar. Then there are no branches."""
 
     @property
     def tokens(self) -> int:

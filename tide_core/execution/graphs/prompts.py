@@ -351,7 +351,9 @@ class _PromptPass(Graph, KernelView):
         """Launch what rows need whose prompt is complete and whose next token is not just the largest logit. Nothing
         here waits for the device."""
         ending = [row.request for row in rows if row.samples]
-        draws = any(not request.params.is_greedy or request.adjusts_logits for request in ending)
+        draws = any(
+            not request.params.is_greedy or request.adjusts_logits or request.mask is not None for request in ending
+        )
         lists = any(request.params.logprobs is not None for request in ending)
         if draws:
             self._draw(rows)
