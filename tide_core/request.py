@@ -60,10 +60,6 @@ class TokenMask(Protocol):
         """Which tokens may follow these: an array [V] of booleans."""
         ...
 
-    def bits(self, output_ids: Sequence[int]) -> Any:
-        """The same as bits, the first token in the lowest one: an array of 32-bit words."""
-        ...
-
     def must_end(self, output_ids: Sequence[int]) -> bool:
         """Whether nothing but the end of the text may follow."""
         ...

@@ -7,11 +7,12 @@ are masked like tokens of full depth, and what is not accepted is rolled back.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from tide_core.errors import EngineError, RequestError
 from tide_core.request import Grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_COMPILED = 64
 """Compiled grammars that are kept; a client mostly sends the same one again."""
@@ -31,7 +32,7 @@ JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r
 """JSON may be written with spaces and lines. Without an end to them a weak model may write nothing else."""
 
 Mask = npt.NDArray[np.bool_]
-Bits = npt.NDArray[np.int32]
+Bits = npt.NDArray[np.uint8]
 
 
 class Grammars:
@@ -96,30 +97,32 @@ class GrammarMatcher:
 
     def allowed(self, output_ids: Sequence[int]) -> Mask:
         """[V]: which tokens may follow these. At least one may; at the end of the text only end-of-text ids."""
-        packed = self.bits(output_ids).view(np.uint8)
-        return np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
-
-    def bits(self, output_ids: Sequence[int]) -> Bits:
-        """[ceil(V / 32)]: the same as bits, the first token in the lowest one."""
-        self._follow(output_ids)
+        self.follow(output_ids)
         num = len(self._consumed)
         if (mask := self._masks.get(num)) is None:
             mask = self._masks[num] = self._compute()
             if len(self._masks) > MAX_MASKS:
                 self._masks.popitem(last=False)
-        return mask
+        return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def must_end(self, output_ids: Sequence[int]) -> bool:
         """Whether nothing but the end of the text may follow."""
         return not bool((self.allowed(output_ids) & ~self._only_eos).any())
 
-    def _compute(self) -> Bits:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+    def check(self) -> None:
         if self._matcher.is_error():
             raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
-        return bits[: -(-self._vocab_size // 32)]  # there may be more words than the vocabulary needs
 
-    def _follow(self, output_ids: Sequence[int]) -> None:
+    @property
+    def matcher(self) -> LLMatcher:
+        return self._matcher
+
+    def _compute(self) -> Bits:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self.check()
+        return bits
+
+    def follow(self, output_ids: Sequence[int]) -> None:
         """Bring the matcher to the state after these tokens."""
         consumed, wanted = self._consumed, list(output_ids)
         if wanted[: len(consumed)] != consumed:
@@ -133,9 +136,42 @@ class GrammarMatcher:
         for token_id in wanted[len(consumed) :]:
             if not self._matcher.is_stopped():  # else only end-of-text ids follow
                 if not self._matcher.consume_token(token_id):
-                    raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
+                    self.check()
                 self._num_matched += 1
             consumed.append(token_id)
+
+
+class DraftMasks(NamedTuple):
+    """Masks that a row wants: after its output, and after each of the drafts that the grammar allows."""
+
+    grammar: GrammarMatcher
+    """At the end of the output."""
+    drafts: list[int]
+    place: int
+    """Of the first mask; the others follow it."""
+
+
+def fill_masks(wanted: Sequence[DraftMasks], words: npt.NDArray[np.int32]) -> None:
+    """Write masks into rows of `words` [N, ceil(V / 32)], a bit for every token, for all grammars at once. The rows
+    after a draft that the grammar does not allow stay as they are."""
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+    drafted = [(row.grammar.matcher, row.place, row.drafts) for row in wanted if row.drafts]
+    if drafted:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, words)
+    plain = [(row.grammar.matcher, row.place) for row in wanted if not row.drafts]
+    if plain:
+        fill_next_token_bitmask_par(_executor(), plain, words)
+    for row in wanted:
+        row.grammar.check()
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    """The threads that compute masks side by side."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
 
 
 def _reason(matcher: LLMatcher) -> str:

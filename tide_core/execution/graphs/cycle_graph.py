@@ -118,7 +118,7 @@ class CycleGraph(Graph):
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._shortlist = none if exits is None else exits.shortlist
         self._slots = slots
-        self._masks = MaskBuffer(shape, adapter.vocab_size, self._shortlist) if shape.masks else None
+        self._masks = MaskBuffer(shape, adapter.vocab_size, device) if shape.masks else None
         self._held: torch.Tensor | None = None
         """Logits of the deep pass, between the stages of a cycle with masks."""
         self._choice: Choice = Greedy(kernels, shape.rows, shape.branches, device)
@@ -169,11 +169,10 @@ class CycleGraph(Graph):
         return host, begins
 
     def _replay_with_masks(self, masks: MaskBuffer, rows: Sequence[RowPlace], begins: Sequence[int]) -> None:
-        masks.send_first(rows, begins)
         self.replay(0)
         masks.fetch(self._output.drafted)
         self.replay(1)
-        masks.send_all(rows, begins)  # while the deep pass runs
+        masks.send(rows, begins)  # while the deep pass runs
         self.replay(2)
 
     def _run(self) -> None:
@@ -266,8 +265,6 @@ class CycleGraph(Graph):
         with _stream(self._score_stream):
             exits.top2(draft.logits, output.top2_of(distance))
         logits = self._adjusted(draft.logits, self._draft_sources[distance], self._shortlist)
-        if self._masks is not None and distance == 0:
-            logits = self._masks.apply_first(logits, parts.starts)
         self._choice.draft(distance, logits, output)
         if self._slots is not None:  # the next passes count this token
             torch.index_select(self._shortlist, 0, output.places[distance], out=output.drafted[distance])
