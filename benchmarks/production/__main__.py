@@ -2,7 +2,7 @@
 
     python -m benchmarks.production --factor 8 --state DIR --parts calibrate,measure --out FILE
     python -m benchmarks.production --state DIR --set steps=1000 --limit 300   # settings of the calibration, seconds
-    python -m benchmarks.production --small --state DIR                        # a tiny model on the CPU: does it run
+    python -m benchmarks.production --small                                    # a tiny model on the CPU: does it run
     python -m benchmarks.gpu.table FILE --into docs/performance.md --keep      # its rows of the table
 
     calibrate  exits of the model, as `tide calibrate` makes them: seconds and memory of each phase, size of the result
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.common import ROOT
 from benchmarks.common.bars import Bar, bars_as_json
 from benchmarks.common.prompts import PROMPT_FILE
 from benchmarks.common.report import Measures, Report, commit, run_parts
@@ -47,6 +48,7 @@ PARTS: dict[str, Callable[[Session], Measures]] = {"calibrate": calibrate, "meas
 UNFINISHED = 3
 """Exit code if the time of the call ended first."""
 LIMIT_S = 570.0
+STATES = ROOT / "build" / "production"
 CALIBRATION: dict[str, Any] = {"measure_batches": []}
 """The part `measure` times the exits."""
 SMALL_CALIBRATION = {
@@ -69,7 +71,9 @@ SMALL_SIZES = Sizes(batches=(1, 4), tokens=12, repeats=2, prompts=8, waves=2)
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure exits at the cost of a production model.")
-    parser.add_argument("--state", type=Path, required=True, help="a folder for all that is done; one for each model")
+    parser.add_argument(
+        "--state", type=Path, help="a folder for all that is done; default: build/production/MODEL_xFACTOR"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--model", help="demo (the default), a folder, a .gguf file or a Hugging Face id")
     parser.add_argument("--factor", type=int, help="how many times as wide; 1 takes the model as it is; default: 8")
@@ -120,9 +124,9 @@ def make_session(options: argparse.Namespace, log: Callable[[str], None]) -> Ses
     sizes = SMALL_SIZES if options.small else Sizes()
     if options.batches is not None:
         sizes = replace(sizes, batches=options.batches)
-    return Session(
+    session = Session(
         target,
-        options.state,
+        options.state or STATES / target.key,
         options.calibration,
         Deadline(options.limit),
         log,
@@ -130,6 +134,8 @@ def make_session(options: argparse.Namespace, log: Callable[[str], None]) -> Ses
         prompt_file=options.prompt_file,
         small=options.small,
     )
+    _ = session.state  # opened before any work
+    return session
 
 
 def conditions(session: Session, argv: Sequence[str]) -> dict[str, Any]:
@@ -181,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_parts(session, chosen, report, log, options.out, bars_of)
         report["finished"] = True
     except OutOfTime as stop:
-        log(f"\nout of time: {stop}. The same command continues from {options.state}")
+        log(f"\nout of time: {stop}. The same command continues from {session.folder}")
     finally:
         session.close()
     report["seconds"] = time.perf_counter() - started

@@ -100,7 +100,7 @@ def waves(prompts: Sequence[Prompt], rows: int, sizes: Sizes) -> list[list[Promp
     needed = count * rows
     chosen = different_kinds(prompts, needed)
     chosen = [chosen[index % len(chosen)] for index in range(needed)]
-    return [chosen[first::count] for first in range(count)]
+    return [chosen[first : first + rows] for first in range(0, needed, rows)]
 
 
 def _expected_s(bench: Bench, rows: int, num_waves: int, sizes: Sizes) -> float:

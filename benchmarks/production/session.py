@@ -33,6 +33,8 @@ from tide_core.models.loader import TORCH_DTYPES, load_model, load_tokenizer
 from tide_core.models.resolver import resolve
 
 GB = 1e9
+ENGINE_S = 60.0
+"""Seconds in which an engine starts on a GPU."""
 TINY = Shape("tiny", 32, 48, 4, 4, 2, 257, 64, 48)
 """The small model of `--small`: every byte is a token."""
 TINY_TEMPLATE = (
@@ -121,7 +123,7 @@ class State:
             self.values = json.loads(self._path.read_text())
             before = self.values["purpose"]
             if before != purpose:
-                changed = [key for key in {**before, **purpose} if before.get(key) != purpose.get(key)]
+                changed = sorted(key for key in {**before, **purpose} if before.get(key) != purpose.get(key))
                 what = ", ".join(f"{key} {before.get(key)!r}, now {purpose.get(key)!r}" for key in changed)
                 raise SystemExit(f"benchmark: {folder} was made for other settings ({what}); name another --state")
 
@@ -134,6 +136,8 @@ class Phases:
 
     def __init__(self, state: State, device: torch.device, log: Log) -> None:
         self._state, self._device, self._log = state, device, log
+        if device.type == "cuda":
+            torch.cuda.init()  # peaks can be reset from then on
         self.seconds = 0.0
         """Of all phases in this call."""
 
@@ -187,8 +191,9 @@ class Session:
 
     @functools.cached_property
     def state(self) -> State:
+        """Raises SystemExit for a folder that was made for something else."""
         purpose = {"model": self.target.model, "factor": self.target.factor, "dtype": self.target.dtype}
-        return State(self.folder, {**purpose, "settings": self.calibration.to_mapping()})
+        return State(self.folder, {**purpose, **self.calibration.to_mapping()})
 
     @functools.cached_property
     def phases(self) -> Phases:
@@ -212,6 +217,8 @@ class Session:
         """An engine with the published exits, started on first use. The engine takes over the model."""
         from benchmarks.production.measure import start_bench
 
+        loaded = self.loaded
+        self.deadline.check("starting the engine", ENGINE_S if loaded.model.device.type == "cuda" else 0.0)
         with self.phases.timed("engine"):
             return start_bench(self)
 
