@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.common.prompts import PROMPT_FILE, Prompt
-from benchmarks.common.runs import Runs
+from benchmarks.common.runs import Runs, greedy
 from benchmarks.gpu.table import ROWS
 from benchmarks.production import __main__ as production
 from benchmarks.production import measure as measure_part
@@ -22,6 +22,9 @@ from benchmarks.production.measure import pass_costs, waves
 from benchmarks.production.session import Deadline, OutOfTime, Phases, Sizes, State, Target
 from tide_core.calibration import stages
 from tide_core.exits.cost import CostPoint, CostTable
+
+DRAFT_ALWAYS: dict[str, dict[str, Any]] = {"full": {}, "verified": {"threshold": 0.0}}
+"""A router that hardly learned scores low."""
 
 
 @dataclass
@@ -149,6 +152,18 @@ def test_an_answer_that_differs_fails_the_call(
         assert production.main(arguments) == 1
     assert "MISS batch 1: answers that differ: 1 (<= 0)" in capsys.readouterr().out
     (calls.state / "state.json").write_text(json.dumps(state))
+
+
+def test_drafts_are_counted_and_do_not_change_answers(calls: Calls, patch: pytest.MonkeyPatch) -> None:
+    session = production.make_session(production.arguments(["--small", "--state", str(calls.state)]), lambda line: None)
+    with patch.context() as eager:
+        eager.setattr(measure_part, "greedy", lambda mode, tokens: greedy(mode, tokens, **DRAFT_ALWAYS[mode]))
+        with session.bench.fixed_drafts(2):
+            figures = measure_part._batch(session, 4)
+    session.close()
+    assert figures["verified"]["drafts_per_deep_pass"] > 0.5
+    assert figures["full"]["drafts_per_deep_pass"] == 0
+    assert figures["identical"]
 
 
 @pytest.mark.parametrize(
