@@ -220,13 +220,16 @@ def test_training_stops_after_a_save_if_the_next_one_would_come_too_late(tmp_pat
 
 
 def test_seconds_of_a_phase_add_up_over_calls_and_one_that_fails_counts(tmp_path: Path) -> None:
-    for _ in range(2):
+    for call in range(2):
         phases = Phases(State(tmp_path, {}), torch.device("cpu"), lambda line: None)
+        phases.add("train", 10.0, device_gb=3.0 - call)
         with pytest.raises(OutOfTime), phases.timed("train"):
             raise OutOfTime
+        assert phases.seconds > 0, "of what was timed here"
     entry = json.loads((tmp_path / "state.json").read_text())["phases"]["train"]
-    assert entry["times"] == 2
-    assert entry["seconds"] >= phases.seconds > 0
+    assert entry["times"] == 4
+    assert entry["seconds"] == pytest.approx(20.0, abs=1.0)
+    assert entry["device_peak_gb"] == 3.0
 
 
 def test_a_batch_size_that_cannot_end_in_time_is_not_begun() -> None:
