@@ -137,7 +137,7 @@ class Phases:
     def __init__(self, state: State, device: torch.device, log: Log) -> None:
         self._state, self._device, self._log = state, device, log
         if device.type == "cuda":
-            torch.cuda.init()  # peaks can be reset from then on
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # peaks can be reset from then on
         self.seconds = 0.0
         """Of all phases in this call."""
 
