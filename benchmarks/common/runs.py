@@ -98,9 +98,10 @@ def take_turns(works: Mapping[str, Sequence[Work]], repeats: int) -> dict[str, R
 class Bench:
     """One engine with exits, its prompts, and the library's model."""
 
-    def __init__(self, config: EngineConfig, prompt_file: Path) -> None:
+    def __init__(self, config: EngineConfig, prompt_file: Path, parts: Parts | None = None) -> None:
+        """`parts` are those of a model that was made, not loaded; such a bench has no `library`."""
         self.config = config
-        self.parts: Parts = assemble(config)
+        self.parts = assemble(config) if parts is None else parts
         if self.parts.planner is None:
             raise SystemExit("benchmark: the engine has no artefact with exits; name one with --artefact")
         self.planner = self.parts.planner
@@ -273,9 +274,11 @@ def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
     usages = [answer.usage for answer in answers if answer.usage is not None]
     tokens = sum(usage.output_tokens for usage in usages)
     drafts = sum(usage.num_drafts for usage in usages)
+    passes = sum(usage.deep_passes for usage in usages)
     return {
         "num_tokens": tokens,
         "layers_per_token": sum(usage.layers_run for usage in usages) / tokens,
-        "tokens_per_deep_pass": tokens / sum(usage.deep_passes for usage in usages),
+        "tokens_per_deep_pass": tokens / passes,
+        "drafts_per_deep_pass": drafts / passes,
         "acceptance": sum(usage.num_accepted for usage in usages) / drafts if drafts else None,
     }

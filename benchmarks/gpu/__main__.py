@@ -26,11 +26,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import logging
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,20 +36,18 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common.bars import Log, bars_as_json
 from benchmarks.common.prompts import PROMPT_FILE
+from benchmarks.common.report import Measures, Report, commit, run_parts
 from benchmarks.common.shapes import EIGHT_B, SMALL, Subject
 from benchmarks.common.timing import read_rate
 from benchmarks.gpu import parts, rivals
 from benchmarks.gpu.ablation import ablation
 from benchmarks.gpu.demo import demo
-from benchmarks.gpu.parts import Measures, Session, Sizes
+from benchmarks.gpu.parts import Session, Sizes
 from benchmarks.gpu.replay import replay
 from benchmarks.gpu.table import bars_of
 from tide_core.evaluation.machine import device_name
 from tide_core.kernels import native_digest, select_kernels
-
-logger = logging.getLogger("tide")
 
 LARGE_SIZES = Sizes(
     batches=(1, 8, 32),
@@ -70,9 +66,6 @@ LARGE_SIZES = Sizes(
 SMALL_SIZES = replace(
     LARGE_SIZES, steps=8, repeats=3, tokens=12, prompts=2, turns=1, batch_turns=1, rounds=2, calls=2, rival_tokens=8
 )
-Report = dict[str, Any]
-
-
 PARTS: dict[str, Callable[[Session], Measures]] = {
     "step": parts.step,
     "cycle": parts.cycle,
@@ -135,43 +128,6 @@ def conditions(session: Session, argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """Commit of this tree, with a + if files are changed; None if it is not known."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def run_parts(
-    session: Session,
-    parts: Mapping[str, Callable[[Session], Measures]],
-    report: Report,
-    log: Log,
-    out: Path | None,
-) -> None:
-    """Fill in the report part by part; a part that fails gets an error, and the next one runs."""
-    for name, part in parts.items():
-        began = time.perf_counter()
-        entry: dict[str, Any] = {}
-        try:
-            found = part(session)
-            entry |= {"measures": found.measures, "figures": found.figures}
-        except (Exception, SystemExit) as error:
-            logger.exception("part %s failed", name)
-            entry["error"] = f"{type(error).__name__}: {error}"
-        entry["seconds"] = time.perf_counter() - began
-        report["parts"][name] = entry
-        log(f"\n{name} ({entry['seconds']:.0f} s)" + (f" FAILED: {entry['error']}" if "error" in entry else ""))
-        for key, measure in entry.get("measures", {}).items():
-            value = "-" if measure["value"] is None else f"{measure['value']:.3f}"
-            log(f"  {key:26} {value:>8}  {measure['shown']}")
-        report["bars"] += bars_as_json(bars_of(entry.get("measures", {})))
-        if out is not None:
-            out.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = arguments(argv)
@@ -193,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log(f"{key:17} {value}")
     all_parts = {**PARTS, **MORE_PARTS}
     try:
-        run_parts(session, {name: all_parts[name] for name in options.parts}, report, log, options.out)
+        chosen = {name: all_parts[name] for name in options.parts}
+        run_parts(session, chosen, report, log, options.out, bars_of)
     finally:
         session.close()
     report["seconds"] = time.perf_counter() - started

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.common.report import Measures
 from benchmarks.common.runs import Contract, Runs, TimedBatch, Work, greedy, take_turns
 from benchmarks.gpu.demo import batches_of
-from benchmarks.gpu.parts import Measures, Session
+from benchmarks.gpu.parts import Session
 from benchmarks.gpu.switches import SWITCHES, Switch
 
 BASE = "base"

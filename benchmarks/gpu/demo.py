@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.prompts import Prompt, different_kinds
+from benchmarks.common.report import Measures
 from benchmarks.common.runs import NO_EXITS_THRESHOLD, Bench, Runs, greedy, output_ids, take_turns
-from benchmarks.gpu.parts import Measures, Session, Sizes
+from benchmarks.gpu.parts import Session, Sizes
 from tide_core.request import SamplingParams
 
 STRIDE = 37

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.report import Measures
 from benchmarks.common.runs import Bench
 from benchmarks.common.shapes import Subject
 from benchmarks.common.timing import cycle_times, profile_cycle, step_time
@@ -46,17 +47,6 @@ class Sizes:
     """Calls of an op that are timed together."""
     rival_tokens: int
     rival_limit_s: float
-
-
-@dataclass
-class Measures:
-    """The result of one part: rows of the table by key, and more figures for the report."""
-
-    measures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, key: str, value: float | None, shown: str) -> None:
-        self.measures[key] = {"value": value, "shown": shown}
 
 
 @dataclass

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
+from benchmarks.common.report import Measures
 from benchmarks.common.runs import Bench, greedy
 from benchmarks.common.timing import run_step
-from benchmarks.gpu.parts import Measures, Session
+from benchmarks.gpu.parts import Session
 from benchmarks.gpu.replay_cycles import Cycle, ReplayedCycles
 from tide_core.batch import DraftCounts, RowResult, RowStep, ScheduledBatch, StepResult
 from tide_core.engine.assemble import Parts

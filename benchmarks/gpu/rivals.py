@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import ROOT
+from benchmarks.common.report import Measures
 from benchmarks.common.shapes import EIGHT_B, SMALL, byte_tokenizer, make_model
 from benchmarks.common.timing import cycle_times, synchronize
-from benchmarks.gpu.parts import Measures, Session
+from benchmarks.gpu.parts import Session
 
 SIDES = ("eager", "static", "tide")
 SHORT = 4

@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.table report.json                             # print it
     python -m benchmarks.gpu.table a.json b.json --into docs/performance.md  # replace the table of the document
+    python -m benchmarks.gpu.table b.json --into docs/performance.md --keep  # rows that b.json lacks stay as they are
 
-Reports are those of `python -m benchmarks.gpu --out`; if several have a row, the last one counts. No number of the
-table is typed by hand.
+Reports are those of `python -m benchmarks.gpu --out` and `python -m benchmarks.production --out`; if several have a
+row, the last one counts. No number of the table is typed by hand.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.common.bars import Bar
 
 BEGIN, END = "<!-- gpu table: benchmarks/gpu/table.py -->", "<!-- end of the gpu table -->"
 NOT_MEASURED = "-"
+NUM_COLUMNS = 5
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,13 @@ class Row:
     bar: float | None = None
     aim: float | None = None
     at_least: bool = False
-    is_ratio: bool = True
+    unit: str = "×"
+    bench: str = "gpu"
+    """The benchmark that measures it: `python -m benchmarks.NAME`."""
+
+    @property
+    def command(self) -> str:
+        return f"python -m benchmarks.{self.bench} --parts {self.part}"
 
     def limit(self, value: float | None) -> str:
         if value is None:
@@ -41,7 +49,7 @@ class Row:
         return f"{'≥' if self.at_least else '≤'} {self.number(value)}"
 
     def number(self, value: float) -> str:
-        return f"{value:.2f}×" if self.is_ratio else f"{value:g}"
+        return f"{value:.2f}×" if self.unit == "×" else f"{value:.4g}{self.unit}"
 
     def bar_of(self, value: float) -> Bar | None:
         return None if self.bar is None else Bar(self.what, value, self.bar, at_least=self.at_least)
@@ -54,7 +62,7 @@ ROWS = (
     Row("shallow", "cycle", "shallow pass, 8B, batch 1, against its own byte floor", 1.5, 1.2),
     Row("deep", "cycle", "deep pass over 5 pending tokens against over 1", 1.05, 1.02),
     Row("routers", "cycle", "routers on, no exits, against `full`", 1.02, 1.01),
-    Row("reads", "reads", "host reads in a cycle", 1, 0, is_ratio=False),
+    Row("reads", "reads", "host reads in a cycle", 1, 0, unit=""),
     Row("demo_1", "demo", "`verified` against `full`, demo, batch 1", 1.7, 2.5, at_least=True),
     Row("demo_8", "demo", "`verified` against `full`, demo, batch 8", 1.4, 1.8, at_least=True),
     Row("demo_32", "demo", "`verified` against `full`, demo, batch 32", 1.1, 1.4, at_least=True),
@@ -92,6 +100,29 @@ ROWS = (
     ),
     Row("replay_1", "replay", "8B, acceptance replayed from the demo's traces, batch 1", 1.7, 2.2, at_least=True),
     Row("replay_8", "replay", "8B, acceptance replayed from the demo's traces, batch 8", 1.4, 1.8, at_least=True),
+    *(
+        Row(
+            f"demo_x8_{rows}",
+            "measure",
+            f"`verified` against `full`, 7.25B (the demo model widened eight times), batch {rows}",
+            bar,
+            aim,
+            at_least=True,
+            bench="production",
+        )
+        for rows, bar, aim in ((1, 1.9, 2.6), (8, 1.7, 2.0), (32, 1.35, 1.6), (128, 1.05, 1.2))
+    ),
+    Row(
+        "demo_x8_minutes",
+        "calibrate",
+        "calibration of the 7.25B until published",
+        15,
+        8,
+        unit=" min",
+        bench="production",
+    ),
+    Row("demo_x8_artefact", "calibrate", "artefact of the 7.25B", 150, unit=" MB", bench="production"),
+    Row("demo_x8_host", "calibrate", "host memory of that calibration, peak", 16, unit=" GB", bench="production"),
     Row(
         "attention_512", "kernels", "paged attention, 1 to 8 queries, context 512, against the KV-read floor", 1.3, 1.1
     ),
@@ -125,19 +156,26 @@ def measures_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def render(reports: Iterable[Mapping[str, Any]]) -> str:
-    """The table; a row that no report has shows the command that measures it."""
+def render(reports: Iterable[Mapping[str, Any]], before: str = "") -> str:
+    """The table; a row that no report has is that of the table `before`, or shows the command that measures it."""
     known: dict[str, dict[str, Any]] = {}
     for report in reports:
         known |= measures_of(report)
+    kept = {cells[0]: cells for cells in map(_cells, before.splitlines()) if len(cells) == NUM_COLUMNS}
     lines = ["| what | bar | aim | measured | date and conditions |", "|---|---|---|---|---|"]
     for row in ROWS:
-        measured, origin = NOT_MEASURED, f"`python -m benchmarks.gpu --parts {row.part}`"
+        measured, origin = NOT_MEASURED, f"`{row.command}`"
         if row.key in known:
             measured, origin = _measured(row, known[row.key]), known[row.key]["origin"]
-        cells = row.what, row.limit(row.bar), row.limit(row.aim) if row.bar is not None else "", measured, origin
+        elif row.what in kept:
+            measured, origin = kept[row.what][-2:]
+        cells = row.what, row.limit(row.bar), "" if row.aim is None else row.limit(row.aim), measured, origin
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
 def _measured(row: Row, measure: Mapping[str, Any]) -> str:
@@ -149,13 +187,23 @@ def _measured(row: Row, measure: Mapping[str, Any]) -> str:
     return f"**{row.number(value)}**{missed} ({shown})"
 
 
+def table_of(text: str) -> str:
+    """The table between the two marks of a document."""
+    return _around(text)[1]
+
+
 def put_into(text: str, table: str) -> str:
     """`text` with `table` between the two marks."""
+    before, _, after = _around(text)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def _around(text: str) -> tuple[str, str, str]:
     before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    table, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"gpu.table: the document has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return before, table.strip(), after
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,15 +212,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("reports", nargs="*", type=Path)
     parser.add_argument("--into", type=Path, help="a document that has the marks of the table")
+    parser.add_argument("--keep", action="store_true", help="rows that no report has stay as they are in the document")
     options = parser.parse_args(argv)
+    if options.keep and options.into is None:
+        parser.error("--keep: there is no document; name one with --into")
     reports = [json.loads(path.read_text()) for path in options.reports]
     if options.into is not None and any(report["conditions"]["small"] for report in reports):
         raise SystemExit("gpu.table: a run with --small does not belong in a document")
-    table = render(reports)
     if options.into is None:
-        print(table)
+        print(render(reports))
     else:
-        options.into.write_text(put_into(options.into.read_text(), table))
+        text = options.into.read_text()
+        options.into.write_text(put_into(text, render(reports, table_of(text) if options.keep else "")))
     return 0
 
 

@@ -30,8 +30,10 @@ def line_of(table: str, key: str) -> str:
 
 
 def test_a_row_that_was_not_measured_shows_its_command() -> None:
-    line = line_of(render([make_report(step_1=1.2)]), "demo_8")
-    assert "| ≥ 1.40× | ≥ 1.80× | - | `python -m benchmarks.gpu --parts demo` |" in line
+    table = render([make_report(step_1=1.2)])
+    assert "| ≥ 1.40× | ≥ 1.80× | - | `python -m benchmarks.gpu --parts demo` |" in line_of(table, "demo_8")
+    other = "| ≥ 1.90× | ≥ 2.60× | - | `python -m benchmarks.production --parts measure` |"
+    assert other in line_of(table, "demo_x8_1")
 
 
 def test_a_measured_row_has_its_value_its_date_and_whether_the_bar_was_missed() -> None:
@@ -40,6 +42,9 @@ def test_a_measured_row_has_its_value_its_date_and_whether_the_bar_was_missed() 
     assert "**1.35×**, **missed** (as given)" in line_of(table, "step_8")
     assert "| ≤ 1 | ≤ 0 | **1** (as given)" in line_of(table, "reads")
     assert "| reported |  | as given |" in line_of(table, "tide")
+    sizes = render([make_report(demo_x8_minutes=12.3456, demo_x8_artefact=151.5)])
+    assert "| ≤ 15 min | ≤ 8 min | **12.35 min** (as given)" in line_of(sizes, "demo_x8_minutes")
+    assert "| ≤ 150 MB |  | **151.5 MB**, **missed** (as given)" in line_of(sizes, "demo_x8_artefact")
 
 
 def test_of_several_reports_the_last_that_has_a_row_counts() -> None:
@@ -66,6 +71,23 @@ def test_only_the_table_of_a_document_is_replaced(tmp_path: Path) -> None:
     assert text == f"before\n{BEGIN}\n{render([make_report(step_1=1.0)])}\n{END}\nafter\n"
     with pytest.raises(SystemExit, match="the document has no"):
         put_into("nothing here", "table")
+
+
+def test_rows_that_no_report_has_stay_as_they_are_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document, report = tmp_path / "doc.md", tmp_path / "report.json"
+    old = render([make_report(step_1=1.4, shallow=1.1, tide=None)])
+    document.write_text(f"before\n{BEGIN}\n{old}\n{END}\nafter\n")
+    report.write_text(json.dumps(make_report("2026-12-01T00:00:00+00:00", step_1=1.1, demo_x8_1=2.0)))
+    assert gpu_table.main([str(report), "--into", str(document), "--keep"]) == 0
+    new = gpu_table.table_of(document.read_text())
+    assert "**1.10×** (as given) | 2026-12-01" in line_of(new, "step_1")
+    assert "**2.00×** (as given) | 2026-12-01" in line_of(new, "demo_x8_1")
+    changed = {line_of(new, key) for key in ("step_1", "demo_x8_1")}
+    assert {*new.splitlines()} - {*old.splitlines()} == changed
+    assert "2026-11-15" in line_of(new, "tide")
+    with pytest.raises(SystemExit):
+        gpu_table.main([str(report), "--keep"])
+    assert "--keep: there is no document" in capsys.readouterr().err
 
 
 def test_a_run_at_tiny_sizes_is_kept_out_of_documents(tmp_path: Path) -> None:

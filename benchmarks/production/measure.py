@@ -1,0 +1,193 @@
+"""Parts `measure` and `profile`: the engine with the published exits.
+
+A wave is as many prompts as the batch has rows, answered together and all with the same number of tokens; the next wave
+begins when the last answer of this one has ended. Both modes run the same waves in turns in one engine, prompts
+included. Nobody calibrated on these prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.common.prompts import Prompt, different_kinds
+from benchmarks.common.report import Measures, commit
+from benchmarks.common.runs import Bench, Runs, greedy, output_ids
+from benchmarks.common.shapes import KV_GIB, bytes_of
+from benchmarks.production.session import Session, Sizes
+from tide_core.config import EngineConfig
+from tide_core.engine.assemble import assemble_loaded
+from tide_core.evaluation.machine import device_name
+from tide_core.exits.artefact.artefact import load_artefact
+from tide_core.exits.cost import CostTable
+
+MODES = ("full", "verified")
+MAX_MODEL_LEN, SMALL_MODEL_LEN = 1024, 512
+BATCH_TOKENS = 8192
+"""Tokens of a step: the prompts of most waves, and every draft of every row."""
+SLACK = 1.5
+"""Expected time of a batch size over that of its steps at full depth."""
+
+
+def measure(session: Session) -> Measures:
+    """`verified` against `full` at each batch size; those that an earlier call measured are not measured again."""
+    if session.state.values["calibrated"] is None or not session.artefact.is_dir():
+        raise SystemExit(f"benchmark: no artefact in {session.folder}; run the part calibrate first")
+    found, key, done = Measures(), session.target.key, _done_before(session)
+    for rows in session.sizes.batches:
+        if str(rows) in done["batches"]:
+            session.log(f"batch {rows}: done before")
+        else:
+            done["batches"][str(rows)] = _batch(session, rows)
+            session.state.save()
+        figures = done["batches"][str(rows)]
+        found.figures[f"batch {rows}"] = figures
+        found.add(f"{key}_{rows}", figures["over_full"], figures["shown"])
+    found.figures["conditions"] = done["conditions"]
+    return found
+
+
+def _done_before(session: Session) -> dict[str, Any]:
+    """Results under the same conditions, kept in the state."""
+    conditions = {
+        "artefact": session.state.values["calibrated"]["digest"],
+        "commit": commit(),
+        "hardware": device_name(torch.device(session.target.device)),
+        "sizes": {name: value for name, value in asdict(session.sizes).items() if name != "batches"},
+    }
+    if session.state.values["measured"].get("conditions") != conditions:
+        session.state.values["measured"] = {"conditions": conditions, "batches": {}}
+    measured: dict[str, Any] = session.state.values["measured"]
+    return measured
+
+
+def _batch(session: Session, rows: int) -> dict[str, Any]:
+    bench, sizes = session.bench, session.sizes
+    groups = waves(bench.prompts, rows, sizes)
+    session.deadline.check(f"batch {rows}", _expected_s(bench, rows, len(groups), sizes))
+    session.log(f"batch {rows}: {len(groups)} waves, {sizes.repeats} repeats")
+    with bench.at_most(rows):
+        runs = bench.turns(groups, {mode: greedy(mode, sizes.tokens) for mode in MODES}, sizes.repeats)
+    full, verified = runs["full"], runs["verified"]
+    num_different = _different(full, verified)
+    figures = verified.figures()
+    per_pass, drafts = figures["tokens_per_deep_pass"], figures["drafts_per_deep_pass"]
+    rates = f"{verified.rate:.0f} against {full.rate:.0f} tokens/s, {per_pass:.2f} tokens and {drafts:.2f} drafts"
+    shown = f"{rates} per deep pass, {num_different} of {len(full.answers)} answers differ"
+    session.log(f"batch {rows}: {verified.over(full):.3f}, {shown}")
+    return {
+        "over_full": verified.over(full),
+        "shown": shown,
+        "full": full.figures(),
+        "verified": figures,
+        "num_waves": len(groups),
+        "num_answers": len(full.answers),
+        "num_different": num_different,
+        "identical": num_different == 0,
+        "planned_drafts": bench.planner.plan(rows, rows).drafts,
+        "predicted_by_calibration": session.state.values["calibrated"]["predicted"].get(str(rows)),
+        "predicted_by_planner": bench.planner.plan(rows, rows).gain,
+    }
+
+
+def waves(prompts: Sequence[Prompt], rows: int, sizes: Sizes) -> list[list[Prompt]]:
+    """Groups of `rows` prompts of all kinds. With fewer prompts than a batch size needs, some come twice."""
+    count = max(1, min(sizes.waves, sizes.prompts // rows))
+    needed = count * rows
+    chosen = different_kinds(prompts, needed)
+    chosen = [chosen[index % len(chosen)] for index in range(needed)]
+    return [chosen[first : first + rows] for first in range(0, needed, rows)]
+
+
+def _expected_s(bench: Bench, rows: int, num_waves: int, sizes: Sizes) -> float:
+    """By the engine's cost table; 0 if it has none."""
+    table = bench.planner.table
+    if table is None or not table.points:
+        return 0.0
+    return SLACK * table.full(rows) * sizes.tokens * len(MODES) * (num_waves * sizes.repeats + 1)
+
+
+def _different(first: Runs, second: Runs) -> int:
+    return sum(output_ids(a) != output_ids(b) for a, b in zip(first.answers, second.answers, strict=True))
+
+
+def start_bench(session: Session) -> Bench:
+    """An engine on the model of the session with the published artefact."""
+    loaded, most = session.loaded, max(session.sizes.batches)
+    on_cuda = loaded.model.device.type == "cuda"
+    config = EngineConfig(
+        model="made",
+        artefact="none",
+        device=loaded.model.device.type,
+        dtype=session.target.dtype,
+        max_rows=most,
+        max_model_len=SMALL_MODEL_LEN if session.small else MAX_MODEL_LEN,
+        max_batch_tokens=BATCH_TOKENS,
+        kv_memory_gib=KV_GIB if on_cuda else 0.5,
+        prefix_caching=False,  # every turn computes its prompts
+    )
+    artefact = load_artefact(session.artefact, loaded.identity)
+    key = hashlib.sha256(repr(loaded.identity).encode()).hexdigest()
+    parts = assemble_loaded(config, loaded.model, loaded.tokenizer, name=loaded.name, identity=key, artefact=artefact)
+    return Bench(config, session.prompt_file, parts)
+
+
+def profile(session: Session) -> Measures:
+    """Costs of the passes of a cycle, from the engine's own cost table."""
+    found, bench = Measures(), session.bench
+    table = bench.planner.table
+    if table is None or not table.points:
+        raise SystemExit("benchmark: the engine has no cost table")
+    found.figures |= {"passes": pass_costs(table), "draft_bytes": draft_bytes(bench)}
+    for point in found.figures["passes"]:
+        known = [cycle for cycle in point["cycles"] if cycle["draft_ms"] is not None]
+        if known:
+            share = known[-1]["draft_ms"] / point["full_ms"]
+            session.log(f"{point['rows']:4} rows: full {point['full_ms']:.3f} ms, a draft {share:.3f} of it")
+    return found
+
+
+def pass_costs(table: CostTable) -> list[dict[str, Any]]:
+    """By rows and drafts: a cycle, its deep pass and one of its drafts, in milliseconds.
+
+    A cycle of k drafts is k shallow passes with head and router, and a deep pass over k + 1 tokens of every row through
+    all layers. A step at full depth of as many tokens takes as long as that deep pass, except for attention; where the
+    table has no step of so many tokens, neither is known."""
+    return [
+        {
+            "rows": point.rows,
+            "full_ms": 1e3 * point.full_s,
+            "cycles": [_cycle(table, point.rows, drafts, seconds) for drafts, seconds in point.cycle_s],
+        }
+        for point in table.points
+    ]
+
+
+def _cycle(table: CostTable, rows: int, drafts: int, seconds: float) -> dict[str, Any]:
+    pending = rows * (drafts + 1)
+    deep = table.full(pending) if pending <= table.max_rows else None
+    return {
+        "drafts": drafts,
+        "cycle_ms": 1e3 * seconds,
+        "deep_ms": None if deep is None else 1e3 * deep,
+        "draft_ms": None if deep is None or not drafts else 1e3 * (seconds - deep) / drafts,
+    }
+
+
+def draft_bytes(bench: Bench) -> dict[str, int]:
+    """Weights that one draft reads: what its time should be divided by."""
+    exits, adapter = bench.parts.runner.exits, bench.parts.runner.adapter
+    assert exits is not None
+    first = exits.checkpoints[0]
+    width = int(adapter.config.hidden_size)
+    return {
+        "layers": sum(bytes_of(layer) for layer in adapter.layers[: first.layer]),
+        "head": bytes_of(first.head) - bytes_of(getattr(first.head, "fuse", None)),
+        "shortlist": len(exits.shortlist) * width * adapter.dtype.itemsize,
+        "router": bytes_of(first.router),
+        "all_layers": sum(bytes_of(layer) for layer in adapter.layers),
+    }
