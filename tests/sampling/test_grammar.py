@@ -74,6 +74,16 @@ def test_only_the_end_may_follow_a_complete_text_and_the_end_itself() -> None:
     assert not matcher.must_end(ids_of("a")), "what came after the end is rolled back"
 
 
+def test_a_written_mask_has_the_bits_of_what_is_allowed_also_after_the_end_and_after_going_back() -> None:
+    matcher, whole = grammars().matcher(Grammar("regex", "ab?")), ids_of("ab")
+    words = np.zeros((2, -(-len(tiny_tokenizer()) // 32)), dtype=np.int32)
+    for ids in (whole[:1], whole, [*whole, EOS], whole[:1], []):
+        matcher.write(ids, words[1])
+        bits = np.unpackbits(words[1].view(np.uint8), count=len(tiny_tokenizer()), bitorder="little")
+        assert bits.astype(bool).tolist() == matcher.allowed(ids).tolist()
+    assert not words[0].any(), "nothing is written elsewhere"
+
+
 def test_a_token_that_no_grammar_allows_is_an_error_of_its_request() -> None:
     with pytest.raises(Exception, match="the grammar cannot be followed"):
         grammars().matcher(Grammar("regex", "a+")).allowed(ids_of("b"))

@@ -7,12 +7,11 @@ are masked like tokens of full depth, and what is not accepted is rolled back.
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from tide_core.errors import EngineError, RequestError
 from tide_core.request import Grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 64
 """Compiled grammars that are kept; a client mostly sends the same one again."""
@@ -97,7 +96,7 @@ class GrammarMatcher:
 
     def allowed(self, output_ids: Sequence[int]) -> Mask:
         """[V]: which tokens may follow these. At least one may; at the end of the text only end-of-text ids."""
-        self.follow(output_ids)
+        self._follow(output_ids)
         num = len(self._consumed)
         if (mask := self._masks.get(num)) is None:
             mask = self._masks[num] = self._compute()
@@ -109,20 +108,22 @@ class GrammarMatcher:
         """Whether nothing but the end of the text may follow."""
         return not bool((self.allowed(output_ids) & ~self._only_eos).any())
 
-    def check(self) -> None:
-        if self._matcher.is_error():
-            raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
-
-    @property
-    def matcher(self) -> LLMatcher:
-        return self._matcher
+    def write(self, output_ids: Sequence[int], words: npt.NDArray[np.int32]) -> None:
+        """The same as bits, the first token in the lowest one, into [ceil(V / 32)] words that lie together."""
+        self._follow(output_ids)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
 
     def _compute(self) -> Bits:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self.check()
+        self._check()
         return bits
 
-    def follow(self, output_ids: Sequence[int]) -> None:
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
+
+    def _follow(self, output_ids: Sequence[int]) -> None:
         """Bring the matcher to the state after these tokens."""
         consumed, wanted = self._consumed, list(output_ids)
         if wanted[: len(consumed)] != consumed:
@@ -136,42 +137,9 @@ class GrammarMatcher:
         for token_id in wanted[len(consumed) :]:
             if not self._matcher.is_stopped():  # else only end-of-text ids follow
                 if not self._matcher.consume_token(token_id):
-                    self.check()
+                    self._check()
                 self._num_matched += 1
             consumed.append(token_id)
-
-
-class DraftMasks(NamedTuple):
-    """Masks that a row wants: after its output, and after each of the drafts that the grammar allows."""
-
-    grammar: GrammarMatcher
-    """At the end of the output."""
-    drafts: list[int]
-    place: int
-    """Of the first mask; the others follow it."""
-
-
-def fill_masks(wanted: Sequence[DraftMasks], words: npt.NDArray[np.int32]) -> None:
-    """Write masks into rows of `words` [N, ceil(V / 32)], a bit for every token, for all grammars at once. The rows
-    after a draft that the grammar does not allow stay as they are."""
-    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
-
-    drafted = [(row.grammar.matcher, row.place, row.drafts) for row in wanted if row.drafts]
-    if drafted:
-        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, words)
-    plain = [(row.grammar.matcher, row.place) for row in wanted if not row.drafts]
-    if plain:
-        fill_next_token_bitmask_par(_executor(), plain, words)
-    for row in wanted:
-        row.grammar.check()
-
-
-@functools.cache
-def _executor() -> LLExecutor:
-    """The threads that compute masks side by side."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tide_core.execution.graphs.cycle_shape import CycleShape, RowPlace
-from tide_core.sampling.grammar import DraftMasks, GrammarMatcher, fill_masks
+from tide_core.sampling.grammar import GrammarMatcher
 
 WORD = 32
 ALL = -1
@@ -45,19 +45,27 @@ class MaskBuffer:
     def send(self, rows: Sequence[RowPlace], begins: Sequence[int]) -> None:
         """Masks after the newest token of each row and after its drafts; `begins`: where its tokens begin in the deep
         pass."""
-        self._words[: self._num_written] = ALL
+        words = self._words
+        words[: self._num_written] = ALL
+        self._num_written = begins[-1] + rows[-1].drafts + 1
         followed: list[tuple[int, GrammarMatcher]] = []
-        for place, row in enumerate(rows):
+        for place, row in enumerate(rows):  # while the drafts are made
             grammar = row.step.request.mask
             if isinstance(grammar, GrammarMatcher):
-                grammar.follow(row.step.output_ids)
+                grammar.write(row.step.output_ids, words[begins[place]])
                 followed.append((place, grammar))
         if self._fetched is not None:
             self._fetched.synchronize()
         drafted = self._drafted.T.tolist()
-        wanted = [DraftMasks(grammar, drafted[p][: rows[p].drafts], begins[p]) for p, grammar in followed]
-        fill_masks(wanted, self._words)
-        self._num_written = begins[-1] + rows[-1].drafts + 1
+        for place, grammar in followed:  # while the deep pass runs
+            step, begin = rows[place].step, begins[place]
+            output_ids = list(step.output_ids)
+            for distance, draft in enumerate(drafted[place][: rows[place].drafts]):
+                is_allowed = words[begin + distance, draft // WORD] >> draft % WORD & 1
+                if not is_allowed or draft in step.request.end_ids:
+                    break
+                output_ids.append(draft)
+                grammar.write(output_ids, words[begin + distance + 1])
         self._device.copy_(self._host, non_blocking=True)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
