@@ -150,7 +150,8 @@ class AnswerBuilder:
     def _end(self, choice: _Choice, chunk: pb.GenerateChunk) -> None:
         if choice.again:
             raise BrokenStreamError(f"the resumed answer ended {count(len(choice.again))} early")
-        text = choice.content if self._reads_calls else "".join(token.text for token in choice.tokens)
+        # A server that knows no tools sends no pieces; one that does loses no text in them.
+        text = choice.content if choice.num_units else "".join(token.text for token in choice.tokens)
         answer = answer_of(chunk.request_id, text, choice.tokens, chunk.final, choice.calls)
         choice.answer = _joined(answer, self._num_kept)
         answers = {index: one.answer for index, one in self._choices.items() if one.answer is not None}

@@ -105,7 +105,7 @@ class TideServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Aborts a running request of the same caller. Its memory is free within one engine step.
+        """Aborts a running request of the same caller, with all its choices. Its memory is free within one engine step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
