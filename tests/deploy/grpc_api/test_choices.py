@@ -9,9 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
+from deploy.choices import begin_choices
 from deploy.config.args import Limits
 from deploy.failures import StatusSetError
-from deploy.service import Service
+from deploy.keys import Caller
+from deploy.service import Call, Service
 from tests.deploy.in_process import Context, Grpc, all_of, make_service
 from tests.deploy.scripted import FOREVER, HEL, ScriptedEngine
 from tests.engine.runners import HANG_S, Gate
@@ -130,6 +132,18 @@ async def test_an_id_is_taken_until_the_last_of_its_choices_has_ended(held: Any,
     gate.open()
     await stream.aclose()
     assert (await held.Generate(request(2, prompt="hello", request_id="mine"), Context())).request_id == "mine"
+
+
+async def test_an_id_is_taken_also_while_none_of_its_choices_runs() -> None:
+    service = Service(ScriptedEngine(), model="tiny")  # type: ignore[arg-type]
+    api, context = Grpc(service), Context()
+    answers = begin_choices(service, [Call("hello", request_id="mine")], 2, Caller())
+    with service.held(answers):
+        assert service.num_open == 0
+        with pytest.raises(StatusSetError):
+            await api.Generate(request(1, request_id="mine"), context)  # type: ignore[arg-type]
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await api.Generate(request(1, request_id="mine"), Context())).text == "Hello"  # type: ignore[arg-type]
 
 
 async def test_an_error_of_one_choice_is_the_status_of_the_call_and_ends_the_others() -> None:
