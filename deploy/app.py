@@ -70,6 +70,7 @@ class TideServer(GrpcApi):
             observer=self._meter,
         )
         self.service.abort_elsewhere = self._abort_elsewhere
+        self.tool_parser = checked.tool_parser
         use_health(self.health)
         self._meter.start(engine.stats, lambda: self.service.tokens_in_flight, lambda: keys.num_failed)
         logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)

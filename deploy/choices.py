@@ -1,4 +1,4 @@
-"""Several answers to one HTTP request: n choices for each of its prompts.
+"""Several answers to one request: n choices for each of its prompts.
 
 The choices of one prompt run it once: the first starts alone, the others start with its first token and find the
 prompt's blocks in the prefix cache.
@@ -29,7 +29,7 @@ def begin_choices(service: Service, calls: Sequence[Call], n: int, caller: Calle
         raise RequestError("n", n, f"an integer in 1..{most}")
     if len(calls) * n > most:
         raise RequestError("prompt", f"{len(calls)} prompts with n = {n}", f"at most {most} choices in all")
-    return [service.begin(_seeded(call, number), caller) for call in calls for number in range(n)]
+    return [answer for call in calls for answer in _begin(service, call, n, caller)]
 
 
 async def outputs_of(service: Service, answers: Sequence[Answer], n: int) -> Outputs:
@@ -41,6 +41,15 @@ async def outputs_of(service: Service, answers: Sequence[Answer], n: int) -> Out
             async for output in outputs:
                 yield 0, output
         return
+    with contextlib.ExitStack() as held:
+        for first in range(0, len(answers), n):
+            held.enter_context(service.held(answers[first : first + n]))
+        async with contextlib.aclosing(_mixed(service, answers, n)) as outputs:
+            async for item in outputs:
+                yield item
+
+
+async def _mixed(service: Service, answers: Sequence[Answer], n: int) -> Outputs:
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(service.engine.config.max_rows)
     came: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
@@ -82,10 +91,17 @@ async def whole_answers(service: Service, answers: Sequence[Answer], n: int) -> 
     return found
 
 
+def _begin(service: Service, call: Call, n: int, caller: Caller) -> list[Answer]:
+    """The choices of one prompt, which share its id."""
+    first = service.begin(call, caller)
+    named = replace(call, request_id=first.request_id)
+    return [first, *(service.begin(_seeded(named, number), caller) for number in range(1, n))]
+
+
 def _seeded(call: Call, number: int) -> Call:
     """The call of one choice: with a seed, each choice has its own, and the first the given one."""
     seed = call.params.get("seed")
-    if not number or seed is None:
+    if seed is None:
         return call
     following = seed + number
     return replace(call, params={**call.params, "seed": following - MOST_SEEDS * (following >= MOST_SEEDS)})

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -21,7 +21,7 @@ from deploy.failures import DeadlineError, NotServedError, QuotaError
 from deploy.keys import Caller, KeyRing
 from deploy.quota import Quotas
 from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
-from tide_core.request import Chat, FinishReason, RequestOutput, SamplingParams
+from tide_core.request import Chat, FinishReason, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Engine, Prompt
@@ -64,7 +64,7 @@ class Answer:
     """A running request: its ids, its progress, and why it ended early, if it did."""
 
     request_id: str
-    """The caller's id, or the engine's."""
+    """The caller's id, or the engine's. The choices of one prompt share it."""
     engine_id: str
     """Unique id in the engine and in the logs."""
     caller: Caller
@@ -106,7 +106,10 @@ class Service:
         """Asks the other replicas to abort a request, by its caller's name and its id."""
         self._observer = observer
         self._own_artefact = engine.config.artefact
-        self._open: dict[tuple[str, str], Answer] = {}
+        self._by_id: dict[tuple[str, str], Sequence[Answer]] = {}
+        """The answers of each request that has not ended, by its caller's name and its id."""
+        self._open: dict[str, Answer] = {}
+        """The answers that run, by their engine id."""
         self._open_lock = threading.Lock()
         """Held where `_open` changes, and where another thread reads it."""
         self._quotas = Quotas()
@@ -131,49 +134,67 @@ class Service:
             count_prompt=call.count_prompt,
         )
 
-    async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of the request, the last one with a finish reason; or an error.
-
-        Closing the generator aborts the request."""
-        name = (answer.caller.name, answer.request_id)
-        if name in self._open:
-            raise RequestError("request_id", answer.request_id, "one that none of your open requests has")
+    @contextlib.contextmanager
+    def held(self, answers: Sequence[Answer]) -> Iterator[None]:
+        """Hold the id of one request while its answers run; raises if another open request of the caller has it.
+        `abort` then ends all of them, also those that have not begun."""
+        name = (answers[0].caller.name, answers[0].request_id)
+        if name in self._by_id:
+            raise RequestError("request_id", name[1], "one that none of your open requests has")
+        self._by_id[name] = answers
         try:
-            self._quotas.enter(answer.caller)
-        except QuotaError as error:
-            self._end(answer, type(error).__name__)
-            raise
-        with self._open_lock:
-            self._open[name] = answer
-        loop = asyncio.get_running_loop()
-        left_s = answer.started_at + answer.timeout_s - time.monotonic()  # a choice may start after others
-        timer = loop.call_later(max(left_s, 0.0), self._expire, answer)
-        reason = "cancelled"
-        try:
-            if answer.fill_context or answer.count_prompt:
-                await self._encode(answer)
-            if answer.params.mode != "full":
-                answer.artefact = self.engine.artefact_digest  # of the exits that this stream starts with
-            stream = self.engine.stream(
-                answer.prompt, answer.params, request_id=answer.engine_id, cache_salt=answer.caller.salt
-            )
-            async with contextlib.aclosing(stream):
-                async for output in stream:
-                    _raise_if_failed(answer, output)
-                    self._record(answer, output)
-                    if output.finish_reason is not None:
-                        reason = output.finish_reason.value
-                    yield output
-        except Exception as error:
-            reason = type(error).__name__
-            raise
+            yield
         finally:
-            timer.cancel()
-            answer.ended_by = answer.ended_by or "end"  # a timer callback that is already queued does nothing
+            del self._by_id[name]
+
+    async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one answer, the last one with a finish reason; or an error.
+
+        Closing the generator aborts the answer."""
+        with contextlib.ExitStack() as stack:
+            known = self._by_id.get((answer.caller.name, answer.request_id), ())
+            if not any(one is answer for one in known):
+                stack.enter_context(self.held([answer]))
+            if answer.ended_by == CALLER:  # before it began
+                self._end(answer, FinishReason.ABORT.value)
+                yield RequestOutput(answer.engine_id, (), FinishReason.ABORT, Usage(0, 0))
+                return
+            try:
+                self._quotas.enter(answer.caller)
+            except QuotaError as error:
+                self._end(answer, type(error).__name__)
+                raise
             with self._open_lock:
-                del self._open[name]
-            self._quotas.leave(answer.caller)
-            self._end(answer, reason)
+                self._open[answer.engine_id] = answer
+            loop = asyncio.get_running_loop()
+            left_s = answer.started_at + answer.timeout_s - time.monotonic()  # a choice may start after others
+            timer = loop.call_later(max(left_s, 0.0), self._expire, answer)
+            reason = "cancelled"
+            try:
+                if answer.fill_context or answer.count_prompt:
+                    await self._encode(answer)
+                if answer.params.mode != "full":
+                    answer.artefact = self.engine.artefact_digest  # of the exits that this stream starts with
+                stream = self.engine.stream(
+                    answer.prompt, answer.params, request_id=answer.engine_id, cache_salt=answer.caller.salt
+                )
+                async with contextlib.aclosing(stream):
+                    async for output in stream:
+                        _raise_if_failed(answer, output)
+                        self._record(answer, output)
+                        if output.finish_reason is not None:
+                            reason = output.finish_reason.value
+                        yield output
+            except Exception as error:
+                reason = type(error).__name__
+                raise
+            finally:
+                timer.cancel()
+                answer.ended_by = answer.ended_by or "end"  # a timer callback that is already queued does nothing
+                with self._open_lock:
+                    del self._open[answer.engine_id]
+                self._quotas.leave(answer.caller)
+                self._end(answer, reason)
 
     def _end(self, answer: Answer, reason: str) -> None:
         if self._observer is not None:
@@ -190,16 +211,15 @@ class Service:
             return [output async for output in outputs]
 
     def abort(self, request_id: str, caller: Caller) -> bool:
-        """Abort a request of this caller; False if there is none with this id."""
+        """Abort a request of this caller, with all its choices; False if there is none with this id."""
         return self.abort_of(caller.name, _checked_id(request_id))
 
     def abort_of(self, caller_name: str, request_id: str) -> bool:
-        answer = self._open.get((caller_name, request_id))
-        if answer is None:
-            return False
-        answer.ended_by = answer.ended_by or CALLER
-        self._abort(answer)
-        return True
+        answers = self._by_id.get((caller_name, request_id), ())
+        for answer in answers:
+            answer.ended_by = answer.ended_by or CALLER
+            self._abort(answer)
+        return bool(answers)
 
     async def abort_anywhere(self, request_id: str, caller: Caller) -> bool:
         """The same, whichever replica has the request."""
@@ -313,8 +333,7 @@ class Service:
 
     def _abort(self, answer: Answer) -> None:
         """Abort an open request; retry a little later if the engine does not have it yet."""
-        is_open = self._open.get((answer.caller.name, answer.request_id)) is answer
-        if is_open and not self.engine.abort(answer.engine_id):
+        if answer.engine_id in self._open and not self.engine.abort(answer.engine_id):
             asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._abort, answer)
 
 

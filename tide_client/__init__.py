@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tide_client.aio import AsyncStream, AsyncTideClient
     from tide_client.errors import BadValueError, BrokenStreamError, StatusError, TideClientError
-    from tide_client.results import Answer, AuditReport, ExitStats, ExitSummary, ModelInfo, Token, Usage
+    from tide_client.results import Answer, AuditReport, Delta, ExitStats, ExitSummary, ModelInfo, Token, Usage
     from tide_client.sync import Stream, TideClient
     from tide_client.tls import Tls
+    from tide_client.tools import ToolCall
 
 __all__ = [
     "Answer",
@@ -29,6 +30,7 @@ __all__ = [
     "AuditReport",
     "BadValueError",
     "BrokenStreamError",
+    "Delta",
     "ExitStats",
     "ExitSummary",
     "ModelInfo",
@@ -38,6 +40,7 @@ __all__ = [
     "TideClientError",
     "Tls",
     "Token",
+    "ToolCall",
     "Usage",
 ]
 
@@ -46,6 +49,7 @@ _MODULES = {
     "tide_client.errors": ("BadValueError", "BrokenStreamError", "StatusError", "TideClientError"),
     "tide_client.sync": ("Stream", "TideClient"),
     "tide_client.tls": ("Tls",),
+    "tide_client.tools": ("ToolCall",),
 }
 
 

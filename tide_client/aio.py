@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Self, Unpack
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
 from tide.v1 import tide_pb2 as pb
 from tide.v1 import tide_pb2_grpc
+from tide_client.assembly import AnswerBuilder, num_choices
 from tide_client.errors import TideClientError, status_error
-from tide_client.requests import Chat, Options, Prompt, request_of, tokenize_request_of
+from tide_client.requests import Chat, Options, Prompt, Tools, request_of, tokenize_request_of
 from tide_client.results import (
     Answer,
-    AnswerBuilder,
+    Delta,
     ExitStats,
     ModelInfo,
     Token,
@@ -33,6 +34,8 @@ from tide_client.settings import (
     Settings,
 )
 from tide_client.tls import Tls, open_channel
+
+Item = TypeVar("Item")
 
 
 class AsyncTideClient:
@@ -69,9 +72,10 @@ class AsyncTideClient:
         await self._channel.close()
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Answer:
-        """The whole answer at once."""
+        """The whole answer at once; with `n`, `answer.choices` has all of them."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
-        return response_of(await self._call(self._stub.Generate, request_of(prompt, options, timeout_s), timeout_s))
+        request = request_of(prompt, options, timeout_s)
+        return response_of(await self._call(self._stub.Generate, request, timeout_s), num_choices(request))
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """The tokens as they arrive. Closing the stream, or leaving its `async with`, aborts the request."""
@@ -90,8 +94,8 @@ class AsyncTideClient:
         reply: pb.AbortResponse = await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
         return reply.aborted
 
-    async def tokenize(self, prompt: str | Chat) -> list[int]:
-        reply: pb.TokenizeResponse = await self._call(self._stub.Tokenize, tokenize_request_of(prompt))
+    async def tokenize(self, prompt: str | Chat, tools: Tools = ()) -> list[int]:
+        reply: pb.TokenizeResponse = await self._call(self._stub.Tokenize, tokenize_request_of(prompt, tools))
         return list(reply.ids)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
@@ -123,7 +127,7 @@ class AsyncTideClient:
 
 class AsyncStream:
     """The tokens of one answer, each once: an iterator, so a second loop continues where the first one stopped.
-    `answer` is complete after the last token."""
+    `answer` is complete after the last token. The tokens of several choices come mixed, and each says its own."""
 
     def __init__(
         self, start: Callable[..., Any], request: pb.GenerateRequest, settings: Settings, timeout_s: float
@@ -131,7 +135,7 @@ class AsyncStream:
         """`start`: starts the call with this name, request and timeout."""
         self._start, self._attempts = start, Attempts(settings, timeout_s)
         self._retry = Retry(request, resume=settings.resume)
-        self._builder = AnswerBuilder()
+        self._builder = AnswerBuilder.of(request)
         self._closed = asyncio.Event()
         self._call = start("GenerateStream", request, timeout_s)
 
@@ -158,14 +162,24 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Token:
+        token = await self._next(self._builder.next_token)
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Pieces of content and of tool calls as they become certain, instead of the tokens: read one or the other."""
+        while (delta := await self._next(self._builder.next_delta)) is not None:
+            yield delta
+
+    async def _next(self, received: Callable[[], Item | None]) -> Item | None:
+        """The next item, waiting for it; None at the end."""
         while not self._closed.is_set():
-            token = self._builder.next_token()
-            if token is not None:
-                return token
-            if self._builder.is_over:
-                break
+            item = received()
+            if item is not None or self._builder.is_over:
+                return item
             await self._read()
-        raise StopAsyncIteration
+        return None
 
     async def _read(self) -> None:
         """Read one message, or the end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,15 @@ def client(
             "elsewhere by [LAYER] before the text. Default: on a terminal only.",
         ),
     ] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per token and one at the end.")] = False,
+    n: Annotated[int, typer.Option("--n", "-n", help="Choices: how many answers, shown one after another.")] = 1,
+    tools: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON list of functions that the model may call, as OpenAI's API has them."),
+    ] = None,
+    tool_choice: Annotated[
+        str | None, typer.Option(help="auto, none, required, or the name of the function to call. Default: auto.")
+    ] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per token and one per answer.")] = False,
     bench: Annotated[
         int | None, typer.Option(metavar="N", help="Time N concurrent streams of the same prompt; no text.")
     ] = None,
@@ -93,6 +102,9 @@ def client(
         raise RequestError("--tls", "given", "none with --http: an https URL encrypts")
     if http is not None and resume:
         raise RequestError("--resume", "given", "none with --http, which never retries")
+    if n < 1:
+        raise RequestError("--n", n, "at least 1")
+    _check_tools_and_choices(n, tools, tool_choice, http=http is not None, plain=plain)
     text = prompts.text_of(prompt)
     if not _is_unicode(text):
         raise RequestError("prompt", "bytes that are not UTF-8", "text")
@@ -100,6 +112,13 @@ def client(
     for name, value in (("seed", seed), ("mode", mode), ("epsilon", epsilon), ("threshold", threshold)):
         if value is not None:
             options[name] = value  # type: ignore[literal-required]
+    if n > 1:
+        options["n"] = n
+    if tools is not None:
+        options["tools"] = _tools(tools)
+    if tool_choice is not None:
+        named = {"type": "function", "function": {"name": tool_choice}}
+        options["tool_choice"] = tool_choice if tool_choice in ("auto", "none", "required") else named
     key = _key(api_key_file)
 
     with (
@@ -162,6 +181,8 @@ def _ask(
     with server.stream(prompt, **options) as stream:
         if json_lines:
             show.write_lines(stream)
+        elif "n" in options:
+            show.write_choices(stream, num_layers=_num_layers(server), shows_exits=shows_exits)
         else:  # the server generates while this call reads the number of layers
             show.write_text(stream, num_layers=_num_layers(server), shows_exits=shows_exits)
 
@@ -197,6 +218,26 @@ def _key(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
         raise RequestError("--api-key-file", str(path), f"a file that can be read: {why}") from None
+
+
+def _check_tools_and_choices(n: int, tools: Path | None, tool_choice: str | None, *, http: bool, plain: bool) -> None:
+    of_chats = {"--tools": tools, "--tool-choice": tool_choice}
+    given = [name for name, value in of_chats.items() if value is not None]
+    if plain and given:
+        raise RequestError(given[0], "given", "none with --plain: a chat has tools")
+    if http and (n > 1 or given):
+        raise RequestError("--n" if n > 1 else given[0], "given", "none with --http")
+
+
+def _tools(path: Path) -> list[dict[str, Any]]:
+    try:
+        tools = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not JSON"
+        raise RequestError("--tools", str(path), f"a file that can be read: {why}") from None
+    if not isinstance(tools, list):
+        raise RequestError("--tools", str(path), "a file with a JSON list")
+    return tools
 
 
 def _is_unicode(text: str) -> bool:

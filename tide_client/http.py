@@ -15,9 +15,10 @@ from typing import Self, Unpack
 from urllib.parse import urlsplit
 
 from tide_client import openai_events
+from tide_client.assembly import AnswerBuilder
 from tide_client.errors import BadValueError, BrokenStreamError, StatusError, TideClientError, count, seconds
 from tide_client.requests import Options, Prompt
-from tide_client.results import Answer, AnswerBuilder, Token
+from tide_client.results import Answer, Token
 from tide_client.settings import DEFAULT_TIMEOUT_S, Settings, fits_a_header
 
 MAX_LINE_BYTES = 2**20

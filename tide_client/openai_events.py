@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tide_client.assembly import AnswerBuilder
 from tide_client.errors import BadValueError, BrokenStreamError, StatusError, count
 from tide_client.requests import Options, Prompt, given_options, is_chat
-from tide_client.results import Answer, AnswerBuilder, ExitSummary, Token, Usage
+from tide_client.results import Answer, ExitSummary, Token, Usage
 
 EXITS = ("mode", "epsilon", "threshold", "min_layers")
-NOT_OVER_HTTP = ("request_id", "logprobs")
+NOT_OVER_HTTP = ("request_id", "logprobs", "n", "tools", "tool_choice", "parallel_tool_calls")
 HTTP_NAMES = {
     "json_schema": "guided_json",
     "regex": "guided_regex",

@@ -8,9 +8,12 @@ from typing import Any, TypedDict
 
 from tide.v1 import tide_pb2 as pb
 from tide_client.errors import BadValueError
+from tide_client.tools import call_of, choice_of, tools_of
 
-Chat = Sequence[Mapping[str, str]]
-"""Messages with `role` and `content`."""
+Chat = Sequence[Mapping[str, Any]]
+"""Messages with `role` and `content`; of an assistant also with `tool_calls`, of role tool with `tool_call_id`."""
+Tools = Sequence[Mapping[str, Any]]
+"""Functions as OpenAI's API has them: `{"type": "function", "function": {"name": …, "parameters": {…}}}`."""
 Prompt = str | Sequence[int] | Chat
 """Text, token ids, or a chat."""
 
@@ -45,6 +48,13 @@ class Options(TypedDict, total=False):
     epsilon: float
     threshold: float
     min_layers: int
+    n: int
+    """Choices: how many answers."""
+    tools: Tools
+    """For a chat."""
+    tool_choice: str | Mapping[str, Any]
+    """auto, none, required, or `{"type": "function", "function": {"name": …}}`."""
+    parallel_tool_calls: bool
     request_id: str
     model: str
     timeout_s: float
@@ -52,7 +62,9 @@ class Options(TypedDict, total=False):
 
 
 EXITS = ("epsilon", "threshold", "min_layers")
-OWN = ("request_id", "model")
+OWN = ("request_id", "model", "n", "parallel_tool_calls")
+TOOL_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+"""Fields of a message besides role and content, by its role."""
 
 
 def given_options(options: Options) -> dict[str, Any]:
@@ -60,9 +72,9 @@ def given_options(options: Options) -> dict[str, Any]:
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
         raise TypeError(f"{min(unknown)} is not an option of a generation; known: {', '.join(Options.__annotations__)}")
-    for name in ("stop", "choices"):
-        if isinstance(options.get(name), str):
-            raise TypeError(f"{name} is one string, expected a sequence of them")
+    for name, kind in (("stop", "string"), ("choices", "string"), ("tools", "object")):
+        if isinstance(options.get(name), (str, Mapping)):
+            raise TypeError(f"{name} is one {kind}, expected a sequence of them")
     given = {name: value for name, value in options.items() if value is not None and name != "timeout_s"}
     if isinstance(given.get("json_schema"), Mapping):
         given["json_schema"] = json.dumps(given["json_schema"])
@@ -73,6 +85,7 @@ def given_options(options: Options) -> dict[str, Any]:
 
 def request_of(prompt: Prompt, options: Options, timeout_s: float) -> pb.GenerateRequest:
     request = pb.GenerateRequest(timeout_s=timeout_s)
+    _set_prompt(request, prompt)
     for name, value in given_options(options).items():
         try:
             if name == "mode":
@@ -81,13 +94,24 @@ def request_of(prompt: Prompt, options: Options, timeout_s: float) -> pb.Generat
                 setattr(request.exits, name, value)
             elif name in OWN:
                 setattr(request, name, value)
+            elif name == "tools":
+                _set_tools(request, value)
+            elif name == "tool_choice":
+                request.tool_choice.CopyFrom(choice_of(value))
             else:
                 request.sampling_params.MergeFrom(pb.SamplingParams(**{name: value}))
+        except BadValueError:
+            raise
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else BadValueError
             raise kind(f"{name} is {value!r}: {error}") from None
-    _set_prompt(request, prompt)
     return request
+
+
+def _set_tools(request: pb.GenerateRequest, tools: Tools) -> None:
+    if tools and not request.HasField("chat"):
+        raise BadValueError("tools are given, expected a chat with them: a list of messages")
+    request.chat.tools.extend(tools_of(tools))
 
 
 def is_chat(prompt: Prompt) -> bool:
@@ -106,14 +130,29 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Any) -> None:
         request.prompt_ids.ids.extend(prompt)
 
 
-def chat_of(messages: Chat) -> pb.Chat:
-    for index, message in enumerate(messages):
-        if message.keys() != {"role", "content"}:
-            raise BadValueError(f"message {index} has {', '.join(sorted(message))}, expected role and content")
-    return pb.Chat(messages=[pb.ChatMessage(role=each["role"], content=each["content"]) for each in messages])
+def chat_of(messages: Chat, tools: Tools = ()) -> pb.Chat:
+    return pb.Chat(messages=[_message(message, index) for index, message in enumerate(messages)], tools=tools_of(tools))
 
 
-def tokenize_request_of(prompt: str | Chat) -> pb.TokenizeRequest:
-    if isinstance(prompt, str):
-        return pb.TokenizeRequest(text=prompt)
-    return pb.TokenizeRequest(chat=chat_of(prompt))
+def _message(message: Mapping[str, Any], index: int) -> pb.ChatMessage:
+    calls = message.get("tool_calls") or ()
+    needed = {"role"} if calls else {"role", "content"}
+    known = needed | {"content", *TOOL_FIELDS.get(message.get("role", ""), ())}
+    if not needed <= message.keys() <= known:
+        expected = "role and content; of an assistant also tool_calls, of a tool tool_call_id and name"
+        raise BadValueError(f"message {index} has {', '.join(sorted(message))}, expected {expected}")
+    return pb.ChatMessage(
+        role=message["role"],
+        content=message.get("content") or "",
+        tool_calls=[call_of(call, f"message {index}, tool_calls[{at}]") for at, call in enumerate(calls)],
+        tool_call_id=message.get("tool_call_id") or "",
+        name=message.get("name") or "",
+    )
+
+
+def tokenize_request_of(prompt: str | Chat, tools: Tools = ()) -> pb.TokenizeRequest:
+    if not isinstance(prompt, str):
+        return pb.TokenizeRequest(chat=chat_of(prompt, tools))
+    if tools:
+        raise BadValueError("tools are given, expected a chat with them: a list of messages")
+    return pb.TokenizeRequest(text=prompt)

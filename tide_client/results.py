@@ -1,14 +1,14 @@
-"""Replies as plain records, and the builder that assembles an answer from its stream."""
+"""Replies as plain records."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tide.v1 import tide_pb2 as pb
-from tide_client.errors import BrokenStreamError, TideClientError, count
+from tide_client.errors import BrokenStreamError, count
+from tide_client.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,22 @@ class Token:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, str, float], ...] = ()
     """Id, text and log-probability of the likeliest tokens at this position."""
+    choice: int = 0
+    """Number of the choice that it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of an answer: of its content, or of a call of a tool."""
+
+    choice: int
+    content: str = ""
+    call_index: int | None = None
+    """Number of the call in the answer; None for content."""
+    call_id: str | None = None
+    """Of the first piece of a call, like its name."""
+    name: str | None = None
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +73,22 @@ class Answer:
 
     request_id: str
     text: str
+    """The texts of all tokens; where tools may be called, what is not a call."""
     tokens: tuple[Token, ...]
     finish_reason: str
-    """stop, length or abort."""
+    """stop, length, abort or tool_calls."""
     usage: Usage
     exits: ExitSummary
     artefact_digest: str | None
     model: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    others: tuple[Answer, ...] = ()
+    """The choices after this one."""
+
+    @property
+    def choices(self) -> tuple[Answer, ...]:
+        """All choices; this answer is the first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +143,7 @@ class ExitStats:
     artefact_digest: str | None
 
 
-def token_of(message: pb.Token) -> Token:
+def token_of(message: pb.Token, choice: int = 0) -> Token:
     return Token(
         id=message.id,
         text=message.text,
@@ -128,14 +153,17 @@ def token_of(message: pb.Token) -> Token:
         mode=_name(MODE_NAMES, message.mode),
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple((top.token_id, top.text, top.logprob) for top in message.top_logprobs),
+        choice=choice,
     )
 
 
-def answer_of(request_id: str, tokens: Sequence[Token], final: pb.Final) -> Answer:
+def answer_of(
+    request_id: str, text: str, tokens: Sequence[Token], final: pb.Final, tool_calls: Sequence[ToolCall] = ()
+) -> Answer:
     usage, exits = final.usage, final.exits
     return Answer(
         request_id=request_id,
-        text="".join(token.text for token in tokens),
+        text=text,
         tokens=tuple(tokens),
         finish_reason=_name(FINISH_NAMES, final.finish_reason),
         usage=Usage(
@@ -156,13 +184,24 @@ def answer_of(request_id: str, tokens: Sequence[Token], final: pb.Final) -> Answ
         ),
         artefact_digest=final.artefact_digest or None,
         model=final.model,
+        tool_calls=tuple(tool_calls),
     )
 
 
-def response_of(message: pb.GenerateResponse) -> Answer:
+def response_of(message: pb.GenerateResponse, n: int = 1) -> Answer:
+    """The answer to a request for `n` choices."""
+    others = [_choice(message.request_id, choice, choice.index) for choice in message.other_choices]
+    if len(others) != n - 1:
+        raise BrokenStreamError(f"the answer has {1 + len(others)} choices where {n} were asked for")
+    return replace(_choice(message.request_id, message, 0), others=tuple(others))
+
+
+def _choice(request_id: str, message: pb.GenerateResponse | pb.Choice, index: int) -> Answer:
     if not message.HasField("final"):
         raise BrokenStreamError(f"the answer has {count(len(message.tokens))} and no final message")
-    return answer_of(message.request_id, [token_of(token) for token in message.tokens], message.final)
+    tokens = [token_of(token, index) for token in message.tokens]
+    calls = [ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls]
+    return answer_of(request_id, message.text, tokens, message.final, calls)
 
 
 def model_info_of(message: pb.GetModelInfoResponse) -> ModelInfo:
@@ -230,100 +269,3 @@ FINISH_NAMES = _names(pb.FinishReason, "FINISH_REASON_")
 def _name(names: Mapping[int, str], number: int) -> str:
     """The name of an enum value; a newer server may send values that this client does not know."""
     return names.get(number) or f"unknown ({number})"
-
-
-class AnswerBuilder:
-    """Assembles one answer from a stream: tokens in order, then the complete answer or a failure. Tokens received
-    before a failure are returned before it is raised; every later call raises it again."""
-
-    def __init__(self) -> None:
-        self.request_id = ""
-        self.tokens: list[Token] = []
-        self.is_over = False
-        """No more tokens will arrive."""
-        self._received: deque[Token] = deque()
-        self._answer: Answer | None = None
-        self._failure: TideClientError | None = None
-        self._next_chunk = 0
-        self._again: deque[Token] = deque()
-        self._num_kept = 0
-
-    @property
-    def is_whole(self) -> bool:
-        return self._answer is not None
-
-    @property
-    def answer(self) -> Answer:
-        if self._failure is not None:
-            raise self._failure
-        if self._answer is None:
-            raise TideClientError(
-                f"there is no answer yet: {count(len(self.tokens))} received, the final message is missing"
-            )
-        return self._answer
-
-    def next_token(self) -> Token | None:
-        """The next received token; None if there is none yet. Raises the failure after all tokens."""
-        if self._received:
-            return self._received.popleft()
-        if self._failure is not None:
-            raise self._failure
-        return None
-
-    def take(self, chunk: pb.GenerateChunk) -> None:
-        """Add a message of a gRPC stream; a missing or repeated chunk fails the stream."""
-        if self.is_whole or chunk.sequence != self._next_chunk:
-            expected = "nothing" if self.is_whole else str(self._next_chunk)
-            self.fail(BrokenStreamError(f"chunk {chunk.sequence} came where {expected} was next"))
-            return
-        self._next_chunk += 1
-        self.request_id = chunk.request_id
-        tokens = [token_of(token) for token in chunk.tokens]
-        while tokens and self._again:
-            token, before = tokens.pop(0), self._again.popleft()
-            if token.id != before.id:
-                self.fail(BrokenStreamError(f"the resumed answer has token {token.id} where {before.id} was received"))
-                return
-        self.add(tokens)
-        if chunk.HasField("final"):
-            if self._again:
-                self.fail(BrokenStreamError(f"the resumed answer ended {count(len(self._again))} early"))
-                return
-            self.complete(_joined(answer_of(chunk.request_id, self.tokens, chunk.final), self._num_kept))
-
-    def add(self, tokens: Sequence[Token]) -> None:
-        self.tokens += tokens
-        self._received += tokens
-
-    def complete(self, answer: Answer) -> None:
-        """The final message arrived."""
-        self._answer = answer
-
-    def end(self) -> None:
-        """The stream ended. Without a final message this is a failure."""
-        if not self.is_whole:
-            self.fail(BrokenStreamError(f"the stream ended after {count(len(self.tokens))} without a final message"))
-        self.is_over = True
-
-    def fail(self, failure: TideClientError) -> None:
-        self._failure, self.is_over = failure, True
-
-    def restart(self, num_kept: int) -> None:
-        """Expect chunk 0 again, for a retried call whose prompt ends with the first `num_kept` tokens. The others must
-        arrive again, and are not returned twice."""
-        self._next_chunk, self._num_kept = 0, num_kept
-        self._again = deque(self.tokens[num_kept:])
-
-
-def _joined(answer: Answer, num_kept: int) -> Answer:
-    """The answer with the tokens that the last attempt had in its prompt counted as what they are. Times, passes and
-    drafts are those of the last attempt."""
-    if num_kept == 0:
-        return answer
-    usage = replace(
-        answer.usage,
-        prompt_tokens=answer.usage.prompt_tokens - num_kept,
-        completion_tokens=answer.usage.completion_tokens + num_kept,
-    )
-    per_layer = Counter(token.exit_layer for token in answer.tokens)
-    return replace(answer, usage=usage, exits=replace(answer.exits, tokens_per_layer=dict(sorted(per_layer.items()))))

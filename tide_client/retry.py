@@ -2,10 +2,11 @@
 
 A retry of a broken answer is one of two things:
 - It continues: the prompt with the tokens so far, for the rest. That is exact where a token depends on nothing but the
-  ids before it: greedy, in mode full or verified, without what counts output tokens apart from the prompt or reads text
-  across the break. It is as exact as the server's own preemption, which recomputes the same way.
-- It replays: the same request from its start, where it is greedy or has a seed. Random numbers are made from the seed
-  and the index of the output token, so a seeded answer cannot be continued as a new prompt.
+  ids before it: one choice, greedy, in mode full or verified, without what counts output tokens apart from the prompt
+  (penalties) or reads text across the break (stop strings, a schema or grammar, tools). It is as exact as the server's
+  own preemption, which recomputes the same way.
+- It replays: the same request from its start, with all its choices, where it is greedy or has a seed. Random numbers
+  are made from the seed and the index of the output token, so a seeded answer cannot be continued as a new prompt.
 Either way tokens that arrive again must be those that arrived before, or the stream fails.
 """
 
@@ -14,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tide.v1 import tide_pb2 as pb
+from tide_client.assembly import num_choices
 from tide_client.results import Token
 
 DEFAULT_MAX_TOKENS = 128
 MAX_ID_CHARS = 128
 CONTINUED_MODES = ("full", "verified")
+STRUCTURES = ("json_schema", "regex", "grammar")
 
 
 class Retry:
@@ -42,8 +45,11 @@ class Retry:
         their character is not complete."""
         params = self.request.sampling_params
         counts_output = params.presence_penalty or params.frequency_penalty
+        reads_text = params.stop or params.choices or self.request.chat.tools or any(map(params.HasField, STRUCTURES))
         modes = {token.mode for token in tokens}
-        if params.temperature or counts_output or params.stop or not modes <= set(CONTINUED_MODES):
+        if num_choices(self.request) > 1 or params.temperature or not modes <= set(CONTINUED_MODES):
+            return 0
+        if counts_output or reads_text:
             return 0
         return next((index for index in range(len(tokens) - 1, 0, -1) if tokens[index - 1].text), 0)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,19 +18,38 @@ LOGPROB_FIELDS = ("logprob", "top_logprobs")
 def write_text(stream: Any, *, num_layers: int, shows_exits: bool) -> None:
     """Stream the text to standard output; then one summary line to standard error."""
     paint = exit_paint(num_layers)
-    _each(stream, lambda index, token: write(paint(0, token) if shows_exits else token.text))
+    for token in stream:
+        write(paint(0, token) if shows_exits else token.text)
     if sys.stdout.isatty():
         write("\n")
+    _write_summary(stream.answer, num_layers, paint)
+
+
+def write_choices(stream: Any, *, num_layers: int, shows_exits: bool) -> None:
+    """Read all choices, which arrive mixed; then write each after a line with its number, and its summary line."""
+    for _ in stream:
+        pass
+    for index, choice in enumerate(stream.answer.choices):
+        paint = exit_paint(num_layers)
+        text = "".join(paint(0, token) if shows_exits else token.text for token in choice.tokens)
+        write(f"--- choice {index}\n{text}\n")
+        _write_summary(choice, num_layers, paint)
+
+
+def _write_summary(answer: Answer, num_layers: int, paint: ExitPaint) -> None:
     if sys.stderr is not None:
-        print(f"tide: {summary(stream.answer, num_layers, paint)}", file=sys.stderr, flush=True)
+        print(f"tide: {summary(answer, num_layers, paint)}", file=sys.stderr, flush=True)
 
 
 def write_lines(stream: Any) -> None:
-    """One object per token, and one at the end."""
-    _each(stream, lambda index, token: write_json({"type": "token", "index": index, **_fields(token)}))
-    answer = asdict(stream.answer)
-    del answer["tokens"]
-    write_json({"type": "final", **answer})
+    """One object per token, and one for the end of each choice."""
+    counts: Counter[int] = Counter()
+    for token in stream:
+        write_json({"type": "token", "index": counts[token.choice], **_fields(token)})
+        counts[token.choice] += 1
+    for index, choice in enumerate(stream.answer.choices):
+        fields = {name: value for name, value in asdict(choice).items() if name not in ("tokens", "others")}
+        write_json({"type": "final", "choice": index, **fields})
 
 
 def write_times(times: Mapping[str, float], *, json_lines: bool) -> None:
@@ -55,11 +75,6 @@ def summary(answer: Answer, num_layers: int, paint: ExitPaint) -> str:
         f"{exits.tokens_per_deep_pass:.2f} tokens per deep pass, {exits.layers_per_token:.1f} layers run per token; "
         f"first token after {usage.first_token_s:.2f} s, all after {usage.total_s:.2f} s ({rate:.1f} tok/s)"
     )
-
-
-def _each(stream: Iterable[Token], show: Callable[[int, Token], object]) -> None:
-    for index, token in enumerate(stream):
-        show(index, token)
 
 
 def _fields(token: Token) -> dict[str, Any]:

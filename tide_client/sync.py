@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Self, Unpack
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from tide.v1 import tide_pb2 as pb
 from tide.v1 import tide_pb2_grpc
+from tide_client.assembly import AnswerBuilder, num_choices
 from tide_client.errors import TideClientError, status_error
-from tide_client.requests import Chat, Options, Prompt, request_of, tokenize_request_of
+from tide_client.requests import Chat, Options, Prompt, Tools, request_of, tokenize_request_of
 from tide_client.results import (
     Answer,
-    AnswerBuilder,
+    Delta,
     ExitStats,
     ModelInfo,
     Token,
@@ -32,6 +33,8 @@ from tide_client.settings import (
     Settings,
 )
 from tide_client.tls import Tls, open_channel
+
+Item = TypeVar("Item")
 
 
 class TideClient:
@@ -68,9 +71,10 @@ class TideClient:
         self._channel.close()
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Answer:
-        """The whole answer at once."""
+        """The whole answer at once; with `n`, `answer.choices` has all of them."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
-        return response_of(self._call(self._stub.Generate, request_of(prompt, options, timeout_s), timeout_s))
+        request = request_of(prompt, options, timeout_s)
+        return response_of(self._call(self._stub.Generate, request, timeout_s), num_choices(request))
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """The tokens as they arrive. Closing the stream, or leaving its `with`, aborts the request."""
@@ -89,8 +93,8 @@ class TideClient:
         reply: pb.AbortResponse = self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
         return reply.aborted
 
-    def tokenize(self, prompt: str | Chat) -> list[int]:
-        reply: pb.TokenizeResponse = self._call(self._stub.Tokenize, tokenize_request_of(prompt))
+    def tokenize(self, prompt: str | Chat, tools: Tools = ()) -> list[int]:
+        reply: pb.TokenizeResponse = self._call(self._stub.Tokenize, tokenize_request_of(prompt, tools))
         return list(reply.ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -119,7 +123,8 @@ class TideClient:
 
 class Stream:
     """The tokens of one answer, each once: an iterator, so a second loop continues where the first one stopped.
-    `answer` is complete after the last token. Another thread than the reading one may close it."""
+    `answer` is complete after the last token. The tokens of several choices come mixed, and each says its own. Another
+    thread than the reading one may close it."""
 
     def __init__(
         self, start: Callable[..., Any], request: pb.GenerateRequest, settings: Settings, timeout_s: float
@@ -127,7 +132,7 @@ class Stream:
         """`start`: starts the call with this name, request and timeout."""
         self._start, self._attempts = start, Attempts(settings, timeout_s)
         self._retry = Retry(request, resume=settings.resume)
-        self._builder = AnswerBuilder()
+        self._builder = AnswerBuilder.of(request)
         self._closed = threading.Event()
         self._call = start("GenerateStream", request, timeout_s)
 
@@ -154,14 +159,24 @@ class Stream:
         return self
 
     def __next__(self) -> Token:
+        token = self._next(self._builder.next_token)
+        if token is None:
+            raise StopIteration
+        return token
+
+    def deltas(self) -> Iterator[Delta]:
+        """Pieces of content and of tool calls as they become certain, instead of the tokens: read one or the other."""
+        while (delta := self._next(self._builder.next_delta)) is not None:
+            yield delta
+
+    def _next(self, received: Callable[[], Item | None]) -> Item | None:
+        """The next item, waiting for it; None at the end."""
         while not self._closed.is_set():
-            token = self._builder.next_token()
-            if token is not None:
-                return token
-            if self._builder.is_over:
-                break
+            item = received()
+            if item is not None or self._builder.is_over:
+                return item
             self._read()
-        raise StopIteration
+        return None
 
     def _read(self) -> None:
         """Read one message, or the end."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from deploy.http_api.tools.formats import FORMATS
+from deploy.tools.formats import FORMATS
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError, RequestError
 from tide_core.request import SamplingParams

@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from deploy.choices import begin_choices, outputs_of, whole_answers
 from deploy.failures import StatusSetError, TooLargeError, report
 from deploy.grpc_api import messages
 from deploy.grpc_api.health import Health
+from deploy.grpc_api.replies import ChoiceReply, response_of
 from deploy.grpc_api.servicers import decoded
 from deploy.keys import Caller
 from deploy.service import Service
+from deploy.tools.calls import call_reading
+from deploy.tools.formats import ToolFormat, tool_format
 from tide.v1 import tide_pb2 as pb
 from tide_core.errors import RequestError
 
@@ -34,27 +39,27 @@ class GrpcApi:
 
     service: Service
 
+    tool_parser: str | None = None
+    """Name of the format in which the model writes calls of tools, if its chat template does not show it."""
+
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> pb.GenerateResponse:
         async def reply(caller: Caller) -> pb.GenerateResponse:
-            answer = self.service.begin(messages.call_of(request), caller)
-            outputs = await self.service.whole(answer)
-            tokenizer = self.service.engine.tokenizer
-            return messages.response_of(answer, outputs, model=self.service.model, tokenizer=tokenizer)
+            choices = self._begin(request, caller)
+            answers = [choice.answer for choice in choices]
+            return response_of(choices, await whole_answers(self.service, answers, len(answers)))
 
         return await self._reply(grpc_context, request, reply)
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, grpc_context: Context
     ) -> AsyncIterator[pb.GenerateChunk]:
-        service, sequence = self.service, 0
+        sequence = 0
         try:
-            caller = self._caller(grpc_context, request)
-            answer = service.begin(messages.call_of(request), caller)
-            async with contextlib.aclosing(service.outputs(answer)) as outputs:
-                async for output in outputs:
-                    yield messages.chunk_of(
-                        answer, output, sequence, model=service.model, tokenizer=service.engine.tokenizer
-                    )
+            choices = self._begin(request, self._caller(grpc_context, request))
+            answers = [choice.answer for choice in choices]
+            async with contextlib.aclosing(outputs_of(self.service, answers, len(answers))) as outputs:
+                async for index, output in outputs:
+                    yield choices[index].chunk(output, sequence)
                     sequence += 1
         except Exception as error:
             raise _with_status(grpc_context, error) from None
@@ -82,7 +87,7 @@ class GrpcApi:
             if request.HasField("text") == request.HasField("chat"):
                 came = "both" if request.HasField("text") else "nothing"
                 raise RequestError("text", came, "exactly one of text and chat")
-            prompt = request.text if request.HasField("text") else messages.messages_of(request.chat)
+            prompt = request.text if request.HasField("text") else messages.chat_of(request.chat)
             ids = await self.service.tokenize(prompt)
             return pb.TokenizeResponse(ids=ids, max_model_len=self.service.engine.max_model_len)
 
@@ -122,6 +127,24 @@ class GrpcApi:
     @functools.cached_property
     def health(self) -> Health:
         return Health(lambda: self.service.check())
+
+    @functools.cached_property
+    def _tool_format(self) -> ToolFormat | None:
+        return tool_format(self.tool_parser, self.service.engine.tokenizer.chat_template)
+
+    def _begin(self, request: pb.GenerateRequest, caller: Caller) -> list[ChoiceReply]:
+        """Check a request; one writer for each of its choices."""
+        service, tokenizer = self.service, self.service.engine.tokenizer
+        call = messages.call_of(request)
+        reading = call_reading(
+            messages.tools_of(request), self._tool_format, tokenizer, other_grammar=call.params["grammar"]
+        )
+        call = replace(call, params={**call.params, **reading.params})
+        answers = begin_choices(service, [call], messages.num_choices(request), caller)
+        return [
+            ChoiceReply(answer, service.model, tokenizer, index, reading.parser())
+            for index, answer in enumerate(answers)
+        ]
 
     async def _reply(self, context: Context, request: object, work: Callable[[Caller], Awaitable[Reply]]) -> Reply:
         """The result of `work` for the caller; an error becomes a status."""

@@ -1,33 +1,39 @@
-"""Convert messages of `tide.v1` to calls, and outputs of the engine to messages. Pure functions."""
+"""Convert messages of `tide.v1` to calls, and counts of the engine to messages. Pure functions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deploy.service import Answer, Call
+from deploy.service import Call
+from deploy.strict import json_body
+from deploy.tools.plan import (
+    AUTO,
+    MAX_ARGUMENTS_DEPTH,
+    MAX_TOOLS,
+    NONE,
+    REQUIRED,
+    Tool,
+    ToolPlan,
+    arguments_object,
+    is_tool_name,
+    tool_plan,
+)
 from tide.v1 import tide_pb2 as pb
 from tide_core.errors import RequestError
-from tide_core.request import Audit, FinishReason, Grammar, RequestOutput, TokenOutput, Usage
+from tide_core.request import Chat, Grammar
 from tide_core.stats import EngineStats
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Prompt
-    from tide_core.outputs.tokenizer import Tokenizer
 
 MODES = {"full": pb.MODE_FULL, "verified": pb.MODE_VERIFIED, "bounded": pb.MODE_BOUNDED, "fast": pb.MODE_FAST}
 MODE_NAMES = {number: name for name, number in MODES.items()}
-AUDITS = {
-    Audit.VERIFIED: pb.AUDIT_VERIFIED,
-    Audit.AGREED: pb.AUDIT_AGREED,
-    Audit.DISAGREED: pb.AUDIT_DISAGREED,
-    Audit.UNAUDITED: pb.AUDIT_UNAUDITED,
-}
-FINISH_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+TOOL_MODES = {
+    pb.TOOL_MODE_UNSPECIFIED: AUTO,
+    pb.TOOL_MODE_AUTO: AUTO,
+    pb.TOOL_MODE_NONE: NONE,
+    pb.TOOL_MODE_REQUIRED: REQUIRED,
 }
 _OPTIONAL = (
     "max_tokens",
@@ -65,13 +71,63 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
         if not request.prompt_ids.ids:
             raise RequestError("prompt_ids", "no ids", "at least one token id")
         return list(request.prompt_ids.ids)
-    return messages_of(request.chat)
+    return chat_of(request.chat)
 
 
-def messages_of(chat: pb.Chat) -> list[dict[str, str]]:
+def chat_of(chat: pb.Chat) -> Chat:
     if not chat.messages:
         raise RequestError("chat.messages", "no messages", "at least one message")
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
+    return Chat([_message(message) for message in chat.messages], tuple(tool.for_template() for tool in _tools(chat)))
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    """As the chat template expects it."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.role == "assistant" and message.tool_calls:
+        found["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.role == "tool":
+        found |= {name: value for name in ("tool_call_id", "name") if (value := getattr(message, name))}
+    return found
+
+
+def _call(call: pb.ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": arguments_object(call.arguments)}
+    return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
+
+
+def _tools(chat: pb.Chat) -> list[Tool]:
+    if len(chat.tools) > MAX_TOOLS:
+        raise RequestError("chat.tools", f"{len(chat.tools)} tools", f"at most {MAX_TOOLS}")
+    return [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
+
+
+def _tool(tool: pb.Tool, field: str) -> Tool:
+    if not is_tool_name(tool.name):
+        raise RequestError(f"{field}.name", tool.name[:64], "1..256 characters without space, quotes and brackets")
+    parameters = None
+    if tool.parameters:
+        try:
+            parameters = json_body.parse(tool.parameters.encode(), MAX_ARGUMENTS_DEPTH)
+        except RequestError as error:
+            raise RequestError(f"{field}.parameters", error.value, error.expected) from None
+        if not isinstance(parameters, dict):
+            raise RequestError(f"{field}.parameters", type(parameters).__name__, "a JSON object")
+    return Tool(tool.name, tool.description or None, parameters, tool.strict)
+
+
+def tools_of(request: pb.GenerateRequest) -> ToolPlan:
+    """What the request asks of tools."""
+    choice = request.tool_choice
+    if choice.mode not in TOOL_MODES:
+        raise RequestError("tool_choice.mode", choice.mode, f"one of {', '.join(pb.ToolMode.keys())}")
+    if choice.name and choice.mode != pb.TOOL_MODE_UNSPECIFIED:
+        raise RequestError("tool_choice", f"{pb.ToolMode.Name(choice.mode)} and a name", "one of mode and name")
+    parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None
+    return tool_plan(_tools(request.chat), TOOL_MODES[choice.mode], named=choice.name or None, parallel=parallel)
+
+
+def num_choices(request: pb.GenerateRequest) -> int:
+    return request.n if request.HasField("n") else 1
 
 
 def _sampling(params: pb.SamplingParams) -> dict[str, Any]:
@@ -104,73 +160,6 @@ def _exits(exits: pb.ExitParams) -> dict[str, Any]:
             raise RequestError("mode", exits.mode, f"one of {', '.join(pb.Mode.keys())}")
         values["mode"] = MODE_NAMES[exits.mode]
     return values
-
-
-def token_of(token: TokenOutput, tokenizer: Tokenizer) -> pb.Token:
-    return pb.Token(
-        id=token.token_id,
-        text=token.text,
-        exit_layer=token.exit_layer,
-        score=token.score,
-        audit=AUDITS[token.audit],
-        logprob=token.logprob,
-        top_logprobs=[
-            pb.TopLogprob(token_id=token_id, text=tokenizer.decode([token_id]), logprob=logprob)
-            for token_id, logprob in token.top_logprobs
-        ],
-        mode=MODES[token.mode],
-    )
-
-
-def chunk_of(
-    answer: Answer, output: RequestOutput, sequence: int, *, model: str, tokenizer: Tokenizer
-) -> pb.GenerateChunk:
-    return pb.GenerateChunk(
-        request_id=answer.request_id,
-        sequence=sequence,
-        tokens=[token_of(token, tokenizer) for token in output.tokens],
-        final=final_of(answer, output, model),
-    )
-
-
-def response_of(
-    answer: Answer, outputs: Sequence[RequestOutput], *, model: str, tokenizer: Tokenizer
-) -> pb.GenerateResponse:
-    tokens = [token for output in outputs for token in output.tokens]
-    return pb.GenerateResponse(
-        request_id=answer.request_id,
-        text="".join(token.text for token in tokens),
-        tokens=[token_of(token, tokenizer) for token in tokens],
-        final=final_of(answer, outputs[-1], model),
-    )
-
-
-def final_of(answer: Answer, output: RequestOutput, model: str) -> pb.Final | None:
-    """The final message, if this output is the last."""
-    if output.finish_reason is None:
-        return None
-    usage = output.usage or Usage(0, 0)
-    return pb.Final(
-        finish_reason=FINISH_REASONS[output.finish_reason],
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.output_tokens,
-            cached_tokens=usage.cached_tokens,
-            num_preemptions=usage.num_preemptions,
-            queue_s=usage.queue_s,
-            first_token_s=usage.first_token_s,
-            total_s=usage.total_s,
-        ),
-        exits=pb.ExitSummary(
-            layers_per_token=usage.layers_per_token,
-            tokens_per_deep_pass=usage.tokens_per_deep_pass,
-            drafts=usage.num_drafts,
-            accepted=usage.num_accepted,
-            tokens_per_layer=dict(usage.exits),
-        ),
-        artefact_digest=answer.artefact or "",
-        model=model,
-    )
 
 
 def stats_of(stats: EngineStats) -> pb.GetExitStatsResponse:

@@ -8,6 +8,7 @@ neither wait for a slot nor take one; a Python proxy does not know how its repli
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -97,8 +98,10 @@ class HealthOnServer:
         self, request: Any, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         try:
-            async for state in self._health.watch(decoded(request).service, context.peer(), self._is_running):
-                yield state
+            watch = self._health.watch(decoded(request).service, context.peer(), self._is_running)
+            async with contextlib.aclosing(watch):  # its place is free at once, not when it is collected
+                async for state in watch:
+                    yield state
         except Exception as error:
             await _abort(context, error)
 

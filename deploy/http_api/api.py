@@ -40,10 +40,10 @@ from deploy.http_api.openapi import describe
 from deploy.http_api.pages import playground_page, start_page
 from deploy.http_api.responses.replies import ResponseReply, response_events
 from deploy.http_api.responses.requests import ResponseRequest
-from deploy.http_api.tools.calls import call_reading
-from deploy.http_api.tools.formats import tool_format
 from deploy.keys import Caller
 from deploy.service import Answer, Call, Service
+from deploy.tools.calls import call_reading
+from deploy.tools.formats import tool_format
 from tide_core import __version__
 from tide_core.request import RequestOutput
 from tide_core.stats import EngineStats

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.failures import Failure
 from deploy.http_api.openai_requests import StreamOptions, TideOptions
-from deploy.http_api.tools.parsers import ToolParser
 from deploy.service import Answer
+from deploy.tools.parsers import ToolParser
 from tide_core.request import PromptToken, RequestOutput, TokenOutput, Usage
 
 if TYPE_CHECKING:

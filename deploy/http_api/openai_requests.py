@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.http_api.ignored_fields import Body
-from deploy.http_api.tools.requests import ChatTools, MessageTools
+from deploy.http_api.tool_fields import ChatTools, MessageTools
 from tide_core.errors import RequestError
 from tide_core.request import Chat, Grammar
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.client import scripted
-from tests.client.scripted import TEXT, GrpcServer, Script, fails
+from tests.client.scripted import FINAL, TEXT, TOKENS, GrpcServer, Script, chunk, fails
+from tide.v1 import tide_pb2 as pb
 
 Tide = Callable[..., tuple[int, str, str]]
 Stdin = Callable[..., None]
@@ -45,10 +47,45 @@ def test_json_is_one_object_a_token_and_one_for_the_end(server: GrpcServer, tide
         "score": 0.75,
         "audit": "agreed",
         "mode": "bounded",
+        "choice": 0,
     }
     assert [token["index"] for token in tokens] == [0, 1, 2, 3]
     assert (final["type"], final["text"], final["finish_reason"]) == ("final", TEXT, "stop")
     assert (final["exits"]["tokens_per_layer"], final["usage"]["completion_tokens"]) == ({"1": 2, "4": 2}, 4)
+
+
+def two_choices(script: Script, context: Any) -> Any:
+    for sequence, choice in enumerate((0, 1, 1, 0)):
+        part = chunk(sequence, TOKENS[sequence], final=FINAL if sequence > 1 else None)
+        part.choice = choice
+        yield part
+
+
+def test_choices_are_shown_one_after_another(server: GrpcServer, script: Script, tide: Tide) -> None:
+    script.acts.extend([two_choices, two_choices])
+    code, out, err = tide("client", "Say", "--address", server.address, "--n", "2")
+    assert (code, out) == (0, "--- choice 0\nThe.\n--- choice 1\n cat sat\n")
+    assert err.count("tide: ") == 2
+    code, out, err = tide("client", "Say", "--address", server.address, "-n", "2", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [(line["type"], line["choice"], line.get("index")) for line in lines] == [
+        *(("token", 0, 0), ("token", 1, 0), ("token", 1, 1), ("token", 0, 1)),
+        *(("final", 0, None), ("final", 1, None)),
+    ]
+    assert [request.n for request in script.requests] == [2, 2]
+
+
+def test_tools_come_from_a_file(server: GrpcServer, script: Script, tide: Tide, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([{"type": "function", "function": {"name": "weather"}}]))
+    asked = ["client", "Rome?", "--address", server.address, "--json", "--tools", str(file)]
+    for choice in ("required", "weather"):
+        code, out, err = tide(*asked, "--tool-choice", choice)
+        assert (code, err) == (0, "")
+        assert json.loads(out.splitlines()[-1])["tool_calls"] == []
+    first, second = script.requests
+    assert [tool.name for tool in first.chat.tools] == ["weather"]
+    assert (first.tool_choice.mode, second.tool_choice.name) == (pb.TOOL_MODE_REQUIRED, "weather")
 
 
 def test_a_bench_prints_times_and_no_text(server: GrpcServer, script: Script, tide: Tide) -> None:

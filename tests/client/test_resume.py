@@ -133,6 +133,31 @@ def test_an_answer_is_not_resumed_without_a_seed_or_unasked(
     assert (seen.error.code, seen.error.num_tokens, len(script.requests)) == ("CANCELLED", 2, 1)
 
 
+def test_choices_are_replayed_with_an_id_of_their_own(server: GrpcServer, script: Script, read: Read) -> None:
+    def both(*, dies: bool) -> Act:
+        def act(script: Script, context: grpc.ServicerContext) -> Chunks:
+            order = [0, 1, 0, 1] if dies else [0, 0, 1, 1]
+            seen = [0, 0]
+            for sequence, choice in enumerate(order):
+                if dies and sequence == 3:
+                    context.abort(grpc.StatusCode.CANCELLED, "RST_STREAM")
+                part = chunk(sequence, pb.Token(id=IDS[choice + seen[choice]], text=f"{choice}{seen[choice]} "))
+                part.choice, seen[choice] = choice, seen[choice] + 1
+                if seen[choice] == 2:
+                    part.final.CopyFrom(FINAL)
+                yield part
+
+        return act
+
+    script.acts.extend([both(dies=True), both(dies=False)])
+    seen = read(server.address, resume=True, n=2, seed=3, temperature=0.7, request_id="mine")
+    assert seen.error is None
+    assert [(token.choice, token.text) for token in seen.tokens] == [(0, "00 "), (1, "10 "), (0, "01 "), (1, "11 ")]
+    assert seen.answer is not None
+    assert [choice.text for choice in seen.answer.choices] == ["00 01 ", "10 11 "]
+    assert [(request.request_id, request.n) for request in script.requests] == [("mine", 2), ("mine~2", 2)]
+
+
 def test_no_attempt_has_the_id_of_another(server: GrpcServer, script: Script, call: Callable[..., Any]) -> None:
     script.acts.extend([fails("UNAVAILABLE"), fails("UNAVAILABLE")])
     call(server.address, "generate", "Say", request_id="mine")

@@ -10,8 +10,9 @@ import pytest
 from deploy.keys import Caller
 from tests.deploy.in_process import Context, Grpc, Http, all_of, make_service
 from tide_client import openai_events
-from tide_client.requests import Options, request_of
-from tide_client.results import Answer, AnswerBuilder, exit_stats_of, model_info_of, response_of
+from tide_client.assembly import AnswerBuilder
+from tide_client.requests import Options, request_of, tokenize_request_of
+from tide_client.results import Answer, exit_stats_of, model_info_of, response_of
 from tide_client.retry import DEFAULT_MAX_TOKENS, Retry
 from tide_core.request import SamplingParams
 
@@ -72,6 +73,31 @@ async def test_a_refusal_over_http_is_read_in_its_own_words() -> None:
     assert reply.status == 400
     assert "max_tokens" in openai_events.error_of(reply.body)
     assert json.loads(body)["tide"] == {"tokens": True, "timeout_s": 30.0}
+
+
+async def test_choices_and_calls_are_read_as_they_are_written() -> None:
+    service = make_service()
+    api: Any = Grpc(service)
+    api.tool_parser = "hermes"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}}
+    asked: Options = {"n": 2, "max_tokens": 100, "temperature": 1.0, "seed": 1, "tools": [tool], "mode": "full"}
+    with service.engine:
+        spaces = dict.fromkeys((await api.Tokenize(tokenize_request_of(" \n\t"), Context())).ids, -100.0)
+        request = request_of(CHAT, {**asked, "tool_choice": tool, "logit_bias": spaces}, 30.0)
+        whole = response_of(await api.Generate(request, Context()), 2)
+        builder = AnswerBuilder.of(request)
+        for chunk in await all_of(api.GenerateStream(request, Context())):
+            builder.take(chunk)
+    deltas = []
+    while (delta := builder.next_delta()) is not None:
+        deltas.append(delta)
+    for index, (one, other) in enumerate(zip(whole.choices, builder.answer.choices, strict=True)):
+        assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
+        assert (one.text, one.finish_reason) == (other.text, other.finish_reason) == ("", "tool_calls")
+        [made], [streamed] = one.tool_calls, other.tool_calls
+        assert (made.name, made.arguments) == (streamed.name, streamed.arguments)
+        assert json.loads(made.arguments).keys() <= {"a"}
+        assert "".join(delta.arguments for delta in deltas if delta.choice == index) == made.arguments
 
 
 @pytest.mark.parametrize("prompt", ["a b c", CHAT], ids=["text", "chat"])

@@ -64,6 +64,24 @@ def test_messages_for_grpcurl_are_those_of_the_schema() -> None:
         assert message.ByteSize() > 0
 
 
+@pytest.mark.build
+def test_grpcurl_gets_an_answer_to_each_request_of_the_page(server: GrpcServer) -> None:
+    """With the schema as a file, as the page has it for servers with keys: the scripted server has no reflection."""
+    if shutil.which("grpcurl") is None:
+        pytest.skip("no grpcurl here")
+    asked = [words for words in commands_of("grpcurl") if words[-1].startswith("tide.v1.")]
+    assert [words[-1].partition("/")[2] for words in asked] == ["GenerateStream", "Generate"]
+    schema = ["-import-path", "protos", "-proto", "tide/v1/tide.proto"]
+    for words in asked:
+        message, method = words[words.index("-d") + 1], words[-1]
+        done = run(["grpcurl", "-plaintext", *schema, "-d", message, server.address, method], ROOT)
+        assert done.returncode == 0, done.stderr
+        assert '"finishReason": "FINISH_REASON_STOP"' in done.stdout
+    streamed, whole = server.script.requests
+    assert (streamed.prompt, streamed.sampling_params.max_tokens) == (PROMPT, 12)
+    assert whole.exits.mode == tide_pb2.MODE_VERIFIED
+
+
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "CANCELLED"])
 def test_the_service_config_retries_before_the_first_message_and_not_after(server: GrpcServer, code: str) -> None:
     config = (ROOT / "protos/tide/v1/service_config.json").read_text()

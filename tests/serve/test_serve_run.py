@@ -159,6 +159,37 @@ def test_grpc_streams_the_text_of_http(server: Server, client: TideClient) -> No
     assert stream.answer.artefact_digest == client.model_info().artefact_digest
 
 
+def test_grpc_gives_the_choices_and_the_required_call_of_http(server: Server, client: TideClient) -> None:
+    asked = {**PROMPT, "n": 2, "temperature": 1.0, "seed": 5}
+    drawn = {"max_tokens": 12, "n": 2, "temperature": 1.0, "seed": 5}
+    with client.stream(PROMPT["prompt"], **drawn) as stream:
+        assert Counter(token.choice for token in stream) == {0: 12, 1: 12}
+    expected = [choice["text"] for choice in server.post(asked)[1]["choices"]]
+    assert [choice.text for choice in stream.answer.choices] == expected
+
+    city = {"properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", **city}}}
+    forced: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
+    with client.stream(CHAT, **forced) as stream:
+        pieces = [delta for delta in stream.deltas() if delta.call_index == 0]
+    [made] = stream.answer.tool_calls
+    assert stream.answer.finish_reason == "tool_calls"
+    assert (made.name, made.id) == (pieces[0].name, pieces[0].call_id)
+    assert "".join(piece.arguments for piece in pieces) == made.arguments
+    assert json.loads(made.arguments)["city"] in ("Rome", "Oslo")
+
+
+def test_the_examples_for_grpc_run_as_they_stand(server: Server) -> None:
+    """docs/clients.md: a stream, choices, tools and the turn after them."""
+    text = (ROOT / "docs" / "clients.md").read_text()
+    found: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:3]:
+        exec(block.replace("127.0.0.1:9000", server.address), found)
+    assert len({choice.text for choice in found["drawn"].choices}) == 3
+    assert json.loads(found["call"].arguments)["city"] in ("Rome", "Oslo")
+    assert found["answer"].usage.completion_tokens > 0
+
+
 def test_reflection_alone_is_enough_to_call(server: Server) -> None:
     from google.protobuf.descriptor_pool import DescriptorPool
     from google.protobuf.message_factory import GetMessageClass

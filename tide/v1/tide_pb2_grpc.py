@@ -75,7 +75,7 @@ class TideServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Answers a prompt in one message.
+        """Answers a prompt in one message, with all choices.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,7 +83,8 @@ class TideServiceServicer(object):
 
     def GenerateStream(self, request, context):
         """Streams the answer to a prompt. The first token is sent at once; a later chunk holds all tokens that are ready. The
-        last chunk of a complete answer, and no other, has `final`; otherwise the call ends with a status.
+        last chunk of a complete answer, and no other, has `final`; otherwise the call ends with a status. The chunks of
+        several choices come mixed; each says its choice, and each choice has one `final`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +105,7 @@ class TideServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Aborts a running request of the same caller. Its memory is free within one engine step.
+        """Aborts a running request of the same caller, with all its choices. Its memory is free within one engine step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,8 +14,8 @@ from deploy.choices import Outputs
 from deploy.failures import Failure, report
 from deploy.http_api.openai_replies import sse_event, tide_object
 from deploy.http_api.responses.requests import ResponseRequest
-from deploy.http_api.tools.parsers import CallDelta, Delta, ToolParser
 from deploy.service import Answer
+from deploy.tools.parsers import CallDelta, Delta, ToolParser
 from tide_core.request import FinishReason, RequestOutput, TokenOutput, Usage
 
 Event = dict[str, Any]

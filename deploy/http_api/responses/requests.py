@@ -14,8 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from deploy.http_api.ignored_fields import Body
 from deploy.http_api.openai_requests import Message, ResponseFormat, Sampling, StreamOptions, TextPart
-from deploy.http_api.tools.requests import (
-    MAX_TOOLS,
+from deploy.http_api.tool_fields import (
     CalledFunction,
     ChatTools,
     ChosenFunction,
@@ -23,8 +22,8 @@ from deploy.http_api.tools.requests import (
     NamedChoice,
     Tool,
     ToolCall,
-    ToolPlan,
 )
+from deploy.tools.plan import MAX_TOOLS, ToolPlan
 from tide_core.errors import RequestError
 from tide_core.request import Chat, Grammar
 

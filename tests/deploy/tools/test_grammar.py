@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from deploy.config.args import AppArgs
-from deploy.http_api.tools.formats import (
+from deploy.tools.formats import (
     FORMATS,
     HERMES,
     LLAMA3_JSON,
@@ -26,8 +26,8 @@ from deploy.http_api.tools.formats import (
     required_format,
     tool_format,
 )
-from deploy.http_api.tools.grammar import call_schema, calls_schema, forced_call
-from deploy.http_api.tools.requests import Tool
+from deploy.tools.grammar import call_schema, calls_schema, forced_call
+from deploy.tools.plan import Tool
 from tests.factories import tiny_tokenizer
 from tide_core.errors import ConfigError, RequestError
 
@@ -87,7 +87,7 @@ def test_tools_without_a_known_format_are_refused_with_the_setting_to_change() -
 
 
 def tool(name: str, parameters: Mapping[str, Any] | None = None, **fields: Any) -> Tool:
-    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters, **fields}})
+    return Tool(name, parameters=None if parameters is None else dict(parameters), **fields)
 
 
 CITY = {

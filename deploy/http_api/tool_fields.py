@@ -1,24 +1,19 @@
 """Fields of chat requests that concern tools: the tools, the choice among them, calls and results in the history.
 
-The two base classes are for the bodies of `openai_requests.py`. `ToolPlan` is what a request asks for, checked.
+The two base classes are for the bodies of `openai_requests.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from deploy.http_api.ignored_fields import Body
-from deploy.http_api.tools.parsers import NAME
-from deploy.strict import json_body
-from tide_core.errors import RequestError
+from deploy.tools import plan
+from deploy.tools.parsers import NAME
+from deploy.tools.plan import MAX_TOOLS, ToolPlan, arguments_object, tool_plan
 
-MAX_TOOLS = 1024
-MAX_ARGUMENTS_DEPTH = 64
-"""Deepest nesting of arguments in the history, which the limit for bodies does not see: they are JSON in a string."""
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 CHOICES = 'none, auto, required or {"type": "function", "function": {"name": "…"}}'
 
 
@@ -37,10 +32,10 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: always with parameters, which some of them read without asking."""
-        function = self.function.model_dump(include={"name", "description"}, exclude_none=True)
-        return {"type": "function", "function": {**function, "parameters": self.function.parameters or NO_PARAMETERS}}
+    @property
+    def planned(self) -> plan.Tool:
+        function = self.function
+        return plan.Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
 class ChosenFunction(Body):
@@ -62,20 +57,6 @@ def _known_choice(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class ToolPlan:
-    """What a request asks of tools."""
-
-    template_tools: list[dict[str, Any]] | None
-    """For `apply_chat_template(messages, tools=…)`."""
-    reads_calls: bool
-    """Whether calls are looked for in the answer. Otherwise all of it is content."""
-    forced: tuple[Tool, ...]
-    """One of these must be called. Empty: the model decides."""
-    one_call: bool
-    """Whether a forced answer has exactly one call."""
-
-
 class ChatTools(Body):
     """Base of a chat's body: its tools."""
 
@@ -88,37 +69,22 @@ class ChatTools(Body):
     """False: a forced answer has one call."""
 
     def tool_plan(self) -> ToolPlan:
-        """The checked plan. As with vLLM, the model is told of the tools also where it may not call them."""
-        tools, choice = tuple(self.tools or ()), self.tool_choice
-        named = choice.function.name if isinstance(choice, NamedChoice) else None
-        forced = tuple(tool for tool in tools if choice == "required" or tool.function.name == named)
-        if not forced and (named is not None or choice == "required"):
-            names = ", ".join(tool.function.name for tool in tools[:16])
-            raise RequestError(
-                "tool_choice", named or choice, f"one of the tools ({names})" if tools else "tools as well"
-            )
-        return ToolPlan(
-            template_tools=[tool.for_template() for tool in tools] or None,
-            reads_calls=bool(tools) and choice != "none",
-            forced=forced,
-            one_call=named is not None or self.parallel_tool_calls is False,
-        )
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        choice = None if isinstance(self.tool_choice, NamedChoice) else self.tool_choice
+        tools = [tool.planned for tool in self.tools or ()]
+        return tool_plan(tools, choice, named=named, parallel=self.parallel_tool_calls)
 
 
 def _parsed_arguments(value: object) -> object:
-    """Arguments as an object, which chat templates expect; clients send the text they were given. Text that is no
-    object counts as no arguments: an answer that was cut off leaves such a call, and the chat must go on after it."""
+    """Arguments as an object."""
     if value is None:
         return {}
     if not isinstance(value, str):
         return value
     try:
-        value = json_body.parse(value.encode(), MAX_ARGUMENTS_DEPTH)
+        return arguments_object(value)
     except UnicodeEncodeError:
         raise ValueError("Input should be valid Unicode text") from None
-    except RequestError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 class CalledFunction(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deploy.http_api.tools.parsers import HermesParser, Llama3JsonParser, MistralParser, ToolParser
+from deploy.tools.parsers import HermesParser, Llama3JsonParser, MistralParser, ToolParser
 from tide_core.errors import ConfigError, RequestError
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.http_api.tools.parsers import (
+from deploy.tools.parsers import (
     Answer,
     CallDelta,
     HermesParser,

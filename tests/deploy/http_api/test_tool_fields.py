@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from deploy.http_api.ignored_fields import without_ignored
-from deploy.http_api.tools.requests import ChatTools, MessageTools
+from deploy.http_api.tool_fields import ChatTools, MessageTools
 from tests.factories import tiny_tokenizer
 from tide_core.errors import RequestError
 
@@ -79,7 +79,7 @@ def test_the_plan_says_whether_calls_are_read_and_which_are_forced(
     body: dict[str, Any], reads_calls: bool, forced: list[str], one_call: bool
 ) -> None:
     plan = read(**body).tool_plan()
-    assert (plan.reads_calls, [tool.function.name for tool in plan.forced], plan.one_call) == (
+    assert (plan.reads_calls, [tool.name for tool in plan.forced], plan.one_call) == (
         reads_calls,
         forced,
         one_call,

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.http_api.tools.formats import ToolFormat
-from deploy.http_api.tools.requests import NO_PARAMETERS, Tool
+from deploy.tools.formats import ToolFormat
+from deploy.tools.plan import NO_PARAMETERS, Tool
 
 SPACE = r"[ \n]{0,16}"
 """Space between the parts of JSON. It is limited, for a model may write space for ever where it is not."""
@@ -21,7 +21,7 @@ def call_schema(tools: Sequence[Tool], arguments_key: str = "arguments") -> dict
     """JSON Schema of one call of one of the tools: an object with the name and then the arguments."""
     calls = []
     for index, tool in enumerate(tools):
-        properties = {"name": {"const": tool.function.name}, arguments_key: {"$ref": f"#/$defs/tool{index}"}}
+        properties = {"name": {"const": tool.name}, arguments_key: {"$ref": f"#/$defs/tool{index}"}}
         required = ["name", arguments_key]
         calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
@@ -39,7 +39,7 @@ def calls_schema(tools: Sequence[Tool], arguments_key: str = "arguments", *, one
 def arguments_schema(tool: Tool, index: int | None = None) -> dict[str, Any]:
     """JSON Schema of a tool's arguments, which are always an object. `index`: the schema is to stand in another one
     under `#/$defs/tool{index}`, so its own references are moved there."""
-    given = tool.function.parameters
+    given = tool.parameters
     if not given:
         return {**NO_PARAMETERS, "additionalProperties": False}
     schema = {**given, "type": "object"}
@@ -63,9 +63,7 @@ def forced_call(
         body = _json({**call_schema(tools, tool_format.arguments_key), **options})
     else:
         end = _text(tool_format.name_end, ids)
-        one_of = [
-            f"{_text([tool.function.name])} {end} {_json({**arguments_schema(tool), **options})}" for tool in tools
-        ]
+        one_of = [f"{_text([tool.name])} {end} {_json({**arguments_schema(tool), **options})}" for tool in tools]
         body = "(" + "\n  | ".join(one_of) + ")"
     more = "" if one_call else f"({_text([tool_format.between])} call)*"
     return f"start: call {more}\ncall: {before} {body} {after}\n"
@@ -73,7 +71,7 @@ def forced_call(
 
 def _options(tools: Sequence[Tool]) -> dict[str, Any]:
     """How llguidance reads the schema: leniently, unless a tool insists on all of it."""
-    lenient = not any(tool.function.strict for tool in tools)
+    lenient = not any(tool.strict for tool in tools)
     return {"x-guidance": {"whitespace_pattern": SPACE, "lenient": lenient, "coerce_one_of": lenient}}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from deploy.http_api.tools.call_json import ARGUMENT_KEYS, SPACE, CallScanner, ObjectEnd, Status
+from deploy.tools.call_json import ARGUMENT_KEYS, SPACE, CallScanner, ObjectEnd, Status
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 PIECE_CHARS = 512
