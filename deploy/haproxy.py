@@ -6,8 +6,8 @@ Serve runs the binary that `RAY_SERVE_HAPROXY_BINARY_PATH` names. `tide serve` a
 - opens the ports of statistics and metrics on the address of the HTTP port, not on all interfaces;
 - answers in JSON: 503 with Retry-After where no replica can answer, or none is known yet, and 404 for other paths;
   Serve's pages are a plain-text 500 and 404;
-- does not splice: together with `abortonclose` a client that sends headers and body in two packets and leaves before the
-  response keeps a thread of HAProxy 2.8 busy until the response is there.
+- does not splice: together with `abortonclose` a client that sends headers and body in two packets and leaves before
+  the response keeps a thread of HAProxy 2.8 busy until the response is there.
 """
 
 from __future__ import annotations
