@@ -104,7 +104,8 @@ def tool_result(at: Service) -> None:
     from langchain_core.messages import ToolMessage
 
     model = _model(at, max_tokens=60)
-    called = model.bind_tools([WEATHER], tool_choice="weather").invoke("How is the weather in Rome?")
+    forced = model.bind_tools([WEATHER], tool_choice="weather", parallel_tool_calls=False)
+    called = forced.invoke("How is the weather in Rome?")
     results = [ToolMessage("sunny", tool_call_id=call["id"]) for call in called.tool_calls]
     history = [("user", "How is the weather in Rome?"), called, *results]
     expect(_model(at).bind_tools([WEATHER]).invoke(history).response_metadata["finish_reason"], called)

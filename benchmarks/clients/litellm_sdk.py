@@ -92,8 +92,8 @@ def prompts(at: Service) -> None:
 
 @check("echo")
 def echo(at: Service) -> None:
-    choice = _text(at, PROMPT, max_tokens=1, echo=True, logprobs=1).choices[0]
-    expect(choice.text.startswith(PROMPT) and choice.logprobs.token_logprobs[0] is None, choice)
+    choice = _text(at, PROMPT, max_tokens=0, echo=True, logprobs=1).choices[0]
+    expect(choice.text == PROMPT and choice.logprobs.token_logprobs[0] is None, choice)
 
 
 @check("tools-auto")
@@ -114,7 +114,8 @@ def tools_required(at: Service) -> None:
 
 @check("tool-result")
 def tool_result(at: Service) -> None:
-    called = _chat(at, CITY, tools=[WEATHER], tool_choice="required", max_tokens=60).choices[0].message
+    forced = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
+    called = _chat(at, CITY, **forced).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in called.tool_calls]
     expect(_chat(at, [*CITY, called, *results], tools=[WEATHER]).choices[0].finish_reason, called)
 

