@@ -13,7 +13,7 @@ PYTEST = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --dist loadscope --n
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system-packages demo-model emulator kubectl serve test test-fast lint protos docs bench wheel clean
+.PHONY: help setup system-packages demo-model emulator clients kubectl serve test test-fast lint protos docs bench wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -88,6 +88,15 @@ $(STAMPS)/emulator: $(STAMPS)/venv tools/emulator.txt
 	@build/emulator-venv/bin/pip install -qq --disable-pip-version-check -r tools/emulator.txt
 	@touch $@
 
+# Clients for the tests of the service, without what they depend on: their pins contradict ours.
+clients: $(STAMPS)/clients
+
+$(STAMPS)/clients: $(STAMPS)/venv tools/clients.txt
+	@echo "test: installing clients"
+	@rm -rf build/clients
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-compile --target build/clients -r tools/clients.txt
+	@touch $@
+
 # For the tests of the manifests; without it they use a renderer of their own.
 kubectl: $(STAMPS)/kubectl
 
@@ -96,7 +105,7 @@ $(STAMPS)/kubectl: $(STAMPS)/venv tools/get_kubectl.sh
 	elif tools/get_kubectl.sh $(BIN)/kubectl; then echo "test: kubectl from the next Debian release"; touch $@; \
 	else echo "test: no kubectl; the manifests are rendered by the tests alone"; fi
 
-test: setup emulator kubectl lint ## Everything CI runs
+test: setup emulator clients kubectl lint ## Everything CI runs
 	@echo "test: pytest"; $(PYTEST) -n $(TEST_PROCESSES)
 
 # The marks are in pyproject.toml and tests/conftest.py. What is left out whole is not even imported.

@@ -269,8 +269,10 @@ class Service:
             expected = f"at most {tokens * per_token}: {tokens} tokens of at most {per_token} characters each"
             raise RequestError("prompt", f"{num_chars} characters", expected)
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         self.check_size(prompt)
+        if isinstance(prompt, str) and not add_special_tokens:
+            return await asyncio.to_thread(self.engine.tokenizer.encode, prompt, add_special_tokens=False)
         return list(await asyncio.to_thread(self.engine.prompt_ids, prompt))
 
     async def text_of(self, prompt: str | list[int]) -> str:

@@ -139,7 +139,9 @@ def build_api(
     async def tokenize(request: Request) -> Response:
         body = read(TokenizeRequest, request)
         _check_model(service, body.model)
-        ids = await service.tokenize(body.engine_prompt)
+        prompt, plain = body.engine_prompt, body.add_special_tokens is False
+        named = service.engine.tokenizer.added_id(prompt) if plain and isinstance(prompt, str) else None
+        ids = [named] if named is not None else await service.tokenize(prompt, add_special_tokens=not plain)
         return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
 
     @api.post("/detokenize")
@@ -147,6 +149,12 @@ def build_api(
         body = read(DetokenizeRequest, request)
         _check_model(service, body.model)
         return JSONResponse({"prompt": await service.detokenize(body.tokens)})
+
+    @api.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        tokenizer = service.engine.tokenizer
+        names = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+        return JSONResponse({**names, **tokenizer.named_tokens, "chat_template": tokenizer.chat_template})
 
     @api.get("/exit_stats")
     async def exit_stats() -> Response:

@@ -312,6 +312,9 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=1000)
+    add_special_tokens: bool | None = None
+    """Whether a prompt begins with the beginning-of-text id, if the tokenizer puts one there; default true. Where it is
+    false, the text of one special token alone, such as the `eos_token` of /tokenizer_info, gives its id."""
 
     @property
     def engine_prompt(self) -> str | list[dict[str, Any]]:

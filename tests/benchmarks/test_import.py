@@ -8,7 +8,19 @@ import sys
 from benchmarks.common import ROOT
 
 IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
-FOLDERS = {"calibration", "engine", "gpu", "kernels", "modes", "nodes", "production", "serving", "structured"}
+FOLDERS = {
+    "calibration",
+    "clients",
+    "engine",
+    "gpu",
+    "kernels",
+    "modes",
+    "nodes",
+    "production",
+    "recovery",
+    "serving",
+    "structured",
+}
 
 
 def test_every_module_can_be_imported() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from benchmarks.clients.features import Service
+from benchmarks.clients.run import CLIENTS, Result, run_client
 from benchmarks.common import ROOT
 from benchmarks.common.live import STOP_S, Server, default_config, serving
 from tests.serve.load import PATIENCE_S, until
@@ -72,17 +75,21 @@ def test_a_completion_answers_with_real_text(server: Server) -> None:
     assert set(layers) <= {2, 30}, "the demo artefact's exit, or all layers"
 
 
-def test_the_openai_client_gets_one_text_streamed_and_whole(server: Server) -> None:
-    from openai import OpenAI
+@pytest.fixture(scope="module")
+def clients(server: Server) -> Callable[[str], Result]:
+    """What a client got: its checks run together, when the first one is asked for."""
+    return functools.cache(lambda client: run_client(client, Service(server.url, "demo")))
 
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-    assert [model.id for model in client.models.list().data] == ["demo"]
-    whole = client.completions.create(**PROMPT)
-    chunks = list(client.completions.create(**PROMPT, stream=True))
-    assert whole.choices[0].text
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-    assert len(chunks) > 1
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+
+@pytest.mark.parametrize(
+    ("client", "feature"), [(client, feature) for client, checks in CLIENTS.items() for feature in checks.by_feature]
+)
+def test_clients(clients: Callable[[str], Result], client: str, feature: str) -> None:
+    """The table in docs/openai.md: a cell is a test."""
+    result = clients(client)
+    if result.version is None:
+        pytest.skip(f"{client} is not installed: make clients")
+    assert result.outcomes[feature].passed, result.outcomes[feature].remark
 
 
 def test_the_openai_client_chats_with_usage_logprobs_and_exit_layers(server: Server) -> None:
@@ -122,33 +129,6 @@ def test_the_examples_of_the_document_run_as_they_stand(server: Server) -> None:
     assert json.loads(found["call"].function.arguments)["city"] in ("Rome", "Oslo")
     assert found["called"].choices[0].finish_reason == "tool_calls"
     assert found["response"].output_text
-
-
-def test_langchain_structures_its_answer(server: Server) -> None:
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(base_url=f"{server.url}/v1", api_key="any", model="demo", max_tokens=60, max_retries=0)  # type: ignore[call-arg, arg-type]
-    schema = {
-        "title": "Color",
-        "type": "object",
-        "properties": {"name": {"enum": ["red", "blue"]}},
-        "required": ["name"],
-    }
-    for method in ("json_schema", "function_calling"):
-        answer = model.with_structured_output({**schema, "additionalProperties": False}, method=method).invoke(
-            "A color"
-        )
-        assert answer["name"] in ("red", "blue")
-
-
-def test_langchain_streams_the_answer_it_gives_whole(server: Server) -> None:
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="any", model="demo", temperature=0, max_tokens=12, max_retries=0
-    )  # type: ignore[call-arg, arg-type]
-    question = CHAT[0]["content"]
-    assert "".join(str(chunk.content) for chunk in model.stream(question)) == model.invoke(question).content != ""
 
 
 def test_grpc_streams_the_text_of_http(server: Server, client: TideClient) -> None:

@@ -81,10 +81,18 @@ class Tokenizer:
         """Whether the text of answers leaves the token out."""
         return token_id in self._id_text.silent_ids
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """Texts of the tokens that have a name in the model's files, such as `eos_token`."""
+        named: dict[str, str] = self._hf.special_tokens_map
+        return {name: text for name, text in named.items() if isinstance(text, str)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of plain text, with the beginning-of-text id if the tokenizer puts one there."""
         _check_unicode("prompt", text)
-        ids: list[int] = self._text_only.encode(text, split_special_tokens=True, verbose=False)
+        ids: list[int] = self._text_only.encode(
+            text, add_special_tokens=add_special_tokens, split_special_tokens=True, verbose=False
+        )
         return ids
 
     def encode_chat(self, chat: Chat | Sequence[Mapping[str, Any]]) -> list[int]:

@@ -130,6 +130,22 @@ async def test_tokens_go_there_and_back(http: Http) -> None:
     assert "hello" in back["prompt"]
 
 
+async def test_a_client_can_count_tokens_as_the_model_does(http: Http, service: Service) -> None:
+    """lm-eval's tokenizer: the names of special tokens, text without them, and the id of one alone."""
+    info = (await http.ask("GET", "/tokenizer_info")).json
+    assert info.keys() >= {"bos_token", "eos_token", "pad_token", "unk_token", "chat_template"}
+    assert info["chat_template"] == service.engine.tokenizer.chat_template
+    plain = {"add_special_tokens": False}
+    [eos] = (await http.ask("POST", "/tokenize", {"prompt": info["eos_token"], **plain})).json["tokens"]
+    assert service.engine.tokenizer.is_special(eos)
+    inside = f"a {info['eos_token']}"
+    ids = (await http.ask("POST", "/tokenize", {"prompt": inside, **plain})).json["tokens"]
+    assert eos not in ids, "inside other text it is text"
+    assert ids == service.engine.tokenizer.encode(inside, add_special_tokens=False)
+    as_a_prompt = (await http.ask("POST", "/tokenize", {"prompt": info["eos_token"]})).json["tokens"]
+    assert eos not in as_a_prompt[1:], "what /v1/completions would run"
+
+
 async def test_the_model_is_listed_with_its_exits(http: Http) -> None:
     listed = (await http.ask("GET", "/v1/models")).json["data"][0]
     assert listed["id"] == "tiny"

@@ -1,0 +1,50 @@
+"""guidellm, a load generator: a few streamed requests, two at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from benchmarks.clients.features import Checks, Service, expect
+
+check = Checks("guidellm")
+NUM_REQUESTS, NUM_TOKENS = 4, 4
+
+
+def _load(at: Service, request_format: str) -> str:
+    os.environ |= {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "GUIDELLM__LOGGING__DISABLED": "true"}
+    from guidellm.entrypoints import benchmark_generative_text
+    from guidellm.schemas.benchmark import BenchmarkScenario
+
+    prompts = [{"prompt": f"Count to {number}."} for number in range(NUM_REQUESTS)]
+    spec: dict[str, Any] = {
+        "backend": {
+            "kind": "openai_http",
+            "target": at.url,
+            "model": at.model,
+            "request_format": request_format,
+            "max_tokens": NUM_TOKENS,
+        },
+        "profile": {"kind": "concurrent", "streams": [2]},
+        "constraints": [{"kind": "max_requests", "count": NUM_REQUESTS}],
+        "data": [{"kind": "in_memory_dict_list", "data": prompts}],
+        "outputs": [],
+    }
+    args = BenchmarkScenario.create(scenario=None, spec=spec)
+    report, _ = asyncio.run(benchmark_generative_text(args=args, progress=False))
+    requests = report.benchmarks[0].requests
+    expect(requests.errored == [] and len(requests.successful) == NUM_REQUESTS, requests)
+    counts = [request.output_metrics.total_tokens for request in requests.successful]
+    expect(counts == [NUM_TOKENS] * NUM_REQUESTS, counts)
+    return f"{NUM_REQUESTS} of {NUM_REQUESTS} requests"
+
+
+@check("load")
+def load(at: Service) -> str:
+    return _load(at, "/v1/completions")
+
+
+@check("load-chat")
+def load_chat(at: Service) -> str:
+    return _load(at, "/v1/chat/completions")
