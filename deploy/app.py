@@ -25,6 +25,7 @@ from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
 from deploy.metrics import Meter, RayExporter, TextExporter
 from deploy.service import Service
+from deploy.spare import Spare
 from deploy.telemetry import join_serve_logs
 from deploy.weights import local_model
 from tide_core.errors import TideError
@@ -32,6 +33,7 @@ from tide_core.errors import TideError
 logger = logging.getLogger("ray.serve")
 
 ABORT_TIMEOUT_S = 5.0
+SPARE_CHECK_S = 10.0
 SWITCH_S = 0.0001
 """Python's thread switch interval. The engine thread needs the interpreter between any two kernels, and the event loop
 holds it while it writes streams: at Python's default of 5 ms the engine waits for the streams."""
@@ -57,6 +59,8 @@ class TideServer(GrpcApi):
         self._artefacts = ArtefactSource(checked.engine["artefact"])
         self._changing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
+        self._spare = Spare()
+        self._keeping_spare: asyncio.Task[None] | None = None
         settings = {**checked.engine, "model": local_model(checked.engine["model"])}
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model = checked.served_model_name or engine.model_name
@@ -98,6 +102,16 @@ class TideServer(GrpcApi):
             await self._replace_policy(self._given)
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
+            self._keeping_spare = asyncio.create_task(self._keep_spare())
+
+    async def _keep_spare(self) -> None:
+        """Not from the start on: whoever waits for this replica needs the processor first."""
+        while self._spare.is_wanted:
+            await asyncio.sleep(SPARE_CHECK_S)
+            try:
+                await asyncio.to_thread(self._spare.ensure)
+            except Exception:  # another version of Ray, or a busy raylet: the next replica starts in a new process
+                logger.exception("tide: no spare process could be started")
 
     async def _follow(self) -> None:
         """Take the exits that a pointer names whenever it has moved, as if a `user_config` had been deployed."""
@@ -174,9 +188,12 @@ class TideServer(GrpcApi):
 
     def __del__(self) -> None:
         if hasattr(self, "service"):
-            if self._following is not None:
-                with contextlib.suppress(RuntimeError):  # the loop may have ended before
-                    self._following.get_loop().call_soon_threadsafe(self._following.cancel)
+            for task in (self._following, self._keeping_spare):
+                if task is not None:
+                    with contextlib.suppress(RuntimeError):  # the loop may have ended before
+                        task.get_loop().call_soon_threadsafe(task.cancel)
+            if self._keeping_spare is not None:
+                self._spare.end()
             self._meter.stop()
             self.service.engine.close()
 

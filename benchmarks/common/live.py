@@ -154,7 +154,7 @@ def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 15),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "RAY_TMPDIR": str(folder),
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
