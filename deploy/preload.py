@@ -1,7 +1,7 @@
 """Imports what a replica needs, in the worker processes that start for replicas.
 
-Ray imports this module in every new worker of a node where `RAY_preload_python_modules` names it, before the worker gets
-its first work; `tide serve` and the image set that. It does something only where the application's `env_vars` have
+Ray imports this module in every new worker of a node where `RAY_preload_python_modules` names it, before the worker
+gets its first work; `tide serve` and the image set that. It does something only where the application's `env_vars` have
 `TIDE_PRELOAD: "1"`, so not in workers of other applications, of Serve itself or of jobs.
 """
 
@@ -10,9 +10,8 @@ import os
 PRELOAD = "TIDE_PRELOAD"
 
 if os.environ.get(PRELOAD) == "1":
-    import transformers.models.auto.modeling_auto
-    import transformers.models.auto.tokenization_auto
-    import transformers.models.llama.modeling_llama  # whatever the model is: nearly all of it is shared  # noqa: F401
-
-    import deploy.app
+    import deploy.app  # noqa: F401
     import tide_core.engine.engine  # noqa: F401
+    from tide_core.models.loader import import_libraries
+
+    import_libraries()

@@ -2,8 +2,8 @@
 
 Ray starts an actor in an idle worker that has the actor's runtime environment and has not run anything yet; else it
 starts a new process, and starting Python, Ray, Torch and transformers takes longer than all the rest of a replica's
-start. A spare holds no weights. Any replica of a node looks for one from time to time and asks the raylet for another if
-there is none; with `deploy.preload` it imports what a replica needs. Without a spare a replica starts as ever.
+start. A spare holds no weights. Any replica of a node looks for one from time to time and asks the raylet for another
+if there is none; with `deploy.preload` it imports what a replica needs. Without a spare a replica starts as ever.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploy.processes import PROC, Process, all_processes
 from deploy.preload import PRELOAD
+from deploy.processes import PROC, Process, all_processes
 
 logger = logging.getLogger("ray.serve")
 

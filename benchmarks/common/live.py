@@ -149,10 +149,10 @@ def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
 
     That takes gRPC ports of its own for the replicas: Ray means to bind each port for itself, but gRPC ignores how it
     says so, and of two replicas on one port each would get some of the other's calls."""
-    first = random.Random(str(folder)).randrange(41_100, 60_000, 16)  # noqa: S311
+    first = random.Random(str(folder)).randrange(41_100, 60_000, 64)  # noqa: S311
     ours = {
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 15),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 63),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "RAY_TMPDIR": str(folder),

@@ -46,7 +46,12 @@ def replica_killed(server: Server, repeats: int) -> Part:
         found.append(_until_answered(server, replica.kill))
         stages.append(_stages(server, at))
         wait_until_healthy(server)
-    data = {"until_answered_s": found, "stages_s": stages, "replica_mib": _mib(server.replicas()[0]), "spare_mib": spares}
+    data = {
+        "until_answered_s": found,
+        "stages_s": stages,
+        "replica_mib": _mib(server.replicas()[0]),
+        "spare_mib": spares,
+    }
     return Part(
         "replica",
         "the only replica is killed",
@@ -99,7 +104,9 @@ def updated(server: Server, repeats: int, deadline_s: float, num_clients: int) -
         "failures": [vars(failure) for failure in failures[:50]],
         "slowest_s": round(max(client.slowest_s for client in clients), 2),
     }
-    return Part("update", f"{repeats} rolling updates under load", data, [Bar("failed requests", len(failures), 0, False)])
+    return Part(
+        "update", f"{repeats} rolling updates under load", data, [Bar("failed requests", len(failures), 0, False)]
+    )
 
 
 def first_token(repeats: int) -> Part:
@@ -119,7 +126,7 @@ def first_token(repeats: int) -> Part:
 
 
 def _until_answered(server: Server, kill: Callable[[], object]) -> float:
-    """Seconds from the kill to the first answer to a request that began after it. A request may wait, fail or succeed; a
+    """Seconds from the kill to the first answer to a request that began after it. One may wait, fail or succeed, and a
     new one begins every 0.1 s, so that none that waits hides a service that is back."""
     answered = threading.Event()
     times: list[float] = []
@@ -173,7 +180,8 @@ def _stages(server: Server, since: datetime) -> dict[str, float]:
             (datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f") - since).total_seconds()
             for at in re.findall(line + re.escape(text), server.replica_logs, re.MULTILINE)
         ]
-        found.update({name: round(min(after), 2) for after in [[each for each in times if each > 0]] if after})
+        if after := [each for each in times if each > 0]:
+            found[name] = round(min(after), 2)
     return found
 
 

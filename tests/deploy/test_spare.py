@@ -1,0 +1,68 @@
+"""The spare process of a node: which one it is, and when another is asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import spare
+from deploy.spare import Spare, find
+
+VARIABLES = {"TIDE_PRELOAD": "1", "A": "b"}
+ENVIRONMENT = b"PATH=/bin\0TIDE_PRELOAD=1\0A=b\0"
+
+
+def add(proc: Path, pid: int, *, title: str = "ray::IDLE", parent: int | None = None, env: bytes = ENVIRONMENT) -> None:
+    folder = proc / str(pid)
+    folder.mkdir()
+    (folder / "stat").write_text(f"{pid} (ray) S {os.getppid() if parent is None else parent} 7 7 0")
+    (folder / "cmdline").write_bytes(title.encode() + b"\0" * 40)
+    (folder / "environ").write_bytes(env)
+
+
+def test_a_spare_is_an_idle_worker_of_this_raylet_with_the_variables_of_the_replica(tmp_path: Path) -> None:
+    add(tmp_path, 10)
+    add(tmp_path, 11, title="ray::ServeReplica:tide:TideServer")
+    add(tmp_path, 12, parent=1)
+    add(tmp_path, 13, env=b"PATH=/bin\0")
+    add(tmp_path, 14, env=ENVIRONMENT.replace(b"A=b", b"A=c"))
+    assert [process.pid for process in find(VARIABLES, tmp_path)] == [10]
+
+
+def test_another_is_asked_for_only_where_there_is_none_and_none_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(spare, "ask_for_worker", lambda: asked.append(None))
+    monkeypatch.setattr(spare, "_variables", lambda: VARIABLES)
+    monkeypatch.setattr(spare, "find", lambda variables: find(variables, tmp_path))
+    one = Spare()
+    one.ensure()
+    one.ensure()
+    assert len(asked) == 1, "the first is still starting"
+    add(tmp_path, 10)
+    one._asked_at -= spare.START_S
+    one.ensure()
+    assert len(asked) == 1
+    (tmp_path / "10" / "cmdline").write_bytes(b"ray::ServeReplica\0")  # a replica took it
+    one.ensure()
+    assert len(asked) == 2
+
+
+def test_no_library_is_imported_where_the_application_does_not_ask() -> None:
+    code = "import sys, deploy.preload; print([name for name in ('torch', 'ray', 'deploy.app') if name in sys.modules])"
+    variables = {name: value for name, value in os.environ.items() if name != "TIDE_PRELOAD"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_raylet_of_the_installed_ray_can_be_asked() -> None:
+    from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+
+    fields = {field.name for field in node_manager_pb2.PrestartWorkersRequest.DESCRIPTOR.fields}
+    assert fields == {"language", "job_id", "runtime_env_info", "keep_alive_duration_secs", "num_workers"}
+    assert "PrestartWorkers" in vars(node_manager_pb2_grpc.NodeManagerServiceServicer)
