@@ -25,7 +25,7 @@ from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
 from deploy.metrics import Meter, RayExporter, TextExporter
 from deploy.service import Service
-from deploy.spare import Spare
+from deploy.spare import Spares
 from deploy.telemetry import join_serve_logs
 from deploy.weights import local_model
 from tide_core.errors import TideError
@@ -59,8 +59,8 @@ class TideServer(GrpcApi):
         self._artefacts = ArtefactSource(checked.engine["artefact"])
         self._changing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
-        self._spare = Spare()
-        self._keeping_spare: asyncio.Task[None] | None = None
+        self._spares = Spares()
+        self._keeping_spares: asyncio.Task[None] | None = None
         settings = {**checked.engine, "model": local_model(checked.engine["model"])}
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model = checked.served_model_name or engine.model_name
@@ -102,14 +102,14 @@ class TideServer(GrpcApi):
             await self._replace_policy(self._given)
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
-            self._keeping_spare = asyncio.create_task(self._keep_spare())
+            self._keeping_spares = asyncio.create_task(self._keep_spares())
 
-    async def _keep_spare(self) -> None:
+    async def _keep_spares(self) -> None:
         """Not from the start on: whoever waits for this replica needs the processor first."""
-        while self._spare.is_wanted:
+        while self._spares.are_wanted:
             await asyncio.sleep(SPARE_CHECK_S)
             try:
-                await asyncio.to_thread(self._spare.ensure)
+                await asyncio.to_thread(self._spares.ensure)
             except Exception:  # another version of Ray, or a busy raylet: the next replica starts in a new process
                 logger.exception("tide: no spare process could be started")
 
@@ -188,12 +188,12 @@ class TideServer(GrpcApi):
 
     def __del__(self) -> None:
         if hasattr(self, "service"):
-            for task in (self._following, self._keeping_spare):
+            for task in (self._following, self._keeping_spares):
                 if task is not None:
                     with contextlib.suppress(RuntimeError):  # the loop may have ended before
                         task.get_loop().call_soon_threadsafe(task.cancel)
-            if self._keeping_spare is not None:
-                self._spare.end()
+            if self._keeping_spares is not None:
+                self._spares.end()
             self._meter.stop()
             self.service.engine.close()
 

@@ -1,14 +1,16 @@
-"""One idle worker process on the node of a replica, with all libraries imported: the next replica starts in it.
+"""Idle worker processes on the node of a replica: the next replica, and the next proxy, start in them.
 
 Ray starts an actor in an idle worker that has the actor's runtime environment and has not run anything yet; else it
 starts a new process, and starting Python, Ray, Torch and transformers takes longer than all the rest of a replica's
-start. A spare holds no weights. Any replica of a node looks for one from time to time and asks the raylet for another
-if there is none; with `deploy.preload` it imports what a replica needs. Without a spare a replica starts as ever.
+start. There is one spare for a replica, with all its libraries imported by `deploy.preload` but without weights, and
+a small one for the actor that runs HAProxy. Any replica of a node looks for them from time to time and asks the raylet
+for one that is missing. Without a spare an actor starts as ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -29,48 +31,71 @@ START_S = 120.0
 RPC_TIMEOUT_S = 10.0
 
 
-class Spare:
-    """The spare process of this replica's node. Its methods block."""
+class Spares:
+    """The spare processes of this replica's node. The methods block."""
 
     def __init__(self) -> None:
-        self._asked_at = -START_S
+        self._environments: list[str] = []
+        self._asked_at: dict[str, float] = {}
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether the config of the application asks for one."""
+    def are_wanted(self) -> bool:
+        """Whether the config of the application asks for them."""
         return os.environ.get(PRELOAD) == "1"
 
     def ensure(self) -> None:
-        """Ask for a spare unless there is one, or one is starting."""
-        if find(_variables()) or time.monotonic() < self._asked_at + START_S:
-            return
-        self._asked_at = time.monotonic()
-        ask_for_worker()
-        logger.info("tide: asked for a spare process: the next replica on this node starts in it")
+        """Ask for each spare that is missing, unless it is starting."""
+        self._environments = self._environments or environments()
+        for environment in self._environments:
+            now = time.monotonic()
+            if find(_variables(environment)) or now < self._asked_at.get(environment, -START_S) + START_S:
+                continue
+            self._asked_at[environment] = now
+            ask_for_worker(environment)
 
     def end(self) -> None:
-        """End it with the last replica. If others are left on this node they ask for another."""
-        for process in find(_variables()):
-            with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGTERM)
+        """End those for replicas with the last replica. If others are left on this node they ask for another."""
+        for environment in self._environments[:1]:
+            for process in find(_variables(environment)):
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGTERM)
 
 
 def find(variables: Mapping[str, str], proc: Path = PROC) -> list[Process]:
-    """Idle workers of this process's raylet that have these variables in their environment."""
+    """Idle workers of this process's raylet that have these variables, and libraries imported if these ask for it."""
     ours = os.getppid()
     wanted = {f"{name}={value}" for name, value in variables.items()}
+    preload = {f"{PRELOAD}=1"}
+
+    def fits(process: Process) -> bool:
+        given = _environment(proc / str(process.pid))
+        return wanted <= given and wanted & preload == given & preload
+
     return [
         each
         for each in all_processes(proc).values()
-        if each.parent == ours
-        and each.command
-        and each.command[0].startswith(IDLE)
-        and wanted <= _environment(proc / str(each.pid))
+        if each.parent == ours and each.command and each.command[0].startswith(IDLE) and fits(each)
     ]
 
 
-def ask_for_worker() -> None:
-    """Have the raylet of this node start an idle worker with the runtime environment of this one."""
+def environments() -> list[str]:
+    """Runtime environments, as Ray writes them: of this replica, and of Serve's controller, which its proxies have."""
+    import ray
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    found = [ray.get_runtime_context().get_runtime_env_string()]
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    ray.nodes()  # connects the state to the cluster
+    data = state.global_state_accessor.get_actor_info(controller._actor_id)
+    if data is not None:
+        found.append(gcs_pb2.ActorTableData.FromString(data).serialized_runtime_env)
+    return found
+
+
+def ask_for_worker(environment: str) -> None:
+    """Have the raylet of this node start an idle worker with a runtime environment."""
     import ray
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
@@ -83,16 +108,15 @@ def ask_for_worker() -> None:
         keep_alive_duration_secs=KEEP_S,
         num_workers=1,
     )
-    request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
+    request.runtime_env_info.serialized_runtime_env = environment
     with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
         node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=RPC_TIMEOUT_S)
+    logger.info("tide: asked for a spare process: the next actor of its kind on this node starts in it")
 
 
-def _variables() -> Mapping[str, str]:
-    """Variables that the runtime environment of this process sets."""
-    import ray
-
-    found: Mapping[str, str] = ray.get_runtime_context().runtime_env.env_vars()
+def _variables(environment: str) -> Mapping[str, str]:
+    """Variables that a runtime environment sets."""
+    found: Mapping[str, str] = (json.loads(environment) if environment else {}).get("env_vars") or {}
     return found
 
 

@@ -1,7 +1,8 @@
-"""The spare process of a node: which one it is, and when another is asked for."""
+"""The spare processes of a node: which ones they are, and when another is asked for."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy import spare
-from deploy.spare import Spare, find
+from deploy.spare import Spares, find
 
 VARIABLES = {"TIDE_PRELOAD": "1", "A": "b"}
 ENVIRONMENT = b"PATH=/bin\0TIDE_PRELOAD=1\0A=b\0"
@@ -33,24 +34,32 @@ def test_a_spare_is_an_idle_worker_of_this_raylet_with_the_variables_of_the_repl
     assert [process.pid for process in find(VARIABLES, tmp_path)] == [10]
 
 
+def test_a_spare_for_a_proxy_has_no_libraries_imported(tmp_path: Path) -> None:
+    add(tmp_path, 10)
+    add(tmp_path, 11, env=b"A=b\0")
+    assert [process.pid for process in find({"A": "b"}, tmp_path)] == [11]
+
+
 def test_another_is_asked_for_only_where_there_is_none_and_none_is_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[None] = []
-    monkeypatch.setattr(spare, "ask_for_worker", lambda: asked.append(None))
-    monkeypatch.setattr(spare, "_variables", lambda: VARIABLES)
+    asked: list[str] = []
+    replicas, proxies = json.dumps({"env_vars": VARIABLES}), json.dumps({"env_vars": {"A": "b"}})
+    monkeypatch.setattr(spare, "ask_for_worker", asked.append)
+    monkeypatch.setattr(spare, "environments", lambda: [replicas, proxies])
     monkeypatch.setattr(spare, "find", lambda variables: find(variables, tmp_path))
-    one = Spare()
-    one.ensure()
-    one.ensure()
-    assert len(asked) == 1, "the first is still starting"
+    spares = Spares()
+    spares.ensure()
+    spares.ensure()
+    assert asked == [replicas, proxies], "both are still starting"
     add(tmp_path, 10)
-    one._asked_at -= spare.START_S
-    one.ensure()
-    assert len(asked) == 1
+    add(tmp_path, 11, env=b"A=b\0")
+    spares._asked_at.clear()
+    spares.ensure()
+    assert asked == [replicas, proxies]
     (tmp_path / "10" / "cmdline").write_bytes(b"ray::ServeReplica\0")  # a replica took it
-    one.ensure()
-    assert len(asked) == 2
+    spares.ensure()
+    assert asked == [replicas, proxies, replicas]
 
 
 def test_no_library_is_imported_where_the_application_does_not_ask() -> None:
