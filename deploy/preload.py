@@ -1,8 +1,8 @@
 """Imports what a replica needs, in the worker processes that start for replicas.
 
 Ray imports this module in every new worker of a node where `RAY_preload_python_modules` names it, before the worker
-gets its first work; `tide serve` and the image set that. It does something only where the application's `env_vars` have
-`TIDE_PRELOAD: "1"`, so not in workers of other applications, of Serve itself or of jobs.
+gets its first work; `tide serve` and the image set that. It does something only where `env_vars` of the deployment have
+`TIDE_PRELOAD: "1"`, so not in workers of other deployments, of Serve itself or of jobs.
 """
 
 import os

@@ -40,7 +40,7 @@ class Spares:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether the config of the application asks for them."""
+        """Whether the config of the deployment asks for them."""
         return os.environ.get(PRELOAD) == "1"
 
     def ensure(self) -> None:

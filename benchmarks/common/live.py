@@ -96,6 +96,12 @@ class Server:
     def replicas(self) -> list[psutil.Process]:
         return [process for process, command in self._commands() if "ServeReplica" in command]
 
+    def spares(self) -> list[psutil.Process]:
+        """Idle processes in which a replica could start."""
+        return [
+            process for process, command in self._commands() if command.startswith("ray::IDLE") and _preloads(process)
+        ]
+
     def commands_of_session(self) -> list[str]:
         return [command for _, command in self._commands()]
 
@@ -103,6 +109,12 @@ class Server:
         for process in self.others_of_session():
             with contextlib.suppress(psutil.Error):  # it has just ended
                 yield process, " ".join(process.cmdline())
+
+
+def _preloads(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("TIDE_PRELOAD") == "1"
+    return False
 
 
 def default_config() -> dict[str, Any]:

@@ -155,20 +155,13 @@ def _wait_for_spare(server: Server) -> list[int]:
     service has none."""
     deadline, before = time.monotonic() + SPARE_S, -1.0
     while time.monotonic() < deadline:
-        spares = [process for process in server.others_of_session() if _is_spare(process)]
+        spares = server.spares()
         now = sum(sum(process.cpu_times()[:2]) for process in spares)
         if spares and now - before < 0.05:
             return [_mib(process) for process in spares]
         before = now
         time.sleep(3.0)
     return []
-
-
-def _is_spare(process: psutil.Process) -> bool:
-    try:
-        return process.cmdline()[:1] == ["ray::IDLE"] and process.environ().get("TIDE_PRELOAD") == "1"
-    except psutil.Error:
-        return False
 
 
 def _stages(server: Server, since: datetime) -> dict[str, float]:
