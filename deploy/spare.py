@@ -47,11 +47,11 @@ class Spares:
         """Ask for each spare that is missing, unless it is starting."""
         self._environments = self._environments or environments()
         for environment in self._environments:
-            now = time.monotonic()
-            if find(_variables(environment)) or now < self._asked_at.get(environment, -START_S) + START_S:
-                continue
-            self._asked_at[environment] = now
-            ask_for_worker(environment)
+            if find(_variables(environment)):
+                self._asked_at.pop(environment, None)
+            elif time.monotonic() >= self._asked_at.get(environment, -START_S) + START_S:
+                self._asked_at[environment] = time.monotonic()
+                ask_for_worker(environment)
 
     def end(self) -> None:
         """End those for replicas with the last replica. If others are left on this node they ask for another."""

@@ -96,11 +96,11 @@ class Server:
     def replicas(self) -> list[psutil.Process]:
         return [process for process, command in self._commands() if "ServeReplica" in command]
 
-    def spares(self) -> list[psutil.Process]:
-        """Idle processes in which a replica could start."""
-        return [
-            process for process, command in self._commands() if command.startswith("ray::IDLE") and _preloads(process)
-        ]
+    def spares(self, *, of_replicas: bool = True) -> list[psutil.Process]:
+        """Idle processes in which a replica could start, or the actor that runs HAProxy."""
+        idle = [process for process, command in self._commands() if command.startswith("ray::IDLE")]
+        wanted = {"TIDE_PRELOAD": "1" if of_replicas else None, "RAY_SERVE_ENABLE_HA_PROXY": "1"}
+        return [each for each in idle if {name: _variable(each, name) for name in wanted} == wanted]
 
     def commands_of_session(self) -> list[str]:
         return [command for _, command in self._commands()]
@@ -111,10 +111,10 @@ class Server:
                 yield process, " ".join(process.cmdline())
 
 
-def _preloads(process: psutil.Process) -> bool:
+def _variable(process: psutil.Process, name: str) -> str | None:
     with contextlib.suppress(psutil.Error):
-        return process.environ().get("TIDE_PRELOAD") == "1"
-    return False
+        return process.environ().get(name)
+    return None
 
 
 def default_config() -> dict[str, Any]:

@@ -40,7 +40,7 @@ def replica_killed(server: Server, repeats: int) -> Part:
     found: list[float] = []
     stages: list[dict[str, float]] = []
     for _ in range(repeats):
-        spares = _wait_for_spare(server)
+        spares = _wait_for_spare(server, of_replicas=True)
         [replica] = server.replicas()
         at = datetime.now()
         found.append(_until_answered(server, replica.kill))
@@ -68,12 +68,13 @@ def haproxy_killed(server: Server, repeats: int) -> Part:
             if "haproxy -" in command:
                 process.kill()
 
+    spares: list[int] = []
     for _ in range(repeats):
-        time.sleep(3.0)
+        spares = _wait_for_spare(server, of_replicas=False)
         found.append(_until_answered(server, kill))
         wait_until_healthy(server)
     bars = [Bar("s until a new request is answered after HAProxy died", max(found), HAPROXY_S, False)]
-    return Part("haproxy", "HAProxy is killed", {"until_answered_s": found}, bars)
+    return Part("haproxy", "HAProxy is killed", {"until_answered_s": found, "spare_mib": spares}, bars)
 
 
 def updated(server: Server, repeats: int, deadline_s: float, num_clients: int) -> Part:
@@ -150,12 +151,12 @@ def _until_answered(server: Server, kill: Callable[[], object]) -> float:
     return round(min(times), 2)
 
 
-def _wait_for_spare(server: Server) -> list[int]:
-    """Wait until a replica could start in a spare process that has imported everything; their sizes in MiB. None if the
-    service has none."""
+def _wait_for_spare(server: Server, *, of_replicas: bool) -> list[int]:
+    """Wait until there is a spare process that has imported everything; the sizes in MiB. None if the service has
+    none."""
     deadline, before = time.monotonic() + SPARE_S, -1.0
     while time.monotonic() < deadline:
-        spares = server.spares()
+        spares = server.spares(of_replicas=of_replicas)
         now = sum(sum(process.cpu_times()[:2]) for process in spares)
         if spares and now - before < 0.05:
             return [_mib(process) for process in spares]

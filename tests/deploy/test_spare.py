@@ -54,7 +54,6 @@ def test_another_is_asked_for_only_where_there_is_none_and_none_is_starting(
     assert asked == [replicas, proxies], "both are still starting"
     add(tmp_path, 10)
     add(tmp_path, 11, env=b"A=b\0")
-    spares._asked_at.clear()
     spares.ensure()
     assert asked == [replicas, proxies]
     (tmp_path / "10" / "cmdline").write_bytes(b"ray::ServeReplica\0")  # a replica took it
