@@ -110,8 +110,9 @@ class TideServer(GrpcApi):
             await asyncio.sleep(SPARE_CHECK_S)
             try:
                 await asyncio.to_thread(self._spares.ensure)
-            except Exception:  # another version of Ray, or a busy raylet: the next replica starts in a new process
-                logger.exception("tide: no spare process could be started")
+            except Exception:
+                logger.exception("tide: no spare process could be started; the next replica starts in a new one")
+                return
 
     async def _follow(self) -> None:
         """Take the exits that a pointer names whenever it has moved, as if a `user_config` had been deployed."""

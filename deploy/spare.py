@@ -87,8 +87,7 @@ def environments() -> list[str]:
 
     found = [ray.get_runtime_context().get_runtime_env_string()]
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    ray.nodes()  # connects the state to the cluster
-    data = state.global_state_accessor.get_actor_info(controller._actor_id)
+    data = state._connect_and_get_accessor().get_actor_info(controller._actor_id)
     if data is not None:
         found.append(gcs_pb2.ActorTableData.FromString(data).serialized_runtime_env)
     return found
