@@ -33,7 +33,6 @@ from tide_core.errors import TideError
 logger = logging.getLogger("ray.serve")
 
 ABORT_TIMEOUT_S = 5.0
-SPARE_CHECK_S = 10.0
 SWITCH_S = 0.0001
 """Python's thread switch interval. The engine thread needs the interpreter between any two kernels, and the event loop
 holds it while it writes streams: at Python's default of 5 ms the engine waits for the streams."""
@@ -102,17 +101,7 @@ class TideServer(GrpcApi):
             await self._replace_policy(self._given)
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
-            self._keeping_spares = asyncio.create_task(self._keep_spares())
-
-    async def _keep_spares(self) -> None:
-        """Not from the start on: whoever waits for this replica needs the processor first."""
-        while self._spares.are_wanted:
-            await asyncio.sleep(SPARE_CHECK_S)
-            try:
-                await asyncio.to_thread(self._spares.ensure)
-            except Exception:
-                logger.exception("tide: no spare process could be started; the next replica starts in a new one")
-                return
+            self._keeping_spares = asyncio.create_task(self._spares.keep())
 
     async def _follow(self) -> None:
         """Take the exits that a pointer names whenever it has moved, as if a `user_config` had been deployed."""

@@ -9,6 +9,7 @@ for one that is missing. Without a spare an actor starts as ever.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -28,11 +29,12 @@ KEEP_S = 10 * 365 * 86_400
 """How long Ray must not end it for being idle: longer than any service runs."""
 START_S = 120.0
 """Time in which a spare that was asked for appears, even on a busy machine."""
+CHECK_S = 10.0
 RPC_TIMEOUT_S = 10.0
 
 
 class Spares:
-    """The spare processes of this replica's node. The methods block."""
+    """The spare processes of this replica's node."""
 
     def __init__(self) -> None:
         self._environments: list[str] = []
@@ -42,6 +44,16 @@ class Spares:
     def are_wanted(self) -> bool:
         """Whether the config of the deployment asks for them."""
         return os.environ.get(PRELOAD) == "1"
+
+    async def keep(self) -> None:
+        """Look for them from time to time, but not at once: whoever waits for this replica needs the processor."""
+        while self.are_wanted:
+            await asyncio.sleep(CHECK_S)
+            try:
+                await asyncio.to_thread(self.ensure)
+            except Exception:
+                logger.exception("tide: no spare process could be started; the next replica starts in a new one")
+                return
 
     def ensure(self) -> None:
         """Ask for each spare that is missing, unless it is starting."""
