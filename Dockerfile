@@ -46,7 +46,8 @@ ENV PATH=/opt/tide/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
-    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/tide/bin/tide-haproxy
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/tide/bin/tide-haproxy \
+    RAY_preload_python_modules=deploy.preload
 USER 1000:1000
 WORKDIR /tmp
 EXPOSE 8000 9000

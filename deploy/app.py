@@ -25,6 +25,7 @@ from deploy.http_api.api import build_api
 from deploy.keys import KeyRing
 from deploy.metrics import Meter, RayExporter, TextExporter
 from deploy.service import Service
+from deploy.spare import Spares
 from deploy.telemetry import join_serve_logs
 from deploy.weights import local_model
 from tide_core.errors import TideError
@@ -57,6 +58,8 @@ class TideServer(GrpcApi):
         self._artefacts = ArtefactSource(checked.engine["artefact"])
         self._changing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
+        self._spares = Spares()
+        self._keeping_spares: asyncio.Task[None] | None = None
         settings = {**checked.engine, "model": local_model(checked.engine["model"])}
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model = checked.served_model_name or engine.model_name
@@ -99,6 +102,7 @@ class TideServer(GrpcApi):
             await self._replace_policy(self._given)
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
+            self._keeping_spares = asyncio.create_task(self._spares.keep())
 
     async def _follow(self) -> None:
         """Take the exits that a pointer names whenever it has moved, as if a `user_config` had been deployed."""
@@ -175,9 +179,12 @@ class TideServer(GrpcApi):
 
     def __del__(self) -> None:
         if hasattr(self, "service"):
-            if self._following is not None:
-                with contextlib.suppress(RuntimeError):  # the loop may have ended before
-                    self._following.get_loop().call_soon_threadsafe(self._following.cancel)
+            for task in (self._following, self._keeping_spares):
+                if task is not None:
+                    with contextlib.suppress(RuntimeError):  # the loop may have ended before
+                        task.get_loop().call_soon_threadsafe(task.cancel)
+            if self._keeping_spares is not None:
+                self._spares.end()
             self._meter.stop()
             self.service.engine.close()
 

@@ -4,6 +4,7 @@ Serve runs the binary that `RAY_SERVE_HAPROXY_BINARY_PATH` names. `tide serve` a
 
 - ends together with the Ray actor that started it; otherwise it would hold its ports after a session that was killed;
 - opens the ports of statistics and metrics on the address of the HTTP port, not on all interfaces;
+- starts with the routes of the HAProxy before it, if that one died; Serve would tell it about them a second later;
 - answers in JSON: 503 with Retry-After where no replica can answer, or none is known yet, and 404 for other paths;
   Serve's pages are a plain-text 500 and 404;
 - does not splice: together with `abortonclose` a client that sends headers and body in two packets and leaves before
@@ -51,14 +52,23 @@ def main() -> NoReturn:
     if os.getppid() != parent:  # it ended before the call above
         sys.exit(1)
     if "-f" in sys.argv[:-1]:
-        correct(Path(sys.argv[sys.argv.index("-f") + 1]))
+        correct(Path(sys.argv[sys.argv.index("-f") + 1]), is_reload="-sf" in sys.argv)
     program = binary()
     os.execv(program, [program, *sys.argv[1:]])  # noqa: S606
 
 
-def correct(path: Path) -> None:
-    """Rewrite a config of Serve and the error page that it names."""
-    text = path.read_text()
+def correct(path: Path, *, is_reload: bool = False) -> None:
+    """Rewrite a config of Serve and the error page that it names. `is_reload`: it takes over from a running HAProxy.
+
+    Serve starts HAProxy without routes, also in place of one that died. Then those of the one before are used: the file
+    is in a folder of this node and this session, and Serve reloads when it knows better."""
+    text, last = path.read_text(), path.with_suffix(".last")
+    if HAS_ROUTES.search(text):
+        last.write_text(text)
+    elif is_reload:
+        last.unlink(missing_ok=True)
+    elif last.exists():
+        text = last.read_text()
     path.write_text(with_json(with_local_ports(without_splicing(text))))
     for page in set(ERROR_FILE.findall(text)):
         Path(page).write_bytes(error_page())

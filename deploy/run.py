@@ -27,6 +27,7 @@ from tide_core.errors import ConfigError
 
 RAY_ADDRESS = "RAY_ADDRESS"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+PRELOADED = "RAY_preload_python_modules"
 PROXY_PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
@@ -116,6 +117,7 @@ def _run(path: Path, say: Say) -> int:
     guard = Path(sys.executable).parent / "tide-haproxy"
     if guard.exists():
         environment.setdefault(BINARY, str(guard))
+    environment.setdefault(PRELOADED, "deploy.preload")
     command = [str(tool), "run", str(path)]
     child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=_end_with_parent)  # noqa: S603
     asked = False

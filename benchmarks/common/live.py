@@ -96,6 +96,12 @@ class Server:
     def replicas(self) -> list[psutil.Process]:
         return [process for process, command in self._commands() if "ServeReplica" in command]
 
+    def spares(self, *, of_replicas: bool = True) -> list[psutil.Process]:
+        """Idle processes in which a replica could start, or the actor that runs HAProxy."""
+        idle = [process for process, command in self._commands() if command.startswith("ray::IDLE")]
+        wanted = {"TIDE_PRELOAD": "1" if of_replicas else None, "RAY_SERVE_ENABLE_HA_PROXY": "1"}
+        return [each for each in idle if {name: _variable(each, name) for name in wanted} == wanted]
+
     def commands_of_session(self) -> list[str]:
         return [command for _, command in self._commands()]
 
@@ -103,6 +109,12 @@ class Server:
         for process in self.others_of_session():
             with contextlib.suppress(psutil.Error):  # it has just ended
                 yield process, " ".join(process.cmdline())
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(name)
+    return None
 
 
 def default_config() -> dict[str, Any]:
@@ -149,12 +161,12 @@ def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
 
     That takes gRPC ports of its own for the replicas: Ray means to bind each port for itself, but gRPC ignores how it
     says so, and of two replicas on one port each would get some of the other's calls."""
-    first = random.Random(str(folder)).randrange(41_100, 60_000, 16)  # noqa: S311
+    first = random.Random(str(folder)).randrange(41_100, 60_000, 64)  # noqa: S311
     ours = {
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 15),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 63),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "RAY_TMPDIR": str(folder),
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -85,3 +85,23 @@ def test_haproxy_takes_the_corrected_config_and_is_the_process_that_was_started(
     done = subprocess.run(check, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert "127.0.0.1:8404" in (tmp_path / "haproxy.cfg").read_text()
+
+
+ROUTE = "    use_backend http-tide if is_http-tide\n"
+
+
+def test_one_that_replaces_a_dead_one_starts_with_its_routes_and_a_reload_with_what_serve_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "haproxy.cfg"
+    without = rendered("127.0.0.1", tmp_path)
+    path.write_text(without + ROUTE)
+    correct(path, is_reload=True)
+    path.write_text(without)
+    correct(path)
+    assert ROUTE in path.read_text()
+    for _ in range(2):  # an application that is gone is not remembered, either
+        path.write_text(without)
+        correct(path, is_reload=True)
+        assert ROUTE not in path.read_text()
+    path.write_text(without)
+    correct(path)
+    assert ROUTE not in path.read_text()

@@ -18,6 +18,7 @@ from deploy import app, published
 from deploy.artefact_source import ArtefactSource
 from deploy.config.policy import LivePolicy
 from deploy.published import Publication
+from deploy.spare import Spares
 from tests.exits.artefact.artefact_factory import make_artefact
 from tide_core.errors import ArtefactError, ConfigError
 from tide_core.exits.artefact.artefact import load_artefact
@@ -227,6 +228,7 @@ class Replica:
     def __init__(self, source: ArtefactSource, refused: str = "") -> None:
         self._artefacts, self._following, self._changing = source, None, asyncio.Lock()
         self._args = SimpleNamespace(follow_s=0.01)
+        self._spares = Spares()
         self._policies: Any = SimpleNamespace(read=lambda: list(self.kept), write=self._keep)
         self._configured, self._refused = False, refused
         self._meter = SimpleNamespace(config_refused=None, on_artefact_move=lambda result: self.moves.append(result))

@@ -290,7 +290,8 @@ def test_a_changed_policy_takes_effect_without_a_restart_or_a_dropped_stream(
 
 def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(server: Server, client: TideClient) -> None:
     assert until(lambda: haproxy_routes_to_the_replica(server)), "Serve's own proxy would answer INTERNAL"
-    [replica] = server.replicas()
+    assert until(lambda: len(server.spares()) == 1)
+    [replica], [spare] = server.replicas(), server.spares()
     stream = client.stream(CHAT, max_tokens=MANY_TOKENS, ignore_eos=True)
     tokens = iter(stream)
     with TideClient(server.address, retries=1000, resume=True) as patient:
@@ -304,6 +305,7 @@ def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(serve
         assert caught.value.code in ("CANCELLED", "UNAVAILABLE", "INTERNAL")
         assert caught.value.num_tokens >= 6
         assert until(server.is_healthy)
+        assert [process.pid for process in server.replicas()] == [spare.pid], "it starts with its libraries imported"
         assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
         list(resumed)
         whole = client.generate(CHAT, max_tokens=400, ignore_eos=True, timeout_s=PATIENCE_S)

@@ -72,7 +72,7 @@ def config_digest(config: Any) -> str:
     """Digest of the settings that the forward depends on. None and false count as absent, so that a flag that a library
     version adds as false changes nothing."""
     values = {key: value for key, value in config.to_dict().items() if value is not None and value is not False}
-    return _digest({key: values[key] for key in CONFIG_KEYS if key in values})
+    return _digest(_canonical({key: values[key] for key in CONFIG_KEYS if key in values}))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -85,7 +85,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
             "ids": sorted(tokenizer.get_vocab().items()),
             "kind": inner.get("type"),
             "merges": [m.split(" ") if isinstance(m, str) else m for m in inner.get("merges") or ()],
-            "scores": vocabulary if isinstance(vocabulary, list) else None,  # of unigram models
+            "scores": _canonical(vocabulary) if isinstance(vocabulary, list) else None,  # of unigram models
             "ends": [_text(tokenizer.bos_token), _text(tokenizer.eos_token)],
         }
     )
@@ -136,7 +136,7 @@ def _text(token: Any) -> str | None:
 
 
 def _digest(value: object) -> str:
-    text = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=True)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

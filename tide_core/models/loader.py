@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_NAMED_KEYS = 3
+
+
+def import_libraries() -> None:
+    """Import what `load_model` and `load_tokenizer` need: seconds, in a process that has not."""
+    for name in ("auto.modeling_auto", "auto.tokenization_auto", "llama.modeling_llama"):
+        importlib.import_module(f"transformers.models.{name}")  # the classes of other models need little more
 
 
 def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from deploy.app import TideServer
 from deploy.artefact_source import ArtefactSource
 from deploy.config.last_good import KEPT, others, remember
 from deploy.config.policy import LivePolicy
+from deploy.spare import Spares
 from tide_core.errors import ConfigError
 
 Server = TideServer.func_or_class  # type: ignore[attr-defined]
@@ -42,6 +43,7 @@ class Replica:
         self._corrupt = corrupt
         self._artefacts, self._following = ArtefactSource("none"), None
         self._changing, self._args = asyncio.Lock(), SimpleNamespace(follow_s=3600.0)
+        self._spares = Spares()
         self.in_force: str | None = None
 
     async def _take(self, policy: LivePolicy) -> None:
