@@ -117,8 +117,12 @@ def _variable(process: psutil.Process, name: str) -> str | None:
     return None
 
 
-def default_config() -> dict[str, Any]:
+def default_config(*, spare: bool = True) -> dict[str, Any]:
+    """`deploy/config.yaml`; without the spare process for the next replica, whose imports take seconds, where none is
+    replaced."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "config.yaml").read_text())
+    if not spare:
+        del config["applications"][0]["deployments"][0]["ray_actor_options"]["runtime_env"]
     return config
 
 

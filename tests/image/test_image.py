@@ -117,7 +117,7 @@ def test_the_stages_make_a_tree_that_serves_as_another_user_who_may_not_write_in
     work = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # the paths of sockets have a limit
     given.mkdir()
     try:
-        config = default_config()
+        config = default_config(spare=False)
         app = config["applications"][0]
         engine = {"dtype": "float32", "num_threads": 1, "kv_memory_gib": 0.05}
         app["args"] = {"served_model_name": "tiny", "engine": {**engine, "model": str(save_model(work / "model"))}}

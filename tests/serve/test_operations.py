@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def server(folders: dict[str, Path]) -> Iterator[Server]:
-    config = default_config()
+    config = default_config(spare=False)
     config["logging_config"] = {"encoding": "JSON", "log_level": "INFO"}
     app = config["applications"][0]
     app["args"] = {

@@ -16,7 +16,7 @@ KEY, NARROW_KEY = "key-of-team-a", "key-of-team-b"
 
 def tiny_config(folder: Path) -> dict[str, Any]:
     model, artefact = save_model(folder / "model"), save_artefact_for_it(folder / "artefact")
-    config = default_config()
+    config = default_config(spare=False)
     app = config["applications"][0]
     app["name"] = "tiny"
     app["args"] = {
