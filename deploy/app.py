@@ -5,6 +5,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import time
 from typing import Any
@@ -61,6 +62,10 @@ class TideServer(GrpcApi):
         self._spares = Spares()
         self._keeping_spares: asyncio.Task[None] | None = None
         settings = {**checked.engine, "model": local_model(checked.engine["model"])}
+        if settings.get("num_threads") is None and (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+            settings["num_threads"] = int(
+                given
+            )  # Ray gives it with the actor: a spare process has imported Torch before
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model = checked.served_model_name or engine.model_name
         self._exporter = TextExporter(RayExporter()) if checked.metrics else RayExporter()
@@ -100,6 +105,9 @@ class TideServer(GrpcApi):
         async with self._changing:
             self._given = dict(user_config or {})
             await self._replace_policy(self._given)
+        self._begin_tasks()
+
+    def _begin_tasks(self) -> None:
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
             self._keeping_spares = asyncio.create_task(self._spares.keep())
@@ -164,8 +172,9 @@ class TideServer(GrpcApi):
             return False
         return any(each is True for each in found)
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""
+        self._begin_tasks()  # without a `user_config` nobody calls `reconfigure`
         self.service.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -183,8 +192,6 @@ class TideServer(GrpcApi):
                 if task is not None:
                     with contextlib.suppress(RuntimeError):  # the loop may have ended before
                         task.get_loop().call_soon_threadsafe(task.cancel)
-            if self._keeping_spares is not None:
-                self._spares.end()
             self._meter.stop()
             self.service.engine.close()
 

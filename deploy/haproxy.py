@@ -29,6 +29,7 @@ HTTP_HOST = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTIL
 OWN_PORTS = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )[*]?(:\d+)$", re.MULTILINE)
 ERROR_FILE = re.compile(r"^\s+errorfile 50[234] (\S+)$", re.MULTILINE)
 NOT_FOUND = re.compile(r"^(backend default_backend\n\s+http-request return )status 404 .*$", re.MULTILINE)
+BINDS = re.compile(r"^\s+bind .*$", re.MULTILINE)
 SPLICE = re.compile(r"^[ \t]+option splice-\w+\n", re.MULTILINE)
 HAS_ROUTES = re.compile(r"^\s+use_backend ", re.MULTILINE)
 
@@ -61,14 +62,20 @@ def correct(path: Path, *, is_reload: bool = False) -> None:
     """Rewrite a config of Serve and the error page that it names. `is_reload`: it takes over from a running HAProxy.
 
     Serve starts HAProxy without routes, also in place of one that died. Then those of the one before are used: the file
-    is in a folder of this node and this session, and Serve reloads when it knows better."""
+    is in a folder of this node and this session, and Serve reloads when it knows better. If Serve now listens
+    elsewhere, they are not used."""
     text, last = path.read_text(), path.with_suffix(".last")
     if HAS_ROUTES.search(text):
-        last.write_text(text)
+        written = path.with_suffix(".new")
+        written.write_text(text)
+        written.replace(last)
     elif is_reload:
         last.unlink(missing_ok=True)
     elif last.exists():
-        text = last.read_text()
+        before = last.read_text()
+        last.unlink()  # once only: one that HAProxy refuses must not be tried for ever
+        if set(BINDS.findall(text)) <= set(BINDS.findall(before)):
+            text = before
     path.write_text(with_json(with_local_ports(without_splicing(text))))
     for page in set(ERROR_FILE.findall(text)):
         Path(page).write_bytes(error_page())

@@ -261,7 +261,10 @@ class Service:
         if isinstance(prompt, str):
             num_chars = len(prompt)
         elif messages and isinstance(messages[0], Mapping):
-            num_chars = sum(len(message["content"]) for message in cast(Sequence[Mapping[str, str]], messages))
+            written = [
+                (each["content"], each.get("tool_calls")) for each in cast(Sequence[Mapping[str, Any]], messages)
+            ]
+            num_chars = _num_chars([written, prompt.tools if isinstance(prompt, Chat) else ()])
         else:
             return  # token ids
         tokens, per_token = self.engine.max_answer_tokens(0), self.engine.tokenizer.max_token_chars
@@ -364,6 +367,15 @@ def _log_end(answer: Answer, reason: str) -> None:
         "total_s": round(time.monotonic() - answer.started_at, 4),
     }
     logger.info("request ended: %s", " ".join(f"{key}={value}" for key, value in facts.items()), extra=facts)
+
+
+def _num_chars(value: object) -> int:
+    """Characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
 
 
 def _checked_id(request_id: str) -> str:

@@ -10,11 +10,9 @@ for one that is missing. Without a spare an actor starts as ever.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,11 +23,12 @@ from deploy.processes import PROC, Process, all_processes
 logger = logging.getLogger("ray.serve")
 
 IDLE = "ray::IDLE"
-KEEP_S = 10 * 365 * 86_400
-"""How long Ray must not end it for being idle: longer than any service runs."""
+REPLICA = "ray::ServeReplica"
+KEEP_S = 3_600
+"""How long Ray must not end it for being idle. Another follows then, as long as there is a replica."""
 START_S = 120.0
 """Time in which a spare that was asked for appears, even on a busy machine."""
-CHECK_S = 10.0
+CHECK_S, MAX_PAUSE_S = 10.0, 300.0
 RPC_TIMEOUT_S = 10.0
 
 
@@ -47,17 +46,24 @@ class Spares:
 
     async def keep(self) -> None:
         """Look for them from time to time, but not at once: whoever waits for this replica needs the processor."""
+        pause_s, failed = CHECK_S, False
         while self.are_wanted:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(pause_s)
             try:
                 await asyncio.to_thread(self.ensure)
+                pause_s, failed = CHECK_S, False
             except Exception:
-                logger.exception("tide: no spare process could be started; the next replica starts in a new one")
-                return
+                if not failed:
+                    logger.exception(
+                        "tide: no spare process could be started; without one a replica starts in a new one"
+                    )
+                pause_s, failed = min(2 * pause_s, MAX_PAUSE_S), True
 
     def ensure(self) -> None:
-        """Ask for each spare that is missing, unless it is starting."""
+        """Ask for each spare that is missing, unless it is starting. Of several replicas on a node the oldest asks."""
         self._environments = self._environments or environments()
+        if any(other.pid < os.getpid() for other in find(_variables(self._environments[0]), title=REPLICA)):
+            return
         for environment in self._environments:
             if find(_variables(environment)):
                 self._asked_at.pop(environment, None)
@@ -65,16 +71,10 @@ class Spares:
                 self._asked_at[environment] = time.monotonic()
                 ask_for_worker(environment)
 
-    def end(self) -> None:
-        """End those for replicas with the last replica. If others are left on this node they ask for another."""
-        for environment in self._environments[:1]:
-            for process in find(_variables(environment)):
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGTERM)
 
-
-def find(variables: Mapping[str, str], proc: Path = PROC) -> list[Process]:
-    """Idle workers of this process's raylet that have these variables, and libraries imported if these ask for it."""
+def find(variables: Mapping[str, str], proc: Path = PROC, *, title: str = IDLE) -> list[Process]:
+    """Idle workers of this process's raylet that have these variables, and libraries imported if these ask for it; or
+    its workers of another kind."""
     ours = os.getppid()
     wanted = {f"{name}={value}" for name, value in variables.items()}
     preload = {f"{PRELOAD}=1"}
@@ -86,7 +86,7 @@ def find(variables: Mapping[str, str], proc: Path = PROC) -> list[Process]:
     return [
         each
         for each in all_processes(proc).values()
-        if each.parent == ours and each.command and each.command[0].startswith(IDLE) and fits(each)
+        if each.parent == ours and each.command and each.command[0].startswith(title) and fits(each)
     ]
 
 
@@ -101,7 +101,8 @@ def environments() -> list[str]:
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     data = state._connect_and_get_accessor().get_actor_info(controller._actor_id)
     if data is not None:
-        found.append(gcs_pb2.ActorTableData.FromString(data).serialized_runtime_env)
+        environment = gcs_pb2.ActorTableData.FromString(data).serialized_runtime_env
+        found += [environment] if _variables(environment) else []  # else any idle worker would look like one
     return found
 
 

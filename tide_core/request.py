@@ -60,6 +60,10 @@ class TokenMask(Protocol):
         """Which tokens may follow these: an array [V] of booleans."""
         ...
 
+    def write(self, output_ids: Sequence[int], words: Any) -> None:
+        """The same as bits, the first token in the lowest one, into an array of [ceil(V / 32)] 32-bit words."""
+        ...
+
     def must_end(self, output_ids: Sequence[int]) -> bool:
         """Whether nothing but the end of the text may follow."""
         ...

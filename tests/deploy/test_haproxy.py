@@ -98,6 +98,9 @@ def test_one_that_replaces_a_dead_one_starts_with_its_routes_and_a_reload_with_w
     path.write_text(without)
     correct(path)
     assert ROUTE in path.read_text()
+    path.write_text(without)
+    correct(path)
+    assert ROUTE not in path.read_text(), "once only"
     for _ in range(2):  # an application that is gone is not remembered, either
         path.write_text(without)
         correct(path, is_reload=True)
@@ -105,3 +108,13 @@ def test_one_that_replaces_a_dead_one_starts_with_its_routes_and_a_reload_with_w
     path.write_text(without)
     correct(path)
     assert ROUTE not in path.read_text()
+
+
+def test_routes_of_a_dead_one_are_not_used_where_serve_listens_elsewhere_now(tmp_path: Path) -> None:
+    path = tmp_path / "haproxy.cfg"
+    path.write_text(rendered("0.0.0.0", tmp_path) + ROUTE)
+    correct(path, is_reload=True)
+    path.write_text(rendered("127.0.0.1", tmp_path))
+    correct(path)
+    assert ROUTE not in path.read_text()
+    assert "127.0.0.1:8000" in binds(path.read_text())

@@ -47,7 +47,7 @@ def test_another_is_asked_for_only_where_there_is_none_and_none_is_starting(
     replicas, proxies = json.dumps({"env_vars": VARIABLES}), json.dumps({"env_vars": {"A": "b"}})
     monkeypatch.setattr(spare, "ask_for_worker", asked.append)
     monkeypatch.setattr(spare, "environments", lambda: [replicas, proxies])
-    monkeypatch.setattr(spare, "find", lambda variables: find(variables, tmp_path))
+    monkeypatch.setattr(spare, "find", lambda variables, **kind: find(variables, tmp_path, **kind))
     spares = Spares()
     spares.ensure()
     spares.ensure()
@@ -56,9 +56,44 @@ def test_another_is_asked_for_only_where_there_is_none_and_none_is_starting(
     add(tmp_path, 11, env=b"A=b\0")
     spares.ensure()
     assert asked == [replicas, proxies]
-    (tmp_path / "10" / "cmdline").write_bytes(b"ray::ServeReplica\0")  # a replica took it
+    (tmp_path / "10").rename(tmp_path / "gone")  # a replica took it
     spares.ensure()
     assert asked == [replicas, proxies, replicas]
+
+
+def test_of_several_replicas_of_a_node_the_oldest_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    replicas = json.dumps({"env_vars": VARIABLES})
+    monkeypatch.setattr(spare, "ask_for_worker", asked.append)
+    monkeypatch.setattr(spare, "environments", lambda: [replicas])
+    monkeypatch.setattr(spare, "find", lambda variables, **kind: find(variables, tmp_path, **kind))
+    for pid in (os.getpid(), os.getpid() - 1):
+        add(tmp_path, pid, title="ray::ServeReplica:tide:TideServer")
+    Spares().ensure()
+    assert asked == []
+    (tmp_path / str(os.getpid() - 1)).rename(tmp_path / "gone")
+    Spares().ensure()
+    assert asked == [replicas]
+
+
+async def test_a_failure_is_logged_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[None] = []
+
+    def fail(self: Spares) -> None:
+        tries.append(None)
+        if len(tries) == 3:
+            monkeypatch.delenv("TIDE_PRELOAD")
+        raise OSError("no raylet")
+
+    monkeypatch.setenv("TIDE_PRELOAD", "1")
+    monkeypatch.setattr(spare, "CHECK_S", 0.0)
+    monkeypatch.setattr(Spares, "ensure", fail)
+    with caplog.at_level("ERROR", logger="ray.serve"):
+        await Spares().keep()
+    assert len(tries) == 3
+    assert len([record for record in caplog.records if "no spare process" in record.message]) == 1
 
 
 def test_no_library_is_imported_where_the_application_does_not_ask() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from tide_core.models.fused_layers import fuse_layers
 from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.layout_probe import probe_layouts
-from tide_core.models.loader import fingerprint, import_libraries, load_model, load_tokenizer
+from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
 from tide_core.outputs.tokenizer import Tokenizer
@@ -87,10 +86,7 @@ class Parts:
 def assemble(config: EngineConfig) -> Parts:
     """Resolve and load the model the settings name and its artefact, and build the engine around them."""
     logger.info("model %s: looking for it", config.model)
-    importing = threading.Thread(target=import_libraries, daemon=True)
-    importing.start()  # checksums of a converted model leave the interpreter free
     resolved = resolve(config.model)
-    importing.join()
     logger.info("model %s: loading its weights", resolved.name)
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)

@@ -2,7 +2,7 @@
 
 A request in mode fast leaves at one checkpoint only, the first it may: tokens that skip layers from different ones
 would leave holes in the memory of the deeper heads. A request in mode bounded whose parameters change what full depth
-would choose (a temperature, penalties, a bias) is served in mode verified: no bound was certified for it.
+would choose (a temperature, penalties, a bias, a grammar) is served in mode verified: no bound was certified for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def resolve_policy(params: SamplingParams, checkpoints: Sequence[CheckpointPolic
 
 def changes_the_choice(params: SamplingParams) -> bool:
     """Whether full depth chooses by anything but its largest logit: no bound is certified for such requests."""
-    return not params.is_greedy or params.changes_logits
+    return not params.is_greedy or params.changes_logits or params.grammar is not None
 
 
 def without_exits(policy: ExitPolicy) -> ExitPolicy:

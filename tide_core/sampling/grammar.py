@@ -1,8 +1,9 @@
 """Structured output: the tokens that a grammar allows next.
 
 llguidance reads JSON schemas, regular expressions, lists of choices and grammars, and gives a mask over the vocabulary
-for every state. A matcher follows one request: what is allowed depends on the tokens generated so far alone, so drafts
-are masked like tokens of full depth, and what is not accepted is rolled back.
+for every state. A matcher follows one request: what is allowed depends on the tokens generated so far alone, so the
+tokens of full depth after drafts are masked too, and what is not accepted is rolled back. On the plain path drafts are
+masked as well.
 """
 
 from __future__ import annotations

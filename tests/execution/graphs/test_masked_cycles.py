@@ -24,6 +24,7 @@ LISTED = Grammar("regex", r"([a-f]{2,5}, ?){8,}[0-9]{6}")
 KINDS: list[dict[str, Any]] = [
     {"grammar": WORDS, "mode": "full"},
     {"grammar": WORDS},
+    {"grammar": WORDS, "mode": "bounded", "epsilon": 0.1},
     {"grammar": LISTED},
     {"grammar": LISTED, "logprobs": 2},
     {"grammar": LISTED, "repetition_penalty": 1.3, "logit_bias": {40: 2.0}},

@@ -108,7 +108,8 @@ class GraphCycles:
             and not policy.skips_layers
             and (policy.is_lossless or request.params.logprobs is None)
             and (not request.adjusts_logits or adjust.supports(request))
-            and (request.mask is None or not request.params.min_tokens)  # the grammar decides which of both holds
+            # Drafts are not masked, so full depth must agree with each. A grammar goes before fewest tokens.
+            and (request.mask is None or (policy.is_lossless and not request.params.min_tokens))
         )
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""The passes of a cycle of one shape, one after another on the device: captured once, then launched as one graph.
+"""The passes of a cycle of one shape, one after another on the device: captured once, then launched as one graph, or
+as three where the host follows grammars in between.
 
 A cycle may be launched before the one before it is read, so the host's buffers exist twice. The device's exist once:
 there cycles run one after another. A launch may hold several cycles of the same rows, each of which continues with the

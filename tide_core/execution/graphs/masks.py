@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tide_core.execution.graphs.cycle_shape import CycleShape, RowPlace
-from tide_core.sampling.grammar import GrammarMatcher
+from tide_core.request import TokenMask
 
 WORD = 32
 ALL = -1
@@ -48,10 +48,10 @@ class MaskBuffer:
         words = self._words
         words[: self._num_written] = ALL
         self._num_written = begins[-1] + rows[-1].drafts + 1
-        followed: list[tuple[int, GrammarMatcher]] = []
+        followed: list[tuple[int, TokenMask]] = []
         for place, row in enumerate(rows):  # while the drafts are made
             grammar = row.step.request.mask
-            if isinstance(grammar, GrammarMatcher):
+            if grammar is not None:
                 grammar.write(row.step.output_ids, words[begins[place]])
                 followed.append((place, grammar))
         if self._fetched is not None:
