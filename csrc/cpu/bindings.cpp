@@ -77,6 +77,7 @@ void best(Address x, int64_t rows, int64_t width, Address maxima, Address indice
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
+    tide::choose_kernels();
     m.doc() = "CPU kernels on raw addresses; use tide_core.kernels, which checks what it passes here.";
     const auto no_gil = py::call_guard<ReleasedGil>();
     m.def("linear", &linear, no_gil, "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out]; bias 0 means none.");

@@ -51,6 +51,14 @@ std::atomic<const KernelTable*>& chosen() {
 
 }  // namespace
 
+void choose_kernels() {
+    try {
+        chosen();
+    } catch (const std::invalid_argument&) {
+        // A setting that nobody can follow is an error of the first op.
+    }
+}
+
 const KernelTable& kernels() {
     return *chosen().load(std::memory_order_relaxed);
 }

@@ -10,6 +10,9 @@ namespace tide {
 // The kernels of the best instruction set this machine has, or of the one that was set.
 const KernelTable& kernels();
 
+// Chooses them, which the first op would do otherwise: a child that is forked during that would wait for ever.
+void choose_kernels();
+
 // Those this machine can run, the best one last.
 std::vector<std::string> instruction_sets();
 

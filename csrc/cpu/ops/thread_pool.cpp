@@ -149,10 +149,13 @@ void forget_pool() {
     shared_pool.store(nullptr);
 }
 
+// When the module is loaded, not by the first call: a child that is forked during the first call would find the guard
+// of a local static taken, and wait for ever.
+[[maybe_unused]] const int kForkHandler = pthread_atfork(nullptr, nullptr, forget_pool);
+const int kHardwareThreads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxThreads);
+
 Pool& pool() {
     if (Pool* existing = shared_pool.load()) return *existing;
-    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
-    (void)registered;
     Pool* fresh = new Pool;  // never deleted: workers may outlive static destruction
     Pool* expected = nullptr;
     if (shared_pool.compare_exchange_strong(expected, fresh)) return *fresh;
@@ -168,9 +171,7 @@ void set_num_threads(int count) {
 
 int num_threads() {
     const int count = configured_threads.load(std::memory_order_relaxed);
-    if (count > 0) return count;
-    static const int hardware = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxThreads);
-    return hardware;
+    return count > 0 ? count : kHardwareThreads;
 }
 
 void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
