@@ -223,7 +223,7 @@ class Replica:
     """The part of a replica that follows a pointer, over a service that refuses one version."""
 
     reconfigure, _replace_policy, _follow = Server.reconfigure, Server._replace_policy, Server._follow
-    _apply, _apply_last_good = Server._apply, Server._apply_last_good
+    _apply, _apply_last_good, _begin_tasks = Server._apply, Server._apply_last_good, Server._begin_tasks
 
     def __init__(self, source: ArtefactSource, refused: str = "") -> None:
         self._artefacts, self._following, self._changing = source, None, asyncio.Lock()

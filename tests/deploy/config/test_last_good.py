@@ -34,7 +34,7 @@ class Replica:
     """The part of a replica that takes a policy, over a service that refuses some artefacts."""
 
     reconfigure, _replace_policy, _follow = Server.reconfigure, Server._replace_policy, Server._follow
-    _apply, _apply_last_good = Server._apply, Server._apply_last_good
+    _apply, _apply_last_good, _begin_tasks = Server._apply, Server._apply_last_good, Server._begin_tasks
 
     def __init__(self, store: Store, *corrupt: str) -> None:
         self._policies, self._configured = store, False
