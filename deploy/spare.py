@@ -3,8 +3,8 @@
 Ray starts an actor in an idle worker that has the actor's runtime environment and has not run anything yet; else it
 starts a new process, and starting Python, Ray, Torch and transformers takes longer than all the rest of a replica's
 start. There is one spare for a replica, with all its libraries imported by `deploy.preload` but without weights, and
-a small one for the actor that runs HAProxy. Any replica of a node looks for them from time to time and asks the raylet
-for one that is missing. Without a spare an actor starts as ever.
+a small one for the actor that runs HAProxy. The oldest replica of a node looks for them from time to time and asks the
+raylet for one that is missing. Without a spare an actor starts as ever.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.deploy.in_process import make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine
 from tests.engine.runners import HANG_S, Gate
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
-from tide_core.request import FinishReason, RequestOutput, SamplingParams
+from tide_core.request import Chat, FinishReason, RequestOutput, SamplingParams
 
 ANYONE = Caller()
 PROMPT = [2, 3, 4]
@@ -277,7 +277,22 @@ TOO_LONG = "x" * (64 * 16 + 1)
 
 
 @pytest.mark.parametrize(
-    "prompt", [TOO_LONG, [{"role": "user", "content": TOO_LONG[:512]}, {"role": "user", "content": TOO_LONG[:513]}]]
+    "prompt",
+    [
+        TOO_LONG,
+        [{"role": "user", "content": TOO_LONG[:512]}, {"role": "user", "content": TOO_LONG[:513]}],
+        Chat([{"role": "user", "content": TOO_LONG[:512]}], ({"function": {"description": TOO_LONG[:513]}},)),
+        Chat(
+            [
+                {"role": "user", "content": TOO_LONG[:512]},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"arguments": {"a": TOO_LONG[:513]}}}],
+                },
+            ]
+        ),
+    ],
 )
 async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(prompt: Any) -> None:
     engine = ScriptedEngine()

@@ -11,11 +11,9 @@ import pytest
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.exits.test_sampled_distribution import LEAST_P, chi_square_p
 from tests.factories import make_parts, random_prompts
-from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowStep
-from tide_core.engine import assemble
 from tide_core.execution.graphs.cycle import GraphCycles
-from tide_core.execution.graphs.in_flight import InFlightStep, Launched
+from tide_core.execution.graphs.in_flight import InFlightStep
 from tide_core.request import Grammar, SamplingParams
 
 BLOCK = {"kind": "block", "taps": (2, 3), "draft_threshold": 0.0}
@@ -34,21 +32,6 @@ KINDS: list[dict[str, Any]] = [
 
 def asked(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": 7, **changes})
-
-
-@pytest.fixture
-def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[RowStep]]:
-    """Engines made from now on run cycles in one go; the rows of each."""
-    seen: list[list[RowStep]] = []
-    start = GraphCycles.start
-
-    def counted(self: GraphCycles, rows: Any, **how: Any) -> Launched:
-        seen.append(list(rows))
-        return start(self, rows, **how)
-
-    monkeypatch.setattr(GraphCycles, "start", counted)
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
-    return seen
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

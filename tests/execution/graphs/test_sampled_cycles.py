@@ -12,13 +12,9 @@ import torch
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.exits.test_sampled_distribution import LEAST_P, chi_square_p, exact, run_all
 from tests.factories import make_parts, random_prompts
-from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowStep
-from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import branches
-from tide_core.execution.graphs.cycle import GraphCycles
-from tide_core.execution.graphs.in_flight import Launched
 from tide_core.execution.graphs.launch_depth import LaunchDepth, LaunchDepths
 from tide_core.execution.graphs.prompts import GraphPrompts
 from tide_core.exits.audit import AuditBook
@@ -42,21 +38,6 @@ FILTERS: list[dict[str, Any]] = [
 
 def drawing(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 16, "ignore_eos": True, "seed": 7, "temperature": 0.8, **changes})
-
-
-@pytest.fixture
-def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[RowStep]]:
-    """Engines made from now on run cycles in one go; the rows of each."""
-    seen: list[list[RowStep]] = []
-    start = GraphCycles.start
-
-    def counted(self: GraphCycles, rows: Any, **how: Any) -> Launched:
-        seen.append(list(rows))
-        return start(self, rows, **how)
-
-    monkeypatch.setattr(GraphCycles, "start", counted)
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
-    return seen
 
 
 def plainly(prompts: list[list[int]], params: SamplingParams, **settings: Any) -> list[Completion]:
