@@ -15,7 +15,7 @@ MAX_TIMEOUT_S = 86_400.0
 DEFAULT_RETRIES = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 FIRST_RECONNECT_MS, LAST_RECONNECT_MS = 100, 5000
-PING_EVERY_MS, PING_TIMEOUT_MS = 60_000, 10_000
+PING_EVERY_MS, PING_TIMEOUT_MS = 60_000, 20_000
 """Pings while a call is open, so that a lost machine is noticed; without them calls would wait a quarter of an hour.
 HAProxy accepts any number of pings; gRPC's own servers close a connection at the fifth ping without data in between,
 which at one ping a minute is longer than the longest answer."""

@@ -21,9 +21,8 @@ from benchmarks.nodes.cluster import API_KEY
 from tide_client import TideClient, TideClientError
 from tide_client.settings import DEFAULT_RETRIES, channel_options
 
-MORE_ATTEMPTS = 3
-"""Attempts after the first one for an answer that broke off; a partial answer is dropped."""
-PAUSE_S = 0.5
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before each attempt after the first one, for an answer that broke off; a partial answer is dropped."""
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 5.0, 2.0
 """Probe of a worker's readiness, as KubeRay sets it; one failure is enough."""
 PROBE = b"GET /-/healthz HTTP/1.0\r\n\r\n"
@@ -191,7 +190,7 @@ class Client(threading.Thread):
         self.requests: list[ClientRequest] = []
         self._endpoint: Endpoint = load_balancer.endpoint()
         self._prompts, self._options, self._pause_s = prompts, options, pause_s
-        self._more_attempts = MORE_ATTEMPTS if retries else 0
+        self._pauses_s = PAUSES_S if retries else ()
         self._stop_requests = threading.Event()
         own = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
         channel = grpc.insecure_channel(self._endpoint.address, options=own)
@@ -220,12 +219,11 @@ class Client(threading.Thread):
 
     def _request(self, prompt: str) -> None:
         request = ClientRequest(prompt)
-        for again in range(1 + self._more_attempts):
-            if again:
-                time.sleep(PAUSE_S)
+        for pause_s in (0.0, *self._pauses_s):
+            time.sleep(pause_s)
             attempt = Attempt(time.monotonic())
             request.attempts.append(attempt)
-            if not again:
+            if len(request.attempts) == 1:
                 self.requests.append(request)
             self._try(prompt, attempt)
             if attempt.error is None:

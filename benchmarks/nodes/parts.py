@@ -150,6 +150,7 @@ def killed(
         client.start()
     wait_for_tokens(cluster, [*clients, probe])
     time.sleep(KEEP_ON_S)
+    cluster.until(lambda: _each_serves_its_own(cluster, clients), "answer through each node from its own replica", 240)
     wait_for_tokens(cluster, clients)
     victim = cluster.workers[0]
     moment = time.monotonic()
@@ -202,6 +203,18 @@ def killed(
     ]
     how = "lost without closed connections" if silently else "killed"
     return Part("lost" if silently else "kill", f"a node of two {how} under {num_streams} streams", data, bars)
+
+
+def _each_serves_its_own(cluster: Cluster, clients: Sequence[Client]) -> bool:
+    """Whether each node's HAProxy sends requests to the replica beside it: one that has just started learns of it
+    late. Without, no stream would be wholly on one node."""
+    whole = [attempt for client in clients for attempt in client.attempts if attempt.ended_at and attempt.request_id]
+
+    def has_one(worker: Machine) -> bool:
+        log = cluster.replica_logs(worker)
+        return any(attempt.proxy == worker.address and attempt.request_id in log for attempt in whole)
+
+    return all(has_one(worker) for worker in cluster.workers if worker.is_alive)
 
 
 def _length(expected: Expected) -> int:
