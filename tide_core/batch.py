@@ -30,6 +30,8 @@ class RowStep(NamedTuple):
     policy: ExitPolicy = NO_EXITS
     num_drafts: int = 0
     """Most tokens the row may draft before its deep pass; its table has blocks for them."""
+    given: Sequence[int] = ()
+    """Suffix drafts, as many as `num_drafts`: these are its drafts, and no exit makes any."""
 
     @property
     def start(self) -> int:
@@ -84,6 +86,8 @@ class DraftCounts(NamedTuple):
     """Scores that were not finite; no token exits on them."""
     allowed: int = 0
     """Drafts that it could have made: those of the step it was launched with."""
+    given: bool = False
+    """Whether they were suffix drafts."""
 
 
 NOTHING_DRAFTED = (DraftCounts(),)

@@ -42,6 +42,9 @@ class EngineConfig:
     """Drafts per cycle of a row that may exit; None: the number that pays most by the measured cost table."""
     max_pending: int = 8
     """Most drafts per cycle; it bounds how long a token waits for its deep pass."""
+    suffix_drafts: bool = True
+    """Whether text that stands in the prompt, in the output or in earlier outputs of the same salt is drafted again, in
+    mode verified. It needs a measured cost table: with a fixed number of `drafts` there are none."""
     prompt_exits: bool = False
     """Whether prompt tokens may exit early in mode fast."""
     audit_share: float = 0.05
@@ -82,6 +85,8 @@ class EngineConfig:
         _integer("max_pending", self.max_pending, 1, 64)
         if self.drafts is not None:
             _integer("drafts", self.drafts, 0, self.max_pending)
+        if not isinstance(self.suffix_drafts, bool):
+            raise ConfigError("suffix_drafts", self.suffix_drafts, "true or false")
         if not isinstance(self.prompt_exits, bool):
             raise ConfigError("prompt_exits", self.prompt_exits, "true or false")
         share = self.audit_share

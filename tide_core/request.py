@@ -64,6 +64,10 @@ class TokenMask(Protocol):
         """The same as bits, the first token in the lowest one, into an array of [ceil(V / 32)] 32-bit words."""
         ...
 
+    def num_allowed(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+        """How many of `token_ids` may follow one after another."""
+        ...
+
     def must_end(self, output_ids: Sequence[int]) -> bool:
         """Whether nothing but the end of the text may follow."""
         ...
@@ -114,7 +118,8 @@ class SamplingParams:
     """The same for each token of the prompt, given those before it. The whole prompt then runs at full depth: it reads
     no prefix cache, and none of its tokens exits."""
     mode: str | None = None
-    """The contract: full, verified, bounded or fast. None: verified where the engine has an artefact, else full."""
+    """The contract: full, verified, bounded or fast. None: verified where the engine has an artefact or suffix drafts,
+    else full."""
     epsilon: float | None = None
     """For bounded: most disagreement with full depth, per token; 0.02 if not given. The artefact must have it."""
     threshold: float | None = None
@@ -242,6 +247,8 @@ class Request:
     """Ids that end the text and are not part of it."""
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
     """Whether it has a bias, penalties or fewest tokens."""
+    may_copy: bool = field(init=False, repr=False, compare=False)
+    """Whether it may have suffix drafts: it asks for no least score and no least layer, which they do not have."""
     informs_planner: bool = field(init=False, repr=False, compare=False)
     """Whether the acceptance of its drafts predicts that of other requests."""
 
@@ -253,6 +260,7 @@ class Request:
         usual = params.threshold is None and not params.logit_bias and self.mask is None
         usual = usual and not self.policy.skips_layers
         object.__setattr__(self, "informs_planner", usual)
+        object.__setattr__(self, "may_copy", params.threshold is None and params.min_layers == 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def engine(
     monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path))
     drafts = getattr(request, "param", None)
     settings: dict[str, Any] = {"artefact": "none", "max_model_len": 128, "kv_memory_gib": 0.05, "drafts": drafts}
-    with Engine(str(folders["model"]), **settings) as engine:
+    with Engine(str(folders["model"]), suffix_drafts=False, **settings) as engine:
         yield engine
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from tide_core import __version__
 from tide_core.config import EngineConfig
 from tide_core.engine.core import EngineCore
-from tide_core.engine.scheduler import Scheduler
+from tide_core.engine.scheduler import Scheduler, SuffixSource
 from tide_core.errors import ConfigError
 from tide_core.execution.cost_measure import cache_path, machine_facts, measure, read_table, write_table
 from tide_core.execution.depth_loop import plan_segments
@@ -29,6 +29,7 @@ from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.cost import Acceptance, DraftPlanner
 from tide_core.exits.policy import CheckpointPolicy
 from tide_core.exits.propose import BoundCheckpoint, Exits
+from tide_core.exits.suffix import SuffixDrafts
 from tide_core.identity import ModelIdentity
 from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
@@ -81,6 +82,8 @@ class Parts:
     artefact_digest: str | None = None
     source: Source | None = None
     """None for parts around a model that was handed in."""
+    suffix_drafts: bool = False
+    """Whether rows in mode verified may have some."""
 
 
 def assemble(config: EngineConfig) -> Parts:
@@ -169,9 +172,10 @@ def assemble_loaded(
         prompts=prompts,
     )
     _prepare(config, runner, artefact, lock)
-    planner = None
-    if artefact is not None:
-        planner = build_planner(config, artefact, runner, blocks, identity, max_model_len, lock)
+    planner = build_planner(config, artefact, runner, blocks, identity, max_model_len, lock)
+    suffixes = None
+    if planner is not None and planner.max_given_rows:
+        suffixes = SuffixSource(SuffixDrafts(shares=config.prefix_caching), planner)
     scheduler = Scheduler(
         blocks,
         max_rows=config.max_rows,
@@ -179,6 +183,7 @@ def assemble_loaded(
         plan_drafts=planner,
         max_drafts=0 if planner is None else planner.max_drafts,
         prefills_ahead=runner.prompts is not None,
+        suffixes=suffixes,
     )
     text = Tokenizer(tokenizer, adapter.vocab_size)
     grammars = Grammars(tokenizer, adapter.vocab_size, adapter.eos_ids)
@@ -204,7 +209,8 @@ def assemble_loaded(
         "none" if digest is None else digest[:16],
     )
     checkpoints = () if artefact is None else checkpoint_policies(artefact)
-    return Parts(core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest)
+    given = suffixes is not None
+    return Parts(core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest, None, given)
 
 
 def bind_exits(
@@ -253,7 +259,8 @@ def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | Non
     if cycles is None or prompts is None or runner.cache.device.type != "cuda":
         return
     most = 0 if artefact is None else min(config.max_pending, artefact.manifest.max_drafts)
-    cycle_shapes = cycles.shapes(config.max_rows, most if config.drafts is None else min(most, config.drafts))
+    drafts, given = most if config.drafts is None else min(most, config.drafts), config.suffix_drafts
+    cycle_shapes = cycles.shapes(config.max_rows, drafts, suffix_drafts=given and config.drafts is None)
     shapes = prompts.shapes()
     logger.info("capturing %d graphs", len(cycle_shapes) + len(shapes))
     for cycle_shape in cycle_shapes:
@@ -278,32 +285,44 @@ def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:
 
 def build_planner(
     config: EngineConfig,
-    artefact: Artefact,
+    artefact: Artefact | None,
     runner: ModelRunner,
     blocks: BlockManager,
     identity: str,
     max_model_len: int,
     lock: Lock = contextlib.nullcontext,
-) -> DraftPlanner:
-    """The planner with its cost table: the one of an earlier start on this machine, or one measured now."""
-    most = min(config.max_pending, artefact.manifest.max_drafts)
-    acceptance = artefact.manifest.checkpoints[0].acceptance
-    if config.drafts is not None and config.drafts > artefact.manifest.max_drafts:
-        expected = f"at most the artefact's {artefact.manifest.max_drafts}: nothing longer was trained or certified"
-        raise ConfigError("drafts", config.drafts, expected)
-    if config.drafts is not None:
-        return DraftPlanner(config.drafts, Acceptance.prior(acceptance, max(config.drafts, 1)))
-    facts = cost_facts(config, runner, identity, artefact.digest, most)
+) -> DraftPlanner | None:
+    """The planner with its cost table: the one of an earlier start on this machine, or one measured now. None where
+    nothing can be drafted."""
+    most, digest = 0, "none"
+    acceptance: tuple[float, ...] = ()
+    if artefact is not None:
+        most = min(config.max_pending, artefact.manifest.max_drafts)
+        acceptance, digest = artefact.manifest.checkpoints[0].acceptance, artefact.digest
+        if config.drafts is not None and config.drafts > artefact.manifest.max_drafts:
+            expected = f"at most the artefact's {artefact.manifest.max_drafts}: nothing longer was trained or certified"
+            raise ConfigError("drafts", config.drafts, expected)
+        if config.drafts is not None:
+            return DraftPlanner(config.drafts, Acceptance.prior(acceptance, max(config.drafts, 1)))
+    elif not config.suffix_drafts or config.drafts is not None:
+        return None
+    facts = cost_facts(config, runner, identity, digest, most)
     path = cache_path(default_cache_dir(), facts)
     table = read_table(path)
     if table is None:
         logger.info("cost table: measuring it, once for this machine and artefact")
         table = measure(
-            runner, blocks, max_rows=config.max_rows, max_drafts=most, max_positions=max_model_len, lock=lock
+            runner,
+            blocks,
+            max_rows=config.max_rows,
+            max_drafts=most,
+            max_positions=max_model_len,
+            given=config.suffix_drafts,
+            lock=lock,
         )
         if table.points:
             write_table(path, table, facts)
-    return DraftPlanner(most, Acceptance.prior(acceptance, most), table)
+    return DraftPlanner(most, Acceptance.prior(acceptance, most), table, pads=runner.cycles is not None)
 
 
 def cost_facts(
@@ -320,6 +339,7 @@ def cost_facts(
         "kernels": (runner.kernels.name, native_digest()),
         "max_rows": config.max_rows,
         "max_drafts": max_drafts,
+        "suffix_drafts": config.suffix_drafts,
         "version": __version__,
     }
 

@@ -212,6 +212,7 @@ class Engine:
         adapter = parts.runner.adapter
         epsilons = sorted({epsilon for checkpoint in parts.checkpoints for epsilon in checkpoint.exit_thresholds})
         modes = [mode for mode in MODES if mode == "full" or (parts.checkpoints and (mode != "bounded" or epsilons))]
+        modes = ["full", "verified"] if parts.suffix_drafts and not parts.checkpoints else modes
         return ModelFacts(
             name=self.model_name,
             architecture=type(adapter.model).__name__,
@@ -277,7 +278,7 @@ class Engine:
         adapter = parts.runner.adapter
         vocab_size = adapter.vocab_size
         params.check_ids(vocab_size)
-        policy = resolve_policy(params, parts.checkpoints, adapter.num_layers)
+        policy = resolve_policy(params, parts.checkpoints, adapter.num_layers, suffix_drafts=parts.suffix_drafts)
         prompt_ids = self._prompt_ids(prompt, vocab_size)
         self._check_length(len(prompt_ids), params.max_tokens)
         return Request(
@@ -332,7 +333,7 @@ def _check_params(params: SamplingParams, parts: Parts) -> None:
     """Refuse what no request to these parts could be asked for."""
     adapter = parts.runner.adapter
     params.check_ids(adapter.vocab_size)
-    resolve_policy(params, parts.checkpoints, adapter.num_layers)
+    resolve_policy(params, parts.checkpoints, adapter.num_layers, suffix_drafts=parts.suffix_drafts)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -14,7 +14,7 @@ scarce.
 
 A row that may exit drafts some tokens before its step ends. The planner decides how many, once per step; the number is
 cut to what the row can use, what the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt
-no row.
+no row. A row whose newest tokens stand somewhere already may take suffix drafts instead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tide_core.batch import RowStep, ScheduledBatch
+from tide_core.exits.cost import DraftPlanner
+from tide_core.exits.suffix import SuffixDraft, SuffixDrafts
 from tide_core.kv.block_manager import BlockManager, BlockTable
 from tide_core.request import Request
 from tide_core.row import Row
@@ -32,6 +34,33 @@ PROMPT_SHARE = 0.25
 ROWS_PER_PREFILL_AHEAD, BLOCKS_BEFORE_PREFILL_AHEAD = 8, 4
 """Row slots for each row that prefills ahead; and blocks that must be left for each running row before one is admitted,
 so that it is not preempted at once."""
+
+
+class SuffixSource:
+    """Suffix drafts of rows, where they pay."""
+
+    def __init__(self, drafts: SuffixDrafts, planner: DraftPlanner) -> None:
+        self.drafts, self._planner = drafts, planner
+
+    def plan(
+        self, missing: dict[Row, int], num_drafting: int, num_decoding: int, planned: int
+    ) -> tuple[int, dict[Row, Sequence[int]]]:
+        """Drafts of rows without suffix drafts, where `planned` is the plan without any; and those of the others."""
+        if num_decoding > self._planner.max_given_rows:
+            return planned, {}
+        found: dict[Row, SuffixDraft] = {}
+        for row, num in missing.items():
+            if num == 1 and row.policy.mode == "verified" and row.request.may_copy:
+                draft = self.drafts.propose(row)
+                if draft is not None:
+                    found[row] = draft
+        if not found:
+            return planned, {}
+        drafts, given = self._planner.plan_given(num_drafting, num_decoding, [each.chance for each in found.values()])
+        if not given:
+            return planned, {}
+        chosen = {row: _usable(row, draft.token_ids[:given]) for row, draft in found.items()}
+        return drafts, {row: token_ids for row, token_ids in chosen.items() if token_ids}
 
 
 class Scheduler:
@@ -46,17 +75,20 @@ class Scheduler:
         plan_drafts: Callable[[int, int], int] | None = None,
         max_drafts: int = 0,
         prefills_ahead: bool = False,
+        suffixes: SuffixSource | None = None,
     ) -> None:
         """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows.
 
         Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`. With
-        `prefills_ahead` the prompts of a few rows beyond `max_rows` run before these rows have a slot."""
+        `prefills_ahead` the prompts of a few rows beyond `max_rows` run before these rows have a slot. `suffixes`:
+        where suffix drafts come from, and the plan for steps with some."""
         self.blocks = blocks
         self.max_rows = max_rows
         self.prefills_ahead = prefills_ahead
         self.max_batch_tokens = max_batch_tokens
         self.plan_drafts = plan_drafts
         self.max_drafts = max_drafts
+        self.suffixes = suffixes
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.num_preemptions = 0
@@ -75,6 +107,8 @@ class Scheduler:
         else:
             self.waiting.remove(row)
         self.blocks.free(row.table)
+        if self.suffixes is not None:
+            self.suffixes.drafts.remove(row)
 
     @property
     def has_work(self) -> bool:
@@ -89,12 +123,16 @@ class Scheduler:
         missing = {row: row.num_missing for row in self.running[: self.max_rows]}
         missing |= {row: num for row in self.running[self.max_rows :] if (num := row.num_missing) > 1}
         drafting = self._drafting(missing)
-        planned, reserved = self._plan(drafting, missing)
-        shares = self._shares(missing, self.max_batch_tokens - reserved)
-        drafts = self._allocate_drafts(drafting, planned, shares)
+        wanted, given = self._plan(drafting, missing)
+        shares = self._shares(missing, self.max_batch_tokens - sum(wanted.values()))
+        drafts = self._allocate_drafts(wanted, shares)
+        if given:  # what follows it is known when it is read
+            lookahead = 0
         if lookahead:
             self._allocate_lookahead(lookahead, shares, missing, drafts)
-        steps = [_step(row, share, missing[row], drafts.get(row, 0)) for row, share in shares.items()]
+        steps = [
+            _step(row, share, missing[row], drafts.get(row, 0), given.get(row, ())) for row, share in shares.items()
+        ]
         return list(shares), ScheduledBatch(tuple(steps), allows_lookahead=lookahead > 0)
 
     def advance(self, row: Row, num_valid: int, token_ids: Sequence[int]) -> None:
@@ -171,32 +209,39 @@ class Scheduler:
                     drafting[row] = least, most
         return drafting
 
-    def _plan(self, drafting: dict[Row, tuple[int, int]], missing: dict[Row, int]) -> tuple[int, int]:
-        """Drafts of each row that may make some, -1 for none at all, and the part of the token budget they take."""
-        if not drafting or self.plan_drafts is None:
-            return 0, 0
+    def _plan(
+        self, drafting: dict[Row, tuple[int, int]], missing: dict[Row, int]
+    ) -> tuple[dict[Row, int], dict[Row, Sequence[int]]]:
+        """How many drafts rows are to have, within the token budget; and which, for rows with suffix drafts."""
+        if self.plan_drafts is None:
+            return {}, {}
         num_decoding = sum([num == 1 for num in missing.values()])
         budget = self.max_batch_tokens - num_decoding
         if num_decoding < len(missing):
             budget -= int(self.max_batch_tokens * PROMPT_SHARE)
-        planned = self.plan_drafts(len(drafting), num_decoding)
+        planned = self.plan_drafts(len(drafting), num_decoding) if drafting else 0
+        given: dict[Row, Sequence[int]] = {}
+        if self.suffixes is not None:
+            planned, given = self.suffixes.plan(missing, len(drafting), num_decoding, planned)
         while True:
-            reserved = sum([_num_drafts(planned, *limits) for limits in drafting.values()])
-            if reserved <= budget:
-                return planned, reserved
-            if planned <= 0:
-                return -1, 0
-            planned -= 1
+            wanted = {row: _num_drafts(planned, *limits) for row, limits in drafting.items()}
+            wanted |= {row: len(token_ids) for row, token_ids in given.items()}
+            if sum(wanted.values()) <= budget:
+                return wanted, given
+            if given:
+                longest = max(map(len, given.values())) // 2
+                given = {row: token_ids[:longest] for row, token_ids in given.items()} if longest else {}
+            elif planned <= 0:
+                return {}, {}
+            else:
+                planned -= 1
 
-    def _allocate_drafts(
-        self, drafting: dict[Row, tuple[int, int]], planned: int, shares: dict[Row, int]
-    ) -> dict[Row, int]:
+    def _allocate_drafts(self, wanted: dict[Row, int], shares: dict[Row, int]) -> dict[Row, int]:
         """Blocks for the drafts of each row that runs, as far as the pool has them."""
         drafts: dict[Row, int] = {}
-        for row, limits in drafting.items() if planned >= 0 else ():
+        for row, useful in wanted.items():
             if row not in shares:
                 continue
-            useful = _num_drafts(planned, *limits)
             if not self.blocks.has_capacity(row.table, row.num_tokens + useful):
                 while useful > 0 and not self.blocks.can_allocate(row.table, row.num_tokens + useful):
                     useful -= 1
@@ -232,11 +277,20 @@ class Scheduler:
         self.waiting.appendleft(row)
 
 
+def _usable(row: Row, token_ids: Sequence[int]) -> Sequence[int]:
+    """Those of its suffix drafts that a row can emit."""
+    request, output_ids = row.request, row.output_ids
+    most = request.params.max_tokens - len(output_ids) - 1  # the deep pass gives it one token more
+    if request.mask is not None and most > 0:
+        most = min(most, request.mask.num_allowed(output_ids, token_ids))
+    return token_ids[: max(most, 0)]
+
+
 def _num_drafts(planned: int, least: int, most: int) -> int:
     return least or min(planned, most)
 
 
-def _step(row: Row, share: int, num_missing: int, num_drafts: int) -> RowStep:
+def _step(row: Row, share: int, num_missing: int, num_drafts: int, given: Sequence[int]) -> RowStep:
     start = row.table.length
     output_ids = row.output_ids
     return RowStep(
@@ -247,4 +301,5 @@ def _step(row: Row, share: int, num_missing: int, num_drafts: int) -> RowStep:
         share == num_missing,
         row.policy,
         num_drafts,
+        given[:num_drafts],
     )

@@ -26,7 +26,7 @@ import torch
 from tide_core.batch import RowStep, ScheduledBatch
 from tide_core.disk import write_whole
 from tide_core.execution.runner import ModelRunner
-from tide_core.exits.cost import CostPoint, CostTable
+from tide_core.exits.cost import GIVEN_SIZES, CostPoint, CostTable
 from tide_core.kv.block_manager import BlockManager, BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
@@ -40,7 +40,9 @@ DEVICE_TRIES, FEW_DEVICE_TRIES = 11, 3
 """The same by the clock of a device, where the middle one counts."""
 START_UP_S = 10.0
 """A measurement at start-up goes no further up in rows once it has taken this long."""
-FORMAT = 4
+MAX_GIVEN_TOKENS, MAX_GIVEN_GRAPH_TOKENS = 32, 128
+"""Tokens of a deep pass up to which suffix drafts are measured: on the plain path, and where cycles are graphs."""
+FORMAT = 5
 
 
 def measure(
@@ -52,44 +54,62 @@ def measure(
     context: int = CONTEXT,
     max_positions: int | None = None,
     limit_s: float = START_UP_S,
+    given: bool = False,
     lock: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> CostTable:
-    """Time steps and cycles for 1, 2, 4, ... rows. The pool must be idle; it is so again afterwards. `lock` is held for
-    each of them, so that an engine that runs the same model gets its steps in between."""
+    """Time steps and cycles for 1, 2, 4, ... rows, with `given` those with suffix drafts too. The pool must be idle; it
+    is so again afterwards. `lock` is held for each of them, so that an engine that runs the same model gets its steps
+    in between."""
     points: list[CostPoint] = []
     started = time.perf_counter()
     pool = blocks.num_available * blocks.block_size
     longest = min(pool, max_positions or runner.adapter.max_positions)
-    context = max(0, min(context, longest - max_drafts - 1))
+    most_drafts = max(max_drafts, *GIVEN_SIZES) if given else max_drafts
+    context = max(0, min(context, longest - most_drafts - 1))
     for rows in sorted({*(rows for rows in ROWS if rows < max_rows), max_rows}):
+        sizes = _given_sizes(runner, rows) if given else ()
+        if not max_drafts and not sizes:
+            break
         spent = time.perf_counter() - started
         if points and spent > limit_s:
             break
-        tables = blank_tables(runner, blocks, rows, context, max_drafts)
+        tables = blank_tables(runner, blocks, rows, context, max(max_drafts, *sizes) if sizes else max_drafts)
         if tables is None:
             break
         try:
-            points.append(_point(runner, tables, max_drafts, hurried=spent >= limit_s / 4, lock=lock))
+            points.append(_point(runner, tables, max_drafts, sizes, hurried=spent >= limit_s / 4, lock=lock))
         finally:
             for table in tables:
                 blocks.free(table)
     return CostTable(tuple(points))
 
 
+def _given_sizes(runner: ModelRunner, rows: int) -> tuple[int, ...]:
+    """Numbers of suffix drafts that are measured with so many rows: at least two, or none."""
+    most = MAX_GIVEN_TOKENS if runner.cycles is None else MAX_GIVEN_GRAPH_TOKENS
+    sizes = tuple(size for size in GIVEN_SIZES if rows * (size + 1) <= most)
+    return sizes if len(sizes) > 1 else ()
+
+
 def _point(
     runner: ModelRunner,
     tables: Sequence[BlockTable],
     max_drafts: int,
+    given: Sequence[int],
     *,
     hurried: bool,
     lock: Callable[[], AbstractContextManager[object]],
 ) -> CostPoint:
-    some = sorted({0, 1, -(-max_drafts // 2), max_drafts})
+    some = sorted({0, min(1, max_drafts), -(-max_drafts // 2), max_drafts})
     if runner.cycles is not None:  # quick, and not on a line: kernels take eight tokens at a time
         some = list(range(max_drafts + 1))
     batches = [decode_batch(runner, tables, drafts) for drafts in (-1, *some)]
+    batches += [decode_batch(runner, tables, drafts, given=True) for drafts in given]
     by_device = [_by_device(runner, batch) for batch in batches]
-    tries = [num_tries(by_device=own, hurried=hurried) for own in by_device]
+    is_given = [False] * (1 + len(some)) + [True] * len(given)
+    tries = [
+        num_tries(by_device=own, hurried=hurried or is_long) for own, is_long in zip(by_device, is_given, strict=True)
+    ]
     taken: list[list[float]] = [[] for _ in batches]
     for attempt in range(max(tries) + 1):
         for batch, seconds, most in zip(batches, taken, tries, strict=True):
@@ -100,8 +120,11 @@ def _point(
                 took = _seconds(runner, batch)
             if attempt:  # the first round warms up
                 seconds.append(took)
-    full, *cycles = (typical(seconds, by_device=own) for seconds, own in zip(taken, by_device, strict=True))
-    return CostPoint(len(tables), full, tuple(zip(some, cycles, strict=True)))
+    full, *rest = (typical(seconds, by_device=own) for seconds, own in zip(taken, by_device, strict=True))
+    cycles, with_given = rest[: len(some)], rest[len(some) :]
+    return CostPoint(
+        len(tables), full, tuple(zip(some, cycles, strict=True)), tuple(zip(given, with_given, strict=True))
+    )
 
 
 def num_tries(*, by_device: bool, hurried: bool) -> int:
@@ -163,8 +186,11 @@ class _End:
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
-def decode_batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int) -> ScheduledBatch:
-    """A decode step of all rows: at full depth (-1), or a cycle in which each drafts that many."""
+def decode_batch(
+    runner: ModelRunner, tables: Sequence[BlockTable], drafts: int, *, given: bool = False
+) -> ScheduledBatch:
+    """A decode step of all rows: at full depth (-1), or a cycle in which each drafts that many, or has as many suffix
+    drafts."""
     count = len(runner.segments) - 1
     policy = ExitPolicy()
     if drafts >= 0:  # every score passes at the first checkpoint; the others are not asked
@@ -173,7 +199,8 @@ def decode_batch(runner: ModelRunner, tables: Sequence[BlockTable], drafts: int)
     # Nothing ends the text, so that every row makes all its drafts.
     params = SamplingParams(max_tokens=2 * max(drafts, 1), ignore_eos=True)
     request = Request("cost", (0,), params, seed=0)
-    return ScheduledBatch(tuple(RowStep(request, table, (0,), (), True, policy, max(drafts, 0)) for table in tables))
+    step = (0,), (), True, policy, max(drafts, 0), (0,) * drafts if given else ()
+    return ScheduledBatch(tuple(RowStep(request, table, *step) for table in tables))
 
 
 def blank_tables(
@@ -222,14 +249,19 @@ def read_table(path: Path) -> CostTable | None:
     try:
         raw = json.loads(path.read_text())
         points = tuple(
-            CostPoint(int(p["rows"]), float(p["full_s"]), tuple((int(k), float(s)) for k, s in p["cycle_s"]))
+            CostPoint(
+                int(p["rows"]),
+                float(p["full_s"]),
+                *(tuple((int(k), float(s)) for k, s in p[name]) for name in ("cycle_s", "given_s")),
+            )
             for p in raw["points"]
         )
-        seconds = [s for point in points for s in (point.full_s, *(s for _, s in point.cycle_s))]
+        seconds = [s for point in points for s in (point.full_s, *(s for _, s in (*point.cycle_s, *point.given_s)))]
         if not points or not all(0.0 < s < 3600.0 for s in seconds):
             raise ValueError("no points, or times that cannot be")
         places = [[point.rows for point in points], *([drafts for drafts, _ in point.cycle_s] for point in points)]
-        if not all(counts and counts == sorted(set(counts)) for counts in places):
+        given = [[drafts for drafts, _ in point.given_s] for point in points]
+        if not all(places) or not all(counts == sorted(set(counts)) for counts in (*places, *given)):
             raise ValueError("rows or drafts that do not rise")
     except FileNotFoundError:
         return None
@@ -241,7 +273,10 @@ def read_table(path: Path) -> CostTable | None:
 
 def write_table(path: Path, table: CostTable, facts: dict[str, Any]) -> None:
     """Keep a table for the next start; a folder that cannot be written costs only the time to measure again."""
-    points = [{"rows": p.rows, "full_s": p.full_s, "cycle_s": [list(pair) for pair in p.cycle_s]} for p in table.points]
+    points = [
+        {"rows": p.rows, "full_s": p.full_s, "cycle_s": [*map(list, p.cycle_s)], "given_s": [*map(list, p.given_s)]}
+        for p in table.points
+    ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"points": points, "facts": facts}, indent=1, default=str).encode())

@@ -14,6 +14,10 @@ and per token is measured while the engine runs; the table holds the device's.
 The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0; now and then one draft is
 tried nevertheless, where it pays by calibration: else one hard text would end drafting forever.
 
+Where rows have suffix drafts, two more plans are compared with it: that these rows take theirs while the others draft,
+or that no exit drafts and these rows take as many as pay. Suffix drafts are known when the step before is read, so such
+a step is not launched ahead, and the host's time is added to the device's.
+
 Chances are counted step by step: that a j-th draft is made where one more was allowed and the (j-1)-th was made, and
 that it is kept where the (j-1)-th was. A chance that is not tried keeps its value.
 """
@@ -22,10 +26,12 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from tide_core.batch import DraftCounts
 
@@ -38,6 +44,8 @@ MEMORY = 500.0
 _FADE = 1.0 - 1.0 / MEMORY
 PRIOR_REACH = 0.85
 """Chance that a draft follows a draft, before any observation."""
+GIVEN_SIZES = (3, 7, 15)
+"""Suffix drafts of a row, at most: with the newest token, deep passes of 4, 8 and 16."""
 PROBE_EVERY = 64
 """Plans of no drafts between two that try one."""
 HOST_MEMORY, HOST_MEMORY_DOWN = 64.0, 8.0
@@ -53,10 +61,16 @@ class CostPoint:
     """Of a step at full depth, of requests that may not exit."""
     cycle_s: tuple[tuple[int, float], ...]
     """(drafts, seconds) of a cycle in which every row drafts that many; ascending, from 0 drafts."""
+    given_s: tuple[tuple[int, float], ...] = ()
+    """The same where every row has that many suffix drafts; empty where that was not measured."""
 
     def cycle(self, drafts: int) -> float:
         known = [drafts for drafts, _ in self.cycle_s]
         return _interpolate(known, [seconds for _, seconds in self.cycle_s], drafts)
+
+    def given(self, drafts: int) -> float:
+        known = [drafts for drafts, _ in self.given_s]
+        return _interpolate(known, [seconds for _, seconds in self.given_s], drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +88,15 @@ class CostTable:
 
     def cycle(self, rows: int, drafts: int) -> float:
         return _interpolate([p.rows for p in self.points], [p.cycle(drafts) for p in self.points], rows)
+
+    @property
+    def max_given_rows(self) -> int:
+        """Most rows with which suffix drafts were measured."""
+        return max([point.rows for point in self.points if point.given_s], default=0)
+
+    def given(self, rows: int, drafts: int) -> float:
+        points = [point for point in self.points if point.given_s]
+        return _interpolate([p.rows for p in points], [p.given(drafts) for p in points], rows)
 
 
 @dataclass(slots=True)
@@ -109,6 +132,15 @@ class Plan:
     drafts: int
     gain: float
     """Tokens per second over those of full depth; 1 for 0 drafts."""
+
+
+class GivenPlan(NamedTuple):
+    """What rows do in a step with suffix drafts."""
+
+    drafts: int
+    """Of rows that have none."""
+    given: int
+    """Most of rows that have some; 0: they are not used."""
 
 
 @dataclass(slots=True)
@@ -173,6 +205,8 @@ class DraftPlanner:
     steps_per_launch: int = 1
     """Most cycles of a launch such as the last one. The host's work per row is done once for all of them, and launch
     depth grows until the device is busy, so host time is no reason for more drafts."""
+    pads: bool = False
+    """Whether rows without drafts cost as much as those that have most."""
     _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -216,6 +250,38 @@ class DraftPlanner:
                 best, best_gain = drafts, gain
         return Plan(best, best_gain) if best else Plan(0, 1.0)
 
+    @property
+    def max_given_rows(self) -> int:
+        """Rows of a step that may use suffix drafts; 0 where their cost is not known."""
+        return 0 if self.table is None else self.table.max_given_rows
+
+    def plan_given(self, num_drafting: int, num_rows: int, chances: Sequence[float]) -> GivenPlan:
+        """The best plan for a step of `num_rows` rows, of which `num_drafting` may draft by an exit and some have
+        suffix drafts, each of which is right with the row's chance if those before it are. The plan of the exits for
+        such a step was made last."""
+        plan, table = self.last if num_drafting else Plan(0, 1.0), self.table
+        if table is None:
+            return GivenPlan(plan.drafts, 0)
+        full_rate, full_s = num_rows / table.full(num_rows), table.full(num_rows)
+        host_s = self._host(num_rows)
+        best, best_rate = GivenPlan(plan.drafts, 0), plan.gain * full_rate * LEAST_GAIN
+        share = 1.0 if self.pads else len(chances) / num_rows
+        options = [(0, given) for given in GIVEN_SIZES]
+        if plan.drafts:
+            options.append((plan.drafts, plan.drafts))
+        for drafts, given in options:
+            tokens = num_rows + sum([_expected(chance, given) for chance in chances])
+            if drafts:
+                seconds = table.cycle(num_rows, drafts)
+                kept = sum(accumulate([each.value for each in self.acceptance.kept[:drafts]], operator.mul))
+                tokens += max(0, num_drafting - len(chances)) * kept
+            else:
+                seconds = full_s + share * max(0.0, table.given(num_rows, given) - full_s)
+            rate = tokens / (seconds + host_s * (num_rows + tokens))
+            if rate > best_rate:
+                best, best_rate = GivenPlan(drafts, given), rate
+        return best
+
     def observe_host(self, num_rows: int, num_tokens: int, seconds: float, steps_per_launch: int = 1) -> None:
         """Learn from what the host did in a step that may have so many cycles, without waiting for the device."""
         self.steps_per_launch = steps_per_launch
@@ -237,6 +303,11 @@ class DraftPlanner:
     def observe(self, drafts: Sequence[tuple[DraftCounts, int]]) -> None:
         """Learn from the cycles of a step, of rows that inform the planner."""
         self.acceptance.observe(drafts)
+
+
+def _expected(chance: float, num: int) -> float:
+    """Drafts that are right, of so many."""
+    return float(num) if chance >= 1.0 else chance * (1.0 - chance**num) / (1.0 - chance)
 
 
 def _observe(chances: Sequence[Chance], seen: Sequence[tuple[int, int, int]]) -> None:

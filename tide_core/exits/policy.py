@@ -26,13 +26,22 @@ class CheckpointPolicy:
     fast_threshold: float | None
 
 
-def resolve_policy(params: SamplingParams, checkpoints: Sequence[CheckpointPolicy], num_layers: int) -> ExitPolicy:
-    """The policy of one request; refused by name if this engine cannot keep it."""
+def resolve_policy(
+    params: SamplingParams,
+    checkpoints: Sequence[CheckpointPolicy],
+    num_layers: int,
+    *,
+    suffix_drafts: bool = False,
+) -> ExitPolicy:
+    """The policy of one request; refused by name if this engine cannot keep it. With `suffix_drafts` mode verified
+    needs no checkpoint."""
     if params.min_layers > num_layers:
         raise RequestError("min_layers", params.min_layers, f"at most the model's {num_layers} layers")
-    mode = params.mode or ("verified" if checkpoints else "full")
+    mode = params.mode or ("verified" if checkpoints or suffix_drafts else "full")
     if mode == "full":
         return NO_EXITS
+    if not checkpoints and mode == "verified" and suffix_drafts:
+        return ExitPolicy(mode)
     if not checkpoints:
         raise RequestError("mode", mode, "full: the engine has no artefact with exits")
     asked = (params.epsilon or DEFAULT_EPSILON) if mode == "bounded" else None

@@ -19,19 +19,21 @@ from tide_core.sampling.rows import SamplingRow
 
 Range = tuple[int, int]
 """Tokens of a row from the first up to, not including, the second."""
+GIVEN = -1
+"""Instead of a checkpoint: a suffix draft."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """A token proposed at a checkpoint, and what its exit means."""
+    """A token proposed at a checkpoint, and what its exit means; or a suffix draft."""
 
     token_id: int
     checkpoint: int
-    score: float
+    score: float | None
     leaves: bool
     """Emitted whatever full depth chooses."""
     probabilities: torch.Tensor | None = None
-    """The distribution it was sampled from, [V] float64; None when greedy."""
+    """The distribution it was sampled from, [V] float64; None when greedy, and for a suffix draft, which is certain."""
     logits: torch.Tensor | None = None
     """Of the exit, [V]; kept for log-probabilities of tokens no deep layer sees."""
 
@@ -63,7 +65,17 @@ class RowCycle:
     @classmethod
     def begin(cls, step: RowStep, num_segments: int) -> RowCycle:
         zeros = [0] * num_segments
-        return cls(step, list(step.token_ids), list(zeros), [[] for _ in zeros], headed=list(zeros))
+        row = cls(step, list(step.token_ids), list(zeros), [[] for _ in zeros], headed=list(zeros))
+        if step.given:
+            row.tokens += step.given
+            row.drafts = [Draft(token_id, GIVEN, None, leaves=False) for token_id in step.given]
+            row.stopped = True
+        return row
+
+    @property
+    def is_given(self) -> bool:
+        """Whether its drafts are suffix drafts."""
+        return bool(self.step.given)
 
     @property
     def tracked(self) -> bool:

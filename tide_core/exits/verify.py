@@ -2,9 +2,9 @@
 
 Greedy rows: full depth agrees with a draft that equals its token, after penalties and masks. Sampled rows: it agrees
 with draft x with probability min(1, p(x) / q(x)), where full depth and the exit draw from p and q after all filters; a
-rejected draft is replaced by a draw from what p has more than q. The tokens then have exactly the distribution p
-(Leviathan et al., 2023; Chen et al., 2023). `accept` decides what is kept; a draft that leaves in mode bounded is
-emitted either way, and its audit records whether full depth agreed.
+rejected draft is replaced by a draw from what p has more than q. A suffix draft has a q of 1. The tokens then have
+exactly the distribution p (Leviathan et al., 2023; Chen et al., 2023). `accept` decides what is kept; a draft that
+leaves in mode bounded is emitted either way, and its audit records whether full depth agreed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import torch
 
 from tide_core.batch import DraftCounts, RowResult, TokenResult
 from tide_core.exits.accept import Thresholds, accept, drafting_thresholds
-from tide_core.exits.row_cycle import Draft, RowCycle
+from tide_core.exits.row_cycle import GIVEN, Draft, RowCycle
+from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
 from tide_core.sampling.draw import ACCEPT_STREAM, RESIDUAL_STREAM, draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
 from tide_core.sampling.sampler import probabilities_of, sample, with_logprobs
+
+ANY_SCORE = Thresholds()
+"""Of suffix drafts: nothing scores them, and full depth must agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +125,12 @@ class Verifier:
         """Drafts as `accept` takes them; the verdict of each that is looked at is kept, None where no deep layer
         ran."""
         for position, draft in enumerate(row.drafts):
-            thresholds = drafting_thresholds(row.step, draft.checkpoint)
+            thresholds = ANY_SCORE if draft.score is None else drafting_thresholds(row.step, draft.checkpoint)
             verdict = agreement(draft, deep[position]) if position in deep else None
             verdicts.append(verdict)
             if verdict is not None and verdict.instead.error is not None:
                 thresholds = Thresholds(inf, inf)  # nothing is known of this draft or of those after it
-            yield draft.score, verdict is not None and verdict.agrees, thresholds
+            yield draft.score or 0.0, verdict is not None and verdict.agrees, thresholds
 
     def _failed(self, row: RowCycle, tokens: Sequence[TokenResult], error: str) -> RowResult:
         """Tokens decided before the failure are kept: the text may end with them. If not, the next step fails too."""
@@ -148,7 +152,7 @@ class Verifier:
         return self._exit(draft, token, Audit.UNAUDITED)
 
     def _exit(self, draft: Draft, token: SampledToken, audit: Audit) -> TokenResult:
-        layer = self._layers[draft.checkpoint]
+        layer = FROM_TEXT if draft.checkpoint == GIVEN else self._layers[draft.checkpoint]
         return TokenResult(draft.token_id, layer, token.logprob, token.top_logprobs, draft.score, audit)
 
     def _full_depth(self, token: SampledToken, score: float | None) -> TokenResult:
@@ -167,15 +171,15 @@ class Verifier:
             tokens,
             num_valid=len(row.step.token_ids) + accepted - still_to_run,
             layers_run=row.layers_run,
-            counts=(DraftCounts(len(row.drafts), accepted, row.non_finite, row.step.num_drafts),),
+            counts=(DraftCounts(len(row.drafts), accepted, row.non_finite, row.step.num_drafts, row.is_given),),
             error=error,
         )
 
 
 def _sampled_draft(row: RowCycle, token: int) -> Draft | None:
-    """The draft that follows a token of the row, if there is one and it was sampled."""
+    """The draft that follows a token of the row, if there is one and the row is sampled."""
     draft = row.drafts[token] if token < len(row.drafts) else None
-    return None if draft is None or draft.probabilities is None else draft
+    return None if draft is None or row.step.request.params.is_greedy else draft
 
 
 def agreement(draft: Draft, deep: FullDepth) -> Verdict:
@@ -187,14 +191,19 @@ def agreement(draft: Draft, deep: FullDepth) -> Verdict:
 
 def rejects(draft: Draft, logits: torch.Tensor, target: Target) -> Verdict:
     """The rejection rule for one sampled draft, with random numbers of its own for this step of the row."""
-    assert draft.probabilities is not None
     if target.error is not None:
         return Verdict(False, SampledToken(-1, error=target.error))
     row, step = target.row, len(target.row.output_ids)
-    p, q = float(target.probabilities[draft.token_id]), float(draft.probabilities[draft.token_id])
+    p, q = float(target.probabilities[draft.token_id]), 1.0
+    if draft.probabilities is not None:
+        q = float(draft.probabilities[draft.token_id])
     if uniform(row.seed, step, ACCEPT_STREAM) * q < p:
         return Verdict(True, SampledToken(draft.token_id))
-    rest = (target.probabilities - draft.probabilities).clamp_(min=0.0)
+    if draft.probabilities is None:
+        rest = target.probabilities.clone()
+        rest[draft.token_id] = 0.0
+    else:
+        rest = (target.probabilities - draft.probabilities).clamp_(min=0.0)
     most = float(rest.max())
     if most <= 0.0:  # q covers p up to rounding, so the draft is as good as any
         return Verdict(True, SampledToken(draft.token_id))

@@ -105,6 +105,11 @@ class GrammarMatcher:
                 self._masks.popitem(last=False)
         return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(np.bool_)
 
+    def num_allowed(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+        """How many of `token_ids` may follow one after another, before the end of the text."""
+        self._follow(output_ids)
+        return 0 if self._matcher.is_stopped() else self._matcher.validate_tokens(list(token_ids))
+
     def must_end(self, output_ids: Sequence[int]) -> bool:
         """Whether nothing but the end of the text may follow."""
         return not bool((self.allowed(output_ids) & ~self._only_eos).any())

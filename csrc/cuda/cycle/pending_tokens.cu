@@ -8,17 +8,22 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// The token at a place of the shortlist; a suffix draft t is at -1 - t.
+__device__ int64_t token_at(const PendingTokensParams& p, int64_t place) {
+    return place < 0 ? -1 - place : p.shortlist[place];
+}
+
 __global__ void __launch_bounds__(kThreads) pending_tokens_kernel(PendingTokensParams p) {
     wait_for_previous();
     let_next_start();  // the deep pass follows: it publishes
     const int64_t drafts = p.drafts * p.rows, count = drafts + p.tokens, step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
         if (i < drafts) {
-            p.drafted[i] = p.shortlist[p.places[i]];
+            p.drafted[i] = token_at(p, p.places[i]);
             continue;
         }
         const int64_t source = p.sources[i - drafts];
-        p.token_ids[i - drafts] = source < p.rows ? p.newest[source] : p.shortlist[p.places[source - p.rows]];
+        p.token_ids[i - drafts] = source < p.rows ? p.newest[source] : token_at(p, p.places[source - p.rows]);
     }
 }
 

@@ -42,8 +42,10 @@ struct Proposal {
     Chances<T> chances;
     const T* logits;        // [shortlist]
     const int32_t* places;  // [vocabulary]
+    int64_t given;          // a suffix draft, whose chance is 1; -1: none
 
     __device__ double of(int64_t token) const {
+        if (given >= 0) return token == given ? 1.0 : 0.0;
         const int32_t place = places[token];
         return place < 0 ? 0.0 : chances.of(logits[place], place);
     }
@@ -52,11 +54,13 @@ struct Proposal {
 template <typename T>
 __device__ Proposal<T> proposal_of(const VerifyDrawnParams& p, int64_t source, const RowSettings& settings) {
     const double* numbers = p.draft_heads + source * kHeadNumbers;
+    if (numbers[3] == 0.0) return {{}, nullptr, nullptr, p.draft_ids[source]};  // no exit drew it
     const Weigher weigher = Weigher::of(static_cast<float>(numbers[0]), settings, p.vocabulary);
     const Head head = {static_cast<float>(numbers[1]), static_cast<int>(numbers[2])};
     return {{weigher, head, Divisor::of(numbers[3])},
             static_cast<const T*>(p.draft_logits) + source * p.shortlist,
-            p.places};
+            p.places,
+            -1};
 }
 
 // Whether a draft follows the token: the row has one there, and every score up to it is a number that is high enough.

@@ -20,6 +20,10 @@ class Choice(Protocol):
         """Write where in the shortlist the drafts of logits [R, S] are."""
         ...
 
+    def take(self, given: torch.Tensor) -> None:
+        """Where [K, R] suffix drafts take the place of what was drafted."""
+        ...
+
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
         """Write the largest of logits [T, V] at full depth, and the tokens that follow."""
         ...
@@ -36,6 +40,9 @@ class Greedy:
 
     def draft(self, distance: int, logits: torch.Tensor, output: OutputBuffer) -> None:
         self._kernels.nth_best(logits, self._ranks if distance else self._first_ranks, out=output.places[distance])
+
+    def take(self, given: torch.Tensor) -> None:
+        pass
 
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
         if self._scratch is None:  # the first run is not captured
@@ -58,7 +65,7 @@ class Sampled:
         """`settings` [5, R]: how rows sample. `numbers` [4, K + 1, R]: their random numbers in this cycle."""
         self._kernels, self._exits = kernels, exits
         self._parts, self._settings, self._numbers = parts, settings, numbers
-        rows, drafts = row_meta.shape[1], numbers.shape[1] - 1
+        rows, drafts = row_meta.shape[1], numbers.shape[1] - 1  # those of no exit keep a head of zeros
         self._heads = torch.zeros((drafts, rows, NUM_HEAD), dtype=torch.float64, device=row_meta.device)
         self._logits: list[torch.Tensor] = []
         """Of the draft passes, for the deep pass."""
@@ -71,6 +78,9 @@ class Sampled:
         self._logits.append(logits)
         given = logits, self._settings, self._numbers[DRAFT_INDEX, distance], self._exits.vocab_size
         self._kernels.draw(*given, out=(output.places[distance], self._heads[distance]))
+
+    def take(self, given: torch.Tensor) -> None:
+        self._heads.masked_fill_(given[..., None], 0.0)
 
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
         parts, drafted = self._parts, self._logits

@@ -21,6 +21,7 @@ from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace, end_of
 from tide_core.execution.graphs.launch_depth import LaunchDepth
 from tide_core.exits.accept import Thresholds, cycle_thresholds
+from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
 
 ReadResults = Callable[[], list[RowResult]]
@@ -81,6 +82,8 @@ class InFlightStep:
     begins: Sequence[int]
     """Where the tokens of each place begin in the deep pass."""
     layers: Layers
+    passes: int
+    """Draft passes of a cycle."""
     num_cycles: int = 1
     depth: LaunchDepth | None = None
     """The launch depth it was launched with."""
@@ -158,7 +161,7 @@ class InFlightStep:
     ) -> RowResult:
         """Where all drafts count and each accepted one is the full-depth token: `_any_result` without a loop over
         tokens."""
-        drafts, start = self.rows[number].drafts, step.table.length
+        drafts, start, given = self.rows[number].drafts, step.table.length, bool(self.rows[number].given)
         token_ids: tuple[int, ...] = ()
         scores: tuple[float | None, ...] = ()
         gains: tuple[int, ...] = ()
@@ -167,13 +170,15 @@ class InFlightStep:
             position, begin = output.next_state[1][place], self.begins[place]
             gained, start = position - start, position
             token_ids += output.following[begin : begin + gained]
-            if drafts:
+            if given:
+                scores += NO_SCORE * gained
+            elif drafts:
                 mine = drafted[place][0]
                 scores += mine[:gained] if gained <= drafts else (*mine[:drafts], None)
             else:
                 scores += NO_SCORE
             gains += (gained,)
-        exit_layers, layers_run, counts = _outcome(self.layers, drafts, self.branches, gains)
+        exit_layers, layers_run, counts = self._outcome(drafts, gains, given=given)
         return RowResult(token_ids, exit_layers, scores, len(token_ids), layers_run, counts)
 
     def _any_result(
@@ -181,6 +186,8 @@ class InFlightStep:
     ) -> RowResult:
         """Token by token: thresholds, audits, drafts that would be the last token, and numbers that are not finite."""
         drafts, start, end = self.rows[number].drafts, step.table.length, end_of(step.request)
+        given = bool(self.rows[number].given)
+        exit_layer = FROM_TEXT if given else self.layers.exit_layer
         thresholds = cycle_thresholds(step.request, step.policy)
         tokens: list[TokenResult] = []
         counts: list[DraftCounts] = []
@@ -188,19 +195,20 @@ class InFlightStep:
         for output, drafted in zip(outputs, by_place, strict=True):
             place = self._place(number, output)
             scores, draft_ids = drafted[place] if drafts else ((), ())
+            scores = (0.0,) * drafts if given else scores
             begin, position = self.begins[place], output.next_state[1][place]
             allowed = max(0, min(drafts, end - start - 2))  # as `counting` of the cycle's plan
             accepted, start = position - start - 1, position
             counted = _num_counted(scores[:allowed], thresholds)
             is_fault = counted < allowed and not isfinite(scores[counted])
-            layers_run += _outcome(self.layers, drafts, self.branches, (1,))[1]
+            layers_run += self._outcome(drafts, (1,), given=given)[1]
             for distance in range(accepted + 1):
                 best = output.best[begin + distance]
                 if not isfinite(best):
                     error = f"numerical_error: the largest logit of the row is {best}"
                     accepted = distance
                     break
-                score = scores[distance] if distance < allowed else None
+                score = scores[distance] if distance < allowed and not given else None
                 following = output.following[begin + distance]
                 token = TokenResult(following, self.layers.num_layers, score=score)
                 if distance < accepted:
@@ -208,9 +216,9 @@ class InFlightStep:
                     audit = Audit.VERIFIED
                     if score is not None and thresholds.leaves(score):
                         audit = Audit.AGREED if draft == following else Audit.DISAGREED
-                    token = TokenResult(draft, self.layers.exit_layer, score=score, audit=audit)
+                    token = TokenResult(draft, exit_layer, score=score, audit=audit)
                 tokens.append(token)
-            counts.append(DraftCounts(counted, accepted, int(is_fault), allowed))
+            counts.append(DraftCounts(counted, accepted, int(is_fault), allowed, given))
             if error is not None:
                 break
         if tokens:  # after an error the text may end with these; if not, the next step fails too
@@ -220,6 +228,11 @@ class InFlightStep:
         if num_logprobs is not None:
             result = result._replace(notes=self._notes(step, number, outputs, num_logprobs)[: len(tokens)])
         return result
+
+    def _outcome(
+        self, drafts: int, gains: tuple[int, ...], *, given: bool
+    ) -> tuple[tuple[int, ...], int, tuple[DraftCounts, ...]]:
+        return _outcome(self.layers, drafts, min(drafts, self.passes), self.branches, gains, given)
 
     def _place(self, number: int, output: CycleOutput) -> int:
         """The place of a row: with branches, of the one whose first draft is the full-depth token, or else the first. A
@@ -248,13 +261,14 @@ def branch_of(token_id: int, tried: Sequence[int]) -> int:
 
 @functools.cache
 def _outcome(
-    layers: Layers, drafts: int, branches: int, gains: tuple[int, ...]
+    layers: Layers, drafts: int, passes: int, branches: int, gains: tuple[int, ...], given: bool
 ) -> tuple[tuple[int, ...], int, tuple[DraftCounts, ...]]:
     """Exit layers, layers run and draft counts of a row that gains so many tokens in each cycle, all drafts counting.
     The same few for all rows and steps."""
-    exit_layers = chain(*[(*[layers.exit_layer] * (gained - 1), layers.num_layers) for gained in gains])
-    layers_run = branches * (drafts * layers.exit_layer + (drafts + 1) * layers.num_layers) * len(gains)
-    return tuple(exit_layers), layers_run, tuple([DraftCounts(drafts, gained - 1, 0, drafts) for gained in gains])
+    exit_layer = FROM_TEXT if given else layers.exit_layer
+    exit_layers = chain(*[(*[exit_layer] * (gained - 1), layers.num_layers) for gained in gains])
+    layers_run = branches * (passes * layers.exit_layer + (drafts + 1) * layers.num_layers) * len(gains)
+    return tuple(exit_layers), layers_run, tuple([DraftCounts(drafts, more - 1, 0, drafts, given) for more in gains])
 
 
 def _num_counted(scores: Sequence[float], thresholds: Thresholds) -> int:

@@ -16,7 +16,7 @@ def pending_tokens(
     newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
 ) -> None:
     """Write the ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep pass
-    into `token_ids` [T]; all int64."""
+    into `token_ids` [T]; all int64. A place of -1 - t stands for token t itself."""
     device = device_of(newest)
     checks.refuse([checks.dims_fault("places", places, 2), checks.dims_fault("sources", sources, 1)])
     drafts, rows, tokens = *places.shape, sources.shape[0]

@@ -43,7 +43,7 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle, *, out: Out | None = None) -
     checks.refuse(_logits_faults(logits, device))
     checks.refuse(_cycle_faults(logits, cycle, device))
     num_tokens, vocab_size = logits.shape
-    drafts, rows, shortlist = cycle.draft_logits.shape
+    (_, rows, shortlist), drafts = cycle.draft_logits.shape, cycle.scores.shape[0]
     best, tokens = _outputs(out, device, (torch.float32, num_tokens), (torch.int64, num_tokens))
     launch(
         device,
@@ -98,8 +98,11 @@ def _logits_faults(logits: Tensor, device: torch.device) -> Faults:
 
 def _cycle_faults(logits: Tensor, cycle: DrawnCycle, device: torch.device) -> Faults:
     yield checks.dims_fault("draft_logits", cycle.draft_logits, 3)
+    yield checks.dims_fault("scores", cycle.scores, 2)
     tokens, vocab_size = logits.shape
-    drafts, rows, shortlist = cycle.draft_logits.shape
+    (passes, rows, shortlist), drafts = cycle.draft_logits.shape, cycle.scores.shape[0]
+    if passes > drafts:
+        yield checks.shape_error("draft_logits", cycle.draft_logits, f"at most {drafts} drafts, as scores has")
     wide, whole, single = torch.float64, torch.int64, torch.int32
     expected = (
         (whole, (tokens,), "[T]"),
@@ -111,7 +114,7 @@ def _cycle_faults(logits: Tensor, cycle: DrawnCycle, device: torch.device) -> Fa
         (wide, (drafts, rows), "[K, R]"),
         (torch.float32, (drafts, rows), "[K, R]"),
         (whole, (drafts, rows), "[K, R]"),
-        (logits.dtype, (drafts, rows, shortlist), "[K, R, S]"),
+        (logits.dtype, (passes, rows, shortlist), "[K, R, S]"),
         (wide, (drafts, rows, NUM_HEAD), "[K, R, 4]"),
         (single, (vocab_size,), "[V]"),
     )

@@ -108,8 +108,10 @@ def pending_tokens(
     newest: Tensor, places: Tensor, shortlist: Tensor, sources: Tensor, drafted: Tensor, token_ids: Tensor
 ) -> None:
     """Write the ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep pass
-    into `token_ids` [T]; all int64."""
-    drafted[:] = shortlist[places]
+    into `token_ids` [T]; all int64. A place of -1 - t stands for token t itself: a suffix draft."""
+    given = places < 0
+    drafted[:] = -1 - places
+    drafted[~given] = shortlist[places[~given]]
     token_ids[:] = torch.cat((newest, drafted.flatten()))[sources]
 
 

@@ -53,9 +53,9 @@ class DrawnCycle(NamedTuple):
     draft_ids: Tensor
     """[K, R] int64"""
     draft_logits: Tensor
-    """[K, R, S], of the dtype of the logits."""
+    """[K or fewer, R, S], of the dtype of the logits."""
     draft_heads: Tensor
-    """[K, R, 4] float64, as `draw` made them."""
+    """[K, R, 4] float64, as `draw` made them; a sum of 0 for a suffix draft, which has a chance of 1."""
     places: Tensor
     """[V] int32: where a token stands in the shortlist, -1 where it does not."""
 
@@ -91,12 +91,16 @@ def verify_drawn(logits: Tensor, cycle: DrawnCycle, *, out: Out | None = None) -
     if len(verified):
         source, own = cycle.sources[verified], settings[:, verified]
         full = _chances(logits[verified], heads[verified], own, vocab_size)
-        chances = _chances(
-            cycle.draft_logits.flatten(0, 1)[source], cycle.draft_heads.flatten(0, 1)[source], own, vocab_size
-        )
-        proposed = torch.zeros_like(full)
-        proposed[:, cycle.places >= 0] = chances
         drafts = cycle.draft_ids.flatten()[source]
+        proposed = torch.nn.functional.one_hot(drafts, vocab_size).double()
+        draft_heads = cycle.draft_heads.flatten(0, 1)[source]
+        [by_exit] = torch.nonzero(draft_heads[:, TOTAL] > 0, as_tuple=True)
+        if len(by_exit):
+            chances = _chances(
+                cycle.draft_logits.flatten(0, 1)[source[by_exit]], draft_heads[by_exit], own[:, by_exit], vocab_size
+            )
+            proposed[by_exit] = 0.0
+            proposed[by_exit[:, None], torch.nonzero(cycle.places >= 0, as_tuple=True)[0]] = chances
         p, q = (chances.gather(-1, drafts[:, None])[:, 0] for chances in (full, proposed))
         rest = (full - proposed).clamp(min=0.0)
         most = rest.amax(-1)
