@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.factories import make_request, make_scheduler
-from tide_core.engine.scheduler import Scheduler
+from tide_core.engine.scheduler import Scheduler, SuffixSource
+from tide_core.exits.cost import Acceptance, DraftPlanner, GivenPlan
+from tide_core.exits.suffix import SuffixDraft, SuffixDrafts
 from tide_core.request import ExitPolicy
 from tide_core.row import Row
 
@@ -394,3 +396,61 @@ TestLookaheadMachine, TestLongLookaheadMachine = LookaheadMachine.TestCase, Long
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPrefillAheadMachine.settings = TestLookaheadMachine.settings = TestSchedulerMachine.settings
 TestLongLookaheadMachine.settings = TestSchedulerMachine.settings
+
+
+class Always(SuffixDrafts):
+    """Six tokens for every row."""
+
+    def propose(self, row: Row) -> SuffixDraft | None:
+        return SuffixDraft([5, 6, 7, 8, 9, 10], 0.9)
+
+
+def with_suffixes(scheduler: Scheduler, given: int = 7) -> Scheduler:
+    """As many as are given, whatever they cost."""
+
+    class Planner(DraftPlanner):
+        max_given_rows = 64
+
+        def plan_given(self, *of: object) -> GivenPlan:
+            return GivenPlan(0, given)
+
+    planner = Planner(0, Acceptance.prior((), 0))
+    scheduler.suffixes = SuffixSource(Always(), planner)
+    return scheduler
+
+
+def decoding(scheduler: Scheduler, **params: Any) -> Row:
+    row = scheduler.add(make_request(policy=ExitPolicy("verified"), **params), None)
+    scheduler.schedule()
+    scheduler.advance(row, 3, [9])
+    return row
+
+
+def test_suffix_drafts_get_blocks_and_such_a_step_is_not_launched_ahead() -> None:
+    scheduler = with_suffixes(make_scheduler())
+    row = decoding(scheduler)
+    _, batch = scheduler.schedule(lookahead=2)
+    assert batch.rows[0].given == [5, 6, 7, 8, 9, 10]
+    assert batch.rows[0].num_drafts == 6
+    assert not batch.allows_lookahead
+    assert len(row.table.block_ids) * scheduler.blocks.block_size >= row.num_tokens + 6
+
+
+def test_suffix_drafts_shrink_to_the_answer_the_budget_and_the_pool() -> None:
+    scheduler = with_suffixes(make_scheduler())
+    decoding(scheduler, max_tokens=4)
+    assert scheduler.schedule()[1].rows[0].given == [5, 6]
+    tight = with_suffixes(make_scheduler(max_batch_tokens=5, max_rows=5))
+    decoding(tight)
+    assert tight.schedule()[1].rows[0].given == [5, 6, 7]
+    full = with_suffixes(make_scheduler(num_blocks=2))
+    decoding(full)
+    assert full.schedule()[1].rows[0].given == [5, 6, 7, 8]
+
+
+def test_only_rows_in_mode_verified_have_suffix_drafts() -> None:
+    scheduler = with_suffixes(make_scheduler())
+    row = scheduler.add(make_request(), None)
+    scheduler.schedule()
+    scheduler.advance(row, 3, [9])
+    assert not scheduler.schedule()[1].rows[0].given

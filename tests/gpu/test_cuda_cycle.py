@@ -64,7 +64,7 @@ def test_more_rows_than_it_takes_are_refused_by_name() -> None:
 def test_the_tokens_of_a_deep_pass_are_those_of_the_reference(rows: int, drafts: int) -> None:
     generator = torch.Generator().manual_seed(rows + drafts)
     newest, shortlist = (torch.randint(50000, (size,), generator=generator) for size in (rows, 300))
-    places = torch.randint(300, (drafts, rows), generator=generator)
+    places = torch.randint(-400, 300, (drafts, rows), generator=generator)  # suffix drafts among them
     sources = torch.randperm(rows * (drafts + 1), generator=generator)
     expected = torch.zeros_like(places), torch.zeros_like(sources)
     cycle_plan.pending_tokens(newest, places, shortlist, sources, *expected)

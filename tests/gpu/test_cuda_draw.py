@@ -116,6 +116,24 @@ def test_drafts_are_judged_as_the_reference_judges_them(
     assert cuda_draw.verify_drawn(by_kernel, same)[1].tolist() == expected[1].tolist(), "from the kernel's own heads"
 
 
+@pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.parametrize(("counts", "vocab_size"), CYCLES)
+def test_suffix_drafts_are_judged_as_the_reference_judges_them(
+    passes: int, counts: tuple[int, ...], vocab_size: int
+) -> None:
+    shortlist = torch.arange(1, vocab_size, 3)
+    logits, cycle = cycle_of(9, params_of(len(counts)), counts, shortlist, vocab_size, device="cuda")
+    if passes == 0:
+        cycle = cycle._replace(draft_logits=cycle.draft_logits[:0])
+        cycle.draft_heads.zero_()
+    else:  # every other row
+        cycle.draft_heads[:, ::2] = 0.0
+    expected = draw_plan.verify_drawn(logits, cycle)
+    found = cuda_draw.verify_drawn(logits, cycle)
+    assert found[0].tolist() == expected[0].tolist()
+    assert found[1].tolist() == expected[1].tolist()
+
+
 @pytest.mark.parametrize(("score", "least"), [(math.nan, -math.inf), (0.2, 0.5)])
 def test_from_the_first_score_that_is_too_low_or_no_number_on_drafts_were_not_made(score: float, least: float) -> None:
     shortlist = torch.arange(0, 1000, 3)

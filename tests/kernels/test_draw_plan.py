@@ -10,12 +10,12 @@ import torch
 from tests.kernels.draw_cases import cycle_of, logits_of, numbers_of, params_of, settings_of
 from tests.sampling.chances import token_probabilities
 from tide_core.exits import verify
-from tide_core.exits.row_cycle import Draft
+from tide_core.exits.row_cycle import GIVEN, Draft
 from tide_core.exits.verify import Target, rejects
 from tide_core.kernels.reference import draw as draw_plan
 from tide_core.kernels.reference.draw import DrawnCycle
 from tide_core.request import SamplingParams
-from tide_core.sampling.draw import ACCEPT_STREAM
+from tide_core.sampling.draw import ACCEPT_STREAM, RESIDUAL_STREAM
 from tide_core.sampling.draw import draw as inverse_cdf
 from tide_core.sampling.rows import SamplingRow
 from tide_core.sampling.weights import token_weights
@@ -138,6 +138,26 @@ def test_a_draft_that_is_rejected_never_comes_back() -> None:
     logits[deep, tokens] = -30.0  # full depth all but excludes every draft
     _, found = draw_plan.verify_drawn(logits, cycle)
     assert (found[deep] != tokens).all()
+
+
+def test_a_suffix_draft_is_judged_as_one_whose_chance_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(temperature=0.9, top_p=0.95)] * 40
+    logits, cycle = cycle_of(51, params, [2] * 40, SHORTLIST, V)
+    cycle = cycle._replace(draft_logits=cycle.draft_logits[:0])
+    cycle.draft_heads.zero_()
+    _, tokens = draw_plan.verify_drawn(logits, cycle)
+    stayed = 0
+    for r in range(40):
+        for ahead in range(2):
+            token, draft = 3 * r + ahead, int(cycle.draft_ids[ahead, r])
+            numbers = {ACCEPT_STREAM: float(cycle.accept[ahead, r]), RESIDUAL_STREAM: float(cycle.residual[ahead, r])}
+            monkeypatch.setattr(verify, "uniform", lambda seed, step, stream, numbers=numbers: numbers[stream])
+            row = SamplingRow(params[r], 0, (), (), ())
+            target = Target(token_probabilities(logits[token], row), row)
+            said = rejects(Draft(draft, GIVEN, None, False), logits[token], target)
+            assert tokens[token] == (draft if said.agrees else said.instead.token_id)
+            stayed += said.agrees
+    assert 5 < stayed < 75
 
 
 def test_without_drafts_every_row_draws_plainly() -> None:
