@@ -152,7 +152,7 @@ class Run {
   bar(layer) {
     if (!this.bars.has(layer)) {
       const row = copyOf("barTemplate");
-      row.querySelector(".layer").textContent = layer === model.layers ? "all " + layer : "layer " + layer;
+      row.querySelector(".layer").textContent = layer === model.layers ? "all " + layer : layer ? "layer " + layer : "text";
       colour(row.querySelector(".bar"), layer);
       this.part(".bars").append(row);
       this.bars.set(layer, { row, tokens: 0 });
@@ -189,7 +189,8 @@ class Run {
   describe(token) {
     const score = token.score === null ? "none" : token.score.toFixed(3);
     const as = token.mode === this.mode ? "" : ", as " + token.mode;
-    return "layer " + token.exit_layer + " of " + model.layers + ", score " + score + ", audit " + token.audit + as;
+    const where = token.exit_layer ? "layer " + token.exit_layer + " of " : "from the text, before any of ";
+    return where + model.layers + ", score " + score + ", audit " + token.audit + as;
   }
 
   show(span) {

@@ -1,0 +1,1 @@
+"""Prompts whose answers repeat their text: edits of code, answers from a text."""
