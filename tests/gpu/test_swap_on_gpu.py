@@ -31,7 +31,7 @@ async def test_streams_that_run_are_whole_and_the_new_exits_are_lossless(
         assert sum(output.finished for output in outputs) == 1
         return [(token.token_id, token.mode) for output in outputs for token in output.tokens]
 
-    settings = {"device": "cuda", "artefact": "none", "kv_memory_gib": 0.25}
+    settings = {"device": "cuda", "artefact": "none", "kv_memory_gib": 0.25, "suffix_drafts": False}
     with Engine(str(model), **settings) as engine:
         alone = await read(engine)
         begun = [asyncio.Event() for _ in range(3)]

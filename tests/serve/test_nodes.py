@@ -41,6 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "artefact": str(save_artefact_for_it(folder / "artefact")),
         "num_threads": 1,
         "kv_memory_gib": 0.05,
+        "suffix_drafts": False,  # a tiny model repeats itself, and streams are to last
     }
     for holder in (whole["controller_options"], app):
         holder["runtime_env"]["env_vars"].update(ENVIRONMENT)

@@ -53,6 +53,7 @@ def server(folders: dict[str, Path]) -> Iterator[Server]:
             "artefact": str(folders["published"] / CURRENT),
             "num_threads": 1,
             "kv_memory_gib": 0.05,
+            "suffix_drafts": False,  # a tiny model repeats itself, and streams are to last
         },
     }
     app["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.5}

@@ -41,8 +41,11 @@ MANY_TOKENS = 4000
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """The shipped config on free ports. It is the last test's to stop; what is left then is killed here."""
-    with serving(default_config(), command=("tide", "serve")) as server:
+    """The shipped config on free ports, but that text which repeats itself takes its time, so that streams last. It is
+    the last test's to stop; what is left then is killed here."""
+    config = default_config()
+    config["applications"][0]["args"]["engine"]["suffix_drafts"] = False
+    with serving(config, command=("tide", "serve")) as server:
         yield server
 
 
