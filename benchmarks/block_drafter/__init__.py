@@ -1,1 +1,1 @@
-"""A study: how many tokens per deep pass a drafter of whole blocks gives, against the exit head that drafts one by one."""
+"""A study: tokens per deep pass of a drafter of whole blocks, against the exit head that drafts one by one."""

@@ -1,8 +1,8 @@
 """Seconds of whole cycles with random weights: drafts, and one deep pass over them and the newest token.
 
-Target, exit head and block drafter are plain Torch in CUDA graphs, made of the same layers, so that their ratio says what
-a drafter costs; the engine's own kernels are quicker in all three. A cycle is timed as one piece: a drafter that is timed
-alone stays in the cache of the device, which it does not between two deep passes.
+Target, exit head and block drafter are plain Torch in CUDA graphs, made of the same layers, so that their ratio says
+what a drafter costs; the engine's own kernels are quicker in all three. A cycle is timed as one piece: a drafter that
+is timed alone stays in the cache of the device, which it does not between two deep passes.
 
     head     k times: shallow layers, head, shortlist; then the head's keys and values of k + 1 tokens
     block    shallow layers of the newest token; keys and values of k + 1 tokens; one pass over all places; shortlist
@@ -182,7 +182,7 @@ def head_cycle(stack: Stack, variant: Variant, rows: int, drafts: int) -> Cycle:
         fed = head.deep_state(deep[0], deep[1:])
         embedded = head.embed(states, fed, distances.repeat(drafts + 1))
         for cache, new in zip((keys, values), head.keys_values(embedded, at.repeat(drafts + 1)), strict=True):
-            cache[:, :, : drafts + 1] = new.unflatten(0, (rows, -1)).transpose(1, 2)
+            cache[:, :, : drafts + 1] = new.view(rows, -1, *new.shape[1:]).transpose(1, 2)
         ids = newest
         for _draft in range(drafts):
             state = stack.run(ids, shallow)[:, 0]

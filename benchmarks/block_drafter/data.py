@@ -1,4 +1,4 @@
-"""Text of the target, as a calibration makes it: sequences to train on, and greedy answers to two kinds of held-out prompts.
+"""Text of the target, as a calibration makes it: sequences to train on, and answers to two kinds of held-out prompts.
 
     <folder>/train-*   prompts that the model wrote, and its answers
     <folder>/test-*    the same, held out

@@ -24,6 +24,8 @@ from tide_core.calibration.train.candidates import Candidate, layers_of
 from tide_core.calibration.train.chain import features_by_distance
 from tide_core.calibration.train.teacher import Teacher, fast_matmul
 
+ROWS = 8192
+"""Rows of logits in memory at once."""
 ANCHORS = 64
 """Blocks of a row in one pass."""
 
@@ -97,7 +99,7 @@ def head_right(candidate: Candidate, teacher: Teacher, batch: Batch, most: int) 
     valid = torch.arange(1, length + 1, device=device) < batch.lengths[:, None].to(device)
     found = torch.zeros(num_rows, most, length, dtype=torch.bool, device=device)
     for distance in range(1, most + 1):
-        best = torch.cat([teacher.exit_logits(rows).argmax(-1) for rows in features[distance].split(8192)])
+        best = torch.cat([teacher.exit_logits(rows).argmax(-1) for rows in torch.split(features[distance], ROWS)])
         right = (teacher.shortlist[best].view(num_rows, length) == following) & valid
         found[:, distance - 1, : length - distance + 1] = right[:, distance - 1 :]
     return found

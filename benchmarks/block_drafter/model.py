@@ -7,11 +7,11 @@ A block begins at its anchor, the position of the newest token. That token has n
     enters with     newest token  mask          mask
     predicts        anchor + 1    anchor + 2    anchor + 3
 
-Place 0 enters with the state of the newest token at the checkpoint layer, or with its embedding. The others enter with a
-learned mask of their place and, with `seed`, with what the drafter knows of the newest token and of the deep state before
-it. Within a block attention goes both ways. In every layer it also reads keys and values that are made from the fused
-states of the target at all positions before the anchor: the final state and states at some layers on the way (taps).
-`own_mix` gives every layer of the drafter a mix of these states of its own.
+Place 0 enters with the state of the newest token at the checkpoint layer, or with its embedding. The others enter with
+a learned mask of their place and, with `seed`, with what the drafter knows of the newest token and of the deep state
+before it. Within a block attention goes both ways. In every layer it also reads keys and values that are made from the
+fused states of the target at all positions before the anchor: the final state and states at some layers on the way
+(taps). `own_mix` gives every layer of the drafter a mix of these states of its own.
 
 The last state of a place is for the target's own final norm and (a shortlist of) its own output embedding. As in the
 exit heads, output projections start at zero, so an untrained drafter is a plain guess and never a wild one.
@@ -59,8 +59,8 @@ class DrafterSpec:
     own_mix: bool = False
     """Whether every layer of the drafter has its own mix of the final state and the taps."""
     seed: str = "all"
-    """Places that enter with the newest token and the deep state before it: `all`; `first`, place 0; `none`, where place
-    0 has the newest token alone."""
+    """Places that enter with the newest token and the deep state before it: `all`; `first`, place 0; `none`, where
+    place 0 has the newest token alone."""
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -175,8 +175,8 @@ class BlockDrafter(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """Attention over context and block, and SwiGLU, each on the normed state and added to it. Context and block have the
-    same projections. Starts as the identity."""
+    """Attention over context and block, and SwiGLU, each on the normed state and added to it. Context and block have
+    the same projections. Starts as the identity."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class DrafterLayer(nn.Module):
 
     def _by_head(self, tokens: Tensor) -> Tensor:
         """[B, T, H * size] to [B, H, T, size]."""
-        return tokens.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return tokens.view(*tokens.shape[:2], -1, self.head_size).transpose(1, 2)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -253,8 +253,8 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_layers(drafter: BlockDrafter, layers: Sequence[Any]) -> int:
-    """Initialise the drafter's layers with the target's last ones where both have weights of one shape; returns how many
-    weights were copied. Output projections stay zero."""
+    """Initialise the drafter's layers with the target's last ones where both have weights of one shape; returns how
+    many weights were copied. Output projections stay zero."""
     pairs = {
         "attention_norm": "input_layernorm",
         "q_proj": "self_attn.q_proj",

@@ -2,8 +2,8 @@
 
     z = norm(h) + U·block(M·[norm(h); norm(F·[d; norm(t_1); ...])] + e_j)
 
-with M and F down to the inner width and U up to the model's: a draft reads four small matrices in place of the wide ones.
-U starts at zero, so an untrained head takes norm(h), as all exit heads do.
+with M and F down to the inner width and U up to the model's: a draft reads small matrices in place of wide ones. U
+starts at zero, so an untrained head takes norm(h), as all exit heads do.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NarrowExitHead(ExitHead):
 
     def refine(self, embedded: Tensor, positions: Tensor, attend: Attend | None = None) -> Tensor:
         assert attend is not None, "a block head needs its attention"
-        state, inner = embedded.split((self.spec.width, embedded.shape[-1] - self.spec.width), -1)
+        state, inner = embedded[..., : self.spec.width], embedded[..., self.spec.width :]
         refined = self.block(inner, *self._rotations(positions, inner.dtype), attend, self.kernels)
         features: Tensor = state + self.up(refined)
         return features

@@ -4,8 +4,8 @@ Both see the same batches and run the frozen target once for each. The learning 
 is over, so a budget in seconds has a whole schedule whatever a step takes. On CUDA a step is a graph for each shape.
 
 The loss of a block weights each place by what it adds to the expected number of accepted drafts: with s_j a mix of the
-drafter's probability of the right token and a constant, and P_i the product of s_1 .. s_i, place j has the sum of all P_i
-from i = j on.
+drafter's probability of the right token and a constant, and P_i the product of s_1 .. s_i, place j has the sum of all
+P_i from i = j on.
 """
 
 from __future__ import annotations
