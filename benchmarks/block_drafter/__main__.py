@@ -16,13 +16,14 @@ import datetime
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.block_drafter.cost import ROWS, SCALES, Place, measure_costs
+from benchmarks.block_drafter.cost import ROWS, SCALES, Place, cost_key, measure_costs
 from benchmarks.block_drafter.data import Batches, Text, make_text
 from benchmarks.block_drafter.evaluate import evaluate
 from benchmarks.block_drafter.table import render
@@ -35,12 +36,12 @@ from benchmarks.production.session import TINY, Deadline, OutOfTime, Target
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.train.teacher import Teacher
 from tide_core.disk import write_whole
-from tide_core.errors import ConfigError
+from tide_core.errors import ConfigError, one_line
 from tide_core.evaluation.machine import device_name
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.loader import TORCH_DTYPES
 
-LENGTHS = (4, 6, 8, 12, 16)
+LENGTHS = (2, 3, 4, 6, 8, 12, 16)
 VARIANTS = (
     "head",
     "block:layers=2",
@@ -57,7 +58,7 @@ VARIANTS = (
 UNFINISHED = 3
 EVALUATION_S = 15.0
 """Seconds that are kept for the evaluation of a variant."""
-MINUTES, LIMIT_S, SAMPLES, PEOPLE = 0.6, 500.0, 12288, 225
+MINUTES, LIMIT_S, SAMPLES, PEOPLE = 0.5, 480.0, 12288, 225
 TINY_CALIBRATION: dict[str, Any] = {
     "max_prompt_tokens": 48,
     "max_new_tokens": 24,
@@ -167,26 +168,43 @@ class Study:
         mine = self.report["conditions"]
         if changed := [name for name in PURPOSE if before["conditions"].get(name) != mine[name]]:
             raise SystemExit(f"benchmark: {out} was made with other {', '.join(changed)}; name another --out")
-        self.report["variants"] = before["variants"]
+        self.report["variants"] = {name: each for name, each in before["variants"].items() if "error" not in each}
+        self.report["costs"] = before["costs"]
 
     def run(self) -> int:
-        missing = [each for each in self._options.variants if each.name not in self.report["variants"]]
+        """The exit code: 3 if variants are missing, 1 if one has failed."""
         try:
-            if missing:
-                self._train_all(missing)
+            self._measure_costs()
+            self._train_all()
         except OutOfTime as stop:
             self._log(f"\nout of time: {stop}. The same command continues")
-        wanted = {each.name for each in self._options.variants}
-        return UNFINISHED if wanted - set(self.report["variants"]) else 0
+        done = self.report["variants"]
+        if {each.name for each in self._options.variants} - set(done):
+            return UNFINISHED
+        return int(any("error" in each for each in done.values()))
 
-    def _train_all(self, missing: Sequence[Variant]) -> None:
+    def _measure_costs(self) -> None:
+        """Unless an earlier call has those of all variants. What fails here does not keep variants from training."""
+        options, before = self._options, self.report["costs"] or {}
+        wanted = {cost_key(each) for each in options.variants}
+        known = [set(costs["cycle_ms"]) for by_rows in before.values() for costs in by_rows.values()]
+        if options.no_costs or (known and all(wanted <= each for each in known)):
+            return
+        began = time.perf_counter()
+        scales, rows = ((SMALL,), (1,)) if options.device == "cpu" else (SCALES, ROWS)
+        try:
+            self.report["costs"] = measure_costs(scales, options.variants, rows, self._place)
+        except Exception:
+            self._log(f"costs: failed\n{traceback.format_exc()}")
+            return
+        self._log(f"costs: measured in {time.perf_counter() - began:.1f} s")
+        self._save()
+
+    def _train_all(self) -> None:
         options = self._options
-        if not options.no_costs:
-            began = time.perf_counter()
-            scales, rows = ((SMALL,), (1,)) if options.device == "cpu" else (SCALES, ROWS)
-            self.report["costs"] = measure_costs(scales, options.variants, rows, LENGTHS, self._place)
-            self._log(f"costs: measured in {time.perf_counter() - began:.1f} s")
-            self._save()
+        missing = [each for each in options.variants if each.name not in self.report["variants"]]
+        if not missing:
+            return
         loaded = self._target.make()
         adapter = ModelAdapter(loaded.model, paged=False)
         config = calibration(options)
@@ -195,7 +213,12 @@ class Study:
         teacher = Teacher(adapter, text.shortlist)
         for variant in missing:
             self._deadline.check(variant.name, 60 * options.minutes + EVALUATION_S)
-            self.report["variants"][variant.name] = self._one(variant, adapter, teacher, config, text)
+            try:
+                found = self._one(variant, adapter, teacher, config, text)
+            except Exception as error:  # the others are still worth their time
+                self._log(f"{variant.name}: failed\n{traceback.format_exc()}")
+                found = {"error": one_line(error)}
+            self.report["variants"][variant.name] = found
             self._save()
 
     def _one(

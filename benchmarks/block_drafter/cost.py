@@ -11,10 +11,11 @@ is timed alone stays in the cache of the device, which it does not between two d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,9 +39,10 @@ WIDE = Shape("7.25B", 4608, 12288, 30, 72, 24, 49152, 8192, 512)
 """The demo widened eight times."""
 SCALES = (DEMO, WIDE)
 ROWS = (1, 8, 32)
-CALLS = 3
 MAX_SEQUENTIAL = 8
 """Drafts one by one: more of them never pay."""
+VERIFIED = (2, 4, 8, 16)
+"""Drafts of the deep passes that are timed."""
 
 
 def shape_of(scale: Shape) -> TargetShape:
@@ -60,8 +62,9 @@ class Place:
     device: torch.device
     dtype: torch.dtype
 
-    def module(self, module: nn.Module) -> Any:
-        module = module.to(self.device, self.dtype).requires_grad_(False)
+    def module(self, make: Callable[[], nn.Module]) -> Any:
+        with torch.device(self.device):  # a wide module takes minutes to make on the host
+            module = make().to(self.dtype).requires_grad_(False)
         draw_weights(module)
         return module
 
@@ -94,8 +97,8 @@ class Stack:
             scale.hidden, scale.hidden, 1, 1, scale.heads, scale.kv_heads, scale.head_dim, scale.intermediate
         )
         self.spec = spec
-        self.layers = [place.module(CachedLayer(spec)) for _ in range(scale.layers)]
-        self.norm = place.module(HeadRMSNorm(scale.hidden, spec.norm_eps))
+        self.layers = [place.module(lambda: CachedLayer(spec)) for _ in range(scale.layers)]
+        self.norm = place.module(lambda: HeadRMSNorm(scale.hidden, spec.norm_eps))
         self.embedding = place.numbers(scale.vocabulary, scale.hidden)
         self.output = place.numbers(scale.vocabulary, scale.hidden)
         self.shortlist = self.output[: scale.shortlist].clone()
@@ -131,7 +134,7 @@ def deep_pass(stack: Stack, rows: int, tokens: int) -> Cycle:
 def block_cycle(stack: Stack, variant: Variant, rows: int, drafts: int) -> Cycle:
     place, scale = stack.place, stack.scale
     spec = variant.drafter(shape_of(scale))
-    drafter: BlockDrafter = place.module(BlockDrafter(spec))
+    drafter: BlockDrafter = place.module(lambda: BlockDrafter(spec))
     for layer in drafter.layers:
         layer.__class__ = CachedLayer
     size = (rows, spec.num_kv_heads, scale.context + spec.places, spec.head_size)
@@ -161,7 +164,7 @@ def head_cycle(stack: Stack, variant: Variant, rows: int, drafts: int) -> Cycle:
     shape = shape_of(scale)
     spec = variant.head(shape, 5)
     head: ExitHead = place.module(
-        NarrowExitHead(spec, variant.inner(shape)) if variant.is_narrow_head else ExitHead(spec)
+        lambda: NarrowExitHead(spec, variant.inner(shape)) if variant.is_narrow_head else ExitHead(spec)
     )
     shallow = stack.caches(rows, 1, variant.checkpoint)
     newest = torch.zeros(rows, 1, dtype=torch.long, device=place.device)
@@ -193,15 +196,23 @@ def head_cycle(stack: Stack, variant: Variant, rows: int, drafts: int) -> Cycle:
     return cycle
 
 
-def drafts_of(variant: Variant, lengths: Sequence[int]) -> list[int]:
-    most = MAX_SEQUENTIAL if variant.kind == "head" else variant.places
-    return [k for k in lengths if k <= most]
+def drafts_of(variant: Variant) -> tuple[int, ...]:
+    """Numbers of drafts at which cycles are timed; those between cost what lies between."""
+    return (2, MAX_SEQUENTIAL) if variant.kind == "head" else (2, variant.places)
+
+
+def interpolated(by_drafts: Mapping[str, float], drafts: int) -> float | None:
+    """Milliseconds for any number of drafts between those that were timed; None outside of them."""
+    known = sorted((int(k), value) for k, value in by_drafts.items())
+    if not known or not known[0][0] <= drafts <= known[-1][0]:
+        return None
+    return float(np.interp(drafts, [k for k, _ in known], [value for _, value in known]))
 
 
 def milliseconds(cycle: Cycle, device: torch.device) -> float:
     """On a CPU one run: there it shows only that cycles run."""
     if device.type == "cuda":
-        return 1e3 * per_call_s(cycle, CALLS, device)
+        return 1e3 * per_call_s(cycle, 1, device)
     began = time.perf_counter()
     cycle(0)
     return 1e3 * (time.perf_counter() - began)
@@ -209,7 +220,7 @@ def milliseconds(cycle: Cycle, device: torch.device) -> float:
 
 @torch.no_grad()
 def measure_costs(
-    scales: Sequence[Shape], variants: Sequence[Variant], rows: Sequence[int], lengths: Sequence[int], place: Place
+    scales: Sequence[Shape], variants: Sequence[Variant], rows: Sequence[int], place: Place
 ) -> dict[str, Any]:
     """By scale, rows: milliseconds of a full pass, of deep passes by drafts, and of cycles by variant and drafts."""
     found: dict[str, Any] = {}
@@ -217,18 +228,17 @@ def measure_costs(
     for scale in scales:
         stack = Stack(scale, place)
         for count in rows:
+            full, *verified = (
+                milliseconds(deep_pass(stack, count, drafts + 1), place.device) for drafts in (0, *VERIFIED)
+            )
+            cycles: dict[str, dict[str, float]] = {}
+            for key, each in by_key.items():
+                make = head_cycle if each.kind == "head" else block_cycle
+                cycles[key] = {str(k): milliseconds(make(stack, each, count, k), place.device) for k in drafts_of(each)}
             found.setdefault(scale.name, {})[str(count)] = {
-                "full_ms": milliseconds(deep_pass(stack, count, 1), place.device),
-                "verify_ms": {str(k): milliseconds(deep_pass(stack, count, k + 1), place.device) for k in lengths},
-                "cycle_ms": {
-                    key: {
-                        str(k): milliseconds(
-                            (head_cycle if each.kind == "head" else block_cycle)(stack, each, count, k), place.device
-                        )
-                        for k in drafts_of(each, lengths)
-                    }
-                    for key, each in by_key.items()
-                },
+                "full_ms": full,
+                "verify_ms": dict(zip(map(str, VERIFIED), verified, strict=True)),
+                "cycle_ms": cycles,
             }
         del stack
         if place.device.type == "cuda":

@@ -167,8 +167,9 @@ class HeadTrainee:
         self._learner.begin(round(done * (SCHEDULE_STEPS - 1)))
 
     def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
-        rows = loss_rows(batch, batch.tokens.shape[1], self._sizes.rows, seed=(self._sizes.seed, step))  # type: ignore[arg-type]
-        filled, weight = torch.zeros(self._sizes.rows, dtype=torch.long), torch.zeros(self._sizes.rows)
+        num = min(self._sizes.rows, batch.tokens.numel())
+        rows = loss_rows(batch, batch.tokens.shape[1], num, seed=(self._sizes.seed, step))  # type: ignore[arg-type]
+        filled, weight = torch.zeros(num, dtype=torch.long), torch.zeros(num)
         filled[: len(rows)] = rows
         weight[: len(rows)] = 1.0
         return batch.tokens, filled, weight
