@@ -13,8 +13,9 @@ before it. Within a block attention goes both ways. In every layer it also reads
 fused states of the target at all positions before the anchor: the final state and states at some layers on the way
 (taps). `own_mix` gives every layer of the drafter a mix of these states of its own.
 
-The last state of a place is for the target's own final norm and (a shortlist of) its own output embedding. As in the
-exit heads, output projections start at zero, so an untrained drafter is a plain guess and never a wild one.
+The last state of a place is for the target's own final norm and (a shortlist of) its own output embedding; a drafter
+that is narrower than the target adds it to the normed state of the newest token. As in the exit heads, output
+projections start at zero, so an untrained drafter is a plain guess and never a wild one.
 """
 
 from __future__ import annotations
@@ -103,13 +104,16 @@ class BlockDrafter(nn.Module):
             self.later = nn.Linear(width + inner, inner)
         self.masks = nn.Parameter(torch.randn(spec.places, inner) * MASK_STD)
         self.layers = nn.ModuleList(DrafterLayer(spec) for _ in range(spec.layers))
-        self.up = nn.Linear(inner, width, bias=False) if inner != width else nn.Identity()
+        if inner != width:
+            self.up = nn.Linear(inner, width, bias=False)
         self._reset()
 
     def _reset(self) -> None:
         if self.spec.own_mix:
             with torch.no_grad():
                 self.mixes[:, 0] = 1.0  # take the final state
+        if self.spec.inner != self.spec.width:
+            nn.init.zeros_(self.up.weight)
         linears = [self.fuse_linear, self.first, *([self.later] if self.spec.seed == "all" else [])]
         for linear in linears:
             nn.init.zeros_(linear.bias)
@@ -156,7 +160,9 @@ class BlockDrafter(nn.Module):
         turns = rotations(anchors[..., None] + places, self.spec)
         for layer, pair in zip(self._layers(), context, strict=True):
             states = layer(states, pair, *turns, mask)
-        features: Tensor = self.up(states)
+        if self.spec.inner == self.spec.width:
+            return states
+        features: Tensor = self.token_norm(newest).unsqueeze(2) + self.up(states)
         return features
 
     def _enter(self, newest: Tensor, before: Tensor) -> Tensor:
