@@ -229,6 +229,14 @@ def test_anchors_are_tokens_of_answers_that_have_a_next_token() -> None:
     assert valid[1][anchors[1] == 3].tolist() == [[True, True, False]]
 
 
+def test_a_place_predicts_the_token_after_its_position() -> None:
+    tokens = torch.arange(20).view(2, 10)
+    rows, following, valid = predicted(tokens, torch.tensor([[3], [6]]), torch.tensor([10, 9]), 3)
+    assert rows[:, 0].tolist() == [[3, 4, 5], [16, 17, 18]]
+    assert following[:, 0].tolist() == [[4, 5, 6], [17, 18, 19]]
+    assert valid[:, 0].tolist() == [[True, True, True], [True, True, False]]
+
+
 def test_batches_have_few_shapes_and_every_sequence_once_an_epoch() -> None:
     texts = [random_text(length, length) for length in range(10, 60)]
     batches = Batches(texts, 128, 0, length_step=32)
