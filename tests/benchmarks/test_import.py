@@ -9,6 +9,7 @@ from benchmarks.common import ROOT
 
 IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
 FOLDERS = {
+    "block_drafter",
     "calibration",
     "clients",
     "engine",
