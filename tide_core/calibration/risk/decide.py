@@ -22,7 +22,7 @@ from tide_core.calibration.risk.certify import (
     strictest,
     threshold_grid,
 )
-from tide_core.calibration.risk.costs import CostModel, predict_speedup, predict_speedups
+from tide_core.calibration.risk.costs import Costs, draft_share, predict_speedup, predict_speedups
 from tide_core.calibration.risk.simulate import CycleCounts, PackedTraces, acceptance_by_distance, pack, simulate_all
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.errors import ConfigError
@@ -85,7 +85,7 @@ class Decision:
 def decide(
     config: CalibrationConfig,
     traces: Mapping[str, Sequence[CandidateTraces]],
-    costs: Mapping[str, CostModel],
+    costs: Mapping[str, Costs],
     num_layers: int,
 ) -> Decision:
     """Select on the test part, certify on the calibration part and on `given` if there is one.
@@ -123,7 +123,7 @@ def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:
 
 
 def plan_candidates(
-    candidates: Sequence[CandidateTraces], costs: Mapping[str, CostModel], *, max_drafts: int
+    candidates: Sequence[CandidateTraces], costs: Mapping[str, Costs], *, max_drafts: int
 ) -> tuple[DraftPlan, ...]:
     """The best plan of every candidate, the highest predicted speed-up in mode `verified` first."""
     if not candidates:
@@ -136,7 +136,7 @@ def plan_candidates(
 
 def plan_drafts(
     candidate: CandidateTraces,
-    costs: CostModel,
+    costs: Costs,
     *,
     draft_thresholds: Sequence[float] = DRAFT_THRESHOLDS,
     limit: int | None = None,
@@ -161,7 +161,7 @@ def plan_drafts(
                     threshold,
                     max_drafts,
                     speedup,
-                    costs.draft_share,
+                    draft_share(costs),
                     counts,
                 )
     assert best is not None
