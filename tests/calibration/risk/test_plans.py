@@ -24,6 +24,7 @@ from tide_core.calibration.risk.decide import (
     BATCH_SIZES,
     DraftPlan,
     choose_fast,
+    cycle_speedups,
     measure_fast,
     measure_plan,
     plan_candidates,
@@ -150,6 +151,15 @@ def test_the_plan_is_the_best_of_the_whole_grid() -> None:
     assert plan.speedup == max(tried.values())
     assert tried[plan.draft_threshold, plan.max_drafts] == plan.speedup
     assert measure_plan(plan, packed) == plan.counts
+
+
+def test_where_every_planned_draft_is_made_the_best_number_of_them_is_predicted_and_never_a_loss() -> None:
+    packed = pack(made_candidate(skill=0.6).sequences)
+    found = cycle_speedups(packed, CHEAP, 4)
+    each = [simulate_all(packed, draft_threshold=0.0, max_drafts=drafts).total() for drafts in (1, 2, 3, 4)]
+    assert found[1] == max(predict_speedup(counts, CHEAP) for counts in each)
+    assert found[1] <= plan_drafts(made_candidate(skill=0.6), CHEAP).speedup, "stopping at a low score is never worse"
+    assert min(cycle_speedups(packed, DEAR, 4).values()) == 1.0
 
 
 def test_a_shallow_exit_that_is_right_less_often_can_beat_a_deep_one() -> None:

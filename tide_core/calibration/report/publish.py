@@ -93,7 +93,8 @@ def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Publishe
         each.name: costs_of(each, adapter, len(findings.shortlist)) if measured is None else measured[each.name]
         for each in findings.candidates
     }
-    decision = decide(findings.config, findings.traces, costs, adapter.num_layers)
+    on_cuda = adapter.device.type == "cuda"
+    decision = decide(findings.config, findings.traces, costs, adapter.num_layers, in_cycles=on_cuda)
     chosen = next(each for each in findings.candidates if each.name == decision.best.name)
     manifest = manifest_of(findings, decision, chosen)
     data = report_of(findings, decision, manifest.tool_version)

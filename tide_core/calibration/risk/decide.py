@@ -87,10 +87,13 @@ def decide(
     traces: Mapping[str, Sequence[CandidateTraces]],
     costs: Mapping[str, Costs],
     num_layers: int,
+    *,
+    in_cycles: bool = False,
 ) -> Decision:
     """Select on the test part, certify on the calibration part and on `given` if there is one.
 
-    `traces` are by part, `costs` by candidate name."""
+    `traces` are by part, `costs` by candidate name. `in_cycles`: speed-ups are predicted for an engine that runs whole
+    cycles in one launch, as on a GPU."""
     plans = plan_candidates(traces["test"], costs, max_drafts=config.max_drafts)
     chosen = plans[0]
     packed = {part: pack(traces_of(each, chosen.name).sequences) for part, each in traces.items()}
@@ -114,8 +117,21 @@ def decide(
             for epsilon in config.epsilons
         ),
         fast=fast,
-        speedups=predict_speedups(counts, costs[chosen.name], BATCH_SIZES),
+        speedups=cycle_speedups(packed["calibration"], costs[chosen.name], max_drafts)
+        if in_cycles
+        else predict_speedups(counts, costs[chosen.name], BATCH_SIZES),
     )
+
+
+def cycle_speedups(traces: PackedTraces, costs: Costs, max_drafts: int) -> dict[int, float]:
+    """Predicted speed-ups where all planned drafts of a cycle are made, whatever their scores, and the engine plans the
+    best number for each batch size; none at all where they do not pay."""
+    speedups = dict.fromkeys(BATCH_SIZES, 1.0)
+    for drafts in range(1, max_drafts + 1):
+        counts = simulate_all(traces, draft_threshold=0.0, max_drafts=drafts).total()
+        for batch_size, speedup in predict_speedups(counts, costs, BATCH_SIZES).items():
+            speedups[batch_size] = max(speedups[batch_size], speedup)
+    return speedups
 
 
 def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:
