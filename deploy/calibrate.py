@@ -41,6 +41,9 @@ def main(
     storage: Annotated[str | None, typer.Option(help="Where runs are kept, in place of the config's.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder of the artefact, in place of the config's.")] = None,
     samples: Annotated[int | None, typer.Option(help="Most prompts or documents.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time for the whole run; training ends early if it must.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any calibration setting, as JSON.")
     ] = None,
@@ -50,7 +53,8 @@ def main(
     values = yaml_file.read(config)
     given = {"name": name, "storage": storage, "output": output}
     values |= {key: value for key, value in given.items() if value is not None}
-    extra = extra_settings(settings or []) | ({} if samples is None else {"num_samples": samples})
+    named = {"num_samples": samples, "minutes": minutes}
+    extra = extra_settings(settings or []) | {key: value for key, value in named.items() if value is not None}
     if extra:
         values["calibration"] = {**(values.get("calibration") or {}), **extra}
     run(read_settings(values), default_progress(quiet=quiet))

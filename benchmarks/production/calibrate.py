@@ -30,6 +30,7 @@ from tide_core.calibration.train.train import SAVE_SECONDS
 PHASES = {
     "make_prompts": "dataset",
     "make_shard": "collect",
+    "choose_candidates": "choose",
     "train": "train",
     "trace": "risk",
     "write_artefact": "publish",
@@ -157,6 +158,10 @@ class SavingFiles(RunFiles):
         super().__init__(folder)
         self._deadline = deadline
         self._saved_at: float | None = None
+
+    def pull(self, names: Iterable[str]) -> None:
+        if stages.STATE in names:  # training begins
+            self._saved_at = time.monotonic()
 
     def push(self, names: Iterable[str]) -> None:
         if stages.STATE not in names or not (self.folder / stages.STATE).exists():

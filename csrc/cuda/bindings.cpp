@@ -238,13 +238,13 @@ void rows_op(int dtype, Address x, Address y, Address index, int64_t rows, int64
 }
 
 void exit_input(int dtype, Address states, Address state_norm, Address deep, Address deep_norm, Address table,
-                Address deep_slots, Address distances, Address y, int64_t rows, int64_t width, int64_t num_deep,
-                int64_t max_distance, int64_t states_stride, int64_t deep_stride, int64_t y_stride, double eps,
-                Address stream) {
+                Address deep_slots, Address distances, Address y, int64_t rows, int64_t width, int64_t deep_width,
+                int64_t num_deep, int64_t max_distance, int64_t states_stride, int64_t deep_stride, int64_t y_stride,
+                double eps, Address stream) {
     tide::cuda::exit_input(dtype_of(dtype),
                            {in(states), in(state_norm), in(deep), in(deep_norm), in(table), in<int64_t>(deep_slots),
-                            in<int64_t>(distances), out(y), rows, width, num_deep, max_distance, states_stride,
-                            deep_stride, y_stride, static_cast<float>(eps)},
+                            in<int64_t>(distances), out(y), rows, width, deep_width, num_deep, max_distance,
+                            states_stride, deep_stride, y_stride, static_cast<float>(eps)},
                            stream_of(stream));
 }
 

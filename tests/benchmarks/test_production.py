@@ -214,6 +214,9 @@ def test_training_stops_after_a_save_if_the_next_one_would_come_too_late(tmp_pat
     late.push(["shards/train-00000.safetensors"])
     with pytest.raises(OutOfTime, match="next save"):
         late.push([stages.STATE])
+    soon = SavingFiles(tmp_path, Deadline(30.0))
+    soon.pull([stages.STATE])  # training begins: its first save took no time
+    soon.push([stages.STATE])
     early = SavingFiles(tmp_path, Deadline(1e6))
     early.push([stages.STATE])
     early.push([stages.STATE])

@@ -20,6 +20,7 @@ from tide_core.calibration.executor import LocalExecutor, StageContext
 from tide_core.calibration.ledger import RunFiles, WorkerTime, add_worker_times
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.train.learner import Learner
+from tide_core.calibration.train.train import Fitted
 from tide_core.models.identity import identify
 
 
@@ -109,7 +110,7 @@ def test_a_training_that_ended_before_the_ledger_knew_is_not_done_again(
     _, straight = run_with(LocalExecutor, tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
         run_with(DiesTrained, tmp_path / "two")
-    monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
+    monkeypatch.setattr(Learner, "begin", lambda self, step, *spent: pytest.fail(f"step {step} is done"))
     _, resumed = run_with(LocalExecutor, tmp_path / "two")
     assert resumed == straight
     assert not list((tmp_path / "two" / "run" / "train").rglob("training*")), "no state is left"
@@ -186,8 +187,9 @@ def test_rank_0_writes_the_candidates(tmp_path: Path, monkeypatch: pytest.Monkey
     context = StageContext(config, model, tokenizer, identity, Files(tmp_path), Second(rank))
     monkeypatch.setattr(stages, "_part", lambda *args: SimpleNamespace(num_sequences=3, num_tokens=40))
     monkeypatch.setattr(stages, "_shortlist", lambda *args: None)
-    monkeypatch.setattr(stages, "fit", lambda *args, **options: [])
-    assert stages.train(context, {}, SilentProgress()) == (3, 40)
+    monkeypatch.setattr(stages, "fit", lambda *args, **options: Fitted([], 4))
+    item = stages.TrainItem({}, ("1:affine",))
+    assert stages.train(context, item, SilentProgress()) == stages.Trained(3, 40, steps=4)
     assert kept == ([stages.CANDIDATES] if rank == 0 else [])
     assert (tmp_path / stages.CANDIDATES).exists() == (rank == 0)
 

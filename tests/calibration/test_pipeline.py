@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tide_core.calibration.ledger import locked, read_ledger
 from tide_core.calibration.progress import SilentProgress, Stage
 from tide_core.calibration.report import report
 from tide_core.calibration.report.plots import can_plot
+from tide_core.calibration.train import candidates, choice
 from tide_core.calibration.train.candidates import load_candidates
 from tide_core.errors import ConfigError
 from tide_core.exits.artefact.artefact import load_artefact
@@ -141,6 +143,43 @@ def test_block_heads_at_two_checkpoints_are_compared_and_one_is_published(tmp_pa
     text = result.report.read_text(encoding="utf-8")
     assert "| 1 | block |" in text
     assert "| 2 | block |" in text
+
+
+def test_a_wide_model_gets_the_head_that_its_timed_passes_and_traces_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run keeps its choice, though another timing would choose others."""
+    monkeypatch.setattr(candidates, "WIDE_FROM", 48)
+    monkeypatch.setattr(candidates, "WIDTH_STEP", 4)
+    settings: dict[str, Any] = {"heads": ("block",), "checkpoints": (), "deep_inputs": True}
+    with pytest.raises(Killed):
+        run_tiny(tmp_path, progress=Spy("train", 1), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "measure_costs", lambda *_: pytest.fail("the choice is made"))
+        result = run_tiny(tmp_path, **settings)
+
+    data = json.loads((result.artefact / "report.json").read_bytes())
+    considered = {each["name"]: each for each in data["considered"]}
+    assert set(considered) == {"1:block:deep:muon", "1:block:deep:muon:inner=12", "1:block:deep:muon:inner=24"}
+    assert all(each["trained"] and each["tokens_per_s"] > 0 for each in considered.values())
+    assert {each["name"] for each in data["candidates"]} == set(considered)
+    text = result.report.read_text(encoding="utf-8")
+    assert "## Exits considered" in text
+    assert "| 1:block:deep:muon:inner=12 | 12 |" in text
+    assert "passes timed on this device" in text
+    [checkpoint] = load_artefact(result.artefact, None).manifest.checkpoints
+    assert checkpoint.head.inner_width == considered[data["chosen"]]["inner"]
+
+
+def test_a_run_whose_time_is_spent_publishes_what_it_reached_and_says_so(tmp_path: Path) -> None:
+    spy = Spy()
+    result = run_tiny(tmp_path, progress=spy, steps=5000, minutes=0.01)
+    load_artefact(result.artefact, None)
+    text = result.report.read_text(encoding="utf-8")
+    found = re.search(r"Training ended after (\d+) of 5000 steps: the time for the run, 0.01 minutes, was spent", text)
+    assert found is not None
+    assert any(f"the time is over after {found[1]} of 5000 steps" in note for note in spy.notes)
+    assert "--set minutes=0.01" in text
 
 
 def test_what_was_measured_is_what_is_published(tmp_path: Path) -> None:
@@ -266,6 +305,7 @@ SPOILS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a changed shortlist": ("shortlist.safetensors", _flip),
     "changed records": ("dataset/test.jsonl", _flip),
     "changed candidates": ("train/candidates.safetensors", _flip),
+    "a changed choice": ("train/choice.json", _flip),
     "changed traces": ("risk/calibration.msgpack", _flip),
 }
 

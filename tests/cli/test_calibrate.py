@@ -94,6 +94,7 @@ def test_a_taken_output_is_refused_before_the_model_is_loaded(
     ("extra", "said"),
     [
         (["--steps", "0"], "steps: got 0"),
+        (["--minutes", "0"], "minutes: got 0.0"),
         (["--checkpoints", "two"], "--checkpoints: got 'two'"),
         (["--checkpoints", "4"], "layers below 4"),
         (["--heads", "tall"], "heads"),

@@ -37,6 +37,8 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "block"},
     {"kind": "block", "deep": False},
     {"kind": "block", "layers": (1, 2, 3)},
+    {"kind": "block", "sizes": (("inner", 20),), "taps": (2, 3)},
+    {"kind": "block", "deep": False, "sizes": (("inner", 20), ("hidden", 0))},
 ]
 
 

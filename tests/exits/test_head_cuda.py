@@ -22,11 +22,14 @@ def random_head(**changes: object) -> ExitHead:
     return head.requires_grad_(False)
 
 
+@pytest.mark.parametrize("inner", [0, 16])
 @pytest.mark.parametrize("taps", [(), (2,), (2, 5)])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_fused_deep_state_is_the_heads_own(taps: tuple[int, ...], num_tokens: int, in_place: bool) -> None:
-    head = random_head(taps=taps)
+def test_a_fused_deep_state_is_the_heads_own(
+    inner: int, taps: tuple[int, ...], num_tokens: int, in_place: bool
+) -> None:
+    head = random_head(taps=taps, inner=inner)
     fused = FusedHead(head, twin_kernels())
     for _ in range(2):  # the second time with what the first has made
         last, *tapped = torch.randn(1 + len(taps), num_tokens, WIDTH)
@@ -37,11 +40,21 @@ def test_a_fused_deep_state_is_the_heads_own(taps: tuple[int, ...], num_tokens: 
         torch.testing.assert_close(fused.deep_state(given, buffer), head.deep_state(last, tapped), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("inner", [0, 16])
 @pytest.mark.parametrize("hidden", [0, 32])
-def test_a_fused_embedding_is_the_heads_own(hidden: int) -> None:
-    head = random_head(hidden=hidden)
+def test_a_fused_embedding_is_the_heads_own(hidden: int, inner: int) -> None:
+    head = random_head(hidden=hidden, inner=inner)
     fused = FusedHead(head, twin_kernels())
-    states, pool = torch.randn(4, WIDTH), torch.randn(SLOTS, WIDTH)
+    states, pool = torch.randn(4, WIDTH), torch.randn(SLOTS, inner or WIDTH)
     slots, distances = torch.tensor([3, 0, 8, 3]), torch.tensor([1, 0, 4, 2])
     found = fused.embed(states, pool, slots, distances)
     torch.testing.assert_close(found, head.embed(states, pool[slots], distances), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [0, 16])
+def test_fused_features_are_as_wide_as_the_model_and_the_heads_own(inner: int) -> None:
+    head = random_head(inner=inner)
+    states, refined = torch.randn(4, WIDTH), torch.randn(4, inner or WIDTH)
+    found = FusedHead(head, twin_kernels()).widen(refined, states)
+    assert found.shape == (4, WIDTH)
+    torch.testing.assert_close(found, head.widen(refined, states), rtol=0, atol=1e-5)

@@ -16,6 +16,7 @@ from tide_core.exits.artefact.router import confidence_of
 from tide_core.request import SamplingParams
 
 ARTEFACT = {"kind": "block", "taps": (2, 3)}
+NARROW = {**ARTEFACT, "sizes": (("inner", 20),)}
 PROMPTS = random_prompts(4, 9)
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 
@@ -36,8 +37,9 @@ def scores_by_calibration(parts: Any, tokens: list[int]) -> list[float]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", ["reference", "native"])
-def test_the_engine_drafts_by_the_scores_that_calibration_measures(kernels: str) -> None:
-    parts = exit_parts(easy=False, artefact=ARTEFACT, drafts=1, kernels=kernels)
+@pytest.mark.parametrize("artefact", [ARTEFACT, NARROW], ids=["wide", "narrow"])
+def test_the_engine_drafts_by_the_scores_that_calibration_measures(artefact: dict[str, Any], kernels: str) -> None:
+    parts = exit_parts(easy=False, artefact=artefact, drafts=1, kernels=kernels)
     with poisoned(parts) as engine:
         answers = engine.generate(PROMPTS, GREEDY)
     compared = 0
@@ -51,9 +53,10 @@ def test_the_engine_drafts_by_the_scores_that_calibration_measures(kernels: str)
     assert compared > 20
 
 
+@pytest.mark.parametrize("sizes", [(), (("inner", 20),)], ids=["wide", "narrow"])
 @pytest.mark.parametrize("layers", [(1,), (1, 2)], ids=str)
-def test_verified_equals_full_depth(layers: tuple[int, ...]) -> None:
-    artefact = {"kind": "block", "layers": layers, "taps": (3,), "draft_threshold": 0.0}
+def test_verified_equals_full_depth(layers: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> None:
+    artefact = {"kind": "block", "layers": layers, "taps": (3,), "draft_threshold": 0.0, "sizes": sizes}
     with exit_engine(easy=True, artefact=artefact) as engine:
         drafted = engine.generate(PROMPTS, GREEDY)
         full = engine.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True, mode="full"))
@@ -65,3 +68,12 @@ def test_fast_leaves_early_with_taps_too() -> None:
         answers = engine.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True, mode="fast", threshold=0.0))
     assert all(len(answer.tokens) == 16 for answer in answers)
     assert any(token.exit_layer == 1 for answer in answers for token in answer.tokens)
+
+
+def test_a_narrow_heads_tokens_take_less_of_the_pool() -> None:
+    """The deep state and K and V of the head shrink with it; the blocks that fit in the memory grow in number."""
+    settings = {"easy": False, "kv_memory_gib": 2**-12}
+    wide, narrow = (exit_parts(artefact=artefact, **settings) for artefact in (ARTEFACT, NARROW))
+    assert [pool.shape[1] for pool in wide.runner.cache.deep_states] == [48]
+    assert [pool.shape[1] for pool in narrow.runner.cache.deep_states] == [20]
+    assert narrow.runner.cache.num_blocks > wide.runner.cache.num_blocks

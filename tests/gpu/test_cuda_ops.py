@@ -226,13 +226,15 @@ def test_rows_are_embedded_and_scattered_by_index(dtype: torch.dtype, width: int
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("width", [5, 576])
-def test_an_exit_without_a_deep_state_reads_none(dtype: torch.dtype, width: int) -> None:
-    states, deep, table = (randn(rows, size, dtype=dtype) for rows, size in ((4, width), (3, width), (3, 2 * width)))
-    norm = randn(width, dtype=dtype)
+@pytest.mark.parametrize(("width", "deep_width"), [(5, 5), (576, 576), (4608, 1152), (576, 43)])
+def test_an_exit_without_a_deep_state_reads_none(dtype: torch.dtype, width: int, deep_width: int) -> None:
+    """The deep state of a narrow head is less wide than the states."""
+    sizes = (4, width), (3, deep_width), (3, width + deep_width)
+    states, deep, table = (randn(*size, dtype=dtype) for size in sizes)
+    norm, deep_norm = randn(width, dtype=dtype), randn(deep_width, dtype=dtype)
     slots, distances = torch.tensor([2**40, -1, 2, 3], device=DEVICE), torch.tensor([0, 1, 99, 1], device=DEVICE)
-    found = cuda.exit_input(states, norm, deep, slots, norm, distances, table, 1e-5)
-    expected = reference.exit_input(states, norm, deep, slots, norm, distances, table, 1e-5)
+    found = cuda.exit_input(states, norm, deep, slots, deep_norm, distances, table, 1e-5)
+    expected = reference.exit_input(states, norm, deep, slots, deep_norm, distances, table, 1e-5)
     torch.testing.assert_close(found, expected, **TOLERANCES[dtype], equal_nan=True)
     assert_same([found[0, width:], found[1, width:]], [table[0, width:], table[1, width:]])
     assert found[3, width:].isnan().all()

@@ -10,6 +10,7 @@ the file (`train/state/training.safetensors`). Workers find the gates in the fol
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -108,10 +109,10 @@ def _opened(path: Path) -> Path:
 def _saves_often() -> Iterator[None]:
     from tide_core.calibration.train import train
 
-    plain = train.SAVE_EVERY
-    train.SAVE_EVERY = SAVE_EVERY
+    plain = train.SAVE_EVERY, train.SAVE_SHARE
+    train.SAVE_EVERY, train.SAVE_SHARE = SAVE_EVERY, math.inf
     yield
-    train.SAVE_EVERY = plain
+    train.SAVE_EVERY, train.SAVE_SHARE = plain
 
 
 def put_in() -> None:

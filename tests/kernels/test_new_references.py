@@ -152,13 +152,15 @@ def test_a_normed_linear_is_a_norm_and_a_linear(dtype: torch.dtype) -> None:
         assert_near(fused, linear(norm(x)))
 
 
+@pytest.mark.parametrize("inner", [0, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_input_of_an_exit_is_what_its_head_mixes(dtype: torch.dtype) -> None:
-    head = ExitHead(HeadSpec(kind="affine", width=24, deep=True, max_distance=3)).to(dtype)
+def test_the_input_of_an_exit_is_what_its_head_mixes(dtype: torch.dtype, inner: int) -> None:
+    block = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "ffn": 8, "inner": inner}
+    head = ExitHead(HeadSpec(kind="block", width=24, deep=True, max_distance=3, **block)).to(dtype)
     for weight in (head.state_norm.weight, head.deep_norm.weight, head.distance.weight):
         torch.nn.init.normal_(weight)
     torch.nn.init.normal_(head.mix.weight, std=0.1)  # it would see the state alone
-    states, deep = ((torch.randn(rows, 24) * 5).to(dtype) for rows in (6, 4))
+    states, deep = ((torch.randn(rows, width) * 5).to(dtype) for rows, width in ((6, 24), (4, inner or 24)))
     slots, distances = torch.tensor([3, 0, 99, 1, -1, 2]), torch.tensor([1, 3, 0, 7, 0, 2])
     fed = deep[slots.clamp(0, 3)].masked_fill((distances == 0)[:, None], NAN)  # must not be looked at
     with torch.no_grad():

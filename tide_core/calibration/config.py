@@ -67,7 +67,8 @@ class CalibrationConfig:
 
     # train
     checkpoints: tuple[int, ...] = ()
-    """Checkpoint layers, counted as layers that have run; none: a 15th of the model's layers."""
+    """Checkpoint layers, counted as layers that have run; none: a 15th of the model's layers, and in a model wider than
+    1024 also the first."""
     heads: tuple[str, ...] = ("block",)
     """Head kinds to train at every checkpoint."""
     deep_inputs: bool = True
@@ -76,14 +77,18 @@ class CalibrationConfig:
     """Layers whose states join the last one in the deep state; None: those at one third and two thirds of the depth."""
     head_hidden: int | None = None
     """Width of a head's SwiGLU; None: the model's feed-forward width for mlp heads, and no SwiGLU for others."""
+    head_inner: int | None = None
+    """Width at which a block works, 0 for the model's; None: the model's, and beyond 1024 also less, chosen by cost."""
     head_ffn: int | None = None
-    """Width of the block's own SwiGLU; None: the model's."""
+    """Width of the block's own SwiGLU; None: the model's, less in proportion for a narrow block."""
     candidates: tuple[str, ...] = ()
     """Heads one by one, such as 2:block:deep:muon; none: every kind of `heads` at every checkpoint."""
     router_bottleneck: int = 128
     """Width of the router's hidden layer."""
     steps: int = 3200
     """Training steps."""
+    minutes: float | None = None
+    """Time for the whole calibration, with the model loaded; training ends early if it must. None: no limit."""
     batch_tokens: int = 8192
     """Tokens of one training step, padding included."""
     loss_positions: int = 512
@@ -179,7 +184,7 @@ class CalibrationConfig:
         return self.checkpoints
 
 
-_OPTIONAL = {"generation_batch", "shortlist_size", "head_hidden", "head_ffn", "learning_rate"}
+_OPTIONAL = {"generation_batch", "shortlist_size", "head_hidden", "head_inner", "head_ffn", "learning_rate", "minutes"}
 _INTEGERS = {
     "num_samples": (3, 2**24),
     "seed": (0, 2**63 - 1),
@@ -192,6 +197,7 @@ _INTEGERS = {
     "generation_batch": (1, 2**16),
     "shortlist_size": (2, 2**20),
     "head_hidden": (0, 2**20),
+    "head_inner": (0, 2**20),
     "head_ffn": (1, 2**20),
     "router_bottleneck": (1, 2**16),
     "steps": (1, 2**24),
@@ -213,6 +219,7 @@ _NUMBERS = {
     "weight_decay": (0.0, 10.0),
     "delta": (1e-9, 0.999999),
     "measure_seconds": (0.001, 86400.0),
+    "minutes": (0.01, 100000.0),
 }
 
 

@@ -14,6 +14,7 @@ go into the report; the digest of the artefact does not cover reports.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ from tide_core.disk import write_whole
 from tide_core.errors import ConfigError, one_line
 from tide_core.exits.artefact.artefact import install_artefact
 from tide_core.identity import ModelIdentity
+
+SHARE_AFTER_TRAINING = 0.2
+"""Of a limit on the time of a run: for traces, the decision and timing."""
+LEAST_TRAINING_SHARE = 0.1
+"""Of the same: for training, whatever the stages before it took."""
 
 Outputs = tuple[Sequence[str], dict[str, Any]]
 """Files of a finished stage by their names in the run, and what the ledger records about it."""
@@ -96,6 +102,7 @@ class Pipeline:
         self._model = executor.model_info
         self._ledger = Ledger(files, config, _model_record(self._model), source_of(config))
         self._earlier_workers = self._ledger.workers
+        self._started = time.monotonic()
 
     def run(self, *, publish_to: Path, model_name: str, timer: Timer | None) -> CalibrationResult:
         """All stages in order."""
@@ -213,8 +220,20 @@ class Pipeline:
     # train
 
     def _train(self) -> Outputs:
-        num_sequences, num_tokens = self._executor.train(stages.train, self._digests("train"), self._progress)
-        return [stages.CANDIDATES], {"num_sequences": num_sequences, "num_tokens": num_tokens}
+        choice = self._executor.run(stages.choose_candidates, None, self._progress)
+        item = stages.TrainItem(self._digests("train"), choice.names, self._training_seconds())
+        trained = self._executor.train(stages.train, item, self._progress)
+        if trained.steps < self._config.steps:
+            self._progress.note(f"train: the time is over after {trained.steps} of {self._config.steps} steps")
+        return [stages.CHOICE, stages.CANDIDATES], asdict(trained)
+
+    def _training_seconds(self) -> float | None:
+        """What is left of the time for the whole run, less a share for the stages after training; never nothing."""
+        if self._config.minutes is None:
+            return None
+        whole = self._config.minutes * 60.0
+        left = whole * (1.0 - SHARE_AFTER_TRAINING) - (time.monotonic() - self._started)
+        return max(left, whole * LEAST_TRAINING_SHARE)
 
     # risk
 
@@ -228,15 +247,18 @@ class Pipeline:
     # publish
 
     def _publish(self, publish_to: Path, model_name: str) -> Published:
-        dataset, collected = self._ledger.info("dataset"), self._ledger.info("collect")
+        dataset, collected, trained = (self._ledger.info(stage) for stage in ("dataset", "collect", "train"))
         assert dataset is not None
         assert collected is not None
+        assert trained is not None
+        steps: int = trained.get("steps", self._config.steps)  # older runs do not have it
         item = stages.PublishItem(
             shards={part: self._digests(part) for part in PARTS},
             model_name=model_name,
             data_kind=dataset["kind"],
             coverage=collected["coverage"],
             workers=self._workers(),
+            steps=steps if steps < self._config.steps else None,
         )
         published = self._executor.run(stages.write_artefact, item, self._progress)
         self._files.pull(stages.artefact_files(published))

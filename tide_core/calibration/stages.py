@@ -3,6 +3,7 @@ can run it, and another one can repeat it if that worker dies.
 
     prompts/<round>-<nnnnn>.jsonl       prompts that the model wrote
     shards/<part>-<nnnnn>.safetensors   token sequences
+    train/choice.json                   which candidates are trained, and why
     train/candidates.safetensors        heads and routers, rounded as the artefact stores them
     train/state/                        state of the training, until the ledger has the finished stage
     risk/<part>.msgpack                 traces of the candidates on held-out sequences
@@ -11,6 +12,7 @@ can run it, and another one can repeat it if that worker dies.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,8 @@ from tide_core.calibration.report.data import Measured
 from tide_core.calibration.report.publish import Findings, Published, publish
 from tide_core.calibration.risk.trace import trace_candidates
 from tide_core.calibration.risk.traces import read_traces, write_traces
-from tide_core.calibration.train.candidates import Candidate, load_candidates, save_candidates
+from tide_core.calibration.train.candidates import Candidate, CandidateSpec, load_candidates, save_candidates
+from tide_core.calibration.train.choice import Choice, choose
 from tide_core.calibration.train.train import STATE_NAME, fit
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
@@ -40,6 +43,7 @@ from tide_core.identity import ModelIdentity
 
 ARTEFACT = "artefact"
 CANDIDATES = "train/candidates.safetensors"
+CHOICE = "train/choice.json"
 SHARDS = "shards"
 SHORTLIST = "shortlist.safetensors"
 STATE = f"train/state/{STATE_NAME}"
@@ -73,6 +77,23 @@ class Timer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TrainItem:
+    shards: Digests
+    names: Sequence[str]
+    """Of the candidates."""
+    seconds: float | None = None
+    """Maximum time of training, that of earlier starts included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    num_sequences: int
+    num_tokens: int
+    steps: int
+    """Done, of those of the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
 class TraceItem:
     part: str
     shards: Digests
@@ -90,6 +111,8 @@ class PublishItem:
     data_kind: str
     coverage: float
     workers: Sequence[WorkerTime] = ()
+    steps: int | None = None
+    """Of training, if the time for it was over before the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +147,26 @@ def make_shard(context: StageContext, unit: Unit, progress: Progress) -> ShardEn
     return replace(entry, name=unit.path)
 
 
-def train(context: StageContext, shards: Digests, progress: Progress) -> tuple[int, int]:
-    """Stage train: fit the candidates on the train part, from a saved state if there is one.
+def choose_candidates(context: StageContext, item: None, progress: Progress) -> Choice:
+    """Stage train, first: the candidates to train. A run chooses once: what an earlier start chose counts."""
+    files = context.files
+    with contextlib.suppress(ConfigError):  # damaged: it is made again
+        if (made := _choice(context)) is not None:
+            return made
+    context.generator.release()
+    choice = choose(context.config, context.adapter, len(_shortlist(context)), progress)
+    write_whole(files.path(CHOICE), choice.to_json())
+    files.push([CHOICE])
+    return choice
 
-    Returns the numbers of sequences and tokens of the part."""
+
+def train(context: StageContext, item: TrainItem, progress: Progress) -> Trained:
+    """Stage train: fit the candidates on the train part, from a saved state if there is one."""
     files = context.files
     context.generator.release()
-    part = _part(context, "train", shards)
+    part = _part(context, "train", item.shards)
     files.pull([STATE])
-    candidates = fit(
+    fitted = fit(
         context.config,
         context.adapter,
         part,
@@ -141,11 +175,13 @@ def train(context: StageContext, shards: Digests, progress: Progress) -> tuple[i
         resume_dir=files.path(STATE).parent,
         on_saved=lambda: files.push([STATE]),
         group=context.group,
+        specs=[CandidateSpec.parse(name) for name in item.names],
+        seconds=item.seconds,
     )
     if context.group.rank == 0:
-        save_candidates(files.path(CANDIDATES), [_rounded(candidate) for candidate in candidates])
+        save_candidates(files.path(CANDIDATES), [_rounded(candidate) for candidate in fitted.candidates])
         files.push([CANDIDATES])
-    return part.num_sequences, part.num_tokens
+    return Trained(part.num_sequences, part.num_tokens, fitted.steps)
 
 
 def trace(context: StageContext, item: TraceItem, progress: Progress) -> None:
@@ -180,6 +216,8 @@ def write_artefact(context: StageContext, item: PublishItem, progress: Progress)
         shortlist=_shortlist(context),
         coverage=item.coverage,
         workers=item.workers,
+        choice=_choice(context),
+        steps=item.steps,
     )
     published = publish(findings, context.adapter, files.folder / ARTEFACT)
     files.push_together(artefact_files(published))
@@ -233,6 +271,13 @@ def _part(context: StageContext, part: str, shards: Digests) -> TokenShards:
 def _shortlist(context: StageContext) -> Tensor:
     context.files.pull([SHORTLIST])
     return safetensors.torch.load((context.files.folder / SHORTLIST).read_bytes())["shortlist"]
+
+
+def _choice(context: StageContext) -> Choice | None:
+    """None in a run whose training ended before choices were kept."""
+    context.files.pull([CHOICE])
+    path = context.files.folder / CHOICE
+    return Choice.from_json(path.read_bytes()) if path.exists() else None
 
 
 def _candidates(context: StageContext) -> list[Candidate]:

@@ -42,6 +42,10 @@ def calibrate(
     ] = None,
     heads: Annotated[str, typer.Option(metavar="KINDS", help=f"Of {', '.join(HEADS)}.")] = ",".join(SETTINGS.heads),
     steps: Annotated[int, typer.Option(help="Training steps.")] = SETTINGS.steps,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Time for the whole calibration; training ends early if it must. Default: no limit."),
+    ] = SETTINGS.minutes,
     max_drafts: Annotated[int, typer.Option(help="Longest draft.")] = SETTINGS.max_drafts,
     epsilon: Annotated[
         list[float] | None, typer.Option(help="A bound on disagreement to certify; may be repeated.")
@@ -70,6 +74,7 @@ def calibrate(
         "checkpoints": numbers("--checkpoints", checkpoints, int, LAYERS) if checkpoints else [],
         "heads": [kind.strip() for kind in heads.split(",")],
         "steps": steps,
+        "minutes": minutes,
         "max_drafts": max_drafts,
         "epsilons": list(epsilon or SETTINGS.epsilons),
         "delta": delta,

@@ -122,7 +122,8 @@ def _shape(spec: HeadSpec) -> Iterator[str]:
         yield f"            MLP of width {spec.hidden}"
     if spec.attends:
         heads = f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of size {spec.head_size}"
-        yield f"            block of {heads}, MLP of width {spec.ffn}"
+        narrow = f" at width {spec.inner} of {spec.width}" if spec.narrow else ""
+        yield f"            block of {heads}, MLP of width {spec.ffn}{narrow}"
 
 
 def _measured(checkpoint: Checkpoint) -> Iterator[str]:

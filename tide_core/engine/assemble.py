@@ -369,7 +369,7 @@ def build_pool(
     layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
     specs = [] if artefact is None else [head.spec for head in artefact.heads]
     layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
-    widths = [spec.width if spec.deep else 0 for spec in specs]
+    widths = [spec.deep_width for spec in specs]
     one_block = block_bytes(layouts, config.block_size, adapter.dtype, state_widths=widths)
     most_useful = config.max_rows * -(-max_model_len // config.block_size)
     num_blocks = min(config.kv_memory_bytes // one_block, most_useful)

@@ -104,7 +104,9 @@ class HeadProgram:
         program = _new_program()
         states = program.external(head.spec.width)
         logits = program.external(self._shortlist_size, chosen=True)
-        features = program.select(self._refined(program, head, self._embedded(program, head, states)))
+        features = self._widened(
+            program, head, states, self._refined(program, head, self._embedded(program, head, states))
+        )
         normed = _norm(program, norm, features)
         program.linear(normed, narrow_head.linear.weight, narrow_head.linear.bias, to=logits)
         seen = program.buffer(features.width + CONFIDENCE_SIZE, chosen=True)
@@ -131,7 +133,7 @@ class HeadProgram:
         _norm(program, head.state_norm, states, to=inputs.part(0, spec.width))
         if spec.deep:
             deep = program.gather(self._deep_states)
-            _norm(program, head.deep_norm, deep, to=inputs.part(spec.width, spec.width))
+            _norm(program, head.deep_norm, deep, to=inputs.part(spec.width, spec.deep_width))
             program.add_distance(head.distance.weight, to=inputs)
         mixed = program.linear(inputs, head.mix.weight, head.mix.bias)
         if not spec.hidden:
@@ -152,6 +154,14 @@ class HeadProgram:
         states = program.add(embedded, program.linear(attended, block.o_proj.weight))
         normed = _norm(program, block.mlp_norm, states)
         return program.add(states, _mlp(program, self._block_gate_up, block.mlp.down_proj, normed))
+
+    def _widened(self, program: Program, head: ExitHead, states: Columns, refined: Columns) -> Columns:
+        """`ExitHead.widen`, of the chosen tokens alone."""
+        chosen = program.select(refined)
+        if not head.spec.narrow:
+            return chosen
+        skipped = _norm(program, head.skip_norm, program.select(states))
+        return program.add(skipped, program.linear(chosen, head.up.weight))
 
     def _write(self, program: Program, head: ExitHead, projected: Columns) -> None:
         """Rotate what stands before the values, then write K and V, the last columns."""

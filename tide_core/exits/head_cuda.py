@@ -52,9 +52,11 @@ class FusedHead:
     def deep_state(self, last: torch.Tensor, gathered: torch.Tensor | None) -> torch.Tensor:
         """`ExitHead.deep_state` of final-norm states [T, D] and what was gathered. They may be in their place already;
         if not they are put there by a launch of our own, which begins before the one in front of it has ended."""
-        if gathered is None:
+        if not self._head.spec.fuses:
             return last
         kernels, fuse, (num, width) = self._kernels, self._head.fuse, last.shape
+        if gathered is None:
+            return kernels.linear(last, fuse.weight, fuse.bias)
         if last.data_ptr() != gathered.data_ptr():
             if num not in self._order:  # the first run is not captured
                 self._order[num] = torch.arange(num, device=last.device)
@@ -99,6 +101,14 @@ class FusedHead:
         norm = block.mlp_norm.weight, self._eps
         gated = kernels.fused_linear(states, self._block_gate_up, gated=True, norm=norm)
         return kernels.fused_linear(gated, block.mlp.down_proj.weight, residual=states)
+
+    def widen(self, refined: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """`ExitHead.widen` of what `refine` gave and states [T, D]."""
+        head, kernels = self._head, self._kernels
+        if not head.spec.narrow:
+            return refined
+        skipped = kernels.rms_norm(states, head.skip_norm.weight, self._eps)
+        return kernels.fused_linear(refined, head.up.weight, residual=skipped)
 
     def write(self, view: KernelView, kv_layer: int, embedded: torch.Tensor, slots: torch.Tensor) -> None:
         """K and V of the block for what `embed` gave, and nothing else of it."""

@@ -171,14 +171,16 @@ class Exits:
         checkpoint, pool = self.checkpoints[index], self._cache.deep_states[index]
         if self._fused and isinstance(view, KernelView):
             fused = self._fused[index]
-            return fused.refine(view, checkpoint.kv_layer, fused.embed(states, pool, deep_slots, distances))
+            embedded = fused.embed(states, pool, deep_slots, distances)
+            return fused.widen(fused.refine(view, checkpoint.kv_layer, embedded), states)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             view.write(checkpoint.kv_layer, key, value)
             return view.attend_paged(checkpoint.kv_layer, query, query.shape[-1] ** -0.5)
 
         deep = None if deep_slots is None else pool.index_select(0, deep_slots)
-        return checkpoint.head.refine(checkpoint.head.embed(states, deep, distances), view.positions, attend)
+        head = checkpoint.head
+        return head.widen(head.refine(head.embed(states, deep, distances), view.positions, attend), states)
 
     def _narrow_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Final norm and narrow head, in one launch where both are plain."""

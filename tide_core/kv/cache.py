@@ -43,8 +43,8 @@ class PagedKV:
     """The pools of all layers; those of exit heads with attention come after the model's.
 
     For every checkpoint a slot also holds the deep state of its token that the exit head there is fed with,
-    [num_blocks * block_size, D] in `deep_states`, D being 0 for a head that is not: it is paged, shared and freed with
-    the K and V it belongs to."""
+    [num_blocks * block_size, d] in `deep_states`, d being the width the head works at, or 0 for a head that is not fed
+    with one: it is paged, shared and freed with the K and V it belongs to."""
 
     def __init__(
         self,

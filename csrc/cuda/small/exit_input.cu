@@ -1,5 +1,5 @@
 // The input of an exit head: the normed state next to the normed deep state, plus what the distance between them
-// adds. A CTA for each half of a row.
+// adds. A narrow head's deep state has fewer columns than its state. A CTA for each part of a row.
 #include "cuda/common/launch.h"
 #include "cuda/small/norm_row.cuh"
 #include "cuda/small/ops.h"
@@ -20,10 +20,11 @@ __global__ void __launch_bounds__(kMaxNormThreads, 1) exit_input_kernel(ExitInpu
     __shared__ float sums[kMaxNormThreads / kWarp];
     let_next_start();
     wait_for_previous();
-    const int64_t halves = 2 * p.rows;
-    for (int64_t half = blockIdx.x; half < halves; half += gridDim.x) {
-        const int64_t row = half / 2, start = half % 2 * p.width;
-        const bool deep = half % 2 != 0;
+    const int64_t parts = 2 * p.rows, joined = p.width + p.deep_width;
+    for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
+        const int64_t row = part / 2;
+        const bool deep = part % 2 != 0;
+        const int64_t start = deep ? p.width : 0, width = deep ? p.deep_width : p.width;
         const int64_t distance = p.distances[row];
         const int64_t from = deep ? deep_row(p, row, distance) : row;
         const bool known = !deep || from < p.num_deep;
@@ -31,13 +32,13 @@ __global__ void __launch_bounds__(kMaxNormThreads, 1) exit_input_kernel(ExitInpu
                           : static_cast<const T*>(p.states) + from * p.states_stride;
         const T* weight = static_cast<const T*>(deep ? p.deep_norm : p.state_norm);
         const int64_t table_row = distance < 0 ? 0 : distance < p.max_distance ? distance : p.max_distance;
-        const T* added = static_cast<const T*>(p.table) + table_row * 2 * p.width + start;
+        const T* added = static_cast<const T*>(p.table) + table_row * joined + start;
         T* y = static_cast<T*>(p.y) + row * p.y_stride + start;
         const bool read = from >= 0 && known;
         const float missing = known ? 0.0f : NAN;
-        const float factor = read ? row_norm_factor(x, p.width, aligned, p.eps, sums) : 1.0f;
-        for (int64_t at = int64_t{threadIdx.x} * kPack; at < p.width; at += int64_t{blockDim.x} * kPack) {
-            const int64_t left = p.width - at;
+        const float factor = read ? row_norm_factor(x, width, aligned, p.eps, sums) : 1.0f;
+        for (int64_t at = int64_t{threadIdx.x} * kPack; at < width; at += int64_t{blockDim.x} * kPack) {
+            const int64_t left = width - at;
             Pack pack = load_pack(x + at, read ? left : 0, aligned, missing);
             const Pack weights = load_pack(weight + at, left, aligned), terms = load_pack(added + at, left, aligned);
 #pragma unroll
@@ -58,10 +59,11 @@ void exit_input(DType dtype, const ExitInputParams& p, cudaStream_t stream) {
     with_storage("exit_input", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         constexpr int64_t kSize = sizeof(T);
-        // The second half of a row begins `width` further on.
+        // The second part of a row begins `width` further on, the next row of the table `deep_width` after that.
         const bool aligned = is_aligned(p.states, p.states_stride, kSize) && is_aligned(p.deep, p.deep_stride, kSize) &&
                              is_aligned(p.state_norm, 0, kSize) && is_aligned(p.deep_norm, 0, kSize) &&
-                             is_aligned(p.table, p.width, kSize) && is_aligned(p.y, p.y_stride, kSize);
+                             is_aligned(p.table, p.width, kSize) && is_aligned(p.table, p.deep_width, kSize) &&
+                             is_aligned(p.y, p.y_stride, kSize);
         launch("exit_input", exit_input_kernel<T>,
                LaunchShape{grid_of(2 * p.rows), norm_threads(p.width), 0, 1, Effect::kNone}, stream, p, aligned);
     });

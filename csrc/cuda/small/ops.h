@@ -119,14 +119,15 @@ struct RowsParams {
 struct ExitInputParams {
     const void* states;         // [rows, width]
     const void* state_norm;     // [width]
-    const void* deep;           // [num_deep, width]
-    const void* deep_norm;      // [width]
-    const void* table;          // [max_distance + 1, 2 * width], contiguous
+    const void* deep;           // [num_deep, deep_width]
+    const void* deep_norm;      // [deep_width]
+    const void* table;          // [max_distance + 1, width + deep_width], contiguous
     const int64_t* deep_slots;  // [rows]
     const int64_t* distances;   // [rows]
-    void* y;                    // [rows, 2 * width]
+    void* y;                    // [rows, width + deep_width]
     int64_t rows;
     int64_t width;
+    int64_t deep_width;
     int64_t num_deep;
     int64_t max_distance;
     int64_t states_stride;

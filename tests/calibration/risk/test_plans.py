@@ -10,11 +10,21 @@ import pytest
 
 from tests.calibration.risk.traces_factory import made_candidate, made_traces, trace_of
 from tests.calibration.train.heads import tiny_adapter
-from tide_core.calibration.risk.costs import RIDGE_TOKENS, CostModel, costs_of, predict_speedup, predict_speedups
+from tide_core.calibration.risk.costs import (
+    RIDGE_TOKENS,
+    CostModel,
+    MeasuredCosts,
+    costs_of,
+    draft_share,
+    predict_speedup,
+    predict_speedups,
+    prior_speedup,
+)
 from tide_core.calibration.risk.decide import (
     BATCH_SIZES,
     DraftPlan,
     choose_fast,
+    cycle_speedups,
     measure_fast,
     measure_plan,
     plan_candidates,
@@ -67,7 +77,7 @@ def test_a_perfect_head_has_the_speedup_of_the_formula() -> None:
     # Always right, always sure: every cycle is k drafts and one token more, at k drafts and a full pass.
     trace = trace_of([[1] * 40] * 4, [[0.99] * 40] * 4)
     counts = simulate_all(pack([trace]), draft_threshold=0.5, max_drafts=4).total()
-    expected = 5 / (4 * CHEAP.draft_share + 1.0)
+    expected = 5 / (4 * draft_share(CHEAP) + 1.0)
     assert predict_speedup(counts, CHEAP) == pytest.approx(expected)
 
 
@@ -103,6 +113,24 @@ def test_costs_are_parameters_read() -> None:
     assert costs.full_of(1) == sum(layers) + adapter.vocab_size * width
 
 
+def test_measured_costs_are_on_the_line_between_measurements_and_per_token_beyond() -> None:
+    costs = MeasuredCosts((1, 9), (0.1, 0.1), (0.2, 0.4), (1.0, 2.0))
+    assert costs.draft_of(1) == 0.2
+    assert costs.draft_of(5) == pytest.approx(0.3)
+    assert costs.full_of(18) == pytest.approx(4.0)
+    assert costs.deep_of(9) == pytest.approx(1.9)
+    assert draft_share(costs) == pytest.approx(0.2)
+
+
+def test_before_training_a_cheaper_draft_predicts_a_higher_speed_and_none_less_than_full_depth() -> None:
+    speeds = [prior_speedup(CostModel(0.03, head, 0.97), 5) for head in (0.01, 0.05, 0.5, 5.0)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] > 2.0
+    assert speeds[-1] == 1.0
+    # Four drafts of which 70 % are right: 1 + .7 + .49 + .343 + .2401 tokens for 4 drafts and a pass.
+    assert prior_speedup(CostModel(0.0, 0.1, 1.0), 4) == pytest.approx(2.7731 / 1.4)
+
+
 def test_from_the_ridge_on_a_pass_costs_in_proportion_to_its_tokens() -> None:
     assert CHEAP.deep_of(0.5) == CHEAP.deep_of(1) == CHEAP.deep_of(RIDGE_TOKENS) == 0.9
     assert CHEAP.deep_of(1.5 * RIDGE_TOKENS) == pytest.approx(1.5 * 0.9)
@@ -123,6 +151,15 @@ def test_the_plan_is_the_best_of_the_whole_grid() -> None:
     assert plan.speedup == max(tried.values())
     assert tried[plan.draft_threshold, plan.max_drafts] == plan.speedup
     assert measure_plan(plan, packed) == plan.counts
+
+
+def test_where_every_planned_draft_is_made_the_best_number_of_them_is_predicted_and_never_a_loss() -> None:
+    packed = pack(made_candidate(skill=0.6).sequences)
+    found = cycle_speedups(packed, CHEAP, 4)
+    each = [simulate_all(packed, draft_threshold=0.0, max_drafts=drafts).total() for drafts in (1, 2, 3, 4)]
+    assert found[1] == max(predict_speedup(counts, CHEAP) for counts in each)
+    assert found[1] <= plan_drafts(made_candidate(skill=0.6), CHEAP).speedup, "stopping at a low score is never worse"
+    assert min(cycle_speedups(packed, DEAR, 4).values()) == 1.0
 
 
 def test_a_shallow_exit_that_is_right_less_often_can_beat_a_deep_one() -> None:

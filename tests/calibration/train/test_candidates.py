@@ -19,6 +19,7 @@ from tide_core.calibration.train.candidates import (
     head_spec,
     load_candidates,
     make_candidate,
+    narrow_candidates,
     save_candidates,
 )
 from tide_core.calibration.train.train import fit
@@ -27,7 +28,14 @@ from tide_core.exits.artefact.heads import ExitHead
 
 
 @pytest.mark.parametrize(
-    "text", ["2:block:deep:muon:hidden=0:ffn=1536:lr=0.002", "1:identity", "28:affine:deep", "3:mlp:hidden=64"]
+    "text",
+    [
+        "2:block:deep:muon:hidden=0:ffn=1536:lr=0.002",
+        "1:block:deep:muon:inner=1152:ffn=3072",
+        "1:identity",
+        "28:affine:deep",
+        "3:mlp:hidden=64",
+    ],
 )
 def test_a_candidate_is_read_as_it_is_written(text: str) -> None:
     assert CandidateSpec.parse(text).name == text
@@ -62,7 +70,7 @@ def test_a_block_is_trained_and_traced_in_every_family(tmp_path: Path, family: s
     adapter = tiny_adapter(family)
     shards = write_sequences(tmp_path, num=4)
     small = {"steps": 2, "batch_tokens": 64, "max_drafts": 2, "router_bottleneck": 8}
-    candidates = fit(CalibrationConfig(candidates=("2:block:deep",), **small), adapter, shards, SHORTLIST)
+    candidates = fit(CalibrationConfig(candidates=("2:block:deep",), **small), adapter, shards, SHORTLIST).candidates
     [traces] = trace_candidates(adapter, candidates, shards, SHORTLIST, 2)
     assert len(traces.sequences) == 4
 
@@ -75,6 +83,27 @@ def test_shapes_follow_the_model_where_the_candidate_leaves_them_open() -> None:
     assert spec.rope_theta == adapter.config.rope_parameters["rope_theta"]
     spec = head_spec(adapter, CandidateSpec.parse("2:block:hidden=0:ffn=40"), 6)
     assert (spec.ffn, spec.hidden, spec.max_distance) == (40, 0, 0)
+
+
+def test_a_narrow_block_has_the_models_proportions_at_its_own_width() -> None:
+    adapter = tiny_adapter("qwen3")
+    spec = head_spec(adapter, CandidateSpec.parse("2:block:deep:inner=32"), 6)
+    assert (spec.width, spec.inner, spec.deep_width, spec.ffn) == (48, 32, 32, 64)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_size) == (2, 1, 16)
+    assert not head_spec(adapter, CandidateSpec.parse("2:block:deep:inner=48"), 6).narrow
+    with pytest.raises(ConfigError, match=r"head\.inner: got 49, expected at most the model's 48"):
+        head_spec(adapter, CandidateSpec.parse("2:block:deep:inner=49"), 6)
+
+
+def test_wide_models_have_narrow_blocks_to_choose_from_and_small_ones_keep_the_usual_head() -> None:
+    names = [spec.name for spec in narrow_candidates(CalibrationConfig(), 30, 4608)]
+    assert names == [f"{layer}:block:deep:muon:inner={inner}" for layer in (1, 2) for inner in (1152, 2304)]
+    assert narrow_candidates(CalibrationConfig(), 30, 1024) == []
+    for named in ({"candidates": ("2:block",)}, {"head_inner": 0}, {"head_inner": 640}, {"heads": ("affine",)}):
+        assert narrow_candidates(CalibrationConfig(**named), 30, 4608) == [], named
+    assert {spec.layer for spec in narrow_candidates(CalibrationConfig(checkpoints=(3,)), 30, 4608)} == {3}
+    [spec] = candidates_of(CalibrationConfig(head_inner=640), 30)
+    assert spec.inner == 640
 
 
 def test_rotary_base_is_that_of_full_attention_where_layers_differ() -> None:
@@ -120,7 +149,7 @@ def test_every_kind_of_the_configuration_stands_at_every_checkpoint() -> None:
 
 def test_candidates_read_back_are_the_ones_written(tmp_path: Path) -> None:
     adapter = tiny_adapter()
-    specs = [CandidateSpec.parse(text) for text in ("2:block:deep", "1:identity", "3:affine")]
+    specs = [CandidateSpec.parse(text) for text in ("2:block:deep", "1:identity", "3:affine", "2:block:deep:inner=20")]
     written = [make_candidate(adapter, spec, max_distance=3, bottleneck=8, seed=1) for spec in specs]
     save_candidates(tmp_path / "candidates", written)
     read = load_candidates(tmp_path / "candidates")

@@ -51,16 +51,29 @@ class DecodedRow:
         known = last_deep >= 0
         fed = self.deep[last_deep if known else 0][None]
         distance = torch.tensor([position - last_deep if known else 0])
-        embedded = self.head.embed(self.states[position][None], fed, distance)
-        return self.head.refine(embedded, torch.tensor([position]), attend)[0]
+        here = self.states[position][None]
+        refined = self.head.refine(self.head.embed(here, fed, distance), torch.tensor([position]), attend)
+        return self.head.widen(refined, here)[0]
 
 
 @pytest.mark.parametrize(
-    ("kind", "deep"), [("block", True), ("block", False), ("mlp", True), ("affine", False), ("identity", False)]
+    ("kind", "deep", "inner"),
+    [
+        ("block", True, 0),
+        ("block", False, 0),
+        ("block", True, 8),
+        ("block", False, 8),
+        ("mlp", True, 0),
+        ("affine", False, 0),
+        ("identity", False, 0),
+    ],
 )
-def test_every_draft_of_every_cycle_has_the_features_of_the_dense_computation(kind: str, deep: bool) -> None:
-    head = random_head(kind, deep=deep, max_distance=DRAFTS)
+def test_every_draft_of_every_cycle_has_the_features_of_the_dense_computation(
+    kind: str, deep: bool, inner: int
+) -> None:
+    head = random_head(kind, deep=deep, max_distance=DRAFTS, inner=inner)
     states, deep_states = random_states()
+    deep_states = deep_states[..., : inner or WIDTH]
     dense = features_by_distance(head, states, deep_states, range(1, DRAFTS + 1))
     for row in range(len(states)):
         decoded = DecodedRow(head, states[row], deep_states[row])

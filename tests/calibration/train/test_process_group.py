@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +67,8 @@ def trained(shards: TokenShards, threads: Threads, *names: str, **changes: Any) 
 
     def one(rank: int) -> list[Candidate]:
         with threads.turn:
-            return fit(config, adapters[rank], shards, SHORTLIST, group=threads.slot(rank), resume_dir=resume_dir)
+            fitted = fit(config, adapters[rank], shards, SHORTLIST, group=threads.slot(rank), resume_dir=resume_dir)
+            return fitted.candidates
 
     with ThreadPoolExecutor(threads.size) as pool:
         return list(pool.map(one, range(threads.size)))
@@ -103,6 +105,7 @@ def test_a_group_goes_on_from_the_state_that_its_first_member_saved(
 ) -> None:
     shards, state = write_sequences(tmp_path / "shards"), tmp_path / "state"
     monkeypatch.setattr(train, "SAVE_EVERY", 4)
+    monkeypatch.setattr(train, "SAVE_SHARE", math.inf)
     straight = trained(shards, Threads(2), "2:affine", steps=12)
     trained(shards, Threads(2), "2:affine", steps=12, resume_dir=state)  # leaves the state of step 8
     assert (state / STATE_NAME).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def settings(**changes: Any) -> CalibrationConfig:
 def fitted(shards: TokenShards, *names: str, **changes: Any) -> list[Candidate]:
     resume_dir = changes.pop("resume_dir", None)
     config = settings(candidates=names or (BLOCK,), **changes)
-    return fit(config, tiny_adapter(), shards, SHORTLIST, resume_dir=resume_dir)
+    return fit(config, tiny_adapter(), shards, SHORTLIST, resume_dir=resume_dir).candidates
 
 
 def weights(candidate: Candidate) -> list[torch.Tensor]:
@@ -43,7 +44,9 @@ def same(left: Candidate, right: Candidate) -> bool:
     return left.name == right.name and all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", [BLOCK, "2:affine:deep:muon:lr=0.003", "2:affine", "2:mlp:deep:hidden=16"])
+@pytest.mark.parametrize(
+    "name", [BLOCK, f"{BLOCK}:inner=24", "2:affine:deep:muon:lr=0.003", "2:affine", "2:mlp:deep:hidden=16"]
+)
 def test_a_trained_head_agrees_more_often_than_an_untrained_one(tmp_path: Path, name: str) -> None:
     shards = write_sequences(tmp_path)
     untrained, trained = (fitted(shards, name, steps=steps, learning_rate=0.003) for steps in (1, 60))
@@ -104,20 +107,21 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: p
     shards = write_sequences(tmp_path / "data")
     names = (BLOCK, "2:mlp:deep:muon:hidden=8", "1:affine", "1:identity")
     monkeypatch.setattr(train, "SAVE_EVERY", 3)
+    monkeypatch.setattr(train, "SAVE_SHARE", math.inf)
     whole = fitted(shards, *names, steps=11)
     steps: list[int] = []
     begin = Learner.begin
 
-    def killed(self: Learner, step: int) -> None:
+    def killed(self: Learner, step: int, *spent: float) -> None:
         steps.append(step)
         if step == 7:
             raise KeyboardInterrupt
-        begin(self, step)
+        begin(self, step, *spent)
 
     monkeypatch.setattr(Learner, "begin", killed)
     with pytest.raises(KeyboardInterrupt):
         fitted(shards, *names, steps=11, resume_dir=tmp_path / "run")
-    monkeypatch.setattr(Learner, "begin", lambda self, step: (steps.append(step), begin(self, step)))
+    monkeypatch.setattr(Learner, "begin", lambda self, step, *spent: (steps.append(step), begin(self, step, *spent)))
     steps.clear()
     resumed = fitted(shards, *names, steps=11, resume_dir=tmp_path / "run")
     assert steps[0] == 6  # the last saved state is after six steps
@@ -127,9 +131,97 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: p
 def test_a_training_that_was_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = write_sequences(tmp_path / "data")
     whole = fitted(shards, BLOCK, "1:affine", resume_dir=tmp_path / "run")
-    monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
+    monkeypatch.setattr(Learner, "begin", lambda self, step, *spent: pytest.fail(f"step {step} is done"))
     again = fitted(shards, BLOCK, "1:affine", resume_dir=tmp_path / "run")
     assert all(same(left, right) for left, right in zip(again, whole, strict=True))
+
+
+class Seconds:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+    clock = Seconds()
+    monkeypatch.setattr(train.time, "monotonic", clock)
+    return clock
+
+
+def test_training_ends_when_its_time_is_spent_and_a_later_start_does_no_more(
+    tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "CLOCK_EVERY", 2)
+    shards, rates = write_sequences(tmp_path / "data"), []
+    begin = Learner.begin
+    monkeypatch.setattr(Learner, "begin", lambda self, *args: (rates.append(args), begin(self, *args)))
+    config = settings(candidates=(BLOCK,), steps=1000)
+    found = [
+        fit(config, tiny_adapter(), shards, SHORTLIST, resume_dir=tmp_path / "run", seconds=30.0) for _ in range(2)
+    ]
+    assert 2 < found[0].steps < 1000
+    assert found[1].steps == found[0].steps
+    assert [step for step, _ in rates] == list(range(found[0].steps))
+    shares = [share for _, share in rates]
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] < 1.0, "the learning rate falls with the time"
+    assert same(found[0].candidates[0], found[1].candidates[0])
+
+
+def test_a_time_that_is_too_short_still_trains_a_little(tmp_path: Path) -> None:
+    config = settings(candidates=(BLOCK,), steps=1000)
+    found = fit(config, tiny_adapter(), write_sequences(tmp_path), SHORTLIST, seconds=1e-6)
+    assert found.steps == train.CLOCK_EVERY
+
+
+@pytest.mark.parametrize(("cost", "num_saves"), [(1.0, 4), (100.0, 1)])
+def test_saving_takes_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost: float, num_saves: int
+) -> None:
+    """Of 400 seconds with a step a second; a state is due every hundred steps."""
+    now = [0.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(train, "SAVE_EVERY", 100)
+    monkeypatch.setattr(train, "SAVE_SECONDS", 1e9)
+    state, saved = train.SavedState(tmp_path, "run"), 0
+
+    def slow(path: Path, raw: bytes) -> None:
+        now[0] += cost
+
+    monkeypatch.setattr(train, "write_whole", slow)
+    state.load([])
+    for step in range(1, 401):
+        now[0] += 1.0
+        if state.is_due(step):
+            state.save([], step, now[0])
+            saved += 1
+    assert saved == num_saves
+
+
+def test_the_first_save_of_a_large_state_waits_for_what_it_will_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    state = train.SavedState(tmp_path, "run")
+    state.load([Large()])
+    now[0] = 300.0
+    assert not state.is_due(train.SAVE_EVERY), "twenty seconds would be more than a twentieth"
+    now[0] = 401.0
+    assert state.is_due(train.SAVE_EVERY)
+
+
+class Large:
+    """A learner with four gigabytes."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.empty(10**9, device="meta")}
 
 
 def test_the_state_of_another_training_is_refused(tmp_path: Path) -> None:
@@ -153,6 +245,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_naming_step_and_candidate(tmp_pa
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "SAVE_EVERY", 4)
+    monkeypatch.setattr(train, "SAVE_SHARE", math.inf)
     shards = write_sequences(tmp_path / "data")
     with pytest.raises(TideError, match="not finite"):
         fitted(shards, "2:affine:lr=1e20", resume_dir=tmp_path / "run")

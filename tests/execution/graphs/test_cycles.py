@@ -26,7 +26,8 @@ from tide_core.request import Audit, SamplingParams
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2")
 GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 BLOCK = {"kind": "block", "taps": (2, 3)}
-HEADS = [{}, {"kind": "mlp"}, BLOCK]
+NARROW = {**BLOCK, "sizes": (("inner", 16), ("head_size", 8))}
+HEADS = [{}, {"kind": "mlp"}, BLOCK, NARROW]
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def vouch_for(folder: Path, name: str, data: bytes) -> None:
 def test_heads_routers_shortlist_and_manifest_come_back_as_they_were_stored(
     kind: str, deep: bool, tmp_path: Path
 ) -> None:
-    spec = make_spec(kind, deep=deep)
+    spec = make_spec(kind, deep=deep, inner=24 if kind == "block" and deep else 0)
     heads, routers = [make_head(spec, seed=1), make_head(spec, seed=2)], [make_router(seed=1), make_router(seed=2)]
     manifest = make_manifest(identity(), {1: spec, 2: spec})
     digest = save_artefact(tmp_path / "a", manifest, heads, routers, make_shortlist(), {"curve.png": b"\x89PNG"})
@@ -118,6 +118,36 @@ def test_heads_routers_shortlist_and_manifest_come_back_as_they_were_stored(
             assert torch.equal(after.state_dict()[name], weight.half().float()), name
         assert not after.training
         assert not any(weight.requires_grad for weight in after.parameters())
+
+
+def test_artefacts_from_before_narrow_heads_load_and_have_the_same_bytes_today(tmp_path: Path) -> None:
+    folder = make_artefact(tmp_path / "a", kind="block", taps=(2,))
+    keys = json.loads((folder / MANIFEST).read_text())["checkpoints"][0]["head"]
+    assert "inner" not in keys, "as older versions wrote it, and as they can read it"
+    assert load_artefact(folder, identity()).heads[0].spec.inner == 0
+    narrow = make_artefact(tmp_path / "b", kind="block", taps=(2,), sizes=(("inner", 24),))
+    assert json.loads((narrow / MANIFEST).read_text())["checkpoints"][0]["head"]["inner"] == 24
+    sizes = [(each / HEADS).stat().st_size for each in (folder, narrow)]
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (64, ("head.inner", "64", "at most the model's 48")),
+        (-1, ("head.inner", "-1")),
+        (True, ("checkpoints[0].head.inner", "an integer")),
+        (12, ("tensor checkpoint.1.head", "[24", "[12")),  # others than the tensors have
+        (0, ("tensor checkpoint.1.head",)),
+    ],
+    ids=str,
+)
+def test_an_inner_width_that_cannot_be_is_refused_by_its_place(
+    value: object, named: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = make_artefact(tmp_path / "a", kind="block", sizes=(("inner", 24),))
+    edit_manifest(folder, lambda values: values["checkpoints"][0]["head"].update({"inner": value}))
+    refused(folder, *named)
 
 
 def test_the_same_artefact_has_the_same_bytes_and_another_one_another_digest(tmp_path: Path) -> None:

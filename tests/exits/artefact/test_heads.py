@@ -12,8 +12,11 @@ from tests.exits.artefact.artefact_factory import MAX_DISTANCE, make_head, make_
 from tide_core.errors import ConfigError
 from tide_core.exits.artefact.heads import ExitHead, HeadSpec
 
-WIDTH, NUM_TOKENS = 48, 9
-KINDS = [("identity", False), *((kind, deep) for kind in ("affine", "mlp", "block") for deep in (False, True))]
+WIDTH, INNER, NUM_TOKENS = 48, 20, 9
+KINDS = [
+    ("identity", False),
+    *((kind, deep) for kind in ("affine", "mlp", "block", "narrow") for deep in (False, True)),
+]
 kinds = pytest.mark.parametrize(("kind", "deep"), KINDS)
 
 
@@ -24,6 +27,11 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(0, 1).to(query.dtype)
+
+
+def spec_of(kind: str = "block", **settings: Any) -> HeadSpec:
+    """`make_spec`; a narrow head is a block with an inner width."""
+    return make_spec("block", inner=INNER, **settings) if kind == "narrow" else make_spec(kind, **settings)
 
 
 class Cached:
@@ -43,20 +51,25 @@ class Cached:
         return torch.einsum("hqk,khs->qhs", weights, v)
 
 
-def inputs(*, deep: bool, dtype: torch.dtype = torch.float32, distance: int = 1) -> tuple[Any, ...]:
+def inputs(*, deep: bool, dtype: torch.dtype = torch.float32, distance: int = 1, width: int = WIDTH) -> tuple[Any, ...]:
+    """`width`: of the deep state."""
     generator = torch.Generator().manual_seed(0)
     states, other = torch.randn(2, NUM_TOKENS, WIDTH, generator=generator).to(dtype)
-    return (states, other, torch.full((NUM_TOKENS,), distance)) if deep else (states,)
+    return (states, other[:, :width].contiguous(), torch.full((NUM_TOKENS,), distance)) if deep else (states,)
+
+
+def inputs_of(head: ExitHead, **how: Any) -> tuple[Any, ...]:
+    return inputs(deep=head.spec.deep, width=head.spec.inner_width, **how)
 
 
 def features(head: ExitHead, *given: Tensor) -> Tensor:
-    return head.refine(head.embed(*given), torch.arange(NUM_TOKENS), dense)
+    return head.widen(head.refine(head.embed(*given), torch.arange(NUM_TOKENS), dense), given[0])
 
 
 @kinds
 def test_an_untrained_head_of_any_kind_guesses_the_normed_state(kind: str, deep: bool) -> None:
-    head = ExitHead(make_spec(kind, deep=deep))
-    given = inputs(deep=deep)
+    head = ExitHead(spec_of(kind, deep=deep))
+    given = inputs_of(head)
     expected = given[0] if kind == "identity" else head.state_norm(given[0])
     assert torch.allclose(features(head, *given), expected, atol=1e-6)
 
@@ -66,17 +79,21 @@ def test_an_untrained_head_of_any_kind_guesses_the_normed_state(kind: str, deep:
 def test_features_have_the_shape_and_dtype_of_the_states_and_agree_between_dtypes(
     kind: str, deep: bool, dtype: torch.dtype
 ) -> None:
-    spec = make_spec(kind, deep=deep)
-    out = features(make_head(spec).to(dtype), *inputs(deep=deep, dtype=dtype))
+    head = make_head(spec_of(kind, deep=deep))
+    expected = features(head, *inputs_of(head))
+    out = features(head.to(dtype), *inputs_of(head, dtype=dtype))
     assert (out.shape, out.dtype) == ((NUM_TOKENS, WIDTH), dtype)
-    assert torch.allclose(out.float(), features(make_head(spec), *inputs(deep=deep)), atol=0.1, rtol=0.05)
+    assert torch.allclose(out.float(), expected, atol=0.1, rtol=0.05)
 
 
 @kinds
 def test_every_weight_of_a_head_changes_its_features(kind: str, deep: bool) -> None:
-    head, given = make_head(make_spec(kind, deep=deep)), inputs(deep=deep)
+    head = make_head(spec_of(kind, deep=deep))
+    given = inputs_of(head)
     before = features(head, *given)
     for name, weight in head.named_parameters():
+        if name.startswith("fuse."):  # it makes the deep state
+            continue
         kept = weight.clone()
         weight += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
         assert not torch.equal(features(head, *given), before), name
@@ -84,10 +101,10 @@ def test_every_weight_of_a_head_changes_its_features(kind: str, deep: bool) -> N
     assert torch.equal(features(head, *given), before)
 
 
-@pytest.mark.parametrize("kind", ["affine", "mlp", "block"])
+@pytest.mark.parametrize("kind", ["affine", "mlp", "block", "narrow"])
 def test_at_distance_0_the_deep_state_is_ignored_even_if_it_is_nan(kind: str) -> None:
-    head = make_head(make_spec(kind))
-    states, other, none = inputs(deep=True, distance=0)
+    head = make_head(spec_of(kind))
+    states, other, none = inputs_of(head, distance=0)
     expected = features(head, states, other, none)
     assert torch.equal(features(head, states, other.fill_(torch.nan), none), expected)
 
@@ -111,8 +128,8 @@ def test_distances_are_told_apart_up_to_the_farthest_known_one() -> None:
 
 @kinds
 def test_a_tokens_features_do_not_depend_on_the_tokens_beside_it_but_through_attention(kind: str, deep: bool) -> None:
-    head = make_head(make_spec(kind, deep=deep))
-    given = inputs(deep=deep)
+    head = make_head(spec_of(kind, deep=deep))
+    given = inputs_of(head)
     alone = head.embed(*(part[4:5] for part in given))
     assert torch.allclose(head.embed(*given)[4:5], alone, atol=1e-6)
 
@@ -168,6 +185,8 @@ def test_block_attention_depends_on_how_far_tokens_are_apart_and_not_on_where_th
         ({"kind": "block", "num_heads": 4, "num_kv_heads": 2, "head_size": 7, "ffn": 8}, "head.num_heads"),
         ({"rope_theta": 0.0}, "head.rope_theta"),
         ({"norm_eps": float("nan")}, "head.norm_eps"),
+        ({"inner": 24}, "head.inner"),
+        ({"kind": "block", "num_heads": 4, "num_kv_heads": 2, "head_size": 8, "ffn": 8, "inner": 49}, "head.inner"),
     ],
     ids=str,
 )
@@ -208,3 +227,34 @@ def test_taps_that_cannot_be_are_refused(taps: Any) -> None:
 def test_a_head_without_the_deep_state_has_no_taps() -> None:
     with pytest.raises(ConfigError, match="taps"):
         make_spec(deep=False, taps=(2,))
+
+
+@pytest.mark.parametrize("taps", [(), (2, 3)], ids=str)
+def test_the_deep_state_of_a_narrow_head_is_as_wide_as_the_head_and_made_of_all_it_is_given(
+    taps: tuple[int, ...],
+) -> None:
+    head = make_head(spec_of("narrow", taps=taps))
+    states = list(torch.randn(1 + len(taps), NUM_TOKENS, WIDTH))
+    before = head.deep_state(states[0], states[1:])
+    assert before.shape == (NUM_TOKENS, head.spec.deep_width) == (NUM_TOKENS, INNER)
+    for which in range(len(states)):
+        others = [state + (place == which) for place, state in enumerate(states)]
+        assert (head.deep_state(others[0], others[1:]) - before).abs().max() > 1e-3
+
+
+def test_an_inner_width_as_wide_as_the_model_is_no_narrow_head() -> None:
+    same, plain = make_spec(inner=WIDTH), make_spec()
+    assert not same.narrow
+    assert list(ExitHead(same).state_dict()) == list(ExitHead(plain).state_dict())
+
+
+def test_a_narrow_head_of_a_wide_model_has_a_tenth_of_the_weights() -> None:
+    """The 7.25B: width 4608, feed-forward 12288. Ninety megabytes in place of 667."""
+    taps = (10, 20)
+    blocks = {"kind": "block", "width": 4608, "deep": True, "max_distance": 5, "head_size": 64, "taps": taps}
+    with torch.device("meta"):
+        wide = ExitHead(HeadSpec(num_heads=72, num_kv_heads=24, ffn=12288, **blocks))
+        narrow = ExitHead(HeadSpec(num_heads=18, num_kv_heads=6, ffn=3072, inner=1152, **blocks))
+    assert 300e6 < wide.num_parameters < 350e6
+    assert narrow.num_parameters < 45e6
+    assert narrow.num_draft_parameters < wide.num_draft_parameters / 8

@@ -15,6 +15,7 @@ import numpy as np
 
 from tide_core.calibration.ledger import WorkerTime
 from tide_core.calibration.risk.certify import Certification, threshold_grid
+from tide_core.calibration.risk.costs import Considered
 from tide_core.calibration.risk.decide import DraftPlan, FastChoice
 from tide_core.calibration.risk.traces import CandidateTraces, agreement
 from tide_core.errors import ConfigError
@@ -124,6 +125,8 @@ class ReportData:
     """Empty for a local run."""
     notes: tuple[str, ...] = field(default=())
     """Sentences after the verdict."""
+    considered: tuple[Considered, ...] = ()
+    """Heads that were priced before training; empty where the settings left nothing to choose."""
 
     @property
     def chosen_candidate(self) -> CandidateCurves:

@@ -22,10 +22,11 @@ from tide_core.calibration.report.data import (
     reliability,
 )
 from tide_core.calibration.report.report import TEXT, add_measured, render_report
-from tide_core.calibration.risk.costs import costs_of
+from tide_core.calibration.risk.costs import Costs, costs_of
 from tide_core.calibration.risk.decide import Decision, decide, traces_of
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.calibration.train.candidates import Candidate
+from tide_core.calibration.train.choice import Choice
 from tide_core.exits.artefact.artefact import (
     HEADS_FILE,
     MANIFEST_FILE,
@@ -68,6 +69,10 @@ class Findings:
     coverage: float
     """Share of held-out tokens in the shortlist."""
     workers: Sequence[WorkerTime] = ()
+    choice: Choice | None = None
+    """How the candidates were chosen."""
+    steps: int | None = None
+    """Of training, if the time for it was over before the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,13 @@ class Published:
 
 def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Published:
     """Decide, and write the artefact to `target` atomically."""
-    costs = {each.name: costs_of(each, adapter, len(findings.shortlist)) for each in findings.candidates}
-    decision = decide(findings.config, findings.traces, costs, adapter.num_layers)
+    measured = findings.choice.costs if findings.choice is not None else None
+    costs: dict[str, Costs] = {
+        each.name: costs_of(each, adapter, len(findings.shortlist)) if measured is None else measured[each.name]
+        for each in findings.candidates
+    }
+    on_cuda = adapter.device.type == "cuda"
+    decision = decide(findings.config, findings.traces, costs, adapter.num_layers, in_cycles=on_cuda)
     chosen = next(each for each in findings.candidates if each.name == decision.best.name)
     manifest = manifest_of(findings, decision, chosen)
     data = report_of(findings, decision, manifest.tool_version)
@@ -175,8 +185,18 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         reliability=reliability(stated),
         verdict=decision.verdict,
         workers=tuple(findings.workers),
-        notes=(NOTE, GIVEN_NOTE) if "given" in findings.traces else (NOTE,),
+        notes=notes_of(findings),
+        considered=() if findings.choice is None else findings.choice.considered,
     )
+
+
+def notes_of(findings: Findings) -> tuple[str, ...]:
+    config = findings.config
+    notes = [NOTE, GIVEN_NOTE] if "given" in findings.traces else [NOTE]
+    if findings.steps is not None:
+        limit = f"the time for the run, {config.minutes:g} minutes"
+        notes.append(f"Training ended after {findings.steps} of {config.steps} steps: {limit}, was spent.")
+    return tuple(notes)
 
 
 def command_of(findings: Findings) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from tide_core.calibration.report.data import Measured, ReportData
 from tide_core.calibration.report.plots import can_plot, draw_plots
+from tide_core.calibration.risk.costs import PRIOR_ACCEPTANCE
 from tide_core.errors import ConfigError
 
 TEXT = "report.md"
@@ -57,6 +58,7 @@ def report_text(data: ReportData, plots: Sequence[str] = ()) -> str:
         f"# Calibration of {data.model}",
         _verdict(data),
         _sizes(data),
+        _considered(data) if data.considered else "",
         _candidates(data),
         _drafting(data),
         _promises(data),
@@ -89,6 +91,30 @@ def _sizes(data: ReportData) -> str:
     parts = [(p.name, f"{p.num_sequences:,}", f"{p.num_tokens:,}", f"`{p.digest}`") for p in data.parts]
     tables = _table(("", ""), rows), _table(("part", "sequences", "tokens", "digest"), parts)
     return "## Model and data\n\n" + "\n\n".join(tables)
+
+
+def _considered(data: ReportData) -> str:
+    timed = all(each.tokens_per_s is not None for each in data.considered)
+    rows = [
+        (
+            each.name,
+            str(each.inner),
+            f"{each.num_parameters / 1e6:.1f} M",
+            f"{each.draft_share:.3f}",
+            f"×{each.speedup:.2f}",
+            "–" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}",
+            "yes" if each.trained else "no",
+        )
+        for each in data.considered
+    ]
+    head = ("exit", "inner width", "head", "draft cost", "predicted", "tokens/s", "trained")
+    how = "Costs are passes timed on this device." if timed else "Costs are parameters read: passes were not timed."
+    text = (
+        f"{how} Predicted for one row before training, when every exit is assumed to have {PRIOR_ACCEPTANCE:.0%} of "
+        "its drafts right, so the order is one of costs: the cheapest of each checkpoint layer was trained, then the "
+        "next cheapest. Which of the trained ones is published, their traces decided."
+    )
+    return f"## Exits considered\n\n{_table(head, rows)}\n\n{text}"
 
 
 def _candidates(data: ReportData) -> str:

@@ -22,7 +22,7 @@ from tide_core.calibration.risk.certify import (
     strictest,
     threshold_grid,
 )
-from tide_core.calibration.risk.costs import CostModel, predict_speedup, predict_speedups
+from tide_core.calibration.risk.costs import Costs, draft_share, predict_speedup, predict_speedups
 from tide_core.calibration.risk.simulate import CycleCounts, PackedTraces, acceptance_by_distance, pack, simulate_all
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.errors import ConfigError
@@ -85,12 +85,15 @@ class Decision:
 def decide(
     config: CalibrationConfig,
     traces: Mapping[str, Sequence[CandidateTraces]],
-    costs: Mapping[str, CostModel],
+    costs: Mapping[str, Costs],
     num_layers: int,
+    *,
+    in_cycles: bool = False,
 ) -> Decision:
     """Select on the test part, certify on the calibration part and on `given` if there is one.
 
-    `traces` are by part, `costs` by candidate name."""
+    `traces` are by part, `costs` by candidate name. `in_cycles`: speed-ups are predicted for an engine that runs whole
+    cycles in one launch, as on a GPU."""
     plans = plan_candidates(traces["test"], costs, max_drafts=config.max_drafts)
     chosen = plans[0]
     packed = {part: pack(traces_of(each, chosen.name).sequences) for part, each in traces.items()}
@@ -114,8 +117,21 @@ def decide(
             for epsilon in config.epsilons
         ),
         fast=fast,
-        speedups=predict_speedups(counts, costs[chosen.name], BATCH_SIZES),
+        speedups=cycle_speedups(packed["calibration"], costs[chosen.name], max_drafts)
+        if in_cycles
+        else predict_speedups(counts, costs[chosen.name], BATCH_SIZES),
     )
+
+
+def cycle_speedups(traces: PackedTraces, costs: Costs, max_drafts: int) -> dict[int, float]:
+    """Predicted speed-ups where all planned drafts of a cycle are made, whatever their scores, and the engine plans the
+    best number for each batch size; none at all where they do not pay."""
+    speedups = dict.fromkeys(BATCH_SIZES, 1.0)
+    for drafts in range(1, max_drafts + 1):
+        counts = simulate_all(traces, draft_threshold=0.0, max_drafts=drafts).total()
+        for batch_size, speedup in predict_speedups(counts, costs, BATCH_SIZES).items():
+            speedups[batch_size] = max(speedups[batch_size], speedup)
+    return speedups
 
 
 def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:
@@ -123,7 +139,7 @@ def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:
 
 
 def plan_candidates(
-    candidates: Sequence[CandidateTraces], costs: Mapping[str, CostModel], *, max_drafts: int
+    candidates: Sequence[CandidateTraces], costs: Mapping[str, Costs], *, max_drafts: int
 ) -> tuple[DraftPlan, ...]:
     """The best plan of every candidate, the highest predicted speed-up in mode `verified` first."""
     if not candidates:
@@ -136,7 +152,7 @@ def plan_candidates(
 
 def plan_drafts(
     candidate: CandidateTraces,
-    costs: CostModel,
+    costs: Costs,
     *,
     draft_thresholds: Sequence[float] = DRAFT_THRESHOLDS,
     limit: int | None = None,
@@ -161,7 +177,7 @@ def plan_drafts(
                     threshold,
                     max_drafts,
                     speedup,
-                    costs.draft_share,
+                    draft_share(costs),
                     counts,
                 )
     assert best is not None

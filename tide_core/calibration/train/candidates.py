@@ -24,7 +24,12 @@ from tide_core.exits.artefact.heads import HEAD_KINDS, ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
 
-EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:ffn=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
+EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
+WIDE_FROM = 1025
+"""Model width from which narrow blocks are considered; a block of a narrower model costs little at its full width."""
+WIDTH_STEP = 64
+NARROW_HEAD_SIZE = 64
+"""Of the attention in a narrow block: one that all kernels are fast with."""
 _FLAGS = ("deep", "muon")
 
 
@@ -33,7 +38,13 @@ def _read_taps(text: str) -> tuple[int, ...]:
     return () if text == "0" else tuple(int(layer) for layer in text.split("+"))
 
 
-_SIZES: dict[str, Callable[[str], Any]] = {"hidden": int, "ffn": int, "lr": float, "taps": _read_taps}
+_SIZES: dict[str, Callable[[str], Any]] = {
+    "hidden": int,
+    "inner": int,
+    "ffn": int,
+    "lr": float,
+    "taps": _read_taps,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +59,16 @@ class CandidateSpec:
     hidden: int | None = None
     """Width of the head's SwiGLU, 0 for none; None takes the model's feed-forward width for an mlp head, else none."""
     ffn: int | None = None
-    """Width of the block's own SwiGLU; None takes the model's feed-forward width."""
+    """Width of the block's own SwiGLU; None takes the model's feed-forward width, or as much of it as the block has of
+    the model's width."""
     lr: float | None = None
     """None takes that of the configuration."""
     muon: bool = False
     """Matrices are trained with Muon instead of AdamW."""
     taps: tuple[int, ...] | None = None
     """Layers whose states go into the deep state; None takes `default_taps`."""
+    inner: int | None = None
+    """Width at which a block works; None and 0 take the model's."""
 
     @classmethod
     def parse(cls, text: str) -> CandidateSpec:
@@ -98,15 +112,33 @@ def candidates_of(config: CalibrationConfig, num_layers: int) -> list[CandidateS
     """The candidates that the configuration lists, or every one of its head kinds at every one of its checkpoints."""
     if config.candidates:
         return [CandidateSpec.parse(text) for text in config.candidates]
-    specs = []
-    for layer in config.checkpoints_for(num_layers):
-        for kind in config.heads:
-            deep = config.deep_inputs and kind != "identity"
-            hidden = config.head_hidden if kind in ("mlp", "block") else None
-            ffn = config.head_ffn if kind == "block" else None
-            muon = config.optimiser == "muon" and kind != "identity"
-            specs.append(CandidateSpec(layer, kind, deep, hidden, ffn, muon=muon, taps=config.taps if deep else None))
-    return specs
+    layers = config.checkpoints_for(num_layers)
+    return [_spec(config, layer, kind, config.head_inner) for layer in layers for kind in config.heads]
+
+
+def narrow_candidates(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
+    """Narrow blocks for a model of this width, beside those of `candidates_of`: at a quarter and at half of the width,
+    at the checkpoints and after the first layer. None where the model is small or the settings name the shapes."""
+    if width < WIDE_FROM or config.candidates or config.head_inner is not None or "block" not in config.heads:
+        return []
+    layers = config.checkpoints_for(num_layers)
+    layers = layers if config.checkpoints else tuple(sorted({1, *layers}))
+    inners = [-(-width // part // WIDTH_STEP) * WIDTH_STEP for part in (4, 2)]
+    return [_spec(config, layer, "block", inner) for layer in layers for inner in inners]
+
+
+def _spec(config: CalibrationConfig, layer: int, kind: str, inner: int | None) -> CandidateSpec:
+    deep, block = config.deep_inputs and kind != "identity", kind == "block"
+    return CandidateSpec(
+        layer,
+        kind,
+        deep,
+        hidden=config.head_hidden if kind in ("mlp", "block") else None,
+        ffn=config.head_ffn if block else None,
+        muon=config.optimiser == "muon" and kind != "identity",
+        taps=config.taps if deep else None,
+        inner=inner if block else None,
+    )
 
 
 def layers_of(candidates: Sequence[Candidate]) -> list[int]:
@@ -131,11 +163,19 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
         own_size = None if hasattr(config, "kv_lora_rank") else getattr(config, "head_dim", None)
         size = int(own_size or width // heads)
         groups = _first(config, "num_key_value_heads", "num_kv_heads") or heads
+        groups = groups if heads % groups == 0 else heads
+        if spec.inner and spec.inner < width:
+            size = min(NARROW_HEAD_SIZE, size, spec.inner)
+            shared = heads // groups  # query heads per KV head: the model's number, or the next that divides ours
+            heads = max(1, spec.inner // size)
+            groups = heads // max(number for number in range(1, min(shared, heads) + 1) if heads % number == 0)
+            feed_forward = -(-feed_forward * spec.inner // width // WIDTH_STEP) * WIDTH_STEP
         shape = {
             "num_heads": heads,
-            "num_kv_heads": groups if heads % groups == 0 else heads,
+            "num_kv_heads": groups,
             "head_size": size + size % 2,
             "ffn": feed_forward if spec.ffn is None else spec.ffn,
+            "inner": spec.inner or 0,
         }
     own_hidden = feed_forward if spec.kind == "mlp" else 0
     taps = default_taps(spec.layer, adapter.num_layers) if spec.taps is None else spec.taps

@@ -22,7 +22,7 @@ from tide_core.exits.artefact.heads import ExitHead
 
 
 def features_by_distance(head: ExitHead, states: Tensor, deep: Tensor, distances: Sequence[int]) -> dict[int, Tensor]:
-    """Features [B * S, D] at each of the `distances`, from the states at the checkpoint and the deep states, [B, S, D].
+    """Features [B * S, D] at each of the `distances`, from states at the checkpoint [B, S, D] and deep ones [B, S, d].
 
     A head without the deep state as input does not depend on the distance: all distances share one result."""
     num_rows, length, _ = states.shape
@@ -37,7 +37,7 @@ def features_by_distance(head: ExitHead, states: Tensor, deep: Tensor, distances
         known = torch.where(flat_positions >= distance, distance, 0)
         embedded = head.embed(flat_states, fed, known).float()  # whatever the dtype of the products
         if distance in distances or not head.spec.deep:
-            features[distance] = head.refine(embedded, flat_positions, attention.attend)
+            features[distance] = head.widen(head.refine(embedded, flat_positions, attention.attend), flat_states)
         else:
             attention.append(*head.keys_values(embedded, flat_positions))
     return features if head.spec.deep else dict.fromkeys(distances, features[1])

@@ -108,11 +108,11 @@ class Learner:
         """Head loss, router loss, agreement, number of steps."""
         self._broke_at = torch.full((), -1, device=device)
 
-    def begin(self, step: int) -> None:
-        """Set the learning rate of a step."""
+    def begin(self, step: int, time_spent: float = 0.0) -> None:
+        """Set the learning rate of a step, by the steps done or by the share of the time that is spent."""
         config = self._config
         warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
-        done = step / max(1, config.steps - 1)
+        done = max(step / max(1, config.steps - 1), time_spent)
         rate = self._rate * warm * (1.0 - (1.0 - config.final_learning_rate) * done)
         if isinstance(self._rate_now, Tensor):
             self._rate_now.fill_(rate)

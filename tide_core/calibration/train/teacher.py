@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tide_core.batch import KVView
 from tide_core.exits.artefact.heads import ExitHead
-from tide_core.models.adapter import ModelAdapter
+from tide_core.models.adapter import LayerInputs, ModelAdapter
 from tide_core.models.kernel_modules import is_plain_rms_norm
 
 PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -92,25 +92,13 @@ class Teacher:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer attends to all earlier positions, so that layers need no mask and no host reads."""
-        config = self._adapter.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-        return (
-            type(self._adapter.model).__name__ in PLAIN
-            and kinds == {"full_attention"}
-            and not getattr(config, "sliding_window", None)
-            and rope.get("rope_type", "default") in ("default", "linear", "llama3")
-            and not self._adapter.has_experts
-        )
+        return runs_layer_by_layer(self._adapter)
 
     def _layer_by_layer(self, tokens: Tensor, wanted: set[int]) -> dict[int, Tensor]:
         adapter, (num_rows, length) = self._adapter, tokens.shape
         positions = torch.arange(length, device=tokens.device)
         states = adapter.embed(tokens.flatten(), positions.repeat(num_rows)).view(num_rows, length, -1)
-        inputs = adapter.layer_inputs(positions, cast(KVView, NoCache()))
-        no_cache = {adapter.family.cache_argument: None, "attention_mask": None, "use_cache": False}
-        inputs.common.update(no_cache)
+        inputs = plain_inputs(adapter, positions)
         seen: dict[int, Tensor] = {}
         for layer in range(adapter.num_layers):
             states = adapter.run_layers(states, layer, layer + 1, inputs)
@@ -164,6 +152,27 @@ class Teacher:
     def _normed(self, features: Tensor) -> Tensor:
         normed: Tensor = self._norm(features.to(self._short.linear.weight.dtype))
         return normed
+
+
+def runs_layer_by_layer(adapter: ModelAdapter) -> bool:
+    """Whether every layer attends to all earlier positions, so that layers need no mask and no host reads."""
+    config = adapter.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    return (
+        type(adapter.model).__name__ in PLAIN
+        and kinds == {"full_attention"}
+        and not getattr(config, "sliding_window", None)
+        and rope.get("rope_type", "default") in ("default", "linear", "llama3")
+        and not adapter.has_experts
+    )
+
+
+def plain_inputs(adapter: ModelAdapter, positions: Tensor) -> LayerInputs:
+    """Inputs of layers that are called one by one, without a cache and without a mask."""
+    inputs = adapter.layer_inputs(positions, cast(KVView, NoCache()))
+    inputs.common.update({adapter.family.cache_argument: None, "attention_mask": None, "use_cache": False})
+    return inputs
 
 
 def _chunks(rows: Tensor) -> tuple[Tensor, ...]:

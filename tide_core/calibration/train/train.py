@@ -13,6 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ SAVE_EVERY = 500
 """Steps between two saved states."""
 SAVE_SECONDS = 60.0
 """Maximum time between two saved states."""
+SAVE_SHARE = 0.05
+"""Saving takes at most this share of the time: a state that takes long to write is saved less often."""
+SAVE_BYTES_PER_S = 200e6
+"""Expected of the first save."""
+CLOCK_EVERY = 10
+"""Steps between two looks at the clock where there is a limit on the time."""
 LENGTH_STEP = 64
 ROW_STEP = 8
 """For graphs, batches are padded to multiples of these, so that there are few shapes."""
@@ -59,22 +66,26 @@ def fit(
     resume_dir: Path | None = None,
     on_saved: Callable[[], None] = lambda: None,
     group: ProcessGroup = SINGLE_PROCESS,
-) -> list[Candidate]:
-    """Train the candidates of the configuration; with a `resume_dir`, from the last saved state.
+    specs: Sequence[CandidateSpec] = (),
+    seconds: float | None = None,
+) -> Fitted:
+    """Train the candidates `specs`, or those of the configuration; with a `resume_dir`, from the last saved state.
 
-    The last state stays in `resume_dir` after the end; the caller removes it. In a `group` every process passes the
-    same arguments and gets the same candidates; rank 0 saves states and calls `on_saved` after each."""
+    With a limit of `seconds`, the time of earlier starts included, the learning rate falls by the clock as well, and
+    training ends when the time is spent. The last state stays in `resume_dir` after the end; the caller removes it. In
+    a `group` every process passes the same arguments and gets the same candidates; rank 0 saves states, calls
+    `on_saved` after each and watches the clock."""
     if not shards.num_sequences:
         raise ConfigError("train sequences", 0, "at least one")
     progress = progress or SilentProgress()
-    specs = candidates_of(config, adapter.num_layers)
+    specs = specs or candidates_of(config, adapter.num_layers)
     sizes = {"max_distance": config.max_drafts, "bottleneck": config.router_bottleneck, "seed": config.seed}
     learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, group) for spec in specs]
     layers = layers_of([learner.candidate for learner in learners])
     teacher = Teacher(adapter, shortlist)
     saved = SavedState(resume_dir, _run_digest(config, specs, shards, shortlist))
-    first = saved.load(learners)
-    saved_at = time.monotonic()
+    first = done = saved.load(learners)
+    clock = Clock(seconds, saved.seconds, group, adapter.device)
     distances = tuple(range(1, config.max_drafts + 1))
 
     def run_step(tokens: Tensor, rows: Tensor, weight: Tensor) -> None:
@@ -92,9 +103,11 @@ def fit(
         progress.stage("train", config.steps, "step", first) as stage,
     ):
         for step, batch in _batches(config, shards, first):
+            if clock.is_over(step, first):
+                break
             rows = loss_rows(batch, config.loss_positions, ROWS_PER_STEP, seed=(config.seed, step))
             for learner in learners:
-                learner.begin(step)
+                learner.begin(step, clock.share)
             if graphs is not None:
                 graphs(*_padded(batch, rows, ROWS_PER_STEP))
             else:
@@ -106,12 +119,50 @@ def fit(
                 stage.update(1, **{learner.candidate.name: learner.report().head for learner in learners})
             else:
                 stage.update(1)
-            due = done % SAVE_EVERY == 0 or time.monotonic() - saved_at > SAVE_SECONDS
-            if (due or done == config.steps) and group.rank == 0:
-                saved.save(learners, done)
+            if group.rank == 0 and (done == config.steps or saved.is_due(done)):
+                saved.save(learners, done, clock.seconds)
                 on_saved()
-                saved_at = time.monotonic()
-    return [learner.finish() for learner in learners]
+        if done > saved.step and group.rank == 0:  # the time is over
+            saved.save(learners, done, clock.seconds)
+            on_saved()
+    return Fitted([learner.finish() for learner in learners], done)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The trained candidates and the steps they were trained for."""
+
+    candidates: list[Candidate]
+    steps: int
+
+
+class Clock:
+    """The time that training may take and has taken. In a group all processes read that of rank 0."""
+
+    def __init__(self, limit: float | None, before: float, group: ProcessGroup, device: torch.device) -> None:
+        self._limit, self._before, self._group, self._device = limit, before, group, device
+        self._started = time.monotonic()
+        self.share = 0.0
+        """Of the limit, when it was last looked at."""
+
+    @property
+    def seconds(self) -> float:
+        """Of training, that of earlier starts included."""
+        return self._before + time.monotonic() - self._started
+
+    def is_over(self, step: int, first: int) -> bool:
+        """Whether training ends before this step; `first` is the first one of this start. Looked at now and then, since
+        the device must catch up first; at least `CLOCK_EVERY` steps are done in all."""
+        if self._limit is None or (step % CLOCK_EVERY and step != first):
+            return False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        shared = torch.zeros((), device=self._device)
+        if self._group.rank == 0:
+            shared.fill_(self.seconds / self._limit)
+        self._group.all_reduce([shared])
+        self.share = min(1.0, float(shared))
+        return step > 0 and self.share >= 1.0
 
 
 class StepGraphs:
@@ -200,9 +251,19 @@ class SavedState:
     def __init__(self, folder: Path | None, run: str) -> None:
         self._path = None if folder is None else folder / STATE_NAME
         self._run = run
+        self._saved_at = time.monotonic()
+        self._cost: float | None = None
+        """Seconds that a save takes; None before the first."""
+        self._num_bytes = 0
+        self.step = 0
+        """Steps in the last saved state."""
+        self.seconds = 0.0
+        """Time of training in the state that was loaded."""
 
     def load(self, learners: Sequence[Learner]) -> int:
         """Restore the learners; returns the first step that is not done."""
+        weights = (tensor for learner in learners for tensor in learner.tensors().values())
+        self._num_bytes = sum(tensor.nbytes for tensor in weights)
         if self._path is None or not self._path.exists():
             return 0
         try:
@@ -218,17 +279,28 @@ class SavedState:
             prefix = f"{index}."
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             learner.load(own)
-        return int(metadata["step"])
+        self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
+        return self.step
 
-    def save(self, learners: Sequence[Learner], step: int) -> None:
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is to be saved, by steps, by time and by what saving costs."""
+        since = time.monotonic() - self._saved_at
+        cost = self._num_bytes / SAVE_BYTES_PER_S if self._cost is None else self._cost
+        return (step % SAVE_EVERY == 0 or since > SAVE_SECONDS) and since * SAVE_SHARE >= cost
+
+    def save(self, learners: Sequence[Learner], step: int, seconds: float) -> None:
+        self.step = step
         if self._path is None:
             return
+        started = time.monotonic()
         tensors: dict[str, Tensor] = {}
         for index, learner in enumerate(learners):
             learner.report()  # raises for a state that is not finite
             tensors |= {f"{index}.{name}": tensor.cpu().contiguous() for name, tensor in learner.tensors().items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, save(tensors, {"run": self._run, "step": str(step)}))
+        write_whole(self._path, save(tensors, {"run": self._run, "step": str(step), "seconds": f"{seconds:.3f}"}))
+        self._saved_at = time.monotonic()
+        self._cost = self._saved_at - started
 
 
 def _batches(config: CalibrationConfig, shards: TokenShards, first: int) -> Iterator[tuple[int, SequenceBatch]]:

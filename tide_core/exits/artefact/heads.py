@@ -16,6 +16,11 @@ settles there says more of the tokens to come than the last state, which is all 
 to a position, when it has run deep. M starts as "take norm(h)" and F as "take d". Everything else that is learned
 starts at zero output, so an untrained head of any kind is a plain guess and never a wild one.
 
+A block may be narrow: it works at an inner width below the model's. M and F then lead to the inner width, the deep
+state is as wide as that, and a last step leads back: z = norm'(h) + U·(what the block gave). M and F start as random
+projections and U at zero, so an untrained narrow head is the same plain guess. Its cost and its size fall with the
+inner width; only M, F and U still see the model's.
+
 The attention of a block is not in here: the caller hands it over as a function. In the engine it writes and reads the
 paged pool, in training it is dense. The block has rotary positions of its own, whatever the model uses.
 """
@@ -23,12 +28,13 @@ paged pool, in training it is dense. The block has rotary positions of its own, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.strict_json import OPTIONAL
 from tide_core.kernels import Kernels, reference_kernels
 
 HEAD_KINDS = ("identity", "affine", "mlp", "block")
@@ -60,11 +66,13 @@ class HeadSpec:
     norm_eps: float = 1e-5
     taps: tuple[int, ...] = ()
     """Layers, counted as layers that have run, whose states go into the deep state beside the last one."""
+    inner: int = field(default=0, metadata=OPTIONAL)
+    """Width at which a narrow block works; 0, or the model's width, for a block that is not narrow."""
 
     def __post_init__(self) -> None:
         if self.kind not in HEAD_KINDS:
             raise ConfigError("head.kind", self.kind, f"one of {', '.join(HEAD_KINDS)}")
-        sizes = ("width", "max_distance", "hidden", "num_heads", "num_kv_heads", "head_size", "ffn")
+        sizes = ("width", "max_distance", "hidden", "num_heads", "num_kv_heads", "head_size", "ffn", "inner")
         for name in sizes:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**20:
@@ -84,6 +92,9 @@ class HeadSpec:
         elif not all(shape) or self.num_heads % self.num_kv_heads or self.head_size % 2:
             expected = "above 0, whole groups of query heads per KV head, an even head size"
             raise ConfigError("head.num_heads, num_kv_heads, head_size, ffn", shape, expected)
+        if self.inner > self.width or (self.inner and self.kind != "block"):
+            expected = f"at most the model's {self.width}, and 0 for heads without a block"
+            raise ConfigError("head.inner", self.inner, expected)
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
@@ -98,8 +109,27 @@ class HeadSpec:
             raise ConfigError("head.taps", taps, "none for a head that is not fed with the deep state")
 
     @property
+    def inner_width(self) -> int:
+        """Width at which the head works."""
+        return self.inner or self.width
+
+    @property
+    def narrow(self) -> bool:
+        return self.inner_width < self.width
+
+    @property
+    def deep_width(self) -> int:
+        """Of the deep state that a slot keeps; 0 for a head that is not fed with one."""
+        return self.inner_width if self.deep else 0
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the deep state is computed, and not just the final-norm state."""
+        return self.deep and (bool(self.taps) or self.narrow)
+
+    @property
     def input_width(self) -> int:
-        return self.width * (2 if self.deep else 1)
+        return self.width + self.deep_width
 
     @property
     def attends(self) -> bool:
@@ -108,7 +138,8 @@ class HeadSpec:
 
 
 class ExitHead(nn.Module):
-    """A head of any kind. `embed` first, then `refine`; `keys_values` alone where only the KV is wanted."""
+    """A head of any kind. `embed` first, then `refine`, then `widen`; `keys_values` after `embed` where only the KV is
+    wanted."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
@@ -118,29 +149,33 @@ class ExitHead(nn.Module):
         if spec.kind == "identity":
             return
         self.state_norm = HeadRMSNorm(spec.width, spec.norm_eps)
-        self.mix = nn.Linear(spec.input_width, spec.width)
+        self.mix = nn.Linear(spec.input_width, spec.inner_width)
         if spec.deep:
-            self.deep_norm = HeadRMSNorm(spec.width, spec.norm_eps)
+            self.deep_norm = HeadRMSNorm(spec.inner_width, spec.norm_eps)
             self.distance = nn.Embedding(spec.max_distance + 1, spec.input_width)
         if spec.taps:
             self.tap_norms = nn.ModuleList(HeadRMSNorm(spec.width, spec.norm_eps) for _ in spec.taps)
-            self.fuse = nn.Linear((1 + len(spec.taps)) * spec.width, spec.width)
+        if spec.fuses:
+            self.fuse = nn.Linear((1 + len(spec.taps)) * spec.width, spec.inner_width)
         if spec.hidden:
-            self.mlp = HeadMLP(spec.input_width, spec.hidden, spec.width)
+            self.mlp = HeadMLP(spec.input_width, spec.hidden, spec.inner_width)
         if spec.attends:
             self.block = HeadBlock(spec)
+        if spec.narrow:
+            self.skip_norm = HeadRMSNorm(spec.width, spec.norm_eps)
+            self.up = nn.Linear(spec.inner_width, spec.width, bias=False)
         self._reset()
 
     def _reset(self) -> None:
-        nn.init.eye_(self.mix.weight)  # rows of [norm(h); ...]: the first D columns are the identity
-        nn.init.zeros_(self.mix.bias)
+        _begin(self.mix, narrow=self.spec.narrow)  # rows of [norm(h); ...]: the first D columns are the identity
         if self.spec.deep:
             nn.init.zeros_(self.distance.weight)
-        if self.spec.taps:
-            nn.init.eye_(self.fuse.weight)
-            nn.init.zeros_(self.fuse.bias)
+        if self.spec.fuses:
+            _begin(self.fuse, narrow=self.spec.narrow)
         if self.spec.hidden:
             nn.init.zeros_(self.mlp.down_proj.weight)
+        if self.spec.narrow:
+            nn.init.zeros_(self.up.weight)
 
     @property
     def num_parameters(self) -> int:
@@ -149,19 +184,21 @@ class ExitHead(nn.Module):
     @property
     def num_draft_parameters(self) -> int:
         """Those that a draft reads; the others are for positions that run deep."""
-        return self.num_parameters - (sum(p.numel() for p in self.fuse.parameters()) if self.spec.taps else 0)
+        return self.num_parameters - (sum(p.numel() for p in self.fuse.parameters()) if self.spec.fuses else 0)
 
     def deep_state(self, last: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """What the head is fed with, [..., D], from the final-norm state and the states at the taps, [..., D] each."""
-        if not self.spec.taps:
+        """What the head is fed with, [..., d], from the final-norm state and the states at the taps, [..., D] each.
+
+        d is the inner width, which is D unless the head is narrow."""
+        if not self.spec.fuses:
             return last
         assert len(tapped) == len(self.spec.taps), "one state for each tap"
-        normed = [norm(state) for norm, state in zip(self.tap_norms, tapped, strict=True)]
-        fused: Tensor = self.fuse(torch.cat((last.to(normed[0].dtype), *normed), -1))
+        normed = [norm(state) for norm, state in zip(self.tap_norms, tapped, strict=True)] if tapped else []
+        fused: Tensor = self.fuse(torch.cat((last.to(self.state_norm.weight.dtype), *normed), -1))
         return fused
 
     def embed(self, states: Tensor, deep: Tensor | None = None, distances: Tensor | None = None) -> Tensor:
-        """States at the checkpoint [T, D], deep states [T, D] and their distances [T] to what enters the block [T, D].
+        """States at the checkpoint [T, D], deep states [T, d] and their distances [T] to what enters the block [T, d].
 
         A distance of 0 says that there is no deep state; the row of `deep` is then ignored."""
         if self.spec.kind == "identity":
@@ -177,12 +214,19 @@ class ExitHead(nn.Module):
         return mixed + self.mlp(inputs) if self.spec.hidden else mixed
 
     def refine(self, embedded: Tensor, positions: Tensor, attend: Attend | None = None) -> Tensor:
-        """What `embed` gave, [T, D], and positions [T], to the features [T, D]."""
+        """What `embed` gave, [T, d], and positions [T], to what `widen` takes, [T, d]."""
         if not self.spec.attends:
             return embedded
         assert attend is not None, "a block head needs its attention"
         refined: Tensor = self.block(embedded, *self._rotations(positions, embedded.dtype), attend, self.kernels)
         return refined
+
+    def widen(self, refined: Tensor, states: Tensor) -> Tensor:
+        """What `refine` gave, [T, d], and states at the checkpoint [T, D] to the features [T, D]."""
+        if not self.spec.narrow:
+            return refined
+        widened: Tensor = self.skip_norm(states) + self.up(refined)
+        return widened
 
     def keys_values(self, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [T, Hk, S] of the block for what `embed` gave, and nothing else of it."""
@@ -224,14 +268,15 @@ class HeadBlock(nn.Module):
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         self.spec = spec
-        width, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        self.attention_norm = HeadRMSNorm(spec.width, spec.norm_eps)
-        self.q_proj = nn.Linear(spec.width, width, bias=False)
-        self.k_proj = nn.Linear(spec.width, keys, bias=False)
-        self.v_proj = nn.Linear(spec.width, keys, bias=False)
-        self.o_proj = nn.Linear(width, spec.width, bias=False)
-        self.mlp_norm = HeadRMSNorm(spec.width, spec.norm_eps)
-        self.mlp = HeadMLP(spec.width, spec.ffn, spec.width)
+        width = spec.inner_width
+        queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        self.attention_norm = HeadRMSNorm(width, spec.norm_eps)
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=False)
+        self.mlp_norm = HeadRMSNorm(width, spec.norm_eps)
+        self.mlp = HeadMLP(width, spec.ffn, width)
         nn.init.zeros_(self.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
@@ -245,7 +290,7 @@ class HeadBlock(nn.Module):
     def project(
         self, normed: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels, *, query: bool = True
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Queries (if asked for), keys and values of normed states [T, D], positions applied."""
+        """Queries (if asked for), keys and values of normed states [T, d], positions applied."""
         size = self.spec.head_size
         queries = kernels.rotary(self.q_proj(normed).unflatten(-1, (-1, size)), cos, sin) if query else None
         keys = kernels.rotary(self.k_proj(normed).unflatten(-1, (-1, size)), cos, sin)
@@ -278,3 +323,12 @@ class HeadMLP(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         gated: Tensor = self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
         return gated
+
+
+def _begin(linear: nn.Linear, *, narrow: bool) -> None:
+    """First weights of M or F: "take the first of the inputs", or a projection that keeps the size of its inputs."""
+    if narrow:
+        nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+    else:
+        nn.init.eye_(linear.weight)
+    nn.init.zeros_(linear.bias)

@@ -17,6 +17,10 @@ from tide_core.errors import ArtefactError, FieldError
 
 Record = TypeVar("Record")
 
+OPTIONAL = {"optional": True}
+"""Metadata of a field that files made before it was known do not have. It is written only where it is not at its
+default, so records that do not need it stay as they were."""
+
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
     """The object in `data`, which must be plain JSON: UTF-8, no NaN, no key twice."""
@@ -31,17 +35,18 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
 
 def read(record: type[Record], value: object, where: str) -> Record:
     """`value` as a record of this dataclass."""
-    names = [field.name for field in dataclasses.fields(record)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(record)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
     if not isinstance(value, dict):
         raise ArtefactError(where, value, f"an object with the keys {', '.join(names)}")
     for key in value:
         if key not in names:
             raise ArtefactError(where, f"the unknown key {key}", f"only the keys {', '.join(names)}")
-    for name in names:
-        if name not in value:
-            raise ArtefactError(f"{where}.{name}", "nothing", "a value: the key is missing")
+    for field in fields:
+        if field.name not in value and "optional" not in field.metadata:
+            raise ArtefactError(f"{where}.{field.name}", "nothing", "a value: the key is missing")
     hints = typing.get_type_hints(record)
-    values = {name: _value(hints[name], value[name], f"{where}.{name}") for name in names}
+    values = {name: _value(hints[name], value[name], f"{where}.{name}") for name in names if name in value}
     try:
         return record(**values)
     except FieldError as error:
@@ -51,7 +56,11 @@ def read(record: type[Record], value: object, where: str) -> Record:
 def plain(value: object) -> Any:
     """Records, tuples and mappings as JSON has them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if "optional" not in field.metadata or getattr(value, field.name) != field.default
+        }
     if isinstance(value, Mapping):
         return {key: plain(entry) for key, entry in value.items()}
     return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

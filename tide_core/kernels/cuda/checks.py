@@ -165,15 +165,20 @@ def exit_input_faults(
 ) -> Faults:
     yield from matrix_faults("states", states, device)
     num_tokens, width = states.shape
-    yield from matrix_faults("deep_states", deep_states, device, states.dtype, width)
-    for name, weight in (("state_norm", state_norm), ("deep_norm", deep_norm)):
-        yield from checks.exact_faults(name, weight, states.dtype, (width,), "[D]", device)
+    yield from matrix_faults("deep_states", deep_states, device, states.dtype)
+    deep_width = deep_states.shape[1]
+    for name, weight, size, letters in (
+        ("state_norm", state_norm, width, "[D]"),
+        ("deep_norm", deep_norm, deep_width, "[d]"),
+    ):
+        yield from checks.exact_faults(name, weight, states.dtype, (size,), letters, device)
     for name, numbers in (("deep_slots", deep_slots), ("distances", distances)):
         yield from checks.exact_faults(name, numbers, torch.int64, (num_tokens,), "[T]", device)
     yield checks.dims_fault("table", table, 2)
     if table.shape[0] == 0:
         yield checks.shape_error("table", table, "a row for every distance from 0 on")
-    yield from checks.exact_faults("table", table, states.dtype, (table.shape[0], 2 * width), "[M + 1, 2 D]", device)
+    shape = table.shape[0], width + deep_width
+    yield from checks.exact_faults("table", table, states.dtype, shape, "[M + 1, D + d]", device)
 
 
 def matrix_faults(

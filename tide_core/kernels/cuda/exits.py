@@ -129,7 +129,7 @@ def exit_input(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The input of an exit head, [T, 2 D], from `states` [T, D] and rows of `deep_states` [N, D]."""
+    """The input of an exit head, [T, D + d], from `states` [T, D] and rows of `deep_states` [N, d]."""
     device = device_of(states)
     checks.refuse(
         cuda_checks.exit_input_faults(
@@ -137,7 +137,8 @@ def exit_input(
         )
     )
     rows, width = states.shape
-    y = result(out, states, (rows, 2 * width), device)
+    deep_width = deep_states.shape[1]
+    y = result(out, states, (rows, width + deep_width), device)
     if y.numel():
         launch(
             device,
@@ -146,6 +147,7 @@ def exit_input(
             *(ptr(part) for part in (states, state_norm, deep_states, deep_norm, table, deep_slots, distances, y)),
             rows,
             width,
+            deep_width,
             deep_states.shape[0],
             table.shape[0] - 1,
             *(row_stride(part) for part in (states, deep_states, y)),

@@ -298,8 +298,8 @@ def exit_input(
     table: Tensor,
     eps: float,
 ) -> Tensor:
-    """The input of an exit head, [T, 2 D]: the normed `states` [T, D] next to the normed rows `deep_slots` [T] of
-    `deep_states` [N, D], plus row `distances` [T], or the last, of `table` [M + 1, 2 D].
+    """The input of an exit head, [T, D + d]: the normed `states` [T, D] next to the normed rows `deep_slots` [T] of
+    `deep_states` [N, d], plus row `distances` [T], or the last, of `table` [M + 1, D + d].
 
     A distance of 0 means that there is no deep state: it is zeros, whatever the slot."""
     deep = gather_rows(deep_states, deep_slots.masked_fill(distances <= 0, -1))
