@@ -104,7 +104,7 @@ def binaries(module: Path) -> Iterator[tuple[str, int]]:
         at = data.find(container, end)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built: Path) -> None:
     sources = [path for path in (ROOT / "csrc" / "cuda").glob("*/*.cu") if path.parent.name != "bench"]
     sources = [path for path in sources if path.name != "without_sm90a.cu"]
@@ -114,10 +114,10 @@ def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built
     assert sorted(binaries(built)) == sorted([("cubin", 90)] * len(sources) + [("ptx", 90)] * everywhere)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_module_loads_without_a_gpu_and_takes_what_every_wrapper_passes(built: Path) -> None:
     script = [sys.executable, "-c", CALL_EVERY_OP, str(built)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     first, *calls = done.stdout.splitlines()
     if not first.startswith("devices 0"):
@@ -134,7 +134,7 @@ def test_the_module_loads_without_a_gpu_and_takes_what_every_wrapper_passes(buil
     assert launching == {kernels.get(op, op) for op in asked}, "every op, and no other"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
 def test_the_module_brings_its_own_runtime_and_shows_none_of_it(built: Path) -> None:
     dump = subprocess.run(["readelf", "-d", "--dyn-syms", "-W", built], capture_output=True, text=True, check=True)
