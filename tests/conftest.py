@@ -80,17 +80,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.nodeid.startswith(RAY))
     import torch
 
+    has_gpu, skipped, repeated = torch.cuda.is_available(), set[str](), list[pytest.Item]()
     for item in items:
         for name, parts in MARKS.items():
             if any(part in item.nodeid for part in parts):
                 item.add_marker(name)
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            function = item.nodeid.partition("[")[0]
+            if function in skipped:
+                repeated.append(item)
+            skipped.add(function)
+    if repeated:  # a test that is skipped is so once, not with each of its thousands of cases
+        config.hook.pytest_deselected(items=repeated)
+        left_out = {*repeated}
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -79,15 +79,28 @@ class Server:
             return False
 
     def deploy(self, config: Mapping[str, Any]) -> None:
+        """The request that `serve deploy` makes, without the seconds that the command takes to start."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            f"{self.dashboard}/api/serve/applications/", json.dumps(dict(config)).encode(), headers, method="PUT"
+        )
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
+            assert answer.status == 200, answer.read()
+
+    def deploy_by_command(self, config: Mapping[str, Any]) -> None:
         """`serve deploy` of another config onto the running cluster."""
         path = self.folder / "next.yaml"
         path.write_text(yaml.safe_dump(dict(config)))
-        found = re.search(r"dashboard at .*?(127\.0\.0\.1:\d+)", self.log)
-        assert found is not None, f"no dashboard in:\n{self.log[:2000]}"
         serve = Path(sys.executable).parent / "serve"
-        command = [str(serve), "deploy", "--address", f"http://{found.group(1)}", str(path)]
+        command = [str(serve), "deploy", "--address", self.dashboard, str(path)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
+
+    @property
+    def dashboard(self) -> str:
+        found = re.search(r"dashboard at .*?(127\.0\.0\.1:\d+)", self.log)
+        assert found is not None, f"no dashboard in:\n{self.log[:2000]}"
+        return f"http://{found.group(1)}"
 
     def others_of_session(self) -> list[psutil.Process]:
         """Every process that the command started and that still runs: Ray's processes keep its session."""

@@ -23,6 +23,8 @@ from benchmarks.common import ROOT
 from benchmarks.nodes.machines import Machine, Network, network
 
 START_S = 180
+POLL_S = 0.2
+"""Between two looks at the cluster: the precision of what is measured, paid by its dashboard and Serve's controller."""
 BIN = Path(sys.executable).parent
 APP, DEPLOYMENT = "tide", "TideServer"
 HTTP_PORT, GRPC_PORT, DASHBOARD_PORT, GCS_PORT = 8000, 9000, 8265, 6379
@@ -141,7 +143,7 @@ class Cluster:
         while not condition():
             logs = "\n".join(f"{each.name}: {each.log[-1500:]}" for each in (self.head, *getattr(self, "workers", ())))
             assert time.monotonic() < deadline, f"no {what} in {seconds} s:\n{self.status()}\n{logs}"
-            time.sleep(0.2)
+            time.sleep(POLL_S)
 
     def _start(self, name: str, command: list[str], pod: Pod) -> Machine:
         return self._network.start(name, [*command, *pod.options], self._environment(pod.variables))

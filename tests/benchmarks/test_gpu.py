@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import time
 from collections.abc import Callable
@@ -75,6 +76,17 @@ def run(demo: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="module")
+def whole(demo: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The report of every part, and what was printed."""
+    out, printed = tmp_path_factory.mktemp("whole") / "report.json", io.StringIO()
+    where = [word for pair in demo.items() for word in pair]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(rivals, "run_side", lambda side, more, limit_s: {"step_s": 1.0, "compiled": True})
+        assert gpu.main(["--device", "cpu", "--small", "--out", str(out), *where, "--no-bars", "--json"]) == 0
+    return json.loads(out.read_text()), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
 def bench(demo: dict[str, str]) -> Any:
     settings = {"model": demo["--demo"], "artefact": demo["--demo-artefact"], "device": "cpu", "prefix_caching": False}
     bench = Bench(EngineConfig(**settings), Path(demo["--prompt-file"]))
@@ -83,11 +95,10 @@ def bench(demo: dict[str, str]) -> Any:
 
 
 def test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    whole: tuple[dict[str, Any], str],
 ) -> None:
-    code, report = run("--no-bars", "--json")
-    assert code == 0
-    assert json.loads(capsys.readouterr().out) == report
+    report, printed = whole
+    assert json.loads(printed) == report
     assert list(report["parts"]) == list(gpu.PARTS)
     measures = {key: m for part in report["parts"].values() for key, m in part["measures"].items()}
     assert {row.key for row in ROWS if row.bench == "gpu"} - NEEDS_A_GPU == measures.keys()
@@ -102,9 +113,8 @@ def test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled(
     }
 
 
-def test_rows_that_are_not_plain_are_compared_with_plain_ones(run: Run) -> None:
-    code, report = run("--parts", "demo", "--no-bars")
-    assert code == 0, report
+def test_rows_that_are_not_plain_are_compared_with_plain_ones(whole: tuple[dict[str, Any], str]) -> None:
+    report, _ = whole
     figures, measures = report["parts"]["demo"]["figures"], report["parts"]["demo"]["measures"]
     for group in (figures["kinds"], figures["mixed"]):
         assert group.keys() == {"plain", *KINDS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,24 @@ from tide_core.calibration.train.train import Fitted
 from tide_core.models.identity import identify
 
 
-@pytest.fixture(autouse=True)
-def _few_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "SHIPPED", write_prompts(tmp_path))
+@pytest.fixture(scope="module", autouse=True)
+def _few_shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "SHIPPED", write_prompts(tmp_path_factory.mktemp("shipped")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that nothing disturbed, and of its artefact; not to be written to."""
+    folder = tmp_path_factory.mktemp("plain")
+    run_with(LocalExecutor, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(plain_run: Path) -> dict[str, bytes]:
+    return contents(plain_run / "artefact")
 
 
 class Backwards(LocalExecutor):
@@ -55,13 +71,14 @@ def run_with(
     return executor, contents(result.artefact)
 
 
-def test_the_order_of_the_work_and_doing_it_twice_change_nothing(tmp_path: Path) -> None:
-    _, straight = run_with(LocalExecutor, tmp_path / "one")
-    executor, backwards = run_with(Backwards, tmp_path / "two")
+def test_the_order_of_the_work_and_doing_it_twice_change_nothing(
+    tmp_path: Path, plain_run: Path, straight: dict[str, bytes]
+) -> None:
+    executor, backwards = run_with(Backwards, tmp_path)
     assert backwards == straight
     assert {type(item).__name__ for item in executor.items} == {"PromptBatch", "Unit"}
-    for path in (tmp_path / "one" / "run" / "shards").iterdir():
-        assert path.read_bytes() == (tmp_path / "two" / "run" / "shards" / path.name).read_bytes()
+    for path in (plain_run / "run" / "shards").iterdir():
+        assert path.read_bytes() == (tmp_path / "run" / "shards" / path.name).read_bytes()
 
 
 class DiesAt(LocalExecutor):
@@ -76,21 +93,22 @@ class DiesAt(LocalExecutor):
             yield pair
 
 
-def test_prompts_written_before_a_kill_are_not_written_again(tmp_path: Path) -> None:
-    _, straight = run_with(LocalExecutor, tmp_path / "one")
+def test_prompts_written_before_a_kill_are_not_written_again(tmp_path: Path, straight: dict[str, bytes]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_with(DiesAt, tmp_path / "two")
-    folder = tmp_path / "two" / "run" / "prompts"
+        run_with(DiesAt, tmp_path)
+    folder = tmp_path / "run" / "prompts"
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    _, resumed = run_with(LocalExecutor, tmp_path / "two")
+    _, resumed = run_with(LocalExecutor, tmp_path)
     assert resumed == straight
     assert DiesAt.after <= len(before) <= DiesAt.after + 1 < len(list(folder.iterdir()))
     kept = [name for name, time in before.items() if (folder / name).stat().st_mtime_ns == time]
     assert len(kept) >= DiesAt.after
 
 
-def test_prompts_are_not_written_again_if_records_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, straight = run_with(LocalExecutor, tmp_path)
+def test_prompts_are_not_written_again_if_records_are_lost(
+    tmp_path: Path, plain_run: Path, straight: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(plain_run, tmp_path, dirs_exist_ok=True)
     (tmp_path / "run" / "dataset" / "test.jsonl").unlink()
     monkeypatch.setattr(stages, "write_prompts", lambda *args: pytest.fail("they are there"))
     assert run_with(LocalExecutor, tmp_path)[1] == straight
@@ -105,15 +123,20 @@ class DiesTrained(LocalExecutor):
 
 
 def test_a_training_that_ended_before_the_ledger_knew_is_not_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, straight: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, straight = run_with(LocalExecutor, tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
+<<<<<<< HEAD
         run_with(DiesTrained, tmp_path / "two")
     monkeypatch.setattr(Learner, "begin", lambda self, step, *spent: pytest.fail(f"step {step} is done"))
     _, resumed = run_with(LocalExecutor, tmp_path / "two")
+=======
+        run_with(DiesTrained, tmp_path)
+    monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
+    _, resumed = run_with(LocalExecutor, tmp_path)
+>>>>>>> suite
     assert resumed == straight
-    assert not list((tmp_path / "two" / "run" / "train").rglob("training*")), "no state is left"
+    assert not list((tmp_path / "run" / "train").rglob("training*")), "no state is left"
 
 
 class Timed(LocalExecutor):
@@ -134,17 +157,24 @@ class TimedDies(DiesAt, Timed):
     pass
 
 
-def test_what_workers_did_for_a_driver_that_died_counts_in_the_end(tmp_path: Path) -> None:
-    executor, _ = run_with(Timed, tmp_path / "one")
+def test_what_workers_did_for_a_driver_that_died_counts_in_the_end(tmp_path: Path, plain_run: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_with(TimedDies, tmp_path / "two")
-    run_with(Timed, tmp_path / "two")
-    report = (tmp_path / "two" / "artefact" / "report.md").read_text()
-    assert f"| worker 1 | node 1 | {executor.num} | {executor.num:.1f} | 2 |" in report
+        run_with(TimedDies, tmp_path)
+    run_with(Timed, tmp_path)
+    num = sum(len(list((plain_run / "run" / folder).iterdir())) for folder in ("prompts", "shards"))
+    report = (tmp_path / "artefact" / "report.md").read_text()
+    assert f"| worker 1 | node 1 | {num} | {num:.1f} | 2 |" in report
+
+
+class Collects(LocalExecutor):
+    """Ends the run before training."""
+
+    def train(self, task: Any, item: Any, progress: Any) -> Any:
+        raise KeyboardInterrupt
 
 
 def test_the_number_of_lost_workers_is_shown_while_shards_are_made(tmp_path: Path) -> None:
-    class Battered(LocalExecutor):
+    class Battered(Collects):
         num_restarts = 2
 
     received: list[Any] = []
@@ -159,9 +189,10 @@ def test_the_number_of_lost_workers_is_shown_while_shards_are_made(tmp_path: Pat
 
             yield Stage()
 
-    for executor_class, expected in ((Battered, 2), (LocalExecutor, None)):
+    for executor_class, expected in ((Battered, 2), (Collects, None)):
         received.clear()
-        run_with(executor_class, tmp_path / executor_class.__name__, Recorder())
+        with pytest.raises(KeyboardInterrupt):
+            run_with(executor_class, tmp_path / executor_class.__name__, Recorder())
         assert set(received) == {expected}
 
 

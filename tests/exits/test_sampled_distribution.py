@@ -20,7 +20,7 @@ from tide_core.request import Request, SamplingParams
 from tide_core.sampling.draw import DRAFT_STREAM, draw, uniform
 from tide_core.sampling.rows import SamplingRow
 
-NUM_DRAWS = 8_000
+NUM_DRAWS = 4_000
 LEAST_P = 0.001
 [PROMPT] = random_prompts(1, 9)
 
@@ -104,7 +104,7 @@ def test_the_test_would_see_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(verify, "rejects", lambda *arguments: always)
     params = SamplingParams(max_tokens=3, temperature=0.8, ignore_eos=True, mode="verified", top_k=4)
     parts = exit_parts(drafts=2, max_rows=256, max_batch_tokens=1024, artefact={"draft_threshold": 0.0})
-    observed = run_all(parts.core, params, resolve_policy(params, parts.checkpoints, 4), NUM_DRAWS // 4)
+    observed = run_all(parts.core, params, resolve_policy(params, parts.checkpoints, 4), NUM_DRAWS // 2)
     assert chi_square_p(observed, exact(params, 3)) < LEAST_P
 
 

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.serve
 STAGES = {
     "prompts/0-00001.jsonl": "dataset: ",
     "shards/train-00003.safetensors": "shortlist: ",
-    "train": "train: 40/40 step",
+    STATE: "train: 40/40 step",
     "risk/calibration.msgpack": "trace calibration: ",
     "write_artefact": "publish: ",
     "measure": "measure: ",
 }
-"""A piece of work of each stage, and what the job logs at the end of the stage."""
+"""A gate in each stage, before a piece of work or after a state of the training; what the job logs at its end."""
 FOURTH_SHARD = "shards/train-00003.safetensors"
 
 
@@ -58,6 +58,7 @@ def battered(bench: Bench) -> tuple[Job, Ended]:
         kill_at(gate, driver)
     ended = driver.end()
     assert before.items() <= job.stamps().items()
+    assert bench.num_states(job) == 2, "the first is not made again, and the second is the last"
     return job, ended
 
 
@@ -79,26 +80,6 @@ def test_another_number_of_workers_makes_the_same_files(battered: tuple[Job, End
     assert (job.settings["workers"]["count"], reference.settings["workers"]["count"]) == (1, 2)
     for folder in ("prompts", "dataset", "shards", "train", "risk"):
         assert job.contents(folder) == reference.contents(folder) != {}
-
-
-def test_a_training_goes_on_from_its_last_state_whoever_is_killed(bench: Bench, reference: Job) -> None:
-    job = bench.again(reference, since="train", workers={"count": 1})
-    gate = bench.gate(job, STATE)
-    driver = bench.start(job, gates=True)
-    worker = driver.until_waiting(gate)
-    driver.kill()
-    until_gone(worker)
-    gate.open()
-    assert job.has_state
-    assert "train" not in job.ledger["stages"]
-    gate = bench.gate(job, "train")
-    driver = bench.start(job, gates=True)
-    kill_at(gate, driver)
-    ended = driver.end()
-    assert bench.num_states(job) == 2, "the first is not made again, and the second is the last"
-    assert not job.has_state, "it is not needed in the end"
-    check_whole(job, ended, reference)
-    assert ended.err.count("is lost") == 1
 
 
 @pytest.fixture(scope="module")
@@ -139,28 +120,41 @@ def test_the_death_of_one_of_several_that_train_together_is_logged(together: tup
     assert "restart" in ended.out + ended.err
 
 
-def test_a_job_whose_driver_is_killed_goes_on_when_it_is_submitted_again(bench: Bench, reference: Job) -> None:
-    job = bench.again(reference, since="collect", workers={"count": 1})
-    gate = bench.gate(job, FOURTH_SHARD)
-    driver = bench.start(job, gates=True)
+def kill_driver_at(gate: Gate, driver: Driver) -> None:
+    """Its worker waits at a gate and ends with it."""
     worker = driver.until_waiting(gate)
     driver.kill()
     until_gone(worker)
     gate.open()
+
+
+def test_a_job_whose_driver_is_killed_goes_on_when_it_is_submitted_again(bench: Bench, reference: Job) -> None:
+    """Twice: while shards are made, and in a training that has saved a state."""
+    job = bench.again(reference, since="collect", workers={"count": 1})
+    at_shard, at_state = bench.gate(job, FOURTH_SHARD), bench.gate(job, STATE)
+    kill_driver_at(at_shard, bench.start(job, gates=True))
     collected = job.stamps()
     assert len(job.shards("shards")) == 3
-    ended = bench.run(job)
+    second = bench.start(job, gates=True)
+    kill_driver_at(at_state, second)
+    assert pieces(second.err).keys() == set(reference.shards("shards")) - collected.keys()
+    assert job.has_state
+    assert "train" not in job.ledger["stages"]
+    driver = bench.start(job, gates=True)
+    ended = driver.end()
     check_whole(job, ended, reference)
     assert collected.items() <= job.stamps().items(), "finished shards are not written again"
-    assert pieces(ended.err).keys() == set(reference.shards("shards")) - collected.keys()
+    assert not pieces(ended.err)
+    assert bench.num_states(job) == 2, "the first is not made again, and the second is the last"
+    assert not job.has_state, "it is not needed in the end"
     did = [int(num) for num in re.findall(r"^worker \d on node 1: (\d+) pieces", ended.out, re.M)]
-    assert sum(did) >= len(reference.shards("shards")) + 3, "those of the first driver count, and the later stages"
+    assert sum(did) >= len(reference.shards("shards")) + 3, "those of the first drivers count, and the later stages"
 
 
 def test_a_worker_that_hangs_is_killed_and_another_does_its_work(bench: Bench, reference: Job) -> None:
     # On a busy machine a worker that works may be silent for so long too: it is replaced like the one that hangs.
-    job = bench.again(reference, since="collect", workers={"count": 2, "stall_s": 20.0, "attempts": 100})
-    gate = bench.gate(job, FOURTH_SHARD, stops=True)
+    job = bench.again(reference, since="risk", workers={"count": 1, "stall_s": 20.0, "attempts": 100})
+    gate = bench.gate(job, "risk/calibration.msgpack", stops=True)
     driver = bench.start(job, gates=True)
     ended = driver.end()
     check_whole(job, ended, reference)

@@ -64,9 +64,10 @@ def test_a_run_in_an_object_store_survives_its_driver_and_gives_the_artefact_of_
     bench: Bench, reference: Job, store: str
 ) -> None:
     place = location(store, "published")
-    job = bench.job(storage=store, workers={"count": 2}, publish=place)
-    gate = bench.gate(job, "shards/train-00003.safetensors")
-    first = bench.start(job, gates=True)
+    alone = bench.job(storage=store, publish=place)
+    job = bench.job(storage=store, publish=place, name=alone.settings["name"], workers={"count": 2})
+    gate = bench.gate(alone, "shards/train-00003.safetensors")
+    first = bench.start(alone, gates=True)
     worker = first.until_waiting(gate)
     first.kill()
     until_gone(worker)

@@ -1,7 +1,7 @@
 """The CUDA module builds where there is a compiler, and stands alone: it loads without a GPU, a driver or Torch's CUDA.
 
-The build is that of one architecture and is kept in build/, so that only the first run takes its time; half of it,
-where the compiler can be told that nobody will run the code.
+The build is that of one architecture and is kept in build/, so that only the first run takes its time; less than half
+of it, as nobody will run the code: nothing is optimised that need not be.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def built() -> Path:
     if NVCC is None:
         pytest.skip("no CUDA compiler")
     options = subprocess.run([NVCC, "--help"], capture_output=True, text=True).stdout
-    quick = ["-DCMAKE_CUDA_FLAGS=--Ofast-compile=max"] if "--Ofast-compile" in options else []
+    quick = ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CUDA_FLAGS_DEBUG=", "-DCMAKE_CXX_FLAGS_DEBUG="]
+    if "--Ofast-compile" in options:
+        quick.append("-DCMAKE_CUDA_FLAGS=--Ofast-compile=max")
     configure = [
-        *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
+        *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(BUILD), "-G", "Ninja"),
         *quick,
         f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
         f"-DPython_EXECUTABLE={sys.executable}",
@@ -102,7 +104,7 @@ def binaries(module: Path) -> Iterator[tuple[str, int]]:
         at = data.find(container, end)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built: Path) -> None:
     sources = [path for path in (ROOT / "csrc" / "cuda").glob("*/*.cu") if path.parent.name != "bench"]
     sources = [path for path in sources if path.name != "without_sm90a.cu"]
@@ -112,10 +114,10 @@ def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built
     assert sorted(binaries(built)) == sorted([("cubin", 90)] * len(sources) + [("ptx", 90)] * everywhere)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_module_loads_without_a_gpu_and_takes_what_every_wrapper_passes(built: Path) -> None:
     script = [sys.executable, "-c", CALL_EVERY_OP, str(built)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     first, *calls = done.stdout.splitlines()
     if not first.startswith("devices 0"):
@@ -132,7 +134,7 @@ def test_the_module_loads_without_a_gpu_and_takes_what_every_wrapper_passes(buil
     assert launching == {kernels.get(op, op) for op in asked}, "every op, and no other"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
 def test_the_module_brings_its_own_runtime_and_shows_none_of_it(built: Path) -> None:
     dump = subprocess.run(["readelf", "-d", "--dyn-syms", "-W", built], capture_output=True, text=True, check=True)
@@ -153,8 +155,6 @@ def test_the_module_brings_its_own_runtime_and_shows_none_of_it(built: Path) -> 
 def test_a_setting_may_come_from_the_environment_and_a_wrong_one_is_named(
     tmp_path: Path, settings: dict[str, str], message: str
 ) -> None:
-    if "TIDE_CUDA_ARCHS" in settings and NVCC is None:
-        pytest.skip("no CUDA compiler")
     configure = [
         *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(tmp_path), "-G", "Ninja"),
         f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",

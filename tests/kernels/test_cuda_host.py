@@ -32,7 +32,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
     subprocess.run([*command, "-o", str(program)], check=True)
 
     def run(script: str) -> list[str]:
-        done = subprocess.run([str(program), *script.split()], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([str(program), *script.split()], capture_output=True, text=True, timeout=300, check=True)
         return done.stdout.split()
 
     return run
@@ -49,7 +49,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[lis
     subprocess.run([*command, "-o", str(program)], check=True)
 
     def run(table: str) -> list[list[str]]:
-        done = subprocess.run([str(program), *table.split()], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([str(program), *table.split()], capture_output=True, text=True, timeout=300, check=True)
         return [line.split() for line in done.stdout.splitlines()]
 
     return run

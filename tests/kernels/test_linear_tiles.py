@@ -34,7 +34,7 @@ def disagreement(check: Path, numbers: str, *sizes: int) -> str:
     # The pool's threads are never joined; looking for leaks takes seconds.
     quick = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [str(check), numbers, *map(str, sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=quick)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=quick)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

@@ -12,15 +12,15 @@ import torch
 from tide_core.models.loader import load_model, load_tokenizer
 from tide_core.models.resolver import resolve
 
-WINDOW, NUM_WINDOWS = 512, 4
+WINDOW, NUM_WINDOWS = 512, 2
 DATA = os.environ.get("TIDE_TEST_DATA", "")
 
 
 @pytest.mark.demo
 @pytest.mark.skipif(not DATA, reason="needs wikitext2-valid.txt in the folder that TIDE_TEST_DATA names")
-def test_perplexity_of_the_dequantised_demo_model_on_wikitext_is_18() -> None:
-    """The first four windows of 512 tokens of the validation text, beginning-of-text only at the start; ten give 20.1
-    and take a minute."""
+def test_perplexity_of_the_dequantised_demo_model_on_wikitext_is_16() -> None:
+    """The first two windows of 512 tokens of the validation text, beginning-of-text only at the start; four give 18.3
+    and ten 20.1, which takes a minute."""
     text = (Path(DATA) / "wikitext2-valid.txt").read_bytes()[:20_000].decode(errors="ignore")
     resolved = resolve("demo")
     model = load_model(resolved, dtype="float32", device="cpu")
@@ -31,4 +31,4 @@ def test_perplexity_of_the_dequantised_demo_model_on_wikitext_is_18() -> None:
         for window in windows:
             logits = model(window[None]).logits[0, :-1]
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
-    assert math.exp(torch.stack(losses).mean().item()) == pytest.approx(18.33, abs=0.1)
+    assert math.exp(torch.stack(losses).mean().item()) == pytest.approx(16.07, abs=0.1)

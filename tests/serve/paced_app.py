@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: Serve reads the class of `build_app`'s argument from its annotation.
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ from ray.serve import Application
 from deploy.app import TideServer
 from deploy.config.args import AppArgs
 
-STEP_S = 0.15
+STEP_VARIABLE = "TIDE_TEST_STEP_S"
+STEP_S = float(os.environ.get(STEP_VARIABLE, "0.15"))
 [_Server, *_] = TideServer.func_or_class.__bases__  # type: ignore[attr-defined]  # as it was before Serve wrapped it
 
 

@@ -43,6 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "kv_memory_gib": 0.05,
         "suffix_drafts": False,  # a tiny model repeats itself, and streams are to last
     }
+    del app["deployments"][0]["ray_actor_options"]["runtime_env"]  # spare processes: tests/serve/test_serve_run.py
     for holder in (whole["controller_options"], app):
         holder["runtime_env"]["env_vars"].update(ENVIRONMENT)
     return whole
@@ -50,8 +51,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def place(config: dict[str, Any]) -> Iterator[tuple[Cluster, LoadBalancer]]:
-    with rehearsal(config) as place:
-        yield place
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing here is measured: less work for the dashboard, its agents and Serve's controller.
+        patch.setattr("benchmarks.nodes.cluster.POLL_S", 1.0)
+        patch.setenv("REPORTER_UPDATE_INTERVAL_MS", "60000")
+        with rehearsal(config) as place:
+            yield place
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from deploy.published import CURRENT, Publication
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.observability.names import RARE, exported_by, labels_asked_for
 from tests.serve.load import PATIENCE_S, Streams, until
+from tests.serve.paced_app import STEP_VARIABLE
 from tide_client import TideClient
 from tools.dashboard import queries
 from tools.promql_syntax import parse
@@ -56,6 +57,9 @@ def server(folders: dict[str, Path]) -> Iterator[Server]:
             "suffix_drafts": False,  # a tiny model repeats itself, and streams are to last
         },
     }
+    # Streams last while something is changed, and leave it the cores.
+    app["import_path"] = "tests.serve.paced_app:build_app"
+    app.setdefault("runtime_env", {}).setdefault("env_vars", {})[STEP_VARIABLE] = "0.02"
     app["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.5}
     with serving(config) as server:
         yield server

@@ -276,7 +276,7 @@ def test_a_changed_policy_takes_effect_without_a_restart_or_a_dropped_stream(
     config["applications"][0]["deployments"][0]["user_config"] = {"mode": "full", "modes": ["full", "verified"]}
     with client.stream(CHAT, max_tokens=MANY_TOKENS, ignore_eos=True, timeout_s=PATIENCE_S) as stream:
         modes = {next(stream).mode}
-        server.deploy(config)
+        server.deploy_by_command(config)
         assert until(lambda: client.model_info().default_mode == "full")
         num_before = client.exit_stats().total_tokens
         assert until(lambda: client.exit_stats().total_tokens > num_before + 20), "the stream goes on"

@@ -36,7 +36,7 @@ if compgen -G "$FOLDER/prefix/bin/*[gc]++*" >/dev/null || [[ -e $FOLDER/prefix/b
 fi
 
 touch "$FOLDER/mark"
-port=$("$FOLDER/prefix/bin/python" -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["http_options"]["port"])' "$CONFIG")
+port=$("$FOLDER/prefix/bin/python" -B -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["http_options"]["port"])' "$CONFIG")
 
 say "serving as $("${as[@]}" id -u) on port $port"
 # A fresh environment: only the variables that a pod would have, the caller's settings of Ray, and a pod's /tmp in this

@@ -28,7 +28,7 @@ class Threads:
     def __init__(self, size: int) -> None:
         self.size = size
         self.turn = threading.Lock()
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=300)
         self._given: dict[int, list[Tensor]] = {}
         self.sums: list[list[Tensor]] = []
 
