@@ -126,15 +126,9 @@ def test_a_training_that_ended_before_the_ledger_knew_is_not_done_again(
     tmp_path: Path, straight: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-<<<<<<< HEAD
-        run_with(DiesTrained, tmp_path / "two")
-    monkeypatch.setattr(Learner, "begin", lambda self, step, *spent: pytest.fail(f"step {step} is done"))
-    _, resumed = run_with(LocalExecutor, tmp_path / "two")
-=======
         run_with(DiesTrained, tmp_path)
-    monkeypatch.setattr(Learner, "begin", lambda self, step: pytest.fail(f"step {step} is done"))
+    monkeypatch.setattr(Learner, "begin", lambda self, step, *spent: pytest.fail(f"step {step} is done"))
     _, resumed = run_with(LocalExecutor, tmp_path)
->>>>>>> suite
     assert resumed == straight
     assert not list((tmp_path / "run" / "train").rglob("training*")), "no state is left"
 
