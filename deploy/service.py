@@ -229,7 +229,8 @@ class Service:
 
     @property
     def natural_mode(self) -> str:
-        return "full" if self.engine.artefact_digest is None else "verified"
+        """Of requests for which neither client nor policy names one."""
+        return self.engine.default_mode
 
     def modes_for(self, caller: Caller) -> list[str]:
         """The modes that this caller may use."""

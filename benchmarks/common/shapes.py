@@ -115,6 +115,7 @@ class Subject:
             max_batch_tokens=16384,
             kv_memory_gib=KV_GIB if self.device.type == "cuda" else 0.1,
             prefix_caching=False,
+            suffix_drafts=False,  # what exits gain; past its end a text repeats itself
             artefact="none",
             drafts=None if artefact is None else MAX_DRAFTS,
         )

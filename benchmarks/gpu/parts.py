@@ -70,6 +70,7 @@ class Session:
             dtype=self.subject.dtype,
             kernels=self.subject.kernels,
             prefix_caching=False,  # every turn computes its prompts
+            suffix_drafts=False,  # what exits gain; past its end a text repeats itself
         )
         return Bench(config, self.prompt_file)
 

@@ -150,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device=options.device,
             dtype=options.dtype,
             prefix_caching=False,  # every turn computes its prompts
+            suffix_drafts=False,  # what exits gain; past its end a text repeats itself
         ),
         options.prompt_file,
     )

@@ -129,6 +129,7 @@ def start_bench(session: Session) -> Bench:
         max_batch_tokens=BATCH_TOKENS,
         kv_memory_gib=KV_GIB if on_cuda else 0.5,
         prefix_caching=False,  # every turn computes its prompts
+        suffix_drafts=False,  # what exits gain; past its end a text repeats itself
     )
     artefact = load_artefact(session.artefact, loaded.identity)
     key = hashlib.sha256(repr(loaded.identity).encode()).hexdigest()

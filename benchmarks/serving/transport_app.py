@@ -76,6 +76,7 @@ class ReadyEngine:
     """The interface of an engine that a service uses."""
 
     artefact_digest = "0" * 64
+    default_mode = "verified"
     max_model_len = 2**20
     model_name = "ready"
     config = EngineConfig()

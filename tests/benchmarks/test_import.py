@@ -12,6 +12,7 @@ FOLDERS = {
     "block_drafter",
     "calibration",
     "clients",
+    "copying",
     "engine",
     "gpu",
     "kernels",

@@ -42,6 +42,10 @@ class ScriptedEngine:
         self.num_open = 0
         self.waits_forever = asyncio.Event()
 
+    @property
+    def default_mode(self) -> str:
+        return "full" if self.artefact_digest is None else "verified"
+
     def max_answer_tokens(self, num_prompt: int) -> int:
         return self.max_model_len - num_prompt
 

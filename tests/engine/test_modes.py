@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_layers, exit_parts, ids, poisoned
 from tests.engine.runners import RunnerOf
-from tests.factories import make_config, make_engine, random_prompts
+from tests.factories import make_config, make_engine, make_parts, random_prompts
 from tests.tiny_models import tiny_model
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import ConfigError, RequestError
@@ -439,3 +440,16 @@ def test_a_failure_behind_the_end_of_the_text_does_not_spoil_it() -> None:
         [got] = engine.generate([PROMPTS[0]], params(mode="verified", max_tokens=12))
     [full] = answers(exit_engine(), mode="full", max_tokens=12)[:1]
     assert ids(got) == ids(full)
+
+
+def test_the_default_mode_is_verified_where_anything_can_be_drafted() -> None:
+    with make_engine() as engine:
+        assert engine.default_mode == "full"
+    parts = replace(make_parts(), suffix_drafts=True)
+    with Engine.from_parts(make_config(), parts) as engine:
+        assert engine.default_mode == "verified"
+        assert engine.describe().modes == ("full", "verified")
+        [answer] = engine.generate([[2, 3, 4]], SamplingParams(max_tokens=2))
+        assert {token.mode for token in answer.tokens} == {"verified"}
+        with pytest.raises(RequestError, match="no artefact"):
+            engine.generate([[2, 3, 4]], SamplingParams(mode="bounded"))

@@ -206,6 +206,11 @@ class Engine:
         """Of the exits in use; None without any."""
         return self._parts.artefact_digest
 
+    @property
+    def default_mode(self) -> str:
+        """Of requests that name none."""
+        return "verified" if self._parts.checkpoints or self._parts.suffix_drafts else "full"
+
     def describe(self) -> ModelFacts:
         """What is served, for people and clients."""
         parts = self._parts

@@ -117,6 +117,8 @@ class CycleInputs:
         self._sampling = shape.sampling(host, np.float64, np.int64) if shape.samples else None
         self._given = shape.given_of(host) if shape.given else None
         self._no_draft = 0 if shape.by_exits else -1  # without exits there may be no shortlist
+        if self._given is not None:
+            self._given[:] = self._no_draft
         self._num_places = 0
         self._sampled: list[tuple[Request, ExitPolicy] | None] = [None] * shape.rows
         """The rows whose settings and keys are in the buffer."""
