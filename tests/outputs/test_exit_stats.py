@@ -70,7 +70,7 @@ def test_the_text_shows_each_layer_and_what_ran() -> None:
     ]
 
 
-@pytest.mark.parametrize("layer", [0, 31])
+@pytest.mark.parametrize("layer", [-1, 31])
 def test_a_layer_the_model_does_not_have_is_refused(layer: int) -> None:
-    with pytest.raises(ConfigError, match=rf"exit_layer: got {layer}, expected a layer in 1\.\.30"):
+    with pytest.raises(ConfigError, match=rf"exit_layer: got {layer}, expected a layer in 0\.\.30"):
         ExitStats(30).record([(layer, Audit.VERIFIED)], layers_run=1)

@@ -65,7 +65,7 @@ def test_audits_are_counted_as_full_depth_gave_them() -> None:
     assert dict(stats.audits) == {Audit.AGREED: 1, Audit.DISAGREED: 1, Audit.VERIFIED: 1}
 
 
-@pytest.mark.parametrize("layer", [0, NUM_LAYERS + 1])
+@pytest.mark.parametrize("layer", [-1, NUM_LAYERS + 1])
 def test_a_layer_that_cannot_be_is_refused_and_leaves_nothing_behind(layer: int) -> None:
     pending, stats, mine = PendingStats(NUM_LAYERS), ExitStats(NUM_LAYERS), dict[StepStats, int]()
     with pytest.raises(ConfigError, match="exit_layer"):

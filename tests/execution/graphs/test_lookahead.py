@@ -477,7 +477,7 @@ def test_a_prompt_that_is_aborted_in_flight_changes_no_other(
 def lookahead_step(row: RowStep, *, token: int, position: int) -> InFlightStep:
     """A cycle after one that leaves the row at this token and position."""
     host: Any = None
-    step = InFlightStep([RowPlace(row, 2, list(row.table.block_ids), previous=0)], 1, host, [0], Layers(1, 4))
+    step = InFlightStep([RowPlace(row, 2, list(row.table.block_ids), previous=0)], 1, host, [0], Layers(1, 4), 2)
     step.learn_starts(CycleOutput([], (), [[token], [position]], [], []))
     return step
 
@@ -555,7 +555,7 @@ def test_results_are_the_same_token_by_token_and_by_the_fast_way(spoiled: bool) 
             outputs[1].best[random.randrange(len(outputs[1].best))] = math.nan
         host: Any = SimpleNamespace(read=lambda outputs=outputs: outputs)
         places = [RowPlace(step, count, [4, 7]) for step, count in zip(steps, drafts, strict=True)]
-        launch = InFlightStep(places, 1, host, begins, Layers(1, 4), num_cycles)
+        launch = InFlightStep(places, 1, host, begins, Layers(1, 4), 2, num_cycles)
         results = launch.results({row: row for row in range(5)}, steps)
         by_place = [launch._by_place(output) for output in outputs]
         for row, (step, result) in enumerate(zip(steps, results, strict=True)):
