@@ -30,6 +30,11 @@ class Row:
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
+    def num_shareable(self) -> int:
+        """Leading tokens whose K and V depend on the tokens alone: of a row that skips layers, those of its prompt."""
+        return len(self.request.prompt_ids) if self.request.policy.skips_layers else self.num_tokens
+
+    @property
     def num_missing(self) -> int:
         """Tokens still to run: 1 for a row that decodes."""
         return len(self.request.prompt_ids) + len(self.output_ids) - self.table.length

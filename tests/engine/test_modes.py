@@ -183,17 +183,43 @@ def test_preempted_rows_come_back_with_the_same_tokens() -> None:
     assert all_ids(got) == expected
 
 
-def test_the_prefix_cache_changes_neither_tokens_nor_exit_layers() -> None:
+@pytest.mark.parametrize(("first", "second"), [("verified", "verified"), ("verified", "fast"), ("fast", "verified")])
+def test_the_prefix_cache_changes_neither_tokens_nor_exit_layers(first: str, second: str) -> None:
     [prompt] = random_prompts(1, 40)
     with exit_engine(artefact={"kind": "block"}, prefix_caching=False) as engine:
-        [cold] = engine.generate([prompt], params(mode="verified"))
+        [cold] = engine.generate([prompt], params(mode=second, threshold=0.3))
     with exit_engine(artefact={"kind": "block"}) as engine:
-        engine.generate([prompt], params(mode="verified"))
-        [warm] = engine.generate([prompt], params(mode="verified"))
+        engine.generate([prompt], params(mode=first, threshold=0.3))
+        [warm] = engine.generate([prompt], params(mode=second, threshold=0.3))
     assert warm.usage is not None
     assert warm.usage.cached_tokens == 32
     assert ids(warm) == ids(cold)
     assert exit_layers(warm) == exit_layers(cold)
+
+
+def test_only_the_prompt_of_a_request_that_skips_layers_is_shared() -> None:
+    """What it generated has K and V that depend on where its tokens left."""
+    [prompt] = random_prompts(1, 40)
+    fast = params(mode="fast", threshold=0.0, max_tokens=40)
+    with exit_engine(artefact={"kind": "block"}) as engine:
+        [answer] = engine.generate([prompt], fast)
+        assert set(exit_layers(answer)) == {1, NUM_LAYERS}
+        longer = [*prompt, *ids(answer)]
+        [again] = engine.generate([longer], params(mode="verified"))
+    with exit_engine(artefact={"kind": "block"}, prefix_caching=False) as engine:
+        [cold] = engine.generate([longer], params(mode="verified"))
+    assert again.usage is not None
+    assert again.usage.cached_tokens == 32
+    assert ids(again) == ids(cold)
+
+
+def test_prompts_whose_tokens_may_exit_are_not_shared() -> None:
+    [prompt] = random_prompts(1, 40)
+    with exit_engine(artefact={"kind": "block"}, prompt_exits=True) as engine:
+        engine.generate([prompt], params(mode="verified"))
+        [got] = engine.generate([prompt], params(mode="fast", threshold=0.0))
+    assert got.usage is not None
+    assert got.usage.cached_tokens == 0
 
 
 def test_a_cached_prefix_of_full_depth_requests_is_not_taken_for_one_with_head_memory() -> None:

@@ -16,7 +16,7 @@ def fill(blocks: BlockManager, tokens: list[int], namespace: bytes = SPACE) -> B
     table = blocks.match_prefix(tokens, namespace)
     blocks.allocate(table, len(tokens))
     table.advance(len(tokens) - table.length)
-    blocks.seal(table, lambda start, stop: tokens[start:stop], namespace)
+    blocks.seal(table, lambda start, stop: tokens[start:stop], namespace, most_tokens=len(tokens))
     return table
 
 
@@ -139,7 +139,7 @@ def test_blocks_with_pending_tokens_are_not_sealed() -> None:
     table = BlockTable()
     blocks.allocate(table, 8)
     table.advance(7)
-    blocks.seal(table, lambda start, stop: list(range(8))[start:stop], SPACE)
+    blocks.seal(table, lambda start, stop: list(range(8))[start:stop], SPACE, most_tokens=8)
     assert blocks.match_prefix(list(range(9)), SPACE).length == 4
 
 

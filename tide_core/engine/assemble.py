@@ -195,6 +195,7 @@ def assemble_loaded(
         namespace=f"{identity}:{adapter.dtype}:{digest}",
         num_layers=adapter.num_layers,
         planner=planner,
+        prompt_exits=config.prompt_exits,
     )
     logger.info(
         "model %s: %d layers in %d segments, %s on %s, %s kernels, KV pool of %d blocks of %d tokens, artefact %s",

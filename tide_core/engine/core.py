@@ -68,7 +68,9 @@ class EngineCore:
         namespace: str,
         num_layers: int,
         planner: Planner | None = None,
+        prompt_exits: bool = False,
     ) -> None:
+        """`prompt_exits`: prompt tokens of requests that skip layers may skip some, too."""
         self.scheduler = scheduler
         self.counters = Counters()
         self.exits = ExitStats(num_layers)
@@ -79,6 +81,7 @@ class EngineCore:
         self._runner = runner
         self._tokenizer = tokenizer
         self._namespace = namespace
+        self._prompt_exits = prompt_exits
         self._open: dict[str, RequestState] = {}
         self._pending: list[StepOutput] = []
         self._running_rows: list[Row] = []
@@ -339,10 +342,11 @@ class EngineCore:
         """KV is shared only between requests of one model, one kind of policy and one salt.
 
         Exit state exists only for requests that may exit. KV of skipped layers is never shared, not even with the row
-        itself after a preemption: it depends on where other tokens left. A prompt whose log-probabilities are asked for
-        must run whole."""
+        itself after a preemption: it depends on where other tokens left. So a row that skips layers shares its prompt
+        (`Row.num_shareable`), unless prompt tokens may exit. A prompt whose log-probabilities are asked for must run
+        whole."""
         policy = request.policy
-        if policy.skips_layers or request.params.prompt_logprobs is not None:
+        if (policy.skips_layers and self._prompt_exits) or request.params.prompt_logprobs is not None:
             return None
         parts = (self._namespace, "exits" if policy.may_exit else "full", request.cache_salt)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

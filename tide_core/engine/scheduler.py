@@ -140,7 +140,7 @@ class Scheduler:
         row.output_ids += token_ids
         row.table.advance(num_valid)
         if row.namespace is not None:
-            self.blocks.seal(row.table, row.tokens, row.namespace)
+            self.blocks.seal(row.table, row.tokens, row.namespace, most_tokens=row.num_shareable)
 
     def check_integrity(self) -> None:
         """Recount the pool against all rows."""
@@ -154,7 +154,7 @@ class Scheduler:
             if situation == self._refused:
                 return  # nothing has changed since it did not fit
             if row.namespace is not None:
-                row.table = self.blocks.match_prefix(row.tokens(0, row.num_tokens), row.namespace)
+                row.table = self.blocks.match_prefix(row.tokens(0, row.num_shareable), row.namespace)
             # One block is left for each row that runs: admitting this one must not preempt another at once.
             reserve = len(self.running) * (1 if len(self.running) < self.max_rows else BLOCKS_BEFORE_PREFILL_AHEAD)
             if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=reserve):

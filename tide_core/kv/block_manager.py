@@ -105,11 +105,14 @@ class BlockManager:
         table.length = len(table.block_ids) * self.block_size
         return table
 
-    def seal(self, table: BlockTable, tokens: Callable[[int, int], Sequence[int]], namespace: bytes) -> None:
-        """Make the row's whole, valid blocks findable. `tokens(start, stop)` gives the row's token ids."""
+    def seal(
+        self, table: BlockTable, tokens: Callable[[int, int], Sequence[int]], namespace: bytes, *, most_tokens: int
+    ) -> None:
+        """Make the row's whole, valid blocks findable, of its first `most_tokens` tokens. `tokens(start, stop)` gives the
+        row's token ids."""
         if not self.prefix_caching:
             return
-        num_whole = table.length // self.block_size
+        num_whole = min(table.length, most_tokens) // self.block_size
         while len(table.keys) < num_whole:
             index = len(table.keys)
             start = index * self.block_size
