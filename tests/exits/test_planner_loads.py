@@ -1,5 +1,6 @@
-"""The draft planner under changing load and text, on a clock that is the cost table itself: other engines collapse where
-the number of rows crosses the threshold from which drafts no longer pay."""
+"""The draft planner under changing load and text, on a clock that is the cost table itself.
+
+Other engines collapse where the number of rows crosses the threshold from which drafts no longer pay."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MAX_DRAFTS = 4
 MEASURED = (0, 1, 2, MAX_DRAFTS)
 NUM_STEPS = 2000
 MOST_LOST = 0.98
-"""Of the speed of full depth. Cycles without drafts cost here what full depth does, so what is lost is the planner's."""
+"""Of the speed of full depth. A cycle without drafts costs what full depth does, so only the planner loses time."""
 
 LOADS: dict[str, Callable[[int], int]] = {
     "1 row": lambda step: 1,
