@@ -22,7 +22,7 @@ import yaml
 from benchmarks.common import ROOT
 from benchmarks.nodes.machines import Machine, Network, network
 
-START_S = 180
+START_S = 480
 POLL_S = 0.2
 """Between two looks at the cluster: the precision of what is measured, paid by its dashboard and Serve's controller."""
 BIN = Path(sys.executable).parent

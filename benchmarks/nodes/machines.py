@@ -34,9 +34,14 @@ mount -t tmpfs tmpfs /dev/shm
 until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
 ip link set lo up && ip addr add "$3/24" dev eth0 && ip link set eth0 up && ip route add default dev eth0
 shift 3
-"$@"
+until "$@"; do
+  echo "machine: the command failed and is started again, as a container is"
+  kill -KILL -1 || true
+  sleep 1
+done
 """
-"""Without `exec`: the shell stays the first process of the machine and adopts orphans."""
+"""Without `exec`: the shell stays the first process of the machine and adopts orphans. `ray start` gives up after 30 s,
+which is little on a busy machine; Kubernetes starts the container again."""
 
 
 def unsupported_reason() -> str | None:

@@ -21,7 +21,11 @@ from tide_client import TideClient
 from tide_core import Engine, SamplingParams
 
 WHY_NOT = unsupported_reason()
-pytestmark = [pytest.mark.serve, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.timeout(1800),  # longer than what waits for nodes, which says what they logged
+]
 ENVIRONMENT = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "10"}
 """So that a replica goes soon after its streams have ended. With the 3 s of deploy/config.yaml one run of many had a
 new request that failed, it was not seen why: HAProxy may need longer to leave a replica out on a busy machine."""
