@@ -1,4 +1,4 @@
-"""Tiny llama GGUF files, written by the gguf package, beside the Hugging Face model they must become."""
+"""Tiny GGUF files, written by the gguf package, beside the Hugging Face model they must become."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 128
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -32,6 +44,33 @@ NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig),
+    "phi3": (Phi3ForCausalLM, Phi3Config),
+}
+GEMMA_NAMES = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
 }
 
 
@@ -71,7 +110,7 @@ def model_metadata() -> dict[str, Any]:
 @dataclass(frozen=True)
 class TinyGGUF:
     path: Path
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     """The same weights, put into transformers without passing through the file."""
 
 
@@ -139,12 +178,50 @@ def reference_model(vocab_size: int, **config: Any) -> LlamaForCausalLM:
     return model
 
 
-def gguf_name(name: str) -> str:
+def make_family_gguf(
+    path: Path,
+    architecture: str,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    **config: Any,
+) -> TinyGGUF:
+    """Of an architecture other than llama, whose rows are in the order of Hugging Face. `metadata` goes into the file,
+    without the prefix of the architecture; `config` to the configuration class."""
+    model_class, config_class = FAMILIES[architecture]
+    torch.manual_seed(7)
+    model = model_class(config_class(**{**SIZES, "vocab_size": len(byte_vocab()), **config})).eval()
+    is_gemma = architecture == "gemma3"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name and not is_gemma else 0.0
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1) + centre)
+    writer = GGUFWriter(path, architecture)
+    sizes = {key.removeprefix("llama."): value for key, value in model_metadata().items()}
+    for key, value in {**sizes, **(metadata or {})}.items():
+        _add(writer, f"{architecture}.{key}", value)
+    for key, value in byte_level_metadata().items():
+        _add(writer, key, value)
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        stored = value.numpy() + (1.0 if is_gemma and "norm" in name else 0.0)
+        writer.add_tensor(gguf_name(name, GEMMA_NAMES if is_gemma else NAMES), stored.astype(np.float32))
+    for name, array in (tensors or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return TinyGGUF(path, model)
+
+
+def gguf_name(name: str, names: Mapping[str, str] = NAMES) -> str:
     module, _, kind = name.rpartition(".")
     if module.startswith("model.layers."):
         _, _, layer, rest = module.split(".", 3)
-        return f"blk.{layer}.{NAMES[rest]}.{kind}"
-    return f"{NAMES[module]}.{kind}"
+        return f"blk.{layer}.{names[rest]}.{kind}"
+    return f"{names[module]}.{kind}"
 
 
 def _to_gguf_rows(name: str, values: np.ndarray) -> np.ndarray:

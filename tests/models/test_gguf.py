@@ -20,9 +20,9 @@ from tests.models.gguf_factory import (
     reference_model,
 )
 from tide_core.errors import ModelError
+from tide_core.models.gguf.architectures import describe
 from tide_core.models.gguf.convert import convert as convert_gguf
 from tide_core.models.gguf.file import GGUFFile
-from tide_core.models.gguf.llama import describe
 from tide_core.models.gguf.tokenizer import build_tokenizer, token_ids
 
 
@@ -128,6 +128,14 @@ def test_end_of_turn_is_an_end_in_the_generation_config(tmp_path: Path) -> None:
     tiny = make_gguf(tmp_path / "tiny.gguf", metadata={"tokenizer.ggml.eot_token_id": 0})
     folder = convert(tiny, tmp_path)
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 0]
+
+
+def test_the_end_of_a_turn_ends_an_answer_though_the_file_names_the_end_of_a_document_alone(tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    tiny = make_gguf(tmp_path / "tiny.gguf", metadata={"tokenizer.ggml.eos_token_id": 0})
+    folder = convert(tiny, tmp_path)
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [0, 2]
 
 
 @pytest.mark.parametrize("size", [0, 7, 23])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,16 @@ def test_digits_are_cut_off_before_spaces_are_shared_out(tmp_path: Path) -> None
     assert tokenizer.convert_ids_to_tokens(tokenizer("hello  1").input_ids) == ["hello", "ĠĠ", "1"]
 
 
-def kind_of(processor: Any, index: int) -> int:
+def kind_of(processor: Any, index: int, symbols: Sequence[str]) -> int:
     if processor.is_unknown(index):
         return 2
+    if processor.id_to_piece(index) in symbols:
+        return 4
     return 3 if processor.is_control(index) else 6 if processor.is_byte(index) else 1
 
 
-def sentencepiece_metadata() -> tuple[Any, dict[str, Any]]:
+def sentencepiece_metadata(symbols: Sequence[str] = (), *, prefix: bool = True) -> tuple[Any, dict[str, Any]]:
+    """`symbols`: tokens that are found before anything is merged. `prefix`: whether text begins with a space."""
     spm = pytest.importorskip("sentencepiece")
     trained = io.BytesIO()
     words = ["hello world", "the lower the slower", "held hollow shell words", "low lower lowest", "new newer newest"]
@@ -97,17 +101,20 @@ def sentencepiece_metadata() -> tuple[Any, dict[str, Any]]:
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         hard_vocab_limit=False,
+        user_defined_symbols=list(symbols),
+        add_dummy_prefix=prefix,
         minloglevel=2,
     )
     processor = spm.SentencePieceProcessor(model_proto=trained.getvalue())
     size = processor.get_piece_size()
-    first = next(i for i in range(size) if kind_of(processor, i) == 1)
+    first = next(i for i in range(size) if kind_of(processor, i, symbols) == 1)
     order = [*range(first), *range(size - 1, first - 1, -1)]  # scores, not places, must decide
     return processor, {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [processor.id_to_piece(i) for i in order],
         "tokenizer.ggml.scores": [float(processor.get_score(i)) for i in order],
-        "tokenizer.ggml.token_type": [kind_of(processor, i) for i in order],
+        "tokenizer.ggml.token_type": [kind_of(processor, i, symbols) for i in order],
+        "tokenizer.ggml.add_space_prefix": prefix,
         "tokenizer.ggml.unknown_token_id": processor.unk_id(),
         "tokenizer.ggml.bos_token_id": processor.bos_id(),
         "tokenizer.ggml.eos_token_id": processor.eos_id(),
@@ -118,6 +125,16 @@ def test_a_sentencepiece_vocabulary_gives_the_pieces_of_sentencepiece(tmp_path: 
     processor, metadata = sentencepiece_metadata()
     tokenizer = tokenizer_of(tmp_path, metadata)
     for text in ["hello world", "the slowest shell", "  two  spaces", "日本 🙂", "newlow\nlower"]:
+        ids = tokenizer(text).input_ids
+        assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *processor.encode(text, out_type=str)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_symbols_of_a_sentencepiece_vocabulary_are_found_before_anything_is_merged(tmp_path: Path) -> None:
+    """As in Gemma's: runs of spaces and of line ends, and tags."""
+    processor, metadata = sentencepiece_metadata(["▁▁", "▁▁▁", "\n\n", "<b>"], prefix=False)
+    tokenizer = tokenizer_of(tmp_path, metadata)
+    for text in ["hello  world", "   the\n\n<b>low</b>", "new \n\n  newer    lower", " held"]:
         ids = tokenizer(text).input_ids
         assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *processor.encode(text, out_type=str)]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text

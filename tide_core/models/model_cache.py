@@ -29,7 +29,7 @@ from tide_core.errors import ModelError
 log = logging.getLogger("tide")
 
 # Increased whenever the converter's output changes, so that old folders are not used.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 ENVIRONMENT_VARIABLE = "TIDE_CACHE_DIR"
 LOCK_LIMIT_S = 1800.0

@@ -1,1 +1,1 @@
-"""Convert a llama-architecture GGUF file to a Hugging Face folder."""
+"""Convert a GGUF file to a Hugging Face folder."""

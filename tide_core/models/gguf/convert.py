@@ -1,4 +1,4 @@
-"""Convert a llama-architecture GGUF to a Hugging Face folder in float32, one tensor at a time."""
+"""Convert a GGUF to a Hugging Face folder in float32, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import transformers
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig
 
 from tide_core.errors import ModelError, one_line
+from tide_core.models.gguf.architectures import GGUFModel, Weight, describe, read_weight, total_bytes
 from tide_core.models.gguf.file import GGUFFile
-from tide_core.models.gguf.llama import LlamaModel, Weight, describe, read_weight
 from tide_core.models.gguf.tokenizer import TokenIds, build_tokenizer, token_ids
 
 log = logging.getLogger("tide")
@@ -43,7 +43,7 @@ def convert(source: Path, target: Path) -> None:
         raise ModelError(field, f"{num_tokens} tokens", f"at most {model.config['vocab_size']}, one per embedding")
     tokenizer = build_tokenizer(file, ids, model.config["max_position_embeddings"])
     config, generation = _configs(source, model, ids)
-    _check_space(target, 4 * sum(math.prod(weight.shape) for weight in model.weights))
+    _check_space(target, total_bytes(model.weights))
     log.info("converting %s: %d tensors to float32", source.name, len(model.weights))
     config.save_pretrained(target)
     generation.save_pretrained(target)
@@ -71,15 +71,16 @@ def write_safetensors(path: Path, weights: list[Weight], values: Iterable[npt.ND
         os.fsync(stream.fileno())
 
 
-def _configs(source: Path, model: LlamaModel, ids: TokenIds) -> tuple[Any, Any]:
+def _configs(source: Path, model: GGUFModel, ids: TokenIds) -> tuple[Any, Any]:
     tokens = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
     ends = ids.eos if len(ids.ends) == 1 else list(ids.ends)
+    name, model_class = model.architecture.config_class, model.architecture.model_class
     try:
-        config = LlamaConfig(**model.config, **tokens, dtype="float32", architectures=["LlamaForCausalLM"])
-        return config, GenerationConfig(**{**tokens, "eos_token_id": ends})
+        config = getattr(transformers, name)(**model.config, **tokens, dtype="float32", architectures=[model_class])
+        return config, transformers.GenerationConfig(**{**tokens, "eos_token_id": ends})
     except Exception as error:
         # The configuration classes raise errors of several types.
-        raise ModelError(f"{source}: metadata", one_line(error), "a configuration LlamaConfig accepts") from error
+        raise ModelError(f"{source}: metadata", one_line(error), f"a configuration {name} accepts") from error
 
 
 def _check_space(target: Path, needed: int) -> None:

@@ -18,6 +18,9 @@ from tide_core.models.gguf.file import GGUFFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "\u2581"
+TURN_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
+"""Control tokens that end an answer, whether or not a file names them: files of Phi-3 and others name the end of a
+document alone."""
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -66,7 +69,7 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Special token ids. `ends` starts with `eos` and includes the end-of-turn token if that is another one."""
+    """Special token ids. `ends` starts with `eos` and includes the end-of-turn tokens."""
 
     bos: int | None
     eos: int
@@ -76,7 +79,8 @@ class TokenIds:
 
 
 def token_ids(file: GGUFFile) -> TokenIds:
-    last = len(file.strings("tokenizer.ggml.tokens")) - 1
+    tokens = file.strings("tokenizer.ggml.tokens")
+    last = len(tokens) - 1
 
     def optional(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -84,8 +88,8 @@ def token_ids(file: GGUFFile) -> TokenIds:
 
     eos = file.integer("tokenizer.ggml.eos_token_id", high=last)
     pad = optional("padding")
-    turn = optional("eot")
-    ends = (eos,) if turn is None or turn == eos else (eos, turn)
+    turns = [optional("eot"), *(index for index, token in enumerate(tokens) if token in TURN_ENDS)]
+    ends = tuple(dict.fromkeys([eos, *(index for index in turns if index is not None)]))
     return TokenIds(optional("bos"), eos, eos if pad is None else pad, optional("unknown"), ends)
 
 
@@ -108,7 +112,9 @@ def build_tokenizer(file: GGUFFile, ids: TokenIds, max_length: int) -> Any:
     special = [index for index, entry in enumerate(kinds) if entry == CONTROL or index in named]
     backend.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in special])
     plain = [token for token, entry in zip(tokens, kinds, strict=True) if entry == USER_DEFINED]
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
+    # SentencePiece looks for them in text whose spaces are marked; a prefix would be added to the tokens, too.
+    marked = kind == "llama" and not file.flag("tokenizer.ggml.add_space_prefix", True)
+    backend.add_tokens([AddedToken(token, normalized=marked, special=False) for token in plain])
     add_bos = file.flag("tokenizer.ggml.add_bos_token", add_bos)
     add_eos = file.flag("tokenizer.ggml.add_eos_token", False)
     if add_bos and ids.bos is None:
