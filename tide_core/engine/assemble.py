@@ -85,6 +85,11 @@ class Parts:
     suffix_drafts: bool = False
     """Whether rows in mode verified may have some."""
 
+    @property
+    def default_mode(self) -> str:
+        """Mode of a request that names none: verified where anything can be drafted."""
+        return "verified" if self.checkpoints or self.suffix_drafts else "full"
+
 
 def assemble(config: EngineConfig) -> Parts:
     """Resolve and load the model the settings name and its artefact, and build the engine around them."""
