@@ -57,7 +57,11 @@ METRICS = (
     Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that came from the prefix cache."),
     Metric("tide_generation_tokens", "counter", "Tokens generated."),
     Metric("tide_preemptions", "counter", "Preemptions of requests for lack of KV memory."),
-    Metric("tide_drafts", "counter", "Draft tokens: proposed by an early exit or found in earlier text, verified at full depth."),
+    Metric(
+        "tide_drafts",
+        "counter",
+        "Draft tokens: proposed by an early exit or found in earlier text, verified at full depth.",
+    ),
     Metric("tide_drafts_accepted", "counter", "Drafts accepted as output."),
     Metric(
         "tide_exits",

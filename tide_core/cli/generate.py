@@ -41,7 +41,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = PARAMS.top_p,
     top_k: Annotated[int, typer.Option(help="Keep this many likeliest tokens; 0 keeps all.")] = PARAMS.top_k,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = PARAMS.min_p,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens; when exits draft, with --drafts.")] = PARAMS.seed,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same tokens; when exits draft, with --drafts.")
+    ] = PARAMS.seed,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")
     ] = None,
