@@ -52,6 +52,7 @@ class TideServer(GrpcApi):
 
         checked = AppArgs(**args)
         self._args, self._configured = checked, False
+        self._given: dict[str, Any] = {}
         self._context = context = serve.get_replica_context()
         self._policies = ClusterStore(context.app_name, context.deployment)
         keys = KeyRing.read(checked.api_keys_file)
@@ -63,9 +64,7 @@ class TideServer(GrpcApi):
         self._keeping_spares: asyncio.Task[None] | None = None
         settings = {**checked.engine, "model": local_model(checked.engine["model"])}
         if settings.get("num_threads") is None and (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
-            settings["num_threads"] = int(
-                given
-            )  # Ray gives it with the actor: a spare process has imported Torch before
+            settings["num_threads"] = int(given)  # comes with the actor: a spare process has imported Torch before
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model = checked.served_model_name or engine.model_name
         self._exporter = TextExporter(RayExporter()) if checked.metrics else RayExporter()

@@ -116,7 +116,7 @@ def test_blocks_of_one_pass_are_those_of_passes_of_their_own(adapter: ModelAdapt
         together = trainee.drafting.features(states, tokens, anchors)
         for place in range(3):
             alone = trainee.drafting.features(states, tokens, anchors[:, place : place + 1])
-            torch.testing.assert_close(together[:, place : place + 1], alone)
+            torch.testing.assert_close(together[:, place : place + 1], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_a_place_reads_the_context_before_its_anchor_and_its_own_block() -> None:

@@ -108,8 +108,9 @@ class BlockManager:
     def seal(
         self, table: BlockTable, tokens: Callable[[int, int], Sequence[int]], namespace: bytes, *, most_tokens: int
     ) -> None:
-        """Make the row's whole, valid blocks findable, of its first `most_tokens` tokens. `tokens(start, stop)` gives
-        the row's token ids."""
+        """Make the row's whole, valid blocks findable, of its first `most_tokens` tokens.
+
+        `tokens(start, stop)` gives the row's token ids."""
         if not self.prefix_caching:
             return
         num_whole = min(table.length, most_tokens) // self.block_size
