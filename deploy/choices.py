@@ -1,7 +1,7 @@
 """Several answers to one request: n choices for each of its prompts.
 
-The choices of one prompt run it once: the first starts alone, the others start with its first token and find the
-prompt's blocks in the prefix cache.
+The choices of one prompt share its prefill: the first choice runs it; the others start when the first has its first
+token, and find the prompt's blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from deploy.service import Answer, Call, Service
 from tide_core.errors import RequestError
 from tide_core.request import RequestOutput
 
-MOST_SEEDS = 2**64
+NUM_SEEDS = 2**64
+"""Seeds are taken modulo this number."""
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
-"""Outputs with the index of the choice that they belong to."""
+"""Outputs, each with the index of its choice among all answers."""
 
 
 def begin_choices(service: Service, calls: Sequence[Call], n: int, caller: Caller) -> list[Answer]:
-    """Check the calls of all prompts: `n` answers for each, those of one prompt one after another."""
+    """Check the calls of all prompts and make `n` answers for each; the answers of one prompt are adjacent. Nothing
+    runs yet."""
     most = service.limits.max_choices
     if not 1 <= n <= most:
         raise RequestError("n", n, f"an integer in 1..{most}")
@@ -33,9 +35,9 @@ def begin_choices(service: Service, calls: Sequence[Call], n: int, caller: Calle
 
 
 async def outputs_of(service: Service, answers: Sequence[Answer], n: int) -> Outputs:
-    """The outputs of all answers as they come; or the first error, which ends them all.
+    """The outputs of all answers as they come. The first error ends all answers and is raised.
 
-    Closing the generator aborts what is open."""
+    Closing the generator aborts open answers."""
     if len(answers) == 1:
         async with contextlib.aclosing(service.outputs(answers[0])) as outputs:
             async for output in outputs:
@@ -52,25 +54,25 @@ async def outputs_of(service: Service, answers: Sequence[Answer], n: int) -> Out
 async def _mixed(service: Service, answers: Sequence[Answer], n: int) -> Outputs:
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(service.engine.config.max_rows)
-    came: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
+    events: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
     prompt_ran = [asyncio.Event() for _ in range(len(answers) // n)]
 
     async def run(index: int, answer: Answer) -> None:
         if index % n:
             await prompt_ran[index // n].wait()
-        # No more than the engine runs at once: a long list must not fill its queue.
+        # At most as many as the engine runs at once, so that a long list does not fill its queue.
         async with slots, contextlib.aclosing(service.outputs(answer)) as outputs:
             async for output in outputs:
                 prompt_ran[index // n].set()
-                came.put_nowait((index, output))
+                events.put_nowait((index, output))
 
     tasks = [loop.create_task(run(index, answer)) for index, answer in enumerate(answers)]
     for task in tasks:
-        task.add_done_callback(came.put_nowait)
+        task.add_done_callback(events.put_nowait)
     num_open = len(tasks)
     try:
         while num_open:
-            item = await came.get()
+            item = await events.get()
             if isinstance(item, asyncio.Task):
                 item.result()
                 num_open -= 1
@@ -92,16 +94,16 @@ async def whole_answers(service: Service, answers: Sequence[Answer], n: int) -> 
 
 
 def _begin(service: Service, call: Call, n: int, caller: Caller) -> list[Answer]:
-    """The choices of one prompt, which share its id."""
+    """The choices of one prompt, which share its request id."""
     first = service.begin(call, caller)
     named = replace(call, request_id=first.request_id)
     return [first, *(service.begin(_seeded(named, number), caller) for number in range(1, n))]
 
 
 def _seeded(call: Call, number: int) -> Call:
-    """The call of one choice: with a seed, each choice has its own, and the first the given one."""
+    """The call of choice `number`. If the call has a seed, the choice has `seed + number`."""
     seed = call.params.get("seed")
     if seed is None:
         return call
     following = seed + number
-    return replace(call, params={**call.params, "seed": following - MOST_SEEDS * (following >= MOST_SEEDS)})
+    return replace(call, params={**call.params, "seed": following - NUM_SEEDS * (following >= NUM_SEEDS)})

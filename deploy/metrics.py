@@ -57,12 +57,16 @@ METRICS = (
     Metric("tide_cached_prompt_tokens", "counter", "Prompt tokens of ended requests that came from the prefix cache."),
     Metric("tide_generation_tokens", "counter", "Tokens generated."),
     Metric("tide_preemptions", "counter", "Preemptions of requests for lack of KV memory."),
-    Metric("tide_drafts", "counter", "Draft tokens: proposed by an early exit, verified at full depth."),
+    Metric(
+        "tide_drafts",
+        "counter",
+        "Draft tokens: proposed by an early exit or found in earlier text, verified at full depth.",
+    ),
     Metric("tide_drafts_accepted", "counter", "Drafts accepted as output."),
     Metric(
         "tide_exits",
         "counter",
-        "Output tokens by exit layer; the last layer means no early exit.",
+        "Output tokens by exit layer; 0 is a suffix draft, the last layer no early exit.",
         ("layer",),
     ),
     Metric("tide_exited_tokens", "counter", "Output tokens that exited before the last layer."),

@@ -291,14 +291,14 @@ class Service:
         before they replace those in use."""
         wanted = self._own_artefact if policy.artefact is None else policy.artefact
 
-        def default_params(has_exits: bool) -> SamplingParams:
-            return policy.params({}, Caller(), "verified" if has_exits else "full")
+        def default_params(natural_mode: str) -> SamplingParams:
+            return policy.params({}, Caller(), natural_mode)
 
         try:
             if wanted != self.engine.config.artefact:
                 await asyncio.to_thread(self.engine.use_artefact, wanted, default_params)
             else:
-                self.engine.check_params(default_params(self.engine.artefact_digest is not None))
+                self.engine.check_params(default_params(self.natural_mode))
         except RequestError as error:
             raise ConfigError(f"user_config.{error.field}", error.value, error.expected) from error
         self.policy = policy

@@ -1,10 +1,11 @@
-"""Idle worker processes on the node of a replica: the next replica, and the next proxy, start in them.
+"""Spare worker processes on each node with a replica, in which the next replica and the next HAProxy actor start.
 
-Ray starts an actor in an idle worker that has the actor's runtime environment and has not run anything yet; else it
-starts a new process, and starting Python, Ray, Torch and transformers takes longer than all the rest of a replica's
-start. There is one spare for a replica, with all its libraries imported by `deploy.preload` but without weights, and
-a small one for the actor that runs HAProxy. The oldest replica of a node looks for them from time to time and asks the
-raylet for one that is missing. Without a spare an actor starts as ever.
+Ray starts an actor in an idle worker if there is one with the actor's runtime environment that has not run anything
+yet; otherwise it starts a new process. A new process has to import Ray, Torch and transformers, which takes longer than
+the rest of a replica's start. A node keeps two spares: one for a replica, whose libraries `deploy.preload` has imported
+and which holds no weights, and a small one for the actor that runs HAProxy. The oldest replica of a node checks for
+them every few seconds and asks the raylet for a missing one. If there is no spare, Ray starts the actor in a new
+process.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ logger = logging.getLogger("ray.serve")
 IDLE = "ray::IDLE"
 REPLICA = "ray::ServeReplica"
 KEEP_S = 3_600
-"""How long Ray must not end it for being idle. Another follows then, as long as there is a replica."""
+"""Time for which Ray keeps an idle spare. After it ended, another one is started if there still is a replica."""
 START_S = 120.0
-"""Time in which a spare that was asked for appears, even on a busy machine."""
+"""Time after which a spare that was asked for and is not there is asked for again."""
 CHECK_S, MAX_PAUSE_S = 10.0, 300.0
+"""Pause between two checks; after failures it doubles, up to the second value."""
 RPC_TIMEOUT_S = 10.0
 
 
 class Spares:
-    """The spare processes of this replica's node."""
+    """Keeps the spare processes of this replica's node."""
 
     def __init__(self) -> None:
         self._environments: list[str] = []
@@ -41,11 +43,12 @@ class Spares:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether the config of the deployment asks for them."""
+        """Whether the deployment's config asks for spares."""
         return os.environ.get(PRELOAD) == "1"
 
     async def keep(self) -> None:
-        """Look for them from time to time, but not at once: whoever waits for this replica needs the processor."""
+        """Check for the spares until cancelled. The first check waits, so that starting spares does not slow down the
+        start of this replica."""
         pause_s, failed = CHECK_S, False
         while self.are_wanted:
             await asyncio.sleep(pause_s)
@@ -60,7 +63,8 @@ class Spares:
                 pause_s, failed = min(2 * pause_s, MAX_PAUSE_S), True
 
     def ensure(self) -> None:
-        """Ask for each spare that is missing, unless it is starting. Of several replicas on a node the oldest asks."""
+        """Ask for each spare that is missing, unless it was asked for lately. Does nothing if an older replica runs on
+        this node, which does it."""
         self._environments = self._environments or environments()
         if any(other.pid < os.getpid() for other in find(_variables(self._environments[0]), title=REPLICA)):
             return
@@ -73,25 +77,26 @@ class Spares:
 
 
 def find(variables: Mapping[str, str], proc: Path = PROC, *, title: str = IDLE) -> list[Process]:
-    """Idle workers of this process's raylet that have these variables, and libraries imported if these ask for it; or
-    its workers of another kind."""
-    ours = os.getppid()
+    """Workers of this process's raylet whose title begins with `title` (by default idle ones) and whose environment has
+    these variables. PRELOAD is compared both ways: a worker that has it fits only if `variables` have it."""
+    raylet = os.getppid()
     wanted = {f"{name}={value}" for name, value in variables.items()}
     preload = {f"{PRELOAD}=1"}
 
     def fits(process: Process) -> bool:
-        given = _environment(proc / str(process.pid))
-        return wanted <= given and wanted & preload == given & preload
+        actual = _environment(proc / str(process.pid))
+        return wanted <= actual and wanted & preload == actual & preload
 
     return [
         each
         for each in all_processes(proc).values()
-        if each.parent == ours and each.command and each.command[0].startswith(title) and fits(each)
+        if each.parent == raylet and each.command and each.command[0].startswith(title) and fits(each)
     ]
 
 
 def environments() -> list[str]:
-    """Runtime environments, as Ray writes them: of this replica, and of Serve's controller, which its proxies have."""
+    """Runtime environments as serialized by Ray: that of this replica, and that of Serve's controller, in which proxies
+    run, too, if it sets variables."""
     import ray
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
@@ -102,12 +107,12 @@ def environments() -> list[str]:
     data = state._connect_and_get_accessor().get_actor_info(controller._actor_id)
     if data is not None:
         environment = gcs_pb2.ActorTableData.FromString(data).serialized_runtime_env
-        found += [environment] if _variables(environment) else []  # else any idle worker would look like one
+        found += [environment] if _variables(environment) else []  # without variables any idle worker would match
     return found
 
 
 def ask_for_worker(environment: str) -> None:
-    """Have the raylet of this node start an idle worker with a runtime environment."""
+    """Ask the raylet of this node to start an idle worker with a runtime environment."""
     import ray
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
@@ -127,7 +132,7 @@ def ask_for_worker(environment: str) -> None:
 
 
 def _variables(environment: str) -> Mapping[str, str]:
-    """Variables that a runtime environment sets."""
+    """Environment variables that a runtime environment sets."""
     found: Mapping[str, str] = (json.loads(environment) if environment else {}).get("env_vars") or {}
     return found
 

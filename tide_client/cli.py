@@ -37,7 +37,9 @@ def client(
     plain: Annotated[bool, typer.Option("--plain", help="Text to continue, not a chat.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same tokens, unless the server plans drafts by load.")
+    ] = None,
     mode: Annotated[
         str | None, typer.Option(help="The contract: full, verified, bounded or fast. Default: the server's.")
     ] = None,

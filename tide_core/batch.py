@@ -30,7 +30,7 @@ class RowStep(NamedTuple):
     policy: ExitPolicy = NO_EXITS
     num_drafts: int = 0
     """Most tokens the row may draft before its deep pass; its table has blocks for them."""
-    given: Sequence[int] = ()
+    suffix_drafts: Sequence[int] = ()
     """Suffix drafts, as many as `num_drafts`: these are its drafts, and no exit makes any."""
 
     @property
@@ -86,7 +86,7 @@ class DraftCounts(NamedTuple):
     """Scores that were not finite; no token exits on them."""
     allowed: int = 0
     """Drafts that it could have made: those of the step it was launched with."""
-    given: bool = False
+    from_suffix: bool = False
     """Whether they were suffix drafts."""
 
 

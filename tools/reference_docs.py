@@ -1,4 +1,4 @@
-"""Generate the references in docs/ from the code: settings, the gRPC schema, metrics, model families.
+"""Generate the references in docs/ from the code: settings, schema, metrics, model families, parameters of requests.
 
 python tools/reference_docs.py            write them
 python tools/reference_docs.py --check    list outdated ones, and fail if there are any
@@ -14,23 +14,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
+OPENAI = ROOT / "docs" / "openai.md"
 COMMAND = "python tools/reference_docs.py"
 
 
 def pages() -> dict[Path, str]:
     """Every generated page, as it should be."""
+    from tools.reference import families, openai_parameters
     from tools.reference.configuration import configuration
-    from tools.reference.families import BEGIN, END, families
     from tools.reference.markdown import between
     from tools.reference.metrics import metrics
     from tools.reference.schema import grpc
 
-    compatibility = COMPATIBILITY.read_text(encoding="utf-8")
+    compatibility, openai = COMPATIBILITY.read_text(encoding="utf-8"), OPENAI.read_text(encoding="utf-8")
     return {
         REFERENCE / "configuration.md": configuration(),
         REFERENCE / "grpc.md": grpc(),
         REFERENCE / "metrics.md": metrics(),
-        COMPATIBILITY: between(compatibility, BEGIN, END, families()),
+        COMPATIBILITY: between(compatibility, families.BEGIN, families.END, families.families()),
+        OPENAI: between(openai, openai_parameters.BEGIN, openai_parameters.END, openai_parameters.parameters()),
     }
 
 

@@ -1,12 +1,12 @@
-"""Tokens per deep pass and predicted speed-up of block drafters, against the exit head of today, after equal training.
+"""Block drafters against the present exit head, after equal training: tokens per deep pass, and predicted speed-up.
 
     python -m benchmarks.block_drafter --out FILE                   # the demo model on a GPU, all usual variants
     python -m benchmarks.block_drafter --out FILE --minutes 1.5 --variants head,block:layers=2:mix
     python -m benchmarks.block_drafter --tiny                       # a tiny random model on the CPU: does it run
 
-Every variant is trained for `--minutes` from the same text and evaluated on held-out prompts: those of the model itself
-and those of people. FILE is written after the costs and after every variant; the same command continues with those that
-are missing. A call ends within `--limit` seconds, with 3 if variants are missing.
+Every variant is trained for `--minutes` on the same text and evaluated on held-out prompts, some written by the model
+and some by people. FILE is written after the costs and after every variant; the same command continues with the missing
+ones. A call ends within `--limit` seconds, with exit code 3 if variants are missing.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ VARIANTS = (
     "block:layers=2:places=16",
     "block:layers=2:seed=none",
 )
-"""In the order of what they tell, since a call may end before the last."""
+"""The most informative first, since a call may end before the last."""
 UNFINISHED = 3
 EVALUATION_S = 15.0
-"""Seconds that are kept for the evaluation of a variant."""
+"""Seconds reserved for the evaluation of a variant."""
 MINUTES, LIMIT_S, SAMPLES, PEOPLE = 0.5, 480.0, 12288, 225
 TINY_CALIBRATION: dict[str, Any] = {
     "max_prompt_tokens": 48,
@@ -69,11 +69,11 @@ TINY_CALIBRATION: dict[str, Any] = {
 TINY_SIZES = Sizes(batch_tokens=512, blocks=32, rows=128, distances=3)
 STATES = ROOT / "build" / "block_drafter"
 PURPOSE = ("model", "minutes", "max_steps", "samples", "people", "seed", "sizes")
-"""Conditions under which variants can be compared."""
+"""Conditions that must be equal for variants to be compared."""
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare block drafters with the exit head of today.")
+    parser = argparse.ArgumentParser(description="Compare block drafters with the present exit head.")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="with commas between them; default: %(default)s")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="training of each; default: %(default)s")
     parser.add_argument("--max-steps", type=int, help="end a training after so many steps, if that is earlier")
@@ -160,7 +160,7 @@ class Study:
         self._continue()
 
     def _continue(self) -> None:
-        """Take over what an earlier call has done."""
+        """Take over the results of an earlier call."""
         out = self._options.out
         if out is None or not out.exists():
             return
@@ -184,7 +184,7 @@ class Study:
         return int(any("error" in each for each in done.values()))
 
     def _measure_costs(self) -> None:
-        """Unless an earlier call has those of all variants. What fails here does not keep variants from training."""
+        """Time cycles, unless an earlier call timed those of all variants. Variants are trained even if this fails."""
         options, before = self._options, self.report["costs"] or {}
         wanted = {cost_key(each) for each in options.variants}
         known = [set(costs["cycle_ms"]) for by_rows in before.values() for costs in by_rows.values()]
@@ -215,7 +215,7 @@ class Study:
             self._deadline.check(variant.name, 60 * options.minutes + EVALUATION_S)
             try:
                 found = self._one(variant, adapter, teacher, config, text)
-            except Exception as error:  # the others are still worth their time
+            except Exception as error:  # continue with the other variants
                 self._log(f"{variant.name}: failed\n{traceback.format_exc()}")
                 found = {"error": one_line(error)}
             self.report["variants"][variant.name] = found

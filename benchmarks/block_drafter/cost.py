@@ -1,8 +1,8 @@
 """Seconds of whole cycles with random weights: drafts, and one deep pass over them and the newest token.
 
-Target, exit head and block drafter are plain Torch in CUDA graphs, made of the same layers, so that their ratio says
-what a drafter costs; the engine's own kernels are quicker in all three. A cycle is timed as one piece: a drafter that
-is timed alone stays in the cache of the device, which it does not between two deep passes.
+Target, exit head and block drafter are plain Torch in CUDA graphs and consist of the same layers, so their ratio is the
+cost of a drafter; the engine's own kernels are faster for all three. A cycle is timed as a whole: the weights of a
+drafter that is timed alone stay in the device's cache, but a deep pass evicts them.
 
     head     k times: shallow layers, head, shortlist; then the head's keys and values of k + 1 tokens
     block    shallow layers of the newest token; keys and values of k + 1 tokens; one pass over all places; shortlist
@@ -40,9 +40,9 @@ WIDE = Shape("7.25B", 4608, 12288, 30, 72, 24, 49152, 8192, 512)
 SCALES = (DEMO, WIDE)
 ROWS = (1, 8, 32)
 MAX_SEQUENTIAL = 8
-"""Drafts one by one: more of them never pay."""
+"""Most drafts of an exit head, which makes them one by one."""
 VERIFIED = (2, 4, 8, 16)
-"""Drafts of the deep passes that are timed."""
+"""Numbers of drafts for which deep passes are timed."""
 
 
 def shape_of(scale: Shape) -> TargetShape:
@@ -50,14 +50,14 @@ def shape_of(scale: Shape) -> TargetShape:
 
 
 def cost_key(variant: Variant) -> str:
-    """Name of a variant without what matters in training only."""
+    """Name of a variant without the options that only training reads."""
     plain = Variant(variant.kind)
     return replace(variant, target=plain.target, optimiser=plain.optimiser, lr=plain.lr).name
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where and in which dtype tensors are made."""
+    """Device and dtype of the tensors."""
 
     device: torch.device
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Place:
 
 
 class CachedLayer(DrafterLayer):
-    """A layer that writes its keys and values to the end of the cache, in place of joining them to a copy of it."""
+    """A layer that writes its keys and values into the cache in place; its base class concatenates both."""
 
     def forward(self, states: Tensor, context: KeysValues, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         normed = self.attention_norm(states).flatten(1, 2)
@@ -117,7 +117,7 @@ class Stack:
         return states.squeeze(1)
 
     def best(self, states: Tensor, rows: Tensor) -> Tensor:
-        """Best of these rows of an output embedding."""
+        """The row of an output embedding with the largest logit, for each state."""
         return F.linear(self.norm(states), rows).argmax(-1)
 
 
@@ -197,7 +197,7 @@ def head_cycle(stack: Stack, variant: Variant, rows: int, drafts: int) -> Cycle:
 
 
 def drafts_of(variant: Variant) -> tuple[int, ...]:
-    """Numbers of drafts at which cycles are timed; those between cost what lies between."""
+    """Numbers of drafts at which cycles are timed; between them costs are interpolated."""
     return (2, MAX_SEQUENTIAL) if variant.kind == "head" else (2, variant.places)
 
 
@@ -210,7 +210,7 @@ def interpolated(by_drafts: Mapping[str, float], drafts: int) -> float | None:
 
 
 def milliseconds(cycle: Cycle, device: torch.device) -> float:
-    """On a CPU one run: there it shows only that cycles run."""
+    """Of one cycle. On a CPU it runs once, only to show that cycles run."""
     if device.type == "cuda":
         return 1e3 * per_call_s(cycle, 1, device)
     began = time.perf_counter()

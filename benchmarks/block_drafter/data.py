@@ -3,9 +3,9 @@
     <folder>/train-*   prompts that the model wrote, and its answers
     <folder>/test-*    the same, held out
     <folder>/given-*   prompts that people wrote (those of the benchmarks), and the model's answers
-    <folder>/text.safetensors   the shortlist; there as soon as all shards are
+    <folder>/text.safetensors   the shortlist, written last: if it is there, all shards are complete
 
-Everything is greedy, as the verification that the study counts for.
+All answers are greedy, because the study counts drafts of greedy requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Text:
 def make_text(
     folder: Path, config: CalibrationConfig, adapter: ModelAdapter, tokenizer: Any, people: int, log: Log
 ) -> Text:
-    """The text in `folder`, made first if it is not there; with at most `people` prompts of the benchmarks."""
+    """The text in `folder`, which is made if it is not there; with at most `people` prompts that people wrote."""
     if not (folder / DONE).exists():
         began = time.perf_counter()
         _make(folder, config, adapter, tokenizer, people)
@@ -99,7 +99,7 @@ def _read(folder: Path, part: str) -> list[TokenSequence]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences padded to one of few shapes, on the CPU; rows without a sequence have length 0."""
+    """Sequences padded to one of a few shapes, on the CPU; rows without a sequence have length 0."""
 
     tokens: Tensor
     """[B, S], right-padded with 0."""
@@ -110,8 +110,8 @@ class Batch:
 
 @dataclass
 class Batches:
-    """Sequences of similar length in batches, in an order that the seed determines, epoch after epoch. The number of
-    rows depends on the length alone, so there are few shapes and few graphs."""
+    """Batches of sequences of similar length, in an order that seed and epoch determine. The number of rows depends on
+    the padded length alone, so that few shapes occur and few CUDA graphs are captured."""
 
     sequences: Sequence[TokenSequence]
     batch_tokens: int
@@ -125,7 +125,7 @@ class Batches:
             self._groups.setdefault(_up(len(sequence.tokens), self.length_step), []).append(index)
 
     def epochs(self) -> Iterator[Batch]:
-        """Without an end."""
+        """Batches of one epoch after another, without end."""
         epoch = 0
         while True:
             random = np.random.default_rng((self.seed, epoch))
@@ -140,7 +140,7 @@ class Batches:
             epoch += 1
 
     def in_order(self) -> Iterator[tuple[list[int], Batch]]:
-        """Every sequence once, with its index: batches of their own size."""
+        """Every sequence once, with its index; batches have no empty rows."""
         for length, indices in sorted(self._groups.items()):
             for chunk in self._chunks(np.array(indices), length):
                 some = [int(index) for index in chunk]

@@ -1,8 +1,8 @@
-"""Tokens per deep pass on held-out answers: drafts at every anchor, against the text, then the cycles replayed exactly.
+"""Tokens per deep pass on held-out answers: drafts at every anchor are compared with the text, and cycles are replayed.
 
-A draft counts if it and all before it are the tokens of the target's own greedy text. After the accepted ones the deep
-pass gives one token more, and the next cycle begins there. Drafts of the exit head are those of serving: the deep state
-is known up to the anchor, and keys of the chain are its own.
+A draft counts if it and all before it equal the target's own greedy text. After the accepted drafts the deep pass gives
+one more token, and the next cycle begins there. The exit head drafts as in serving: deep states are known up to the
+anchor, and the head attends to its own keys and values for the drafts after it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def evaluate(
     batch_tokens: int,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Tokens per deep pass for each block length of `lengths` that the drafter has, and chances by place."""
+    """Tokens per deep pass for each number of drafts in `lengths` that the drafter can make, and the chance by place
+    that a draft is right."""
     most = max(lengths)
     if isinstance(trainee, BlockTrainee):
         most = min(most, trainee.drafter.spec.places)

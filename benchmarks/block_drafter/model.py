@@ -4,18 +4,18 @@ A block begins at its anchor, the position of the newest token. That token has n
 
     place           0             1             2            ...
     position        anchor        anchor + 1    anchor + 2
-    enters with     newest token  mask          mask
+    input           newest token  mask          mask
     predicts        anchor + 1    anchor + 2    anchor + 3
 
-Place 0 enters with the state of the newest token at the checkpoint layer, or with its embedding. The others enter with
-a learned mask of their place and, with `seed`, with what the drafter knows of the newest token and of the deep state
-before it. Within a block attention goes both ways. In every layer it also reads keys and values that are made from the
-fused states of the target at all positions before the anchor: the final state and states at some layers on the way
-(taps). `own_mix` gives every layer of the drafter a mix of these states of its own.
+The input of place 0 is the state of the newest token at the checkpoint layer, or its embedding. The input of the others
+is a learned mask for each place; `seed` adds a projection of the newest token and of the deep state before it.
+Attention within a block is bidirectional. In every layer a block also attends to the context: keys and values made from
+the fused states of the target at all positions before the anchor, that is the final state and the states at some layers
+(taps). With `own_mix` every layer of the drafter mixes these states with weights of its own.
 
-The last state of a place is for the target's own final norm and (a shortlist of) its own output embedding; a drafter
-that is narrower than the target adds it to the normed state of the newest token. As in the exit heads, output
-projections start at zero, so an untrained drafter is a plain guess and never a wild one.
+The output of a place goes through the target's own final norm and (a shortlist of) its LM head; a drafter that is
+narrower than the target adds its projected output to the normed state of the newest token. As in the exit heads, output
+projections start at zero, so that the logits of an untrained drafter are those of its input state.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class DrafterSpec:
     head_size: int
     ffn: int
     checkpoint: int = 2
-    """Layers that the newest token has run; 0: it enters with its embedding."""
+    """Layers that the newest token has run; 0: the input is its embedding."""
     taps: tuple[int, ...] = ()
     """Layers, counted as layers that have run, whose states are fused with the final one."""
     own_mix: bool = False
     """Whether every layer of the drafter has its own mix of the final state and the taps."""
     seed: str = "all"
-    """Places that enter with the newest token and the deep state before it: `all`; `first`, place 0; `none`, where
+    """Places whose input has the newest token and the deep state before it: `all`, or `first` (place 0). With `none`
     place 0 has the newest token alone."""
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -84,7 +84,7 @@ class DrafterSpec:
 
 
 class BlockDrafter(nn.Module):
-    """`fuse` and `keys_values` once for positions that have run deep, then `forward` for blocks."""
+    """Call `fuse` and `keys_values` once for positions that have run deep, then `forward` for blocks."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -111,21 +111,21 @@ class BlockDrafter(nn.Module):
     def _reset(self) -> None:
         if self.spec.own_mix:
             with torch.no_grad():
-                self.mixes[:, 0] = 1.0  # take the final state
+                self.mixes[:, 0] = 1.0  # start with the final state
         if self.spec.inner != self.spec.width:
             nn.init.zeros_(self.up.weight)
         linears = [self.fuse_linear, self.first, *([self.later] if self.spec.seed == "all" else [])]
         for linear in linears:
             nn.init.zeros_(linear.bias)
             if self.spec.inner == self.spec.width:
-                nn.init.eye_(linear.weight)  # take the final state, and the newest token's
+                nn.init.eye_(linear.weight)  # start with the final state, and with that of the newest token
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
     def fuse(self, normed: Tensor, tapped: Sequence[Tensor]) -> list[Tensor]:
-        """Final-norm states and states at the taps, [..., D] each, to the context of each layer, [..., inner]."""
+        """The context of each layer [..., inner] from final-norm states and states at the taps, [..., D] each."""
         sources = [normed, *(norm(state) for norm, state in zip(self.tap_norms, tapped, strict=True))]
         if not self.spec.own_mix:
             return [self.fuse_linear(torch.cat([source.to(sources[-1].dtype) for source in sources], -1))] * len(
@@ -153,8 +153,8 @@ class BlockDrafter(nn.Module):
         """Features [B, A, places, D] of A blocks of each of B rows.
 
         `newest` [B, A, D] are the states or embeddings of the newest tokens, `before` [B, A, inner] the contexts of the
-        first layer at the position before each anchor, `anchors` [B, A] the positions. `mask` is that of `block_mask`;
-        None lets the only block of a row see the whole context."""
+        first layer at the position before each anchor, `anchors` [B, A] the positions. `mask` comes from `block_mask`;
+        None is for one block per row, which attends to the whole context."""
         places = torch.arange(self.spec.places, device=anchors.device)
         states = self._enter(newest, before)
         turns = rotations(anchors[..., None] + places, self.spec)
@@ -166,7 +166,7 @@ class BlockDrafter(nn.Module):
         return features
 
     def _enter(self, newest: Tensor, before: Tensor) -> Tensor:
-        """The states that enter the first layer, [B, A, places, inner]."""
+        """The input of the first layer, [B, A, places, inner]."""
         known = self.token_norm(newest)
         if self.spec.seed != "none":
             known = torch.cat((known, self.before_norm(before)), -1)
@@ -181,8 +181,8 @@ class BlockDrafter(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """Attention over context and block, and SwiGLU, each on the normed state and added to it. Context and block have
-    the same projections. Starts as the identity."""
+    """A pre-norm layer: attention over context and block, then SwiGLU, each with a residual. Context and block have the
+    same projections. An untrained layer is the identity."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class DrafterLayer(nn.Module):
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """[B, Hq, Q, size] over [B, Hk, K, size]; `mask` is True where a query reads a key."""
     shared = query.shape[1] // keys.shape[1]
-    if mask is not None and shared > 1:  # Torch's quick kernels take a mask or shared heads
+    if mask is not None and shared > 1:  # Torch's fused kernels support a mask or shared heads, not both
         keys, values = (tensor.repeat_interleave(shared, 1) for tensor in (keys, values))
     return F.scaled_dot_product_attention(
         query, keys.to(query.dtype), values.to(query.dtype), attn_mask=mask, enable_gqa=mask is None and shared > 1
@@ -234,7 +234,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
 
 
 def block_mask(anchors: Tensor, places: int, length: int) -> Tensor:
-    """[B, 1, A * places, length + A * places]: a place reads the context before its anchor, and its own block."""
+    """[B, 1, A * places, length + A * places]: a place attends to the context before its anchor and its own block."""
     num_rows, num_blocks = anchors.shape
     owner = torch.arange(num_blocks * places, device=anchors.device) // places
     before = torch.arange(length, device=anchors.device) < anchors[:, owner].unsqueeze(-1)

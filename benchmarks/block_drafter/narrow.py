@@ -2,8 +2,8 @@
 
     z = norm(h) + U·block(M·[norm(h); norm(F·[d; norm(t_1); ...])] + e_j)
 
-with M and F down to the inner width and U up to the model's: a draft reads small matrices in place of wide ones. U
-starts at zero, so an untrained head takes norm(h), as all exit heads do.
+M and F project down to the inner width and U projects up to the model's width, so a draft reads smaller matrices. U
+starts at zero, so the features of an untrained head are norm(h), as those of all exit heads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from tide_core.kernels import reference_kernels
 
 
 class NarrowExitHead(ExitHead):
-    """What `embed` gives is [norm(h); inner state], which `refine` takes apart."""
+    """`embed` returns [norm(h); inner state] as one tensor, which `refine` splits again."""
 
     def __init__(self, spec: HeadSpec, inner: int) -> None:
-        """`spec` has the model's width, and heads and feed-forward of the block at the inner width."""
+        """`spec.width` is the model's width; heads and feed-forward of `spec` are those of the block, whose width is
+        `inner`."""
         nn.Module.__init__(self)
         self.spec = spec
         self.kernels = reference_kernels()
@@ -45,8 +46,8 @@ class NarrowExitHead(ExitHead):
         return fused
 
     def embed(self, states: Tensor, deep: Tensor | None = None, distances: Tensor | None = None) -> Tensor:
-        assert deep is not None, "this head is fed with the last deep state"
-        assert distances is not None, "and with how far back that is"
+        assert deep is not None, "a narrow head needs the last deep state"
+        assert distances is not None, "a narrow head needs the distance to it"
         normed = self.state_norm(states)
         known = (distances > 0).unsqueeze(-1)
         inputs = torch.cat((normed, self.deep_norm(deep.masked_fill(~known, 0.0))), -1)

@@ -1,11 +1,11 @@
-"""Training for a fixed time: a block drafter, or the exit head of today with the project's own learner.
+"""Training for a fixed time: a block drafter, or the present exit head with the project's own learner.
 
 Both see the same batches and run the frozen target once for each. The learning rate follows the share of the time that
-is over, so a budget in seconds has a whole schedule whatever a step takes. On CUDA a step is a graph for each shape.
+has passed, so the schedule is complete whatever a step takes. On CUDA the steps of each shape of batch are one graph.
 
-The loss of a block weights each place by what it adds to the expected number of accepted drafts: with s_j a mix of the
-drafter's probability of the right token and a constant, and P_i the product of s_1 .. s_i, place j has the sum of all
-P_i from i = j on.
+The loss of a block weights each place by its share in the expected number of accepted drafts. Let s_j be a mix of a
+constant and the drafter's probability of the right token at place j, and P_i the product of s_1 .. s_i. The weight of
+place j is the sum of P_i over i >= j.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
 
 ALPHA = 0.5
-"""Constant part of s_j: a place behind a doubtful one still learns."""
+"""Constant part of s_j, so that places after an unlikely draft have some weight, too."""
 WARMUP = 0.03
 """Share of the time in which the learning rate rises."""
 FINAL_RATE = 0.03
 SCHEDULE_STEPS = 10_000
-"""Steps of the schedule of the project's learner, which counts steps."""
+"""The project's learner has a schedule in steps: the share of the time is mapped to this many."""
 SYNC_EVERY = 10
-"""Steps between two looks at the clock."""
+"""Steps between two synchronisations, at which the clock is read."""
 REPORTS = 8
 
 
@@ -84,7 +84,7 @@ class Trainee(Protocol):
         """Set the learning rate for a share of the time."""
 
     def inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
-        """What `run` takes, on the CPU; its shapes follow from those of the batch."""
+        """The arguments of `run`, on the CPU; their shapes depend on that of the batch alone."""
 
     def run(self, *inputs: Tensor) -> None: ...
 
@@ -94,7 +94,7 @@ class Trainee(Protocol):
         """Means since the last report."""
 
     def finish(self) -> None:
-        """Take the running means as weights."""
+        """Replace the weights by their running means."""
 
 
 def train(
@@ -107,7 +107,7 @@ def train(
     max_steps: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Trained:
-    """Train for that many seconds, or for `max_steps` if that is less; the schedule is then that of the steps."""
+    """Train for `seconds`, or until `max_steps` if they are reached earlier; the schedule follows the closer limit."""
     on_cuda = adapter.device.type == "cuda"
     graphs: Callable[..., None] = (
         StepGraphs(trainee.run, adapter.device)
@@ -334,8 +334,8 @@ def pick(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def predicted(tokens: Tensor, anchors: Tensor, lengths: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What places predict, [B, A, places] each: the row of the flattened batch whose distribution it is, the token of
-    the text, and whether there is one."""
+    """Targets of the places, [B, A, places] each: the row of the flattened batch whose full-depth distribution is the
+    target, the token of the text, and whether there is one."""
     num_rows, length = tokens.shape
     positions = anchors.unsqueeze(-1) + torch.arange(places, device=tokens.device)
     valid = positions + 1 < lengths[:, None, None]
@@ -346,15 +346,15 @@ def predicted(tokens: Tensor, anchors: Tensor, lengths: Tensor, places: int) -> 
 
 
 def prefix_weights(chances: Tensor, valid: Tensor) -> Tensor:
-    """[..., places]: what each place adds to the expected number of accepted drafts."""
+    """[..., places]: weight of each place in the loss, its share in the expected number of accepted drafts."""
     passed = ((1.0 - ALPHA) * chances + ALPHA) * valid
     products = passed.cumprod(-1)
     return products.flip(-1).cumsum(-1).flip(-1)
 
 
 def random_anchors(batch: Batch, per_row: int, seed: int) -> Tensor:
-    """[B, per_row] different anchors of each row: positions of answers that have a next token. A row that has fewer is
-    filled up with the last position of the batch, after which no text follows."""
+    """[B, per_row] different random anchors of each row: positions of the answer that have a next token. If a row has
+    fewer, the rest are the last position of the batch, which is not valid because no token follows it."""
     num_rows, length = batch.tokens.shape
     positions = torch.arange(length)
     wanted = (positions >= batch.prompt_lens[:, None].clamp(min=1)) & (positions < batch.lengths[:, None] - 1)

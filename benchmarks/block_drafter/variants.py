@@ -1,9 +1,9 @@
 """Variants of the study, written `kind` followed by options: `block:layers=2:width=0.5:mix`, `head:width=0.25`.
 
-    head     the exit head of today, which drafts one by one; with a width below 1 its block is that much narrower
-    block    a drafter of whole blocks
+    head     the present exit head, which drafts one token at a time; with a width below 1 its block is narrower
+    block    a drafter that proposes a block of tokens in one pass
 
-Sizes are shares of the target's, so that one variant has a shape in every target.
+Sizes are shares of the target's, so that a variant can be built for every target.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUND = 16
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What the shapes of drafters follow from."""
+    """The sizes of a target that determine the shapes of drafters."""
 
     hidden: int
     intermediate: int
@@ -73,7 +73,7 @@ class Variant:
     checkpoint: int = 2
     """Layers that the newest token has run; 0, for blocks only: its embedding."""
     taps: int = 2
-    """States on the way that are fused with the final one, at even distances."""
+    """Number of layers, at even distances, whose states are fused with the final one."""
     mix: bool = False
     """Every layer of the drafter has its own mix of these states."""
     seed: str = "all"
@@ -81,7 +81,7 @@ class Variant:
     """What a block learns: the target's distribution, or its text."""
     optimiser: str = "muon"
     lr: float | None = None
-    """None: the usual one of the optimiser."""
+    """None: the default of the optimiser."""
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -109,7 +109,7 @@ class Variant:
         sound = all(value in allowed for value, allowed in choices)
         sound = sound and 0 < self.width <= 1 and 0 < self.ffn <= 4 and self.layers > 0 and 0 <= self.taps <= 16
         sound = sound and 2 <= self.places <= 64 and self.checkpoint >= (1 if self.kind == "head" else 0)
-        if self.kind == "head":  # the options of blocks have no meaning here
+        if self.kind == "head":  # options of blocks do not apply
             plain = Variant("head")
             own = ("layers", "places", "mix", "seed", "target", "ffn")
             sound = sound and all(getattr(self, name) == getattr(plain, name) for name in own)

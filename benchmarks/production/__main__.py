@@ -9,10 +9,10 @@
     measure    verified against full, greedy, in whole waves, at each batch size; whether all answers are identical
     profile    costs of a draft and of a deep pass, from the engine's cost table
 
-The model is a real small checkpoint, made wider (widen.py): it writes the text of the small one, so acceptance is real,
-and a step costs what that of a large model costs. A call ends within `--limit` seconds. All that is done is in
-`--state`, and the same command continues; it exits with 3 until everything is done. Exits with 1 if a part failed, a
-bar is missed or an answer of `verified` differs.
+The model is a real small checkpoint, made wider (widen.py): its text and its acceptance are those of the small model,
+and a step costs as much as one of a large model. A call ends within `--limit` seconds. Results are kept in `--state`,
+and the same command continues from there; its exit code is 3 until everything is done, and 1 if a part failed, a bar is
+missed or an answer of `verified` differs.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def make_session(options: argparse.Namespace, log: Callable[[str], None]) -> Ses
         prompt_file=options.prompt_file,
         small=options.small,
     )
-    _ = session.state  # opened before any work
+    _ = session.state  # refuses a folder of other settings before any work is done
     return session
 
 

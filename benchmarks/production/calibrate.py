@@ -1,8 +1,8 @@
 """Part `calibrate`: exits of the model, made as `tide calibrate` makes them, with the cost of each phase.
 
-The pipeline and its stages are those of the command. Only what surrounds them differs: the executor times each task,
-and the call ends in time. A run that ended early resumes in the next call: shards that are written stay, and training
-continues from its last saved state. The call ends right after a save if the next one would come too late.
+The pipeline and its stages are those of the command, with two differences: the executor times each task, and the call
+ends before its deadline. A run that ended early resumes in the next call: written shards are kept, and training
+continues from its last saved state. During training the call ends after a save if there is no time for another one.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PHASES = {
     "trace": "risk",
     "write_artefact": "publish",
 }
-"""By the name of the task."""
+"""Phase by name of the task."""
 MODEL, REST = "model", "host"
-"""Phases that are no task: making the model, and what the pipeline itself does."""
+"""Phases that are not tasks: making the model, and the work of the pipeline between tasks."""
 CALIBRATION = (MODEL, *PHASES.values(), REST)
 MB = 1e6
 
@@ -152,7 +152,7 @@ class TimedProgress(LineProgress):
 
 
 class SavingFiles(RunFiles):
-    """The files of a run. After a saved state of the training, OutOfTime if the next save would come too late."""
+    """The files of a run. Raises OutOfTime after a save of the training if the next save would be past the deadline."""
 
     def __init__(self, folder: Path, deadline: Deadline) -> None:
         super().__init__(folder)

@@ -1,8 +1,8 @@
 """Parts `measure` and `profile`: the engine with the published exits.
 
-A wave is as many prompts as the batch has rows, answered together and all with the same number of tokens; the next wave
-begins when the last answer of this one has ended. Both modes run the same waves in turns in one engine, prompts
-included. Nobody calibrated on these prompts.
+A wave is as many prompts as the batch has rows. They are answered together, all with the same number of tokens; the
+next wave begins when the last answer has ended. Both modes run the same waves in turns in one engine, and prefill is
+part of the time. The prompts are not in the data of the calibration.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tide_core.exits.cost import CostTable
 MODES = ("full", "verified")
 MAX_MODEL_LEN, SMALL_MODEL_LEN = 1024, 512
 BATCH_TOKENS = 8192
-"""Tokens of a step: the prompts of most waves, and every draft of every row."""
+"""Token budget of a step: enough for the prompts of most waves, and for all drafts of all rows."""
 SLACK = 1.5
-"""Expected time of a batch size over that of its steps at full depth."""
+"""Expected time of a batch size, as a multiple of the time of its steps at full depth."""
 
 
 def measure(session: Session) -> Measures:
@@ -104,7 +104,7 @@ def waves(prompts: Sequence[Prompt], rows: int, sizes: Sizes) -> list[list[Promp
 
 
 def _expected_s(bench: Bench, rows: int, num_waves: int, sizes: Sizes) -> float:
-    """By the engine's cost table; 0 if it has none."""
+    """Predicted seconds of a batch size by the engine's cost table; 0 if it has none."""
     table = bench.planner.table
     if table is None or not table.points:
         return 0.0

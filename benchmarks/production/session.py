@@ -1,4 +1,4 @@
-"""What the parts share: the model, the folder with all that is done, and the time that a call has.
+"""Shared by all parts: the model, the folder with the results so far, and the deadline of a call.
 
 <state>/state.json   what the folder is for, seconds and memory of each phase, results of finished batch sizes
 <state>/run          the calibration run, which resumes by itself
@@ -44,11 +44,12 @@ TINY_TEMPLATE = (
 
 
 class OutOfTime(BaseException):
-    """The time of this call is over. Not an error: what is done is kept, and the same command continues."""
+    """The deadline of this call has passed, or the next piece of work does not fit before it. Not an error: results are
+    kept, and the same command continues."""
 
 
 class Deadline:
-    """The time that a call may take, from now on."""
+    """A limit on the time of a call, counted from construction."""
 
     def __init__(self, limit_s: float) -> None:
         self._ends_at = time.monotonic() + limit_s
@@ -107,7 +108,7 @@ class Sizes:
     tokens: int = 128
     repeats: int = 3
     prompts: int = 96
-    """Prompts of a batch size, in whole waves, where they are not more than `waves`."""
+    """Prompts of a batch size, rounded down to whole waves; at least one wave."""
     waves: int = 24
     """Most waves of a batch size."""
 
@@ -132,7 +133,7 @@ class State:
 
 
 class Phases:
-    """Seconds and peaks of memory by phase, over all calls; in the state file after each."""
+    """Seconds and peaks of memory by phase, added up over all calls; saved in the state file after each phase."""
 
     def __init__(self, state: State, device: torch.device, log: Log) -> None:
         self._state, self._device, self._log = state, device, log

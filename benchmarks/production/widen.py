@@ -6,10 +6,10 @@ keeps this form:
     embedding   each row K times: the first state is K copies
     RMSNorm     the mean of squares over K copies is that over one; the weight K times, the same epsilon
     linear      K by K blocks, each W / K: every copy of the output is K times W x / K = W x; a bias K times
-    attention   the copies of queries, keys and values are heads of their own: K times as many heads of the same size.
-                As many query heads as before share a KV head, which is in their own copy. Positions and norms over a
-                head do not change
-    SwiGLU      number by number, so copies stay copies
+    attention   each copy of queries, keys and values is a separate set of heads: K times as many heads of the same
+                size. The number of query heads per KV head does not change, and both are of one copy. Rotary positions
+                and norms over a head do not change
+    SwiGLU      elementwise, so copies stay copies
     LM head     (W / K, ..., W / K): the logits of the small model. Not tied, since the embedding is not divided
 
 If K is a power of two, dividing is exact in floating point, and only the order of sums differs: greedy text is that of
@@ -66,6 +66,6 @@ def wide_config(config: Any, factor: int) -> Any:
 
 
 def write_copies(target: Tensor, source: Tensor) -> None:
-    """Fill `target` with copies of `source`, as many along each dimension as it has room for."""
+    """Fill `target` with copies of `source`; each dimension of `target` is a multiple of that of `source`."""
     blocks = [part for size, of in zip(target.shape, source.shape, strict=True) for part in (size // of, of)]
     target.view(blocks).copy_(source.reshape([part for of in source.shape for part in (1, of)]))

@@ -21,7 +21,7 @@ class LivePolicy(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     mode: str | None = None
-    """Mode of a request that gives none. None: verified with an artefact, full without."""
+    """Mode of a request that gives none. None: verified with an artefact or suffix drafts, else full."""
     epsilon: float | None = None
     """Bound of such a request if `mode` is bounded."""
     threshold: float | None = None

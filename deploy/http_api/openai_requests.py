@@ -100,10 +100,12 @@ class Sampling(Body):
     unread: ClassVar[frozenset[str]] = frozenset(
         {
             *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key"),
-            *("parallel_tool_calls", "reasoning_effort", "verbosity", "prompt_cache_retention", "priority"),
+            *("prompt_cache_options", "prompt_cache_retention", "priority"),
+            *("parallel_tool_calls", "reasoning_effort", "verbosity"),
             *("guided_decoding_backend", "guided_whitespace_pattern"),
         }
     )
+    unsupported: ClassVar[frozenset[str]] = frozenset({"moderation"})
 
     model: str | None = None
     max_tokens: int | None = None
@@ -199,7 +201,7 @@ class CompletionRequest(Sampling):
         "best_of": (1,),
         "suffix": ("",),
     }
-    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
+    unsupported: ClassVar[frozenset[str]] = Sampling.unsupported | {"prompt_embeds"}
 
     prompt: str | list[int] | list[str] | list[list[int]]
     """Text or token ids, or a list of either."""
@@ -271,9 +273,9 @@ class ChatRequest(ChatTools, Sampling):
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
     }
-    unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"audio", "prediction", "web_search_options", "chat_template", "documents"}
-    )
+    unsupported: ClassVar[frozenset[str]] = Sampling.unsupported | {
+        *("audio", "prediction", "web_search_options", "chat_template", "documents")
+    }
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = None

@@ -45,7 +45,7 @@ class FakeEngine:
         self.params: list[SamplingParams] = []
         self.refused: dict[Any, RequestError] = {}
         self.num_aborted = 0
-        self.artefact: str | None = None
+        self.default_mode = "full"
         self.closed = False
 
     def __enter__(self) -> FakeEngine:
@@ -55,7 +55,7 @@ class FakeEngine:
         self.closed = True
 
     def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(kernels="none", artefact=self.artefact, exits={"num_layers": 4})
+        return SimpleNamespace(kernels="none", exits={"num_layers": 4})
 
     def make_request(self, prompt: Any, params: SamplingParams) -> SimpleNamespace:
         if (error := self.refused.get(str(prompt))) is not None:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 
 from tests.cli.fake_engine import USAGE, FakeEngine
 from tests.engine.exit_engines import exit_engine
-from tests.factories import make_engine
+from tests.factories import make_config, make_engine, make_parts
 from tide_core.cli import exit_report
+from tide_core.engine.engine import Engine
 from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput
 
 Tide = Callable[..., tuple[int, str, str]]
@@ -36,7 +38,7 @@ TOKENS = (
 
 def scripted(use_engine: UseEngine) -> FakeEngine:
     engine: FakeEngine = use_engine([[RequestOutput("r", TOKENS, FinishReason.LENGTH, USAGE)]])
-    engine.artefact = "d" * 64
+    engine.default_mode = "verified"
     return engine
 
 
@@ -159,6 +161,13 @@ def test_full_depth_is_not_compared_with_itself(tide: Tide, use_engine: UseEngin
     assert out.startswith("[4]")
     assert "all 4 layers: 24 (100.0%)" in err
     assert "full depth" not in err
+
+
+def test_a_model_without_an_artefact_is_compared_where_it_has_suffix_drafts(tide: Tide, use_engine: UseEngine) -> None:
+    use_engine(Engine.from_parts(make_config(), replace(make_parts(), suffix_drafts=True)))
+    code, _, err = tide("generate", "the cat", "--show-exits", *OPTIONS)
+    assert code == 0
+    assert [found[0] for found in SPEED.findall(err)] == ["verified"]
 
 
 def test_quiet_means_no_second_run(tide: Tide, use_engine: UseEngine) -> None:

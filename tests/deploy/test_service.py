@@ -440,13 +440,18 @@ async def test_a_request_that_is_ended_while_its_prompt_is_read_does_not_wait_fo
 class SwappingEngine(ScriptedEngine):
     """Takes any artefact with exits, and refuses every bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, suffix_drafts: bool = False) -> None:
         super().__init__()
+        self.suffix_drafts = suffix_drafts
         self.config = SimpleNamespace(artefact="own")
         self.taken: list[str] = []
 
-    def use_artefact(self, artefact: str, wanted: Callable[[bool], SamplingParams]) -> None:
-        self.check_params(wanted(True))
+    @property
+    def default_mode(self) -> str:
+        return "verified" if self.suffix_drafts else super().default_mode
+
+    def use_artefact(self, artefact: str, wanted: Callable[[str], SamplingParams]) -> None:
+        self.check_params(wanted("verified"))
         self.config = SimpleNamespace(artefact=artefact)
         self.taken.append(artefact)
 
@@ -462,6 +467,15 @@ async def test_exits_come_with_their_policy_and_go_with_it() -> None:
     await service.apply(LivePolicy.read({"artefact": "other", "mode": "full"}))
     await service.apply(LivePolicy.read({}))
     assert engine.taken == ["other", "own"]
+
+
+async def test_a_policy_is_checked_in_the_mode_that_requests_get_also_without_an_artefact() -> None:
+    policy = LivePolicy.read({"threshold": 0.5})
+    service = scripted_service(SwappingEngine(suffix_drafts=True))
+    await service.apply(policy)
+    assert service.policy == policy
+    with pytest.raises(ConfigError, match=r"user_config\.threshold"):
+        await scripted_service(SwappingEngine()).apply(policy)
 
 
 async def test_of_a_policy_that_is_refused_nothing_is_taken_not_even_for_a_moment() -> None:

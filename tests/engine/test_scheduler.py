@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.factories import make_request, make_scheduler
 from tide_core.engine.scheduler import Scheduler, SuffixSource
-from tide_core.exits.cost import Acceptance, DraftPlanner, GivenPlan
+from tide_core.exits.cost import Acceptance, DraftPlanner, SuffixPlan
 from tide_core.exits.suffix import SuffixDraft, SuffixDrafts
 from tide_core.request import ExitPolicy
 from tide_core.row import Row
@@ -405,14 +405,14 @@ class Always(SuffixDrafts):
         return SuffixDraft([5, 6, 7, 8, 9, 10], 0.9)
 
 
-def with_suffixes(scheduler: Scheduler, given: int = 7) -> Scheduler:
-    """As many as are given, whatever they cost."""
+def with_suffixes(scheduler: Scheduler, num_suffix: int = 7) -> Scheduler:
+    """Always `num_suffix` suffix drafts, whatever they cost."""
 
     class Planner(DraftPlanner):
-        max_given_rows = 64
+        max_suffix_rows = 64
 
-        def plan_given(self, *of: object) -> GivenPlan:
-            return GivenPlan(0, given)
+        def plan_suffix(self, *of: object) -> SuffixPlan:
+            return SuffixPlan(0, num_suffix)
 
     planner = Planner(0, Acceptance.prior((), 0))
     scheduler.suffixes = SuffixSource(Always(), planner)
@@ -430,7 +430,7 @@ def test_suffix_drafts_get_blocks_and_such_a_step_is_not_launched_ahead() -> Non
     scheduler = with_suffixes(make_scheduler())
     row = decoding(scheduler)
     _, batch = scheduler.schedule(lookahead=2)
-    assert batch.rows[0].given == [5, 6, 7, 8, 9, 10]
+    assert batch.rows[0].suffix_drafts == [5, 6, 7, 8, 9, 10]
     assert batch.rows[0].num_drafts == 6
     assert not batch.allows_lookahead
     assert len(row.table.block_ids) * scheduler.blocks.block_size >= row.num_tokens + 6
@@ -439,13 +439,13 @@ def test_suffix_drafts_get_blocks_and_such_a_step_is_not_launched_ahead() -> Non
 def test_suffix_drafts_shrink_to_the_answer_the_budget_and_the_pool() -> None:
     scheduler = with_suffixes(make_scheduler())
     decoding(scheduler, max_tokens=4)
-    assert scheduler.schedule()[1].rows[0].given == [5, 6]
+    assert scheduler.schedule()[1].rows[0].suffix_drafts == [5, 6]
     tight = with_suffixes(make_scheduler(max_batch_tokens=5, max_rows=5))
     decoding(tight)
-    assert tight.schedule()[1].rows[0].given == [5, 6, 7]
+    assert tight.schedule()[1].rows[0].suffix_drafts == [5, 6, 7]
     full = with_suffixes(make_scheduler(num_blocks=2))
     decoding(full)
-    assert full.schedule()[1].rows[0].given == [5, 6, 7, 8]
+    assert full.schedule()[1].rows[0].suffix_drafts == [5, 6, 7, 8]
 
 
 def test_only_rows_in_mode_verified_have_suffix_drafts() -> None:
@@ -453,4 +453,4 @@ def test_only_rows_in_mode_verified_have_suffix_drafts() -> None:
     row = scheduler.add(make_request(), None)
     scheduler.schedule()
     scheduler.advance(row, 3, [9])
-    assert not scheduler.schedule()[1].rows[0].given
+    assert not scheduler.schedule()[1].rows[0].suffix_drafts

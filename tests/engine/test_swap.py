@@ -101,18 +101,18 @@ def test_an_artefact_that_is_refused_changes_nothing(engine: Engine, tmp_path: P
 
 
 def test_exits_that_cannot_do_what_is_wanted_are_never_taken(engine: Engine, folders: dict[str, Path]) -> None:
-    asked: list[bool] = []
+    asked: list[str] = []
 
-    def wanted(has_exits: bool) -> SamplingParams:
-        asked.append(has_exits)
+    def wanted(default_mode: str) -> SamplingParams:
+        asked.append(default_mode)
         return SamplingParams(mode="bounded", epsilon=1e-9)
 
     with pytest.raises(RequestError, match="epsilon"):
         engine.use_artefact(str(folders["artefact"]), wanted)
-    assert asked == [True]
+    assert asked == ["verified"]
     assert engine.artefact_digest is None
     assert engine.config.artefact == "none"
-    engine.use_artefact(str(folders["artefact"]), lambda has_exits: SamplingParams(mode="verified"))
+    engine.use_artefact(str(folders["artefact"]), lambda default_mode: SamplingParams(mode="verified"))
     assert engine.artefact_digest is not None
 
 

@@ -10,17 +10,17 @@ import pytest
 
 from tide_core.batch import DraftCounts
 from tide_core.exits.cost import (
-    GIVEN_SIZES,
     LEAST_GAIN,
     PRIOR_REACH,
     PROBE_EVERY,
+    SUFFIX_SIZES,
     Acceptance,
     Chance,
     CostPoint,
     CostTable,
     DraftPlanner,
-    GivenPlan,
     Plan,
+    SuffixPlan,
 )
 from tide_core.request import ExitPolicy
 
@@ -293,57 +293,57 @@ def test_plans_are_counted_and_the_last_one_is_kept() -> None:
     assert counted.last == Plan(0, 1.0)
 
 
-def with_given(rows: int, full: float, each: float, draft: float = 1.0) -> CostPoint:
+def with_suffix(rows: int, full: float, each: float, draft: float = 1.0) -> CostPoint:
     """A suffix draft costs `each`, that of an exit `draft`."""
     exits = tuple((k, full + draft * k) for k in (0, 1, 3, MAX_DRAFTS))
-    return CostPoint(rows, full, exits, tuple((k, full + each * k) for k in GIVEN_SIZES))
+    return CostPoint(rows, full, exits, tuple((k, full + each * k) for k in SUFFIX_SIZES))
 
 
 def test_suffix_drafts_are_taken_where_they_pay_more_than_those_of_exits() -> None:
-    plans = planner(0.6, with_given(1, 10.0, 0.1))
+    plans = planner(0.6, with_suffix(1, 10.0, 0.1))
     plans(1, 1)
-    assert plans.plan_given(1, 1, [0.95]) == GivenPlan(0, 15)
-    assert plans.plan_given(1, 1, [0.05]) == GivenPlan(plans.last.drafts, 0), "hardly ever right"
-    dear = planner(0.6, with_given(1, 10.0, 30.0))
+    assert plans.plan_suffix(1, 1, [0.95]) == SuffixPlan(0, 15)
+    assert plans.plan_suffix(1, 1, [0.05]) == SuffixPlan(plans.last.drafts, 0), "hardly ever right"
+    dear = planner(0.6, with_suffix(1, 10.0, 30.0))
     dear(1, 1)
-    assert dear.plan_given(1, 1, [0.3]).given == 0
+    assert dear.plan_suffix(1, 1, [0.3]).suffix == 0
 
 
 def test_more_suffix_drafts_are_taken_the_surer_they_are() -> None:
-    plans = planner(0.0, with_given(1, 10.0, 1.0))
+    plans = planner(0.0, with_suffix(1, 10.0, 1.0))
     plans(1, 1)
-    given = [plans.plan_given(1, 1, [chance]).given for chance in (0.2, 0.5, 0.8, 0.99)]
-    assert given == sorted(given)
-    assert (given[0], given[-1]) == (0, 15)
+    found = [plans.plan_suffix(1, 1, [chance]).suffix for chance in (0.2, 0.5, 0.8, 0.99)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (0, 15)
 
 
 def test_beside_exits_rows_take_as_many_as_exits_draft() -> None:
-    plans = planner(0.9, *(with_given(rows, 10.0, 20.0, draft=0.2) for rows in (1, 8)))
+    plans = planner(0.9, *(with_suffix(rows, 10.0, 20.0, draft=0.2) for rows in (1, 8)))
     drafts = plans(8, 8)
     assert drafts > 0
-    assert plans.plan_given(8, 8, [0.99]) == GivenPlan(drafts, drafts)
+    assert plans.plan_suffix(8, 8, [0.99]) == SuffixPlan(drafts, drafts)
 
 
 def test_the_host_waits_for_suffix_drafts_so_its_time_counts() -> None:
-    plans = planner(0.5, with_given(1, 10.0, 0.1))
+    plans = planner(0.5, with_suffix(1, 10.0, 0.1))
     plans(1, 1)
-    assert plans.plan_given(1, 1, [0.6]).given
-    slow = planner(0.5, with_given(1, 10.0, 0.1))
+    assert plans.plan_suffix(1, 1, [0.6]).suffix
+    slow = planner(0.5, with_suffix(1, 10.0, 0.1))
     slow.observe_host(1, 1, 40.0)
     slow(1, 1)
-    assert slow.plan_given(1, 1, [0.6]).given == 0
+    assert slow.plan_suffix(1, 1, [0.6]).suffix == 0
 
 
 def test_rows_without_any_cost_nothing_more_unless_graphs_are_padded() -> None:
-    points = [with_given(rows, 10.0, 1.0) for rows in (1, 8)]
+    points = [with_suffix(rows, 10.0, 1.0) for rows in (1, 8)]
     ragged, padded = planner(0.0, *points), planner(0.0, *points)
     padded.pads = True
     for plans in (ragged, padded):
         plans(8, 8)
-    assert ragged.plan_given(8, 8, [0.9]).given > 0
-    assert padded.plan_given(8, 8, [0.9]).given == 0
+    assert ragged.plan_suffix(8, 8, [0.9]).suffix > 0
+    assert padded.plan_suffix(8, 8, [0.9]).suffix == 0
 
 
 def test_a_table_without_them_allows_no_row() -> None:
-    assert planner(0.5).max_given_rows == 0
-    assert planner(0.5, with_given(1, 10.0, 1.0), with_given(4, 10.0, 1.0), point(8)).max_given_rows == 4
+    assert planner(0.5).max_suffix_rows == 0
+    assert planner(0.5, with_suffix(1, 10.0, 1.0), with_suffix(4, 10.0, 1.0), point(8)).max_suffix_rows == 4

@@ -6,7 +6,7 @@ import pytest
 
 from tests.factories import make_request
 from tide_core.exits import suffix
-from tide_core.exits.suffix import MAX_GIVEN, MAX_MATCH, SharedOutputs, SuffixDrafts, TokenIndex
+from tide_core.exits.suffix import MAX_MATCH, MAX_SUFFIX_DRAFTS, SharedOutputs, SuffixDrafts, TokenIndex
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import Request, SamplingParams
 from tide_core.row import Row
@@ -78,7 +78,7 @@ def test_a_row_is_given_what_followed_in_its_prompt() -> None:
     row = row_of([*prompt, 5], 20, 21, 22)
     found = drafts.propose(row)
     assert found is not None
-    assert found.token_ids == list(range(23, 23 + MAX_GIVEN))
+    assert found.token_ids == list(range(23, 23 + MAX_SUFFIX_DRAFTS))
 
 
 def test_a_match_that_went_on_is_kept_and_grows_surer() -> None:

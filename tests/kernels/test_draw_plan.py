@@ -10,7 +10,7 @@ import torch
 from tests.kernels.draw_cases import cycle_of, logits_of, numbers_of, params_of, settings_of
 from tests.sampling.chances import token_probabilities
 from tide_core.exits import verify
-from tide_core.exits.row_cycle import GIVEN, Draft
+from tide_core.exits.row_cycle import FROM_SUFFIX, Draft
 from tide_core.exits.verify import Target, rejects
 from tide_core.kernels.reference import draw as draw_plan
 from tide_core.kernels.reference.draw import DrawnCycle
@@ -154,7 +154,7 @@ def test_a_suffix_draft_is_judged_as_one_whose_chance_was_one(monkeypatch: pytes
             monkeypatch.setattr(verify, "uniform", lambda seed, step, stream, numbers=numbers: numbers[stream])
             row = SamplingRow(params[r], 0, (), (), ())
             target = Target(token_probabilities(logits[token], row), row)
-            said = rejects(Draft(draft, GIVEN, None, False), logits[token], target)
+            said = rejects(Draft(draft, FROM_SUFFIX, None, False), logits[token], target)
             assert tokens[token] == (draft if said.agrees else said.instead.token_id)
             stayed += said.agrees
     assert 5 < stayed < 75

@@ -41,13 +41,17 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = PARAMS.top_p,
     top_k: Annotated[int, typer.Option(help="Keep this many likeliest tokens; 0 keeps all.")] = PARAMS.top_k,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = PARAMS.min_p,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = PARAMS.seed,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same tokens; when exits draft, with --drafts.")
+    ] = PARAMS.seed,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help=f"The contract: {', '.join(MODES)}. Default: verified with an artefact, full without one."),
+        typer.Option(
+            help=f"The contract: {', '.join(MODES)}. Default: verified with an artefact or suffix drafts, else full."
+        ),
     ] = PARAMS.mode,
     epsilon: Annotated[
         float | None, typer.Option(help="With mode bounded: most disagreement with full depth, per token.")
@@ -61,7 +65,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="The calibrated exits; auto: those shipped for the demo model; none: full depth. Default: auto, "
+            help="The calibrated exits; auto: those shipped for the demo model; none: no exits. Default: auto, "
             "but none for mode full.",
         ),
     ] = None,
@@ -129,7 +133,7 @@ def generate(
     with engine:
         runs.check_all(engine, items, params)
         about = engine.stats()
-        contract = params.mode or ("full" if about.artefact is None else "verified")
+        contract = params.mode or engine.default_mode
         paint = exit_paint(about.exits["num_layers"])
         shown = paint if show_exits else plain
         writer: Writer = OrderedTextWriter(shown) if file is not None else TextWriter(shown)

@@ -85,6 +85,11 @@ class Parts:
     suffix_drafts: bool = False
     """Whether rows in mode verified may have some."""
 
+    @property
+    def default_mode(self) -> str:
+        """Mode of a request that names none: verified where anything can be drafted."""
+        return "verified" if self.checkpoints or self.suffix_drafts else "full"
+
 
 def assemble(config: EngineConfig) -> Parts:
     """Resolve and load the model the settings name and its artefact, and build the engine around them."""
@@ -174,7 +179,7 @@ def assemble_loaded(
     _prepare(config, runner, artefact, lock)
     planner = build_planner(config, artefact, runner, blocks, identity, max_model_len, lock)
     suffixes = None
-    if planner is not None and planner.max_given_rows:
+    if planner is not None and planner.max_suffix_rows:
         suffixes = SuffixSource(SuffixDrafts(shares=config.prefix_caching), planner)
     scheduler = Scheduler(
         blocks,
@@ -210,8 +215,10 @@ def assemble_loaded(
         "none" if digest is None else digest[:16],
     )
     checkpoints = () if artefact is None else checkpoint_policies(artefact)
-    given = suffixes is not None
-    return Parts(core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest, None, given)
+    has_suffix = suffixes is not None
+    return Parts(
+        core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest, None, has_suffix
+    )
 
 
 def bind_exits(
@@ -260,8 +267,9 @@ def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | Non
     if cycles is None or prompts is None or runner.cache.device.type != "cuda":
         return
     most = 0 if artefact is None else min(config.max_pending, artefact.manifest.max_drafts)
-    drafts, given = most if config.drafts is None else min(most, config.drafts), config.suffix_drafts
-    cycle_shapes = cycles.shapes(config.max_rows, drafts, suffix_drafts=given and config.drafts is None)
+    drafts = most if config.drafts is None else min(most, config.drafts)
+    has_suffix = config.suffix_drafts and config.drafts is None
+    cycle_shapes = cycles.shapes(config.max_rows, drafts, suffix_drafts=has_suffix)
     shapes = prompts.shapes()
     logger.info("capturing %d graphs", len(cycle_shapes) + len(shapes))
     for cycle_shape in cycle_shapes:
@@ -318,7 +326,7 @@ def build_planner(
             max_rows=config.max_rows,
             max_drafts=most,
             max_positions=max_model_len,
-            given=config.suffix_drafts,
+            suffix_drafts=config.suffix_drafts,
             lock=lock,
         )
         if table.points:

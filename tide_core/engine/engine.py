@@ -209,7 +209,7 @@ class Engine:
     @property
     def default_mode(self) -> str:
         """Of requests that name none."""
-        return "verified" if self._parts.checkpoints or self._parts.suffix_drafts else "full"
+        return self._parts.default_mode
 
     def describe(self) -> ModelFacts:
         """What is served, for people and clients."""
@@ -237,18 +237,18 @@ class Engine:
         """Refuse what no request of this engine could be asked for, such as a bound that was not certified."""
         _check_params(params, self._parts)
 
-    def use_artefact(self, artefact: str, wanted: Callable[[bool], SamplingParams] | None = None) -> None:
+    def use_artefact(self, artefact: str, wanted: Callable[[str], SamplingParams] | None = None) -> None:
         """Take the exits of another folder, or `auto`, or `none`, for requests to come; open ones keep theirs.
 
-        `wanted` gives parameters that must be possible with them, by whether there are exits at all. While both kinds
-        run, the KV pool exists twice. If the exits cannot be taken, all stays as it was."""
+        `wanted` gives parameters that must be possible with them, from the default mode with them. While requests of
+        both are open, the KV pool exists twice. If the exits cannot be taken, all stays as it was."""
         with self._swapping:
             parts, config = self._parts, replace(self.config, artefact=artefact)
             if parts.source is None:
                 raise ConfigError("artefact", artefact, "an engine that loaded its model itself")
             fresh = with_artefact(config, parts.source, lambda: self._loop.step_lock)
             if wanted is not None:
-                _check_params(wanted(fresh.artefact_digest is not None), fresh)
+                _check_params(wanted(fresh.default_mode), fresh)
             fresh.core.take_over_counts(parts.core)
             self._loop.use(fresh.core)
             self._parts, self.config = fresh, config

@@ -1,20 +1,21 @@
 """Which rows run next, and with how many tokens. Plain Python values only.
 
-There are no phases here, only tokens catching up: a row has tokens (prompt, then output) and a valid length, and a step
-runs some of the tokens in between. A row whose last token is in the step samples the next one. A prompt longer than the
-budget runs in chunks; a preempted row has lost its blocks and catches up again.
+There is no separate prefill and decode phase: a row has tokens (prompt, then output) and a valid length, the number of
+tokens that have K and V. A step runs some of the tokens after the valid length. A row whose last token is in the step
+samples the next one. A prompt longer than the budget runs in chunks; a preempted row has lost its blocks, so its tokens
+run again.
 
 Rows are served in arrival order. Within the token budget, rows that need one token come first, so that a long prompt
 never stalls decoding rows; the rest goes to prompts, oldest first. When the pool is full the youngest row gives up its
 blocks, so the oldest always advances and every row ends.
 
 Prefill-ahead: where prompts run concurrently with decoding rows, a few rows beyond `max_rows` are admitted. Their
-prompts run, and each starts to decode as soon as a row before it ends. They are the youngest, so they yield whatever is
-scarce.
+prompts run, and each starts to decode as soon as a row before it ends. They are the youngest, so they are the first to
+lose blocks and budget.
 
-A row that may exit drafts some tokens before its step ends. The planner decides how many, once per step; the number is
-cut to what the row can use, what the pool has left, and a part of the budget that leaves prompts theirs. Drafts preempt
-no row. A row whose newest tokens stand somewhere already may take suffix drafts instead.
+A row that may exit drafts some tokens before its deep pass. The planner decides how many, once per step; the number is
+limited by what the row can use, by free blocks, and by the token budget, of which a part is reserved for prompts.
+Drafts preempt no row. A row whose last tokens have a match may use suffix drafts instead.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from tide_core.request import Request
 from tide_core.row import Row
 
 PROMPT_SHARE = 0.25
-"""Of the token budget, kept from drafts as long as a prompt is there to run."""
+"""Share of the token budget that drafts leave free while a prompt has tokens to run."""
 ROWS_PER_PREFILL_AHEAD, BLOCKS_BEFORE_PREFILL_AHEAD = 8, 4
 """Row slots for each row that prefills ahead; and blocks that must be left for each running row before one is admitted,
 so that it is not preempted at once."""
 
 
 class SuffixSource:
-    """Suffix drafts of rows, where they pay."""
+    """Suffix drafts for the rows of a step, if the planner predicts that they pay."""
 
     def __init__(self, drafts: SuffixDrafts, planner: DraftPlanner) -> None:
         self.drafts, self._planner = drafts, planner
@@ -45,8 +46,9 @@ class SuffixSource:
     def plan(
         self, missing: dict[Row, int], num_drafting: int, num_decoding: int, planned: int
     ) -> tuple[int, dict[Row, Sequence[int]]]:
-        """Drafts of rows without suffix drafts, where `planned` is the plan without any; and those of the others."""
-        if num_decoding > self._planner.max_given_rows:
+        """The number of drafts by exits of rows without suffix drafts, and the suffix drafts of the others. `planned`
+        is the number of drafts if no row has suffix drafts."""
+        if num_decoding > self._planner.max_suffix_rows:
             return planned, {}
         found: dict[Row, SuffixDraft] = {}
         for row, num in missing.items():
@@ -56,10 +58,12 @@ class SuffixSource:
                     found[row] = draft
         if not found:
             return planned, {}
-        drafts, given = self._planner.plan_given(num_drafting, num_decoding, [each.chance for each in found.values()])
-        if not given:
+        drafts, num_suffix = self._planner.plan_suffix(
+            num_drafting, num_decoding, [each.chance for each in found.values()]
+        )
+        if not num_suffix:
             return planned, {}
-        chosen = {row: _usable(row, draft.token_ids[:given]) for row, draft in found.items()}
+        chosen = {row: _usable(row, draft.token_ids[:num_suffix]) for row, draft in found.items()}
         return drafts, {row: token_ids for row, token_ids in chosen.items() if token_ids}
 
 
@@ -77,11 +81,11 @@ class Scheduler:
         prefills_ahead: bool = False,
         suffixes: SuffixSource | None = None,
     ) -> None:
-        """`plan_drafts(num_drafting, num_rows)`: drafts of each row that may make some, in a step of so many rows.
+        """`plan_drafts(num_drafting, num_rows)`: number of drafts of each row that may draft, in a step of `num_rows`.
 
-        Rows that skip layers save work with every draft, whatever the load: they make up to `max_drafts`. With
-        `prefills_ahead` the prompts of a few rows beyond `max_rows` run before these rows have a slot. `suffixes`:
-        where suffix drafts come from, and the plan for steps with some."""
+        Rows that skip layers (mode fast) always make up to `max_drafts`, because each draft saves work whatever the
+        load. With `prefills_ahead` the prompts of a few rows beyond `max_rows` run before these rows have a slot.
+        `suffixes` proposes and plans suffix drafts."""
         self.blocks = blocks
         self.max_rows = max_rows
         self.prefills_ahead = prefills_ahead
@@ -123,15 +127,16 @@ class Scheduler:
         missing = {row: row.num_missing for row in self.running[: self.max_rows]}
         missing |= {row: num for row in self.running[self.max_rows :] if (num := row.num_missing) > 1}
         drafting = self._drafting(missing)
-        wanted, given = self._plan(drafting, missing)
+        wanted, suffix_drafts = self._plan(drafting, missing)
         shares = self._shares(missing, self.max_batch_tokens - sum(wanted.values()))
         drafts = self._allocate_drafts(wanted, shares)
-        if given:  # what follows it is known when it is read
+        if suffix_drafts:  # the next step depends on this one's tokens, so it cannot be launched ahead
             lookahead = 0
         if lookahead:
             self._allocate_lookahead(lookahead, shares, missing, drafts)
         steps = [
-            _step(row, share, missing[row], drafts.get(row, 0), given.get(row, ())) for row, share in shares.items()
+            _step(row, share, missing[row], drafts.get(row, 0), suffix_drafts.get(row, ()))
+            for row, share in shares.items()
         ]
         return list(shares), ScheduledBatch(tuple(steps), allows_lookahead=lookahead > 0)
 
@@ -186,7 +191,7 @@ class Scheduler:
     def _free_blocks_for(self, row: Row, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens of the row, at the expense of younger rows; False if it gave way itself."""
         if not self.blocks.can_allocate(row.table, num_tokens):
-            for other in self.running:  # what drafts were given and did not need
+            for other in self.running:  # blocks that were meant for drafts and are not needed
                 self.blocks.trim(other.table, other.num_tokens)
         while not self.blocks.can_allocate(row.table, num_tokens):
             youngest = self.running[-1]
@@ -197,7 +202,8 @@ class Scheduler:
         return True
 
     def _drafting(self, missing: dict[Row, int]) -> dict[Row, tuple[int, int]]:
-        """The rows that may draft: the fewest drafts of each, whatever is planned, and the most it can use."""
+        """The rows that may draft: the fewest drafts of each, which it makes whatever is planned, and the most it can
+        use."""
         drafting: dict[Row, tuple[int, int]] = {}
         for row, num in missing.items():
             if row.policy.may_exit and num == 1:
@@ -212,7 +218,7 @@ class Scheduler:
     def _plan(
         self, drafting: dict[Row, tuple[int, int]], missing: dict[Row, int]
     ) -> tuple[dict[Row, int], dict[Row, Sequence[int]]]:
-        """How many drafts rows are to have, within the token budget; and which, for rows with suffix drafts."""
+        """The number of drafts of each row, within the token budget; and the suffix drafts of rows that have some."""
         if self.plan_drafts is None:
             return {}, {}
         num_decoding = sum([num == 1 for num in missing.values()])
@@ -220,24 +226,26 @@ class Scheduler:
         if num_decoding < len(missing):
             budget -= int(self.max_batch_tokens * PROMPT_SHARE)
         planned = self.plan_drafts(len(drafting), num_decoding) if drafting else 0
-        given: dict[Row, Sequence[int]] = {}
+        suffix_drafts: dict[Row, Sequence[int]] = {}
         if self.suffixes is not None:
-            planned, given = self.suffixes.plan(missing, len(drafting), num_decoding, planned)
+            planned, suffix_drafts = self.suffixes.plan(missing, len(drafting), num_decoding, planned)
         while True:
             wanted = {row: _num_drafts(planned, *limits) for row, limits in drafting.items()}
-            wanted |= {row: len(token_ids) for row, token_ids in given.items()}
+            wanted |= {row: len(token_ids) for row, token_ids in suffix_drafts.items()}
             if sum(wanted.values()) <= budget:
-                return wanted, given
-            if given:
-                longest = max(map(len, given.values())) // 2
-                given = {row: token_ids[:longest] for row, token_ids in given.items()} if longest else {}
+                return wanted, suffix_drafts
+            if suffix_drafts:
+                longest = max(map(len, suffix_drafts.values())) // 2
+                suffix_drafts = (
+                    {row: token_ids[:longest] for row, token_ids in suffix_drafts.items()} if longest else {}
+                )
             elif planned <= 0:
                 return {}, {}
             else:
                 planned -= 1
 
     def _allocate_drafts(self, wanted: dict[Row, int], shares: dict[Row, int]) -> dict[Row, int]:
-        """Blocks for the drafts of each row that runs, as far as the pool has them."""
+        """Allocate blocks for the drafts of each row that runs; with too few free blocks, fewer drafts."""
         drafts: dict[Row, int] = {}
         for row, useful in wanted.items():
             if row not in shares:
@@ -253,8 +261,9 @@ class Scheduler:
     def _allocate_lookahead(
         self, lookahead: int, shares: dict[Row, int], missing: dict[Row, int], drafts: dict[Row, int]
     ) -> None:
-        """Blocks for the cycles after this one, for decoding rows, while every running row can still have one more: for
-        as many cycles as all rows can have, or else for one, of as many rows as can have it."""
+        """Allocate blocks for the cycles after this one to decoding rows. One free block stays reserved for every
+        running row. All rows get blocks for the same number of cycles, the largest that fits; if not even one fits for
+        all, as many rows as possible get blocks for one."""
         blocks, reserve = self.blocks, len(self.running)
         is_short = self._refused is not None and bool(self.waiting) and self._refused[0] is self.waiting[0]
         decoding = [row for row in shares if missing[row] == 1]
@@ -278,7 +287,7 @@ class Scheduler:
 
 
 def _usable(row: Row, token_ids: Sequence[int]) -> Sequence[int]:
-    """Those of its suffix drafts that a row can emit."""
+    """The suffix drafts that a row can emit: no more than `max_tokens` and its grammar allow."""
     request, output_ids = row.request, row.output_ids
     most = request.params.max_tokens - len(output_ids) - 1  # the deep pass gives it one token more
     if request.mask is not None and most > 0:
@@ -290,7 +299,7 @@ def _num_drafts(planned: int, least: int, most: int) -> int:
     return least or min(planned, most)
 
 
-def _step(row: Row, share: int, num_missing: int, num_drafts: int, given: Sequence[int]) -> RowStep:
+def _step(row: Row, share: int, num_missing: int, num_drafts: int, suffix_drafts: Sequence[int]) -> RowStep:
     start = row.table.length
     output_ids = row.output_ids
     return RowStep(
@@ -301,5 +310,5 @@ def _step(row: Row, share: int, num_missing: int, num_drafts: int, given: Sequen
         share == num_missing,
         row.policy,
         num_drafts,
-        given[:num_drafts],
+        suffix_drafts[:num_drafts],
     )

@@ -93,7 +93,7 @@ def decide(config: EngineConfig, rows: Sequence[int], *, context: int | None = N
         max_drafts=most,
         context=context,
         limit_s=LIMIT_S,
-        given=config.suffix_drafts,
+        suffix_drafts=config.suffix_drafts,
     )
     acceptance = artefact.manifest.checkpoints[0].acceptance
     planner = DraftPlanner(most, Acceptance.prior(acceptance, most), table)

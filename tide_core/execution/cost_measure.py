@@ -26,7 +26,7 @@ import torch
 from tide_core.batch import RowStep, ScheduledBatch
 from tide_core.disk import write_whole
 from tide_core.execution.runner import ModelRunner
-from tide_core.exits.cost import GIVEN_SIZES, CostPoint, CostTable
+from tide_core.exits.cost import SUFFIX_SIZES, CostPoint, CostTable
 from tide_core.kv.block_manager import BlockManager, BlockTable
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
@@ -40,9 +40,9 @@ DEVICE_TRIES, FEW_DEVICE_TRIES = 11, 3
 """The same by the clock of a device, where the middle one counts."""
 START_UP_S = 10.0
 """A measurement at start-up goes no further up in rows once it has taken this long."""
-MAX_GIVEN_TOKENS, MAX_GIVEN_GRAPH_TOKENS = 32, 128
+MAX_SUFFIX_TOKENS, MAX_SUFFIX_GRAPH_TOKENS = 32, 128
 """Tokens of a deep pass up to which suffix drafts are measured: on the plain path, and where cycles are graphs."""
-FORMAT = 5
+FORMAT = 6
 
 
 def measure(
@@ -54,20 +54,20 @@ def measure(
     context: int = CONTEXT,
     max_positions: int | None = None,
     limit_s: float = START_UP_S,
-    given: bool = False,
+    suffix_drafts: bool = False,
     lock: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> CostTable:
-    """Time steps and cycles for 1, 2, 4, ... rows, with `given` those with suffix drafts too. The pool must be idle; it
-    is so again afterwards. `lock` is held for each of them, so that an engine that runs the same model gets its steps
-    in between."""
+    """Time steps and cycles for 1, 2, 4, ... rows; with `suffix_drafts` also cycles with suffix drafts. The pool must
+    be idle; it is idle again afterwards. `lock` is held for one step or cycle at a time, so that an engine with the
+    same model can run its steps in between."""
     points: list[CostPoint] = []
     started = time.perf_counter()
     pool = blocks.num_available * blocks.block_size
     longest = min(pool, max_positions or runner.adapter.max_positions)
-    most_drafts = max(max_drafts, *GIVEN_SIZES) if given else max_drafts
+    most_drafts = max(max_drafts, *SUFFIX_SIZES) if suffix_drafts else max_drafts
     context = max(0, min(context, longest - most_drafts - 1))
     for rows in sorted({*(rows for rows in ROWS if rows < max_rows), max_rows}):
-        sizes = _given_sizes(runner, rows) if given else ()
+        sizes = _suffix_sizes(runner, rows) if suffix_drafts else ()
         if not max_drafts and not sizes:
             break
         spent = time.perf_counter() - started
@@ -84,10 +84,10 @@ def measure(
     return CostTable(tuple(points))
 
 
-def _given_sizes(runner: ModelRunner, rows: int) -> tuple[int, ...]:
+def _suffix_sizes(runner: ModelRunner, rows: int) -> tuple[int, ...]:
     """Numbers of suffix drafts that are measured with so many rows: at least two, or none."""
-    most = MAX_GIVEN_TOKENS if runner.cycles is None else MAX_GIVEN_GRAPH_TOKENS
-    sizes = tuple(size for size in GIVEN_SIZES if rows * (size + 1) <= most)
+    most = MAX_SUFFIX_TOKENS if runner.cycles is None else MAX_SUFFIX_GRAPH_TOKENS
+    sizes = tuple(size for size in SUFFIX_SIZES if rows * (size + 1) <= most)
     return sizes if len(sizes) > 1 else ()
 
 
@@ -95,7 +95,7 @@ def _point(
     runner: ModelRunner,
     tables: Sequence[BlockTable],
     max_drafts: int,
-    given: Sequence[int],
+    suffix_sizes: Sequence[int],
     *,
     hurried: bool,
     lock: Callable[[], AbstractContextManager[object]],
@@ -104,11 +104,11 @@ def _point(
     if runner.cycles is not None:  # quick, and not on a line: kernels take eight tokens at a time
         some = list(range(max_drafts + 1))
     batches = [decode_batch(runner, tables, drafts) for drafts in (-1, *some)]
-    batches += [decode_batch(runner, tables, drafts, given=True) for drafts in given]
+    batches += [decode_batch(runner, tables, drafts, suffix_drafts=True) for drafts in suffix_sizes]
     by_device = [_by_device(runner, batch) for batch in batches]
-    is_given = [False] * (1 + len(some)) + [True] * len(given)
+    is_suffix = [False] * (1 + len(some)) + [True] * len(suffix_sizes)
     tries = [
-        num_tries(by_device=own, hurried=hurried or is_long) for own, is_long in zip(by_device, is_given, strict=True)
+        num_tries(by_device=own, hurried=hurried or is_long) for own, is_long in zip(by_device, is_suffix, strict=True)
     ]
     taken: list[list[float]] = [[] for _ in batches]
     for attempt in range(max(tries) + 1):
@@ -118,12 +118,12 @@ def _point(
             with lock():
                 _wait(runner.cache.device)  # what a device does after its results is not part of the next step
                 took = _seconds(runner, batch)
-            if attempt:  # the first round warms up
+            if attempt:  # the first round is a warm-up
                 seconds.append(took)
     full, *rest = (typical(seconds, by_device=own) for seconds, own in zip(taken, by_device, strict=True))
-    cycles, with_given = rest[: len(some)], rest[len(some) :]
+    cycles, with_suffix = rest[: len(some)], rest[len(some) :]
     return CostPoint(
-        len(tables), full, tuple(zip(some, cycles, strict=True)), tuple(zip(given, with_given, strict=True))
+        len(tables), full, tuple(zip(some, cycles, strict=True)), tuple(zip(suffix_sizes, with_suffix, strict=True))
     )
 
 
@@ -187,7 +187,7 @@ class _End:
 
 
 def decode_batch(
-    runner: ModelRunner, tables: Sequence[BlockTable], drafts: int, *, given: bool = False
+    runner: ModelRunner, tables: Sequence[BlockTable], drafts: int, *, suffix_drafts: bool = False
 ) -> ScheduledBatch:
     """A decode step of all rows: at full depth (-1), or a cycle in which each drafts that many, or has as many suffix
     drafts."""
@@ -199,7 +199,7 @@ def decode_batch(
     # Nothing ends the text, so that every row makes all its drafts.
     params = SamplingParams(max_tokens=2 * max(drafts, 1), ignore_eos=True)
     request = Request("cost", (0,), params, seed=0)
-    step = (0,), (), True, policy, max(drafts, 0), (0,) * drafts if given else ()
+    step = (0,), (), True, policy, max(drafts, 0), (0,) * drafts if suffix_drafts else ()
     return ScheduledBatch(tuple(RowStep(request, table, *step) for table in tables))
 
 
@@ -252,16 +252,16 @@ def read_table(path: Path) -> CostTable | None:
             CostPoint(
                 int(p["rows"]),
                 float(p["full_s"]),
-                *(tuple((int(k), float(s)) for k, s in p[name]) for name in ("cycle_s", "given_s")),
+                *(tuple((int(k), float(s)) for k, s in p[name]) for name in ("cycle_s", "suffix_s")),
             )
             for p in raw["points"]
         )
-        seconds = [s for point in points for s in (point.full_s, *(s for _, s in (*point.cycle_s, *point.given_s)))]
+        seconds = [s for point in points for s in (point.full_s, *(s for _, s in (*point.cycle_s, *point.suffix_s)))]
         if not points or not all(0.0 < s < 3600.0 for s in seconds):
             raise ValueError("no points, or times that cannot be")
         places = [[point.rows for point in points], *([drafts for drafts, _ in point.cycle_s] for point in points)]
-        given = [[drafts for drafts, _ in point.given_s] for point in points]
-        if not all(places) or not all(counts == sorted(set(counts)) for counts in (*places, *given)):
+        suffix_counts = [[drafts for drafts, _ in point.suffix_s] for point in points]
+        if not all(places) or not all(counts == sorted(set(counts)) for counts in (*places, *suffix_counts)):
             raise ValueError("rows or drafts that do not rise")
     except FileNotFoundError:
         return None
@@ -274,7 +274,7 @@ def read_table(path: Path) -> CostTable | None:
 def write_table(path: Path, table: CostTable, facts: dict[str, Any]) -> None:
     """Keep a table for the next start; a folder that cannot be written costs only the time to measure again."""
     points = [
-        {"rows": p.rows, "full_s": p.full_s, "cycle_s": [*map(list, p.cycle_s)], "given_s": [*map(list, p.given_s)]}
+        {"rows": p.rows, "full_s": p.full_s, "cycle_s": [*map(list, p.cycle_s)], "suffix_s": [*map(list, p.suffix_s)]}
         for p in table.points
     ]
     try:

@@ -107,7 +107,7 @@ class ModelRunner:
         """The plain path: drafts, one deep pass over all that is pending, exit state, verification."""
         rows = [RowCycle.begin(step, len(self.segments)) for step in steps]
         if self._drafter is not None:
-            self._drafter.draft([row for row in rows if row.step.num_drafts and not row.is_given])
+            self._drafter.draft([row for row in rows if row.step.num_drafts and not row.has_suffix_drafts])
             if self._prompt_exits:
                 self._drafter.exit_prompts(rows)
         deep = self._depth.run(rows, 0, len(self.segments))

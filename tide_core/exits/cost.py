@@ -11,15 +11,16 @@ where slope_j = cycle(r, j) - cycle(r, j - 1) and p_j is the chance that any of 
 On a GPU host and device work at the same time, and a step takes as long as the slower of both. The host's time per row
 and per token is measured while the engine runs; the table holds the device's.
 
-The plan is the k with the most tokens per second. Where no k beats the plain step, it is 0; now and then one draft is
-tried nevertheless, where it pays by calibration: else one hard text would end drafting forever.
+The plan is the k with the most tokens per second. If no k is faster than a step at full depth, the plan is 0. One of
+64 such plans makes one draft nevertheless, if it pays by the calibrated acceptance: otherwise text that is hard to
+draft would end drafting for good, since acceptance is counted only where there are drafts.
 
-Where rows have suffix drafts, two more plans are compared with it: that these rows take theirs while the others draft,
-or that no exit drafts and these rows take as many as pay. Suffix drafts are known when the step before is read, so such
-a step is not launched ahead, and the host's time is added to the device's.
+If rows have suffix drafts, two more kinds of plan are compared with it: these rows use theirs and the others draft by
+exits; or no exit drafts, and these rows use as many as pay. Suffix drafts are known only when the step before is read,
+so such a step is not launched ahead, and the host's time is added to the device's.
 
-Chances are counted step by step: that a j-th draft is made where one more was allowed and the (j-1)-th was made, and
-that it is kept where the (j-1)-th was. A chance that is not tried keeps its value.
+Chances are conditional: that the j-th draft is made, if one more was allowed and the (j-1)-th was made; and that it is
+kept, if the (j-1)-th was. A chance without new tries keeps its value.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from typing import NamedTuple
 from tide_core.batch import DraftCounts
 
 LEAST_GAIN = 1.02
-"""Least predicted speed-up of a plan over full depth: the table is only a measurement."""
+"""Least predicted speed-up of a plan over full depth: a margin for the noise of the measured table."""
 PRIOR_WEIGHT = 30.0
-"""Of the calibrated acceptance, in cycles."""
+"""Number of cycles that the calibrated acceptance counts for."""
 MEMORY = 500.0
-"""Cycles after which older ones fade: what counts is the text served now."""
+"""Number of cycles from which on older ones fade, so that chances follow the traffic."""
 _FADE = 1.0 - 1.0 / MEMORY
 PRIOR_REACH = 0.85
 """Chance that a draft follows a draft, before any observation."""
-GIVEN_SIZES = (3, 7, 15)
-"""Suffix drafts of a row, at most: with the newest token, deep passes of 4, 8 and 16."""
+SUFFIX_SIZES = (3, 7, 15)
+"""Limits on the suffix drafts of a row that are measured and planned: with the newest token 4, 8 and 16 tokens of the
+deep pass."""
 PROBE_EVERY = 64
-"""Plans of no drafts between two that try one."""
+"""Of this many plans without drafts, the last one becomes a plan of one draft, if that pays by calibration."""
 HOST_MEMORY, HOST_MEMORY_DOWN = 64.0, 8.0
 """Steps over which the host's time is smoothed, where it rises and where it falls."""
 
@@ -58,24 +60,24 @@ class CostPoint:
 
     rows: int
     full_s: float
-    """Of a step at full depth, of requests that may not exit."""
+    """Of a step at full depth, for requests that may not exit."""
     cycle_s: tuple[tuple[int, float], ...]
     """(drafts, seconds) of a cycle in which every row drafts that many; ascending, from 0 drafts."""
-    given_s: tuple[tuple[int, float], ...] = ()
-    """The same where every row has that many suffix drafts; empty where that was not measured."""
+    suffix_s: tuple[tuple[int, float], ...] = ()
+    """(drafts, seconds) of a cycle in which every row has that many suffix drafts; empty if not measured."""
 
     def cycle(self, drafts: int) -> float:
         known = [drafts for drafts, _ in self.cycle_s]
         return _interpolate(known, [seconds for _, seconds in self.cycle_s], drafts)
 
-    def given(self, drafts: int) -> float:
-        known = [drafts for drafts, _ in self.given_s]
-        return _interpolate(known, [seconds for _, seconds in self.given_s], drafts)
+    def suffix_cycle(self, drafts: int) -> float:
+        known = [drafts for drafts, _ in self.suffix_s]
+        return _interpolate(known, [seconds for _, seconds in self.suffix_s], drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Points by rising number of rows. Beyond the last one nothing is known, and nothing is drafted."""
+    """Points by rising number of rows. Steps with more rows than the last one have no drafts."""
 
     points: tuple[CostPoint, ...]
 
@@ -90,13 +92,13 @@ class CostTable:
         return _interpolate([p.rows for p in self.points], [p.cycle(drafts) for p in self.points], rows)
 
     @property
-    def max_given_rows(self) -> int:
+    def max_suffix_rows(self) -> int:
         """Most rows with which suffix drafts were measured."""
-        return max([point.rows for point in self.points if point.given_s], default=0)
+        return max([point.rows for point in self.points if point.suffix_s], default=0)
 
-    def given(self, rows: int, drafts: int) -> float:
-        points = [point for point in self.points if point.given_s]
-        return _interpolate([p.rows for p in points], [p.given(drafts) for p in points], rows)
+    def suffix_cycle(self, rows: int, drafts: int) -> float:
+        points = [point for point in self.points if point.suffix_s]
+        return _interpolate([p.rows for p in points], [p.suffix_cycle(drafts) for p in points], rows)
 
 
 @dataclass(slots=True)
@@ -134,18 +136,18 @@ class Plan:
     """Tokens per second over those of full depth; 1 for 0 drafts."""
 
 
-class GivenPlan(NamedTuple):
-    """What rows do in a step with suffix drafts."""
+class SuffixPlan(NamedTuple):
+    """Numbers of drafts in a step in which some rows have suffix drafts."""
 
     drafts: int
-    """Of rows that have none."""
-    given: int
-    """Most of rows that have some; 0: they are not used."""
+    """Drafts by exits of each row that has no suffix drafts."""
+    suffix: int
+    """Most suffix drafts of a row that has some; 0: none are used."""
 
 
 @dataclass(slots=True)
 class Chance:
-    """A share that is counted, starts somewhere, and forgets."""
+    """A share of hits, counted with exponential decay from a prior."""
 
     hits: float
     tries: float
@@ -155,25 +157,26 @@ class Chance:
         return self.hits / self.tries
 
     def count(self, hits: int, tries: int) -> None:
-        """Add tries that were made side by side, as if one by one and the hits evenly among them: each makes what was
-        before it fade, once that is enough."""
+        """Add tries of one step as if they came one after another with the hits spread evenly. Beyond MEMORY tries,
+        each one makes those before it fade."""
         plain = min(tries, max(0, math.floor(MEMORY - self.tries) + 1))
         kept, share = _FADE ** (tries - plain), hits / tries
-        added = (1.0 - kept) * MEMORY  # the sum of what is left of each
+        added = (1.0 - kept) * MEMORY  # weights of the tries that fade, summed
         self.hits = (self.hits + plain * share) * kept + added * share
         self.tries = (self.tries + plain) * kept + added
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How far rows draft and how much of it is kept; entry j - 1 holds the j-th draft, given the one before."""
+    """Entry j - 1: the chance that a row makes its j-th draft if it made the one before, and that the j-th is kept if
+    the one before was."""
 
     reached: list[Chance]
     kept: list[Chance]
 
     @classmethod
     def prior(cls, acceptance: Sequence[float], max_drafts: int) -> Acceptance:
-        """From the chance, by distance, that a draft is right given that those before it were."""
+        """From the chance, by distance, that a draft is right if those before it are."""
         rights = [acceptance[min(j, len(acceptance) - 1)] if acceptance else 0.0 for j in range(max_drafts)]
         return cls(
             [Chance(PRIOR_WEIGHT * PRIOR_REACH, PRIOR_WEIGHT) for _ in rights],
@@ -181,7 +184,7 @@ class Acceptance:
         )
 
     def observe(self, drafts: Sequence[tuple[DraftCounts, int]]) -> None:
-        """Cycles of a step: what became of the drafts of how many rows."""
+        """Count the cycles of a step: draft counts, each with the number of rows that have them."""
         _observe(self.reached, [(counts.allowed, counts.drafted, times) for counts, times in drafts])
         _observe(self.kept, [(counts.allowed, counts.accepted, times) for counts, times in drafts])
 
@@ -195,18 +198,18 @@ class DraftPlanner:
     table: CostTable | None = None
     """None: always `max_drafts`."""
     calibrated: Acceptance | None = None
-    """The acceptance that calibration measured; None: that of the start."""
+    """The acceptance that calibration measured; None: a copy of `acceptance` as it is at the start."""
     num_plans: int = 0
     num_full: int = 0
-    """Plans that sent rows that may exit to full depth."""
+    """Plans without drafts."""
     last: Plan = field(default=Plan(0, 1.0))
     host_s: dict[int, float] = field(default_factory=dict)
-    """By rows of a step: the host's seconds per row and per token, while the device works."""
+    """Seconds of the host's work per row and per token of a step, by number of rows."""
     steps_per_launch: int = 1
-    """Most cycles of a launch such as the last one. The host's work per row is done once for all of them, and launch
-    depth grows until the device is busy, so host time is no reason for more drafts."""
+    """Most cycles of a launch such as the last one. The host works on a row once for all cycles of a launch, and the
+    number of cycles grows until the device is busy. So a slow host alone does not make drafts pay."""
     pads: bool = False
-    """Whether rows without drafts cost as much as those that have most."""
+    """Whether rows without drafts are padded to the number of drafts of the others, and cost as much."""
     _prices: Prices | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -217,7 +220,7 @@ class DraftPlanner:
         plan = self.plan(num_drafting, num_rows)
         if plan.drafts == 0 and self.max_drafts and self.num_full % PROBE_EVERY == PROBE_EVERY - 1:
             plan = Plan(min(1, self.plan(num_drafting, num_rows, self.calibrated).drafts), plan.gain)
-            self.num_full += plan.drafts > 0  # or the next plan would probe again
+            self.num_full += plan.drafts > 0  # otherwise the next plan would probe, too
         self.num_plans += 1
         self.num_full += plan.drafts == 0
         self.last = plan
@@ -251,68 +254,69 @@ class DraftPlanner:
         return Plan(best, best_gain) if best else Plan(0, 1.0)
 
     @property
-    def max_given_rows(self) -> int:
-        """Rows of a step that may use suffix drafts; 0 where their cost is not known."""
-        return 0 if self.table is None else self.table.max_given_rows
+    def max_suffix_rows(self) -> int:
+        """Most rows of a step with suffix drafts; 0 if their cost is not known."""
+        return 0 if self.table is None else self.table.max_suffix_rows
 
-    def plan_given(self, num_drafting: int, num_rows: int, chances: Sequence[float]) -> GivenPlan:
-        """The best plan for a step of `num_rows` rows, of which `num_drafting` may draft by an exit and some have
-        suffix drafts, each of which is right with the row's chance if those before it are. The plan of the exits for
-        such a step was made last."""
+    def plan_suffix(self, num_drafting: int, num_rows: int, chances: Sequence[float]) -> SuffixPlan:
+        """The best plan for a step of `num_rows` rows, of which `num_drafting` may draft by an exit. `chances` has one
+        entry for each row with suffix drafts: the chance that one is right if those before it are. Call it right after
+        the planner was called for the same step: that plan is what it is compared with."""
         plan, table = self.last if num_drafting else Plan(0, 1.0), self.table
         if table is None:
-            return GivenPlan(plan.drafts, 0)
+            return SuffixPlan(plan.drafts, 0)
         full_rate, full_s = num_rows / table.full(num_rows), table.full(num_rows)
         host_s = self._host(num_rows)
-        best, best_rate = GivenPlan(plan.drafts, 0), plan.gain * full_rate * LEAST_GAIN
+        best, best_rate = SuffixPlan(plan.drafts, 0), plan.gain * full_rate * LEAST_GAIN
         share = 1.0 if self.pads else len(chances) / num_rows
-        options = [(0, given) for given in GIVEN_SIZES]
+        options = [(0, suffix) for suffix in SUFFIX_SIZES]
         if plan.drafts:
             options.append((plan.drafts, plan.drafts))
-        for drafts, given in options:
-            tokens = num_rows + sum([_expected(chance, given) for chance in chances])
+        for drafts, suffix in options:
+            tokens = num_rows + sum([_expected(chance, suffix) for chance in chances])
             if drafts:
                 seconds = table.cycle(num_rows, drafts)
                 kept = sum(accumulate([each.value for each in self.acceptance.kept[:drafts]], operator.mul))
                 tokens += max(0, num_drafting - len(chances)) * kept
             else:
-                seconds = full_s + share * max(0.0, table.given(num_rows, given) - full_s)
+                seconds = full_s + share * max(0.0, table.suffix_cycle(num_rows, suffix) - full_s)
             rate = tokens / (seconds + host_s * (num_rows + tokens))
             if rate > best_rate:
-                best, best_rate = GivenPlan(drafts, given), rate
+                best, best_rate = SuffixPlan(drafts, suffix), rate
         return best
 
     def observe_host(self, num_rows: int, num_tokens: int, seconds: float, steps_per_launch: int = 1) -> None:
-        """Learn from what the host did in a step that may have so many cycles, without waiting for the device."""
+        """Record the seconds that the host worked in a step, without its waits for the device; `steps_per_launch` is
+        the most cycles that the step's launch may have."""
         self.steps_per_launch = steps_per_launch
         each, known = seconds / (num_rows + num_tokens), self.host_s.get(num_rows)
         if known is None:
             self.host_s[num_rows] = each
-        elif each < known:  # quickly: a step may include work that is done once
+        elif each < known:  # falls quickly: a slow step may have included work that is done once
             self.host_s[num_rows] += (each - known) / HOST_MEMORY_DOWN
         else:
             self.host_s[num_rows] += (min(each, 2.0 * known) - known) / HOST_MEMORY
 
     def _host(self, num_rows: int) -> float:
-        """With so many rows, or the next number that was seen; 0 where there was none."""
+        """Seconds with so many rows, or with the nearest number that was seen; 0 before any was seen."""
         found = self.host_s.get(num_rows)
         if found is None and self.host_s:
             found = self.host_s[min(self.host_s, key=lambda rows: abs(rows - num_rows))]
         return found or 0.0
 
     def observe(self, drafts: Sequence[tuple[DraftCounts, int]]) -> None:
-        """Learn from the cycles of a step, of rows that inform the planner."""
+        """Count the cycles of a step, of rows that inform the planner."""
         self.acceptance.observe(drafts)
 
 
 def _expected(chance: float, num: int) -> float:
-    """Drafts that are right, of so many."""
+    """Expected number of drafts that are right, up to the first wrong one, of `num`."""
     return float(num) if chance >= 1.0 else chance * (1.0 - chance**num) / (1.0 - chance)
 
 
 def _observe(chances: Sequence[Chance], seen: Sequence[tuple[int, int, int]]) -> None:
-    """`seen`: drafts that were allowed, hits, and of how many rows. Counts consecutive hits and the miss that ends
-    them, unless the limit ended them; nothing is known of later drafts."""
+    """`seen`: drafts that were allowed, hits, and the number of rows with both. A row counts as a try for each hit, and
+    for the miss after them if the limit allowed one more; later drafts are unknown and not counted."""
     for index, chance in enumerate(chances):
         tries = sum([times for allowed, hits, times in seen if index < allowed and index <= hits])
         if not tries:
@@ -321,7 +325,7 @@ def _observe(chances: Sequence[Chance], seen: Sequence[tuple[int, int, int]]) ->
 
 
 def _interpolate(places: Sequence[int], values: Sequence[float], at: int) -> float:
-    """On the straight line between the two nearest places; before the first and after the last, the line goes on."""
+    """Linear interpolation between the two nearest places; linear extrapolation before the first and after the last."""
     if len(places) == 1:
         return values[0]
     right = min(max(bisect_left(places, at), 1), len(places) - 1)

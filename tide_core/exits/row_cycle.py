@@ -19,8 +19,8 @@ from tide_core.sampling.rows import SamplingRow
 
 Range = tuple[int, int]
 """Tokens of a row from the first up to, not including, the second."""
-GIVEN = -1
-"""Instead of a checkpoint: a suffix draft."""
+FROM_SUFFIX = -1
+"""In place of a draft's checkpoint: it is a suffix draft."""
 
 
 @dataclass(slots=True)
@@ -66,16 +66,16 @@ class RowCycle:
     def begin(cls, step: RowStep, num_segments: int) -> RowCycle:
         zeros = [0] * num_segments
         row = cls(step, list(step.token_ids), list(zeros), [[] for _ in zeros], headed=list(zeros))
-        if step.given:
-            row.tokens += step.given
-            row.drafts = [Draft(token_id, GIVEN, None, leaves=False) for token_id in step.given]
+        if step.suffix_drafts:
+            row.tokens += step.suffix_drafts
+            row.drafts = [Draft(token_id, FROM_SUFFIX, None, leaves=False) for token_id in step.suffix_drafts]
             row.stopped = True
         return row
 
     @property
-    def is_given(self) -> bool:
+    def has_suffix_drafts(self) -> bool:
         """Whether its drafts are suffix drafts."""
-        return bool(self.step.given)
+        return bool(self.step.suffix_drafts)
 
     @property
     def tracked(self) -> bool:

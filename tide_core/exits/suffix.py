@@ -1,14 +1,16 @@
 """Suffix drafts: what followed the same tokens before, in this request or in earlier outputs. No torch here.
 
-The newest tokens of a row often stand somewhere already: in its prompt, in its own output, or in an earlier output of
-the same salt. What followed them there is drafted. It costs no pass, and full depth verifies it like any draft.
+Prompt lookup, as in n-gram speculation and suffix decoding: the last tokens of a row are searched in its prompt, in its
+own output and in earlier outputs of the same salt. The tokens that follow the match are the drafts. They cost no draft
+pass, and full depth verifies them like any draft.
 
-A text is indexed as LZ77 coders do it: for every three tokens in a row the place after their latest occurrence, and for
-every place the one before with the same three tokens. Of a few places the one is taken whose match is longest.
+A text is indexed by trigram, with hash chains as in LZ77: each trigram has the place after its latest occurrence, and
+each place has the previous one with the same trigram. A search compares a few places of the chain and takes the longest
+match.
 
-Whether a suffix draft is right is counted for all rows by length of the match, and for each row by itself. Every match
-is compared with the tokens that followed, whether or not it was drafted, so the chances are those of the text served
-now and need no trial.
+Acceptance is counted by length of the match over all rows, and for each row. Every match is compared with the tokens
+that the row gains next, whether or not it was drafted. So the counts follow the traffic, and no step has to try drafts
+just to count them.
 """
 
 from __future__ import annotations
@@ -23,23 +25,26 @@ from tide_core.exits.cost import Chance
 from tide_core.row import Row
 
 MIN_MATCH, MAX_MATCH = 3, 12
-"""Tokens that must agree, and after which a longer match says no more."""
+"""Shortest match; and the length from which on a longer match is no more likely to be right."""
 MAX_PLACES = 8
-"""Earlier places that one search compares."""
-MAX_GIVEN = 15
+"""Places that one search compares."""
+MAX_SUFFIX_DRAFTS = 15
 """Most drafts of a row: with the newest token, a deep pass of 16."""
 MAX_INDEXED, MAX_AT_ONCE = 2**16, 1024
-"""Tokens of a text that are indexed, the last ones of longer texts; and how many of them in one step."""
+"""Most tokens of a text that are indexed, its last ones; and most that are indexed in one step."""
 TOKEN_BITS = 20
+"""Of a token id in the key of a trigram."""
 MAX_SHARED, MAX_SHARED_PER_SALT = 2**18, 2**15
-"""Tokens of earlier outputs that are kept, in all and for each salt."""
+"""Most tokens of earlier outputs that are kept, in all and for each salt."""
 LEAST_SHARED = 16
-"""Tokens of an output that is worth keeping."""
+"""Fewest tokens of an output that is kept."""
 LENGTHS = (3, 4, 6, 9, MAX_MATCH)
 PRIORS, PRIOR_WEIGHT = (0.45, 0.6, 0.7, 0.8, 0.85), 20.0
-"""Lengths of matches that are counted apart, and the chances that they start with, worth so many tries."""
+"""Least length of each group of matches that is counted separately; the acceptance that each group starts with, and the
+number of tries that it stands for."""
 ROW_WEIGHT, ROW_MEMORY = 4.0, 24.0
-"""Tries of a row that weigh as much as all others, and after which its older ones fade."""
+"""Number of tries that the acceptance over all rows counts for in that of one row; and the number of its own tries from
+which on older ones fade."""
 
 
 class Match(NamedTuple):
@@ -51,7 +56,7 @@ class Match(NamedTuple):
 
 
 class TokenIndex:
-    """A growing text in which the last tokens of a text are found."""
+    """A text that grows, indexed by trigram."""
 
     __slots__ = ("_before", "_first", "_latest", "tokens")
 
@@ -61,15 +66,15 @@ class TokenIndex:
         self._first = max(0, len(self.tokens) - MAX_INDEXED)
         self._latest: dict[int, int] = {}
         self._before: list[int] = []
-        """Of each indexed place: the one before with the same tokens, -1 for none."""
+        """For each indexed place, the previous place with the same trigram; -1 if there is none."""
 
     @property
     def num_pending(self) -> int:
-        """Places that are not indexed yet. The end of the text is no place: nothing follows."""
+        """Number of places that are not indexed yet. The end of the text is not a place, since nothing follows it."""
         return max(0, len(self.tokens) - self._first - MIN_MATCH - len(self._before))
 
     def catch_up(self, most: int | None = None) -> None:
-        """Index pending places, at most so many."""
+        """Index pending places, at most `most` of them."""
         num = self.num_pending if most is None else min(most, self.num_pending)
         tokens, latest, before = self.tokens, self._latest, self._before
         start = self._first + MIN_MATCH + len(before)
@@ -79,7 +84,7 @@ class TokenIndex:
             latest[key] = place
 
     def longest(self, text: Sequence[int]) -> Match | None:
-        """The place whose tokens before it agree with most of the text's last ones; the latest of equals."""
+        """The longest match of the last tokens of `text` among the places compared; of equal ones the latest."""
         if len(text) < MIN_MATCH:
             return None
         tokens, before, first = self.tokens, self._before, self._first
@@ -98,7 +103,7 @@ class TokenIndex:
         return best
 
     def following(self, place: int, num: int) -> list[int]:
-        """What followed there; where the text ends, it goes on as it would if it were periodic."""
+        """The `num` tokens that follow a place. Past the end of the text, those from the place on are repeated."""
         tokens, period = self.tokens, len(self.tokens) - place
         found = tokens[place : place + num]
         while len(found) < num:
@@ -107,7 +112,7 @@ class TokenIndex:
 
 
 def _key(tokens: Sequence[int], end: int) -> int:
-    """Of the three tokens before a place."""
+    """The trigram that ends before a place, as one number."""
     return (tokens[end - 3] << 2 * TOKEN_BITS) | (tokens[end - 2] << TOKEN_BITS) | tokens[end - 1]
 
 
@@ -118,14 +123,16 @@ class RowSuffixes:
     index: TokenIndex
     num_prompt: int
     source: TokenIndex | None = None
-    """Where the match is: in the row's own text or in earlier outputs."""
+    """The text that the match is in: the row's own, or earlier outputs."""
     match: Match | None = None
     predicted: list[int] = field(default_factory=list)
+    """Tokens that followed the match."""
     hits: float = 0.0
     tries: float = 0.0
 
     def chance(self, of_all: float) -> float:
-        """That a draft is right which follows right ones: that of all rows, and what this row has seen."""
+        """Chance that a draft is right if those before it are: the chance over all rows, corrected by the row's own
+        counts."""
         return (ROW_WEIGHT * of_all + self.hits) / (ROW_WEIGHT + self.tries)
 
     def count(self, hits: int, tries: int) -> None:
@@ -134,7 +141,7 @@ class RowSuffixes:
 
 
 class SuffixDraft(NamedTuple):
-    """What may follow a row, and the chance of each token given those before it."""
+    """Suffix drafts of a row, and the chance that each is right if those before it are."""
 
     token_ids: list[int]
     chance: float
@@ -144,14 +151,14 @@ class SuffixDrafts:
     """Drafts for the rows of one engine."""
 
     def __init__(self, *, shares: bool = True) -> None:
-        """`shares`: earlier outputs of the same salt are searched too."""
+        """`shares`: whether earlier outputs of the same salt are searched, too."""
         self._shared = SharedOutputs() if shares else None
         self._rows: dict[Row, RowSuffixes] = {}
         self.chances = [Chance(PRIOR_WEIGHT * prior, PRIOR_WEIGHT) for prior in PRIORS]
         """By length of the match."""
 
     def propose(self, row: Row) -> SuffixDraft | None:
-        """What may follow the tokens that a row has now; None if they do not stand anywhere else."""
+        """Drafts that follow the tokens that a row has now; None if there is no match."""
         mine = self._rows.get(row)
         if mine is None:
             prompt = row.request.prompt_ids
@@ -166,33 +173,33 @@ class SuffixDrafts:
         self._search(mine, gained, row.request.cache_salt)
         if mine.match is None or mine.source is None:
             return None
-        mine.predicted = mine.source.following(mine.match.place, MAX_GIVEN)
+        mine.predicted = mine.source.following(mine.match.place, MAX_SUFFIX_DRAFTS)
         chance = mine.chance(self.chances[_group(mine.match.length)].value)
         return SuffixDraft(_until_end(mine.predicted, row.request.end_ids), chance)
 
     def remove(self, row: Row) -> None:
-        """A row has ended; its output may help later ones."""
+        """Drop a row that has ended. Its output is kept for later rows of the same salt."""
         self._rows.pop(row, None)
         if self._shared is not None and len(row.output_ids) >= LEAST_SHARED:
             self._shared.add(row.request.cache_salt, row.output_ids)
 
     def _observe(self, mine: RowSuffixes, gained: Sequence[int]) -> None:
-        """Compare the last match with what followed it."""
+        """Count how many of the predicted tokens the row has gained, and continue the match if it got all of them."""
         if mine.match is None or not gained:
             return
         hits = 0
-        for said, token in zip(mine.predicted, gained, strict=False):
-            if said != token:
+        for predicted, token in zip(mine.predicted, gained, strict=False):
+            if predicted != token:
                 break
             hits += 1
         tries = min(hits + 1, len(gained), len(mine.predicted))
         self.chances[_group(mine.match.length)].count(hits, tries)
         mine.count(hits, tries)
-        went_on = hits == len(gained) and hits <= len(mine.predicted)
-        mine.match = Match(mine.match.place + hits, mine.match.length + hits) if went_on else None
+        continues = hits == len(gained) and hits <= len(mine.predicted)
+        mine.match = Match(mine.match.place + hits, mine.match.length + hits) if continues else None
 
     def _search(self, mine: RowSuffixes, gained: Sequence[int], salt: str) -> None:
-        """Keep a match that went on, or find one."""
+        """Keep a match that continues, or search for one."""
         if mine.match is not None and mine.source is not None and mine.match.place < len(mine.source.tokens):
             return
         text = mine.index.tokens
@@ -205,14 +212,15 @@ class SuffixDrafts:
 
 
 class SharedOutputs:
-    """Earlier outputs by salt, within a bound: the oldest half of a salt's goes first, then salts not used lately."""
+    """Earlier outputs by salt. Each salt has two parts, and the older one is dropped when the newer one is full; beyond
+    the bound for all salts, the least recently used salt is dropped."""
 
     def __init__(self) -> None:
         self._salts: OrderedDict[str, list[TokenIndex]] = OrderedDict()
         self.num_tokens = 0
 
     def of(self, salt: str) -> list[TokenIndex]:
-        """The newer part first."""
+        """The parts of a salt, the newer one first."""
         found = self._salts.get(salt)
         if found is None:
             return []
@@ -242,7 +250,7 @@ def _group(length: int) -> int:
 
 
 def _until_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> list[int]:
-    """Up to the first token that ends the text, with it."""
+    """The tokens up to and including the first one that ends the text."""
     for number, token_id in enumerate(token_ids, 1):
         if token_id in end_ids:
             return list(token_ids[:number])

@@ -105,7 +105,7 @@ def stats_of(record: StepRecord) -> StepStats:
     exit_layers, audits, layers_run, counts, informs_planner = record
     drafted, non_finite = sum([each.drafted for each in counts]), sum([each.non_finite for each in counts])
     ran = layers_run, len(counts), drafted, _num_accepted(len(exit_layers), counts), non_finite
-    drafts = Counter([each for each in counts if each.allowed and not each.given]) if informs_planner else {}
+    drafts = Counter([each for each in counts if each.allowed and not each.from_suffix]) if informs_planner else {}
     return StepStats(Counter(exit_layers), Counter(audits or [Audit.VERIFIED] * len(exit_layers)), ran, drafts)
 
 

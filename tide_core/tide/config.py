@@ -32,7 +32,7 @@ class TIDEConfig:
     """Frozen; checked when constructed."""
 
     mode: str | None = None
-    """The contract: full, verified, bounded or fast. None: verified where there is an artefact, else full."""
+    """The contract: full, verified, bounded or fast. None: verified with an artefact or suffix drafts, else full."""
     epsilon: float | None = None
     """For mode bounded: most disagreement with full depth, per token. `calibrate` certifies it next to its own."""
     exit_threshold: float | None = None

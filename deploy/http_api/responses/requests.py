@@ -206,9 +206,9 @@ def _in_foreground(value: object) -> object:
 class ResponseRequest(Sampling):
     """Body of POST /v1/responses."""
 
-    unread: ClassVar[frozenset[str]] = Sampling.unread | {"reasoning", "max_tool_calls", "prompt_cache_options"}
+    unread: ClassVar[frozenset[str]] = Sampling.unread | {"access_programs", "image", "max_tool_calls", "reasoning"}
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"truncation": ("disabled", "auto"), "top_logprobs": (0,)}
-    unsupported: ClassVar[frozenset[str]] = frozenset({"context_management", "moderation"})
+    unsupported: ClassVar[frozenset[str]] = Sampling.unsupported | {"context_management"}
 
     input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])] = Field(
         min_length=1, max_length=MAX_ITEMS

@@ -103,21 +103,21 @@ def test_sampled_rows_have_their_settings_and_a_key_for_each_random_stream() -> 
 
 
 def test_suffix_drafts_stand_for_themselves_and_are_gone_with_the_next_fill() -> None:
-    shape = CycleShape(2, 3, 3, given=True, by_exits=False)
+    shape = CycleShape(2, 3, 3, has_suffix=True, by_exits=False)
     host = np.zeros(shape.size, dtype=np.int32)
     inputs = CycleInputs(shape, host)
-    none = shape.given_of(host).copy()
+    none = shape.suffix_of(host).copy()
     assert (none == -1).all(), "token 0, whose place is in no shortlist"
-    given = step(1, 14, drafts=3)._replace(given=(40, 41, 42))
-    inputs.fill([RowPlace(given, 3, [1, 2]), RowPlace(step(3, 15, drafts=0), 0, [3, 4])])
-    assert shape.given_of(host).tolist() == [[-41, -1], [-42, -1], [-43, -1]]
-    inputs.fill([RowPlace(given, 3, [1, 2], previous=0)])
-    assert shape.given_of(host).tolist() == none.tolist(), "it continues with what is not known yet"
+    copying = step(1, 14, drafts=3)._replace(suffix_drafts=(40, 41, 42))
+    inputs.fill([RowPlace(copying, 3, [1, 2]), RowPlace(step(3, 15, drafts=0), 0, [3, 4])])
+    assert shape.suffix_of(host).tolist() == [[-41, -1], [-42, -1], [-43, -1]]
+    inputs.fill([RowPlace(copying, 3, [1, 2], previous=0)])
+    assert shape.suffix_of(host).tolist() == none.tolist(), "it continues with what is not known yet"
 
 
 def test_beside_suffix_drafts_those_of_exits_stay() -> None:
-    shape = CycleShape(2, 2, 3, given=True)
+    shape = CycleShape(2, 2, 3, has_suffix=True)
     host = np.zeros(shape.size, dtype=np.int32)
-    rows = [RowPlace(step(1, 14)._replace(given=(40, 41)), 2, [1, 2]), RowPlace(step(3, 15), 2, [3, 4])]
+    rows = [RowPlace(step(1, 14)._replace(suffix_drafts=(40, 41)), 2, [1, 2]), RowPlace(step(3, 15), 2, [3, 4])]
     CycleInputs(shape, host).fill(rows)
-    assert shape.given_of(host).tolist() == [[-41, 0], [-42, 0]]
+    assert shape.suffix_of(host).tolist() == [[-41, 0], [-42, 0]]

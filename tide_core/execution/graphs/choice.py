@@ -20,8 +20,8 @@ class Choice(Protocol):
         """Write where in the shortlist the drafts of logits [R, S] are."""
         ...
 
-    def take(self, given: torch.Tensor) -> None:
-        """Where [K, R] suffix drafts take the place of what was drafted."""
+    def take(self, has_suffix: torch.Tensor) -> None:
+        """`has_suffix` [K, R] is True where a suffix draft replaces the draft of an exit."""
         ...
 
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
@@ -41,7 +41,7 @@ class Greedy:
     def draft(self, distance: int, logits: torch.Tensor, output: OutputBuffer) -> None:
         self._kernels.nth_best(logits, self._ranks if distance else self._first_ranks, out=output.places[distance])
 
-    def take(self, given: torch.Tensor) -> None:
+    def take(self, has_suffix: torch.Tensor) -> None:
         pass
 
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
@@ -79,8 +79,8 @@ class Sampled:
         given = logits, self._settings, self._numbers[DRAFT_INDEX, distance], self._exits.vocab_size
         self._kernels.draw(*given, out=(output.places[distance], self._heads[distance]))
 
-    def take(self, given: torch.Tensor) -> None:
-        self._heads.masked_fill_(given[..., None], 0.0)
+    def take(self, has_suffix: torch.Tensor) -> None:
+        self._heads.masked_fill_(has_suffix[..., None], 0.0)
 
     def choose(self, logits: torch.Tensor, output: OutputBuffer) -> None:
         parts, drafted = self._parts, self._logits

@@ -29,7 +29,7 @@ from tide_core.execution.graphs.cycle_graph import CycleGraph
 from tide_core.execution.graphs.cycle_shape import CycleShape, RowPlace
 from tide_core.execution.graphs.in_flight import InFlightStep, Launched, Layers, ReadResults
 from tide_core.execution.graphs.launch_depth import MAX_STEPS, LaunchDepth, LaunchDepths
-from tide_core.exits.cost import GIVEN_SIZES
+from tide_core.exits.cost import SUFFIX_SIZES
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.reference.cycle import MOST_ROWS
@@ -37,7 +37,7 @@ from tide_core.kv.cache import PagedKV
 from tide_core.kv.kernel_view import FEW_QUERIES
 from tide_core.models.adapter import ModelAdapter
 
-MAX_GIVEN_TOKENS = 64
+MAX_SUFFIX_TOKENS = 64
 """Of a deep pass with suffix drafts that is captured at start-up."""
 
 
@@ -88,18 +88,18 @@ class GraphCycles:
             for branch in both
             for may_exit in both
         )
-        given = (
-            self._shape(size, count, MIN_BLOCKS, may_exit=self._exits is not None, given=True, by_exits=False)
+        suffix = (
+            self._shape(size, count, MIN_BLOCKS, may_exit=self._exits is not None, has_suffix=True, by_exits=False)
             for size in sizes
-            for count in GIVEN_SIZES
-            if size * (count + 1) <= MAX_GIVEN_TOKENS
+            for count in SUFFIX_SIZES
+            if size * (count + 1) <= MAX_SUFFIX_TOKENS
         )
         sampled = (
             self._shape(size, count, MIN_BLOCKS, may_exit=may_exit, samples=True)
             for size, count in pairs
             for may_exit in both
         )
-        return [*likeliest, *dict.fromkeys(sampled), *(given if suffix_drafts else ())]
+        return [*likeliest, *dict.fromkeys(sampled), *(suffix if suffix_drafts else ())]
 
     @torch.inference_mode()
     def prepare(self, shape: CycleShape) -> None:
@@ -136,7 +136,7 @@ class GraphCycles:
         found = {} if step is None else step.find(rows)
         drafts = [row.num_drafts for row in rows]
         # The host follows grammars, and finds suffix drafts.
-        lookahead = lookahead and all([row.request.mask is None and not row.given for row in rows])
+        lookahead = lookahead and all([row.request.mask is None and not row.suffix_drafts for row in rows])
         groups = _groups(drafts, [index for index in range(len(rows)) if index not in found])
         depth = self.depths.of(len(rows), any(drafts))
         if depth is not self._depth or not found:
@@ -240,8 +240,8 @@ class GraphCycles:
             adjusts=any([row.step.request.adjusts_logits for row in rows]),
             logprobs=any([mine.logprobs is not None for mine in params]),
             masks=any([row.step.request.mask is not None for row in rows]),
-            given=any([row.given for row in rows]),
-            by_exits=not all([row.given or not row.drafts for row in rows]),
+            has_suffix=any([row.suffix_drafts for row in rows]),
+            by_exits=not all([row.suffix_drafts or not row.drafts for row in rows]),
         )
         num_cycles = num_cycles if shape.branches == 1 else 1
         host, begins = self._ready(shape).launch(rows, num_cycles)
@@ -259,16 +259,16 @@ class GraphCycles:
         adjusts: bool = False,
         logprobs: bool = False,
         masks: bool = False,
-        given: bool = False,
+        has_suffix: bool = False,
         by_exits: bool = True,
     ) -> CycleShape:
         branches = 1
-        if self._branches is not None and branch and not samples and not adjusts and not masks and not given:
+        if self._branches is not None and branch and not samples and not adjusts and not masks and not has_suffix:
             branches = branches_for(num_rows, drafts, self._cache.block_size)
         writes = self._exits is not None and (may_exit or drafts > 0)
-        if given and not by_exits:
-            drafts = next(size for size in GIVEN_SIZES if size >= drafts)
-        kinds = samples, adjusts, logprobs, masks, given, by_exits or not given
+        if has_suffix and not by_exits:
+            drafts = next(size for size in SUFFIX_SIZES if size >= drafts)
+        kinds = samples, adjusts, logprobs, masks, has_suffix, by_exits or not has_suffix
         return CycleShape(size_for(num_rows * branches), drafts, blocks, branches, writes, *kinds)
 
     def _ready(self, shape: CycleShape) -> CycleGraph:

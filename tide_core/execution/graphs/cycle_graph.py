@@ -108,7 +108,7 @@ class CycleGraph(Graph):
         self._parts = parts = cycle_plan.split(self._wide, self._narrow, shape.rows, shape.drafts, branch_size)
         of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
         self._drafts = [self._view(*(part[d] for part in of_drafts), queries=1) for d in range(shape.passes)]
-        self._given = shape.given_of(self._buffer) if shape.given else None
+        self._suffix = shape.suffix_of(self._buffer) if shape.has_suffix else None
         self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=shape.drafts + 1)
         num_logprobs = min(MAX_LOGPROBS, adapter.vocab_size) if shape.logprobs else 0
         self._output = OutputBuffer(shape.rows, shape.drafts, device, num_logprobs)
@@ -203,9 +203,9 @@ class CycleGraph(Graph):
         if self._branches is not None:
             self._branches.copy(*parts.copies)
         drafts = [self._draft(distance, view) for distance, view in enumerate(self._drafts)]
-        if self._given is not None:
-            torch.where(self._given < 0, self._given.long(), output.places, out=output.places)
-            self._choice.take(self._given < 0)
+        if self._suffix is not None:
+            torch.where(self._suffix < 0, self._suffix.long(), output.places, out=output.places)
+            self._choice.take(self._suffix < 0)
         pending = parts.newest, output.places, self._shortlist, parts.sources
         kernels.pending_tokens(*pending, output.drafted, output.token_ids)
         with _stream(self._score_stream):

@@ -47,7 +47,7 @@ class CycleShape:
     """Whether any of the rows wants log-probabilities."""
     masks: bool = False
     """Whether any of the rows follows a grammar. Then there are no branches."""
-    given: bool = False
+    has_suffix: bool = False
     """Whether any of the rows has suffix drafts. Then there are no branches."""
     by_exits: bool = True
     """Whether exits draft."""
@@ -65,7 +65,7 @@ class CycleShape:
     @property
     def size(self) -> int:
         """Of the buffer, in 32-bit words."""
-        return self._sampling_words + self.rows * (NUM_META + self.blocks + (self.drafts if self.given else 0))
+        return self._sampling_words + self.rows * (NUM_META + self.blocks + (self.drafts if self.has_suffix else 0))
 
     def split(self, buffer: Any) -> tuple[Any, Any]:
         """Of an array or a tensor: row metadata [10, R], and the rows' blocks [R, B]."""
@@ -74,7 +74,7 @@ class CycleShape:
         meta, tables = buffer[first:border], buffer[border : border + self.rows * self.blocks]
         return meta.reshape(NUM_META, self.rows), tables.reshape(self.rows, self.blocks)
 
-    def given_of(self, buffer: Any) -> Any:
+    def suffix_of(self, buffer: Any) -> Any:
         """Of an array or a tensor: the suffix drafts [K, R], t as -1 - t; 0 where the draft of an exit stays."""
         return buffer[self.size - self.drafts * self.rows :].reshape(self.drafts, self.rows)
 
@@ -102,9 +102,9 @@ class RowPlace(NamedTuple):
     """Its place in the cycle before, whose next state it continues with; -1: as its step says."""
 
     @property
-    def given(self) -> Sequence[int]:
+    def suffix_drafts(self) -> Sequence[int]:
         """Its suffix drafts. A row that continues has none: what it continues with is not known yet."""
-        return self.step.given if self.previous < 0 else ()
+        return self.step.suffix_drafts if self.previous < 0 else ()
 
 
 class CycleInputs:
@@ -115,10 +115,10 @@ class CycleInputs:
         self._branches = shape.branches
         self._meta[:] = np.array(NO_ROW, dtype=np.int32)[:, None]
         self._sampling = shape.sampling(host, np.float64, np.int64) if shape.samples else None
-        self._given = shape.given_of(host) if shape.given else None
+        self._suffix = shape.suffix_of(host) if shape.has_suffix else None
         self._no_draft = 0 if shape.by_exits else -1  # without exits there may be no shortlist
-        if self._given is not None:
-            self._given[:] = self._no_draft
+        if self._suffix is not None:
+            self._suffix[:] = self._no_draft
         self._num_places = 0
         self._sampled: list[tuple[Request, ExitPolicy] | None] = [None] * shape.rows
         """The rows whose settings and keys are in the buffer."""
@@ -147,10 +147,10 @@ class CycleInputs:
         if num < before:
             self._meta[:, num:before] = np.array(NO_ROW, dtype=np.int32)[:, None]
         self._num_places = num
-        if self._given is not None:
-            self._given[:] = self._no_draft
+        if self._suffix is not None:
+            self._suffix[:] = self._no_draft
             for place, row in enumerate(rows):
-                self._given[: len(row.given), place] = [-1 - token_id for token_id in row.given]
+                self._suffix[: len(row.suffix_drafts), place] = [-1 - token_id for token_id in row.suffix_drafts]
         if self._sampling is not None:
             self._fill_sampling(*self._sampling, rows)
         return [0, *accumulate([of_row[2] + 1 for of_row in meta[:-1]])]

@@ -161,7 +161,7 @@ class InFlightStep:
     ) -> RowResult:
         """Where all drafts count and each accepted one is the full-depth token: `_any_result` without a loop over
         tokens."""
-        drafts, start, given = self.rows[number].drafts, step.table.length, bool(self.rows[number].given)
+        drafts, start, from_suffix = self.rows[number].drafts, step.table.length, bool(self.rows[number].suffix_drafts)
         token_ids: tuple[int, ...] = ()
         scores: tuple[float | None, ...] = ()
         gains: tuple[int, ...] = ()
@@ -170,7 +170,7 @@ class InFlightStep:
             position, begin = output.next_state[1][place], self.begins[place]
             gained, start = position - start, position
             token_ids += output.following[begin : begin + gained]
-            if given:
+            if from_suffix:
                 scores += NO_SCORE * gained
             elif drafts:
                 mine = drafted[place][0]
@@ -178,7 +178,7 @@ class InFlightStep:
             else:
                 scores += NO_SCORE
             gains += (gained,)
-        exit_layers, layers_run, counts = self._outcome(drafts, gains, given=given)
+        exit_layers, layers_run, counts = self._outcome(drafts, gains, from_suffix=from_suffix)
         return RowResult(token_ids, exit_layers, scores, len(token_ids), layers_run, counts)
 
     def _any_result(
@@ -186,8 +186,8 @@ class InFlightStep:
     ) -> RowResult:
         """Token by token: thresholds, audits, drafts that would be the last token, and numbers that are not finite."""
         drafts, start, end = self.rows[number].drafts, step.table.length, end_of(step.request)
-        given = bool(self.rows[number].given)
-        exit_layer = FROM_TEXT if given else self.layers.exit_layer
+        from_suffix = bool(self.rows[number].suffix_drafts)
+        exit_layer = FROM_TEXT if from_suffix else self.layers.exit_layer
         thresholds = cycle_thresholds(step.request, step.policy)
         tokens: list[TokenResult] = []
         counts: list[DraftCounts] = []
@@ -195,20 +195,20 @@ class InFlightStep:
         for output, drafted in zip(outputs, by_place, strict=True):
             place = self._place(number, output)
             scores, draft_ids = drafted[place] if drafts else ((), ())
-            scores = (0.0,) * drafts if given else scores
+            scores = (0.0,) * drafts if from_suffix else scores
             begin, position = self.begins[place], output.next_state[1][place]
             allowed = max(0, min(drafts, end - start - 2))  # as `counting` of the cycle's plan
             accepted, start = position - start - 1, position
             counted = _num_counted(scores[:allowed], thresholds)
             is_fault = counted < allowed and not isfinite(scores[counted])
-            layers_run += self._outcome(drafts, (1,), given=given)[1]
+            layers_run += self._outcome(drafts, (1,), from_suffix=from_suffix)[1]
             for distance in range(accepted + 1):
                 best = output.best[begin + distance]
                 if not isfinite(best):
                     error = f"numerical_error: the largest logit of the row is {best}"
                     accepted = distance
                     break
-                score = scores[distance] if distance < allowed and not given else None
+                score = scores[distance] if distance < allowed and not from_suffix else None
                 following = output.following[begin + distance]
                 token = TokenResult(following, self.layers.num_layers, score=score)
                 if distance < accepted:
@@ -218,7 +218,7 @@ class InFlightStep:
                         audit = Audit.AGREED if draft == following else Audit.DISAGREED
                     token = TokenResult(draft, exit_layer, score=score, audit=audit)
                 tokens.append(token)
-            counts.append(DraftCounts(counted, accepted, int(is_fault), allowed, given))
+            counts.append(DraftCounts(counted, accepted, int(is_fault), allowed, from_suffix))
             if error is not None:
                 break
         if tokens:  # after an error the text may end with these; if not, the next step fails too
@@ -230,9 +230,9 @@ class InFlightStep:
         return result
 
     def _outcome(
-        self, drafts: int, gains: tuple[int, ...], *, given: bool
+        self, drafts: int, gains: tuple[int, ...], *, from_suffix: bool
     ) -> tuple[tuple[int, ...], int, tuple[DraftCounts, ...]]:
-        return _outcome(self.layers, drafts, min(drafts, self.passes), self.branches, gains, given)
+        return _outcome(self.layers, drafts, min(drafts, self.passes), self.branches, gains, from_suffix)
 
     def _place(self, number: int, output: CycleOutput) -> int:
         """The place of a row: with branches, of the one whose first draft is the full-depth token, or else the first. A
@@ -261,14 +261,15 @@ def branch_of(token_id: int, tried: Sequence[int]) -> int:
 
 @functools.cache
 def _outcome(
-    layers: Layers, drafts: int, passes: int, branches: int, gains: tuple[int, ...], given: bool
+    layers: Layers, drafts: int, passes: int, branches: int, gains: tuple[int, ...], from_suffix: bool
 ) -> tuple[tuple[int, ...], int, tuple[DraftCounts, ...]]:
     """Exit layers, layers run and draft counts of a row that gains so many tokens in each cycle, all drafts counting.
     The same few for all rows and steps."""
-    exit_layer = FROM_TEXT if given else layers.exit_layer
+    exit_layer = FROM_TEXT if from_suffix else layers.exit_layer
     exit_layers = chain(*[(*[exit_layer] * (gained - 1), layers.num_layers) for gained in gains])
     layers_run = branches * (passes * layers.exit_layer + (drafts + 1) * layers.num_layers) * len(gains)
-    return tuple(exit_layers), layers_run, tuple([DraftCounts(drafts, more - 1, 0, drafts, given) for more in gains])
+    counts = tuple([DraftCounts(drafts, more - 1, 0, drafts, from_suffix) for more in gains])
+    return tuple(exit_layers), layers_run, counts
 
 
 def _num_counted(scores: Sequence[float], thresholds: Thresholds) -> int:

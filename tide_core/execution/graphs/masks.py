@@ -1,8 +1,9 @@
-"""Grammars in a cycle: which tokens may follow each token of the deep pass.
+"""Grammar masks in a cycle: the tokens that may follow each token of the deep pass.
 
-The host follows grammars, and what may follow a draft depends on all drafts before it. So a cycle with such rows has
-three stages: drafts, the deep pass, and the choice of tokens. While the second one runs, the host reads the drafts and
-computes the masks of the third. Drafts are not masked: no mask lets full depth agree with one that the grammar forbids.
+Grammars are evaluated on the host, and the mask after a draft depends on all drafts before it. So a cycle with such
+rows has three graphs: drafts, the deep pass, and the choice of tokens. While the deep pass runs, the host reads the
+drafts and computes the masks for the choice. Drafts are made without a mask. One that the grammar forbids is rejected,
+because the mask keeps full depth from choosing it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from tide_core.request import TokenMask
 
 WORD = 32
 ALL = -1
-"""A word that allows all of its tokens."""
+"""A word whose bits are all set: all of its tokens are allowed."""
 
 
 class MaskBuffer:
-    """The masks of one shape, a bit for every token of the vocabulary, on the host and on the device."""
+    """The masks of the cycles of one shape, on the host and on the device: a bit for every token of the vocabulary, for
+    every token of the deep pass."""
 
     def __init__(self, shape: CycleShape, vocab_size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -30,21 +32,21 @@ class MaskBuffer:
         self._device = self._host.to(device)
         self._words = self._host.numpy()
         self._num_written = 0
-        """Tokens of the deep pass up to the last whose mask may not allow all."""
+        """Number of masks, from the first on, that an earlier cycle may have changed."""
         every = torch.arange(vocab_size, device=device)
         self._word_of, self._bit_of = every // WORD, (every % WORD).int()
         self._drafted = torch.zeros((shape.drafts, shape.rows), dtype=torch.int64, pin_memory=on_gpu)
         self._fetched: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def fetch(self, drafted: torch.Tensor) -> None:
-        """Copy the drafts [K, R] to the host once they are made."""
+        """Start the copy of the drafts [K, R] to the host. `send` waits for it."""
         self._drafted.copy_(drafted, non_blocking=True)
         if self._fetched is not None:
             self._fetched.record()
 
     def send(self, rows: Sequence[RowPlace], begins: Sequence[int]) -> None:
-        """Masks after the newest token of each row and after its drafts; `begins`: where its tokens begin in the deep
-        pass."""
+        """Compute the masks after the newest token of each row and after its drafts, and copy them to the device.
+        `begins` is the index of each row's newest token in the deep pass."""
         words = self._words
         words[: self._num_written] = ALL
         self._num_written = begins[-1] + rows[-1].drafts + 1
@@ -69,6 +71,6 @@ class MaskBuffer:
         self._device.copy_(self._host, non_blocking=True)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the deep pass [T, V], -inf where a token must not follow."""
+        """Logits of the deep pass [T, V], with -inf for tokens that the masks forbid."""
         allowed = self._device.index_select(1, self._word_of).bitwise_right_shift_(self._bit_of).bitwise_and_(1)
         return logits.masked_fill(allowed == 0, -torch.inf)

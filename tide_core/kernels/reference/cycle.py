@@ -109,9 +109,9 @@ def pending_tokens(
 ) -> None:
     """Write the ids of the drafts at `places` [K, R] of the shortlist into `drafted` [K, R], and those of the deep pass
     into `token_ids` [T]; all int64. A place of -1 - t stands for token t itself: a suffix draft."""
-    given = places < 0
+    from_suffix = places < 0
     drafted[:] = -1 - places
-    drafted[~given] = shortlist[places[~given]]
+    drafted[~from_suffix] = shortlist[places[~from_suffix]]
     token_ids[:] = torch.cat((newest, drafted.flatten()))[sources]
 
 
