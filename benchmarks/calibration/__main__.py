@@ -17,30 +17,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
 
 from benchmarks.calibration import parts
 from benchmarks.calibration.runs import cluster
-from benchmarks.common.bars import Log, Part, conclude
-from tide_core.evaluation.machine import cpu_name
+from benchmarks.common.bars import Log, Part
+from benchmarks.common.command import parse, report
 
 PARTS = ("a", "b", "c")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure the calibration job and check its bars.")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of a, b and c")
     parser.add_argument("--repeats", type=int, default=3, help="of a and c")
     parser.add_argument("--shards", type=int, default=24, help="of a and c, 16 sequences each; at least 12")
     parser.add_argument("--documents", type=int, default=1024, help="of b at 1 time; about 4,000 tokens each")
-    parser.add_argument("--json", action="store_true", help="print one JSON object to standard output")
-    chosen = parser.parse_args(argv)
-    chosen.parts = tuple(chosen.parts.split(","))
-    if unknown := set(chosen.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    chosen = parse(parser, argv, PARTS)
     if chosen.shards < 12:
         parser.error("--shards: at least 12, or the parts of the data do not fill theirs")
     return chosen
@@ -48,24 +42,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    out = sys.stderr if options.json else sys.stdout
-
-    def log(text: str = "") -> None:
-        print(text, file=out, flush=True)
-
-    conditions = {
-        "command": "python -m benchmarks.calibration " + " ".join(sys.argv[1:] if argv is None else argv),
-        "hardware": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": os.getloadavg()[0],
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "repeats": options.repeats,
-    }
-    for name, value in conditions.items():
-        log(f"{name:12} {value}")
-    found = measure(options, log)
-    return conclude(conditions, found, log, as_json=options.json)
+    return report(
+        "calibration",
+        argv,
+        options,
+        measure,
+        cores=len(os.sched_getaffinity(0)),
+        load_before=os.getloadavg()[0],
+        repeats=options.repeats,
+    )
 
 
 def measure(options: argparse.Namespace, log: Log) -> list[Part]:

@@ -16,53 +16,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.common.bars import Log, Part, conclude
+from benchmarks.common.bars import Log, Part
+from benchmarks.common.command import logger, parse, report
 from benchmarks.common.prompts import read_texts
 from benchmarks.nodes import parts
 from benchmarks.nodes.cluster import cluster_config
 from benchmarks.nodes.machines import unsupported_reason
-from tide_core.evaluation.machine import cpu_name
 
 PARTS = ("update", "kill", "lost")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Rehearse the loss of a node and a rolling update on one machine.")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of update, kill and lost")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer of kill and lost")
     parser.add_argument("--long-tokens", type=int, default=600, help="of each long stream of update")
-    parser.add_argument("--json", action="store_true", help="print one JSON object to standard output")
-    chosen = parser.parse_args(argv)
-    chosen.parts = tuple(chosen.parts.split(","))
-    if unknown := set(chosen.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    return chosen
+    return parse(parser, argv, PARTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    out = sys.stderr if options.json else sys.stdout
-
-    def log(text: str = "") -> None:
-        print(text, file=out, flush=True)
-
     if (why := unsupported_reason()) is not None:
-        log(f"nodes: {why}")
+        logger(options)(f"nodes: {why}")
         return 2
-    conditions = {
-        "command": "python -m benchmarks.nodes " + " ".join(sys.argv[1:] if argv is None else argv),
-        "hardware": cpu_name(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-    }
-    for name, value in conditions.items():
-        log(f"{name:12} {value}")
-    return conclude(conditions, measure(options, log), log, as_json=options.json)
+    return report("nodes", argv, options, measure)
 
 
 def measure(options: argparse.Namespace, log: Log) -> list[Part]:

@@ -16,50 +16,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.common.bars import Log, Part, conclude
+from benchmarks.common.bars import Log, Part
+from benchmarks.common.command import parse, report
 from benchmarks.common.live import default_config, serving
 from benchmarks.recovery import parts
-from tide_core.evaluation.machine import cpu_name
 
 PARTS = ("replica", "haproxy", "update", "generate")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure recovery and check its bars.")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of replica, haproxy, update and generate")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--deadline", type=float, default=20.0, help="of each request of update, in seconds")
     parser.add_argument("--clients", type=int, default=4, help="of update")
-    parser.add_argument("--json", action="store_true", help="print one JSON object to standard output")
-    chosen = parser.parse_args(argv)
-    chosen.parts = tuple(chosen.parts.split(","))
-    if unknown := set(chosen.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    return chosen
+    return parse(parser, argv, PARTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    out = sys.stderr if options.json else sys.stdout
-
-    def log(text: str = "") -> None:
-        print(text, file=out, flush=True)
-
-    conditions = {
-        "command": "python -m benchmarks.recovery " + " ".join(sys.argv[1:] if argv is None else argv),
-        "hardware": cpu_name(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "load before": parts.machine_load(),
-    }
-    for name, value in conditions.items():
-        log(f"{name:12} {value}")
-    return conclude(conditions, measure(options, log), log, as_json=options.json)
+    return report("recovery", argv, options, measure, load_before=parts.machine_load())
 
 
 def measure(options: argparse.Namespace, log: Log) -> list[Part]:

@@ -18,56 +18,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.common.bars import Log, Part, conclude
+from benchmarks.common.bars import Log, Part
+from benchmarks.common.command import parse, report
 from benchmarks.common.live import default_config, serving
 from benchmarks.serving import parts
-from tide_core.evaluation.machine import cpu_name
 
 PARTS = ("a", "b", "c", "d", "e")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure the server and check its bars.")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of a, b, c, d and e")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer of a and c")
     parser.add_argument("--streams", default="1,8", help="at once in a")
     parser.add_argument("--many", type=int, default=64, help="streams at once in c")
     parser.add_argument("--cancels", type=int, default=20, help="clients of d")
-    parser.add_argument("--json", action="store_true", help="print one JSON object to standard output")
-    chosen = parser.parse_args(argv)
-    chosen.parts = tuple(chosen.parts.split(","))
-    if unknown := set(chosen.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    chosen = parse(parser, argv, PARTS)
     chosen.streams = tuple(int(count) for count in chosen.streams.split(","))
     return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    out = sys.stderr if options.json else sys.stdout
-
-    def log(text: str = "") -> None:
-        print(text, file=out, flush=True)
-
-    conditions = {
-        "command": "python -m benchmarks.serving " + " ".join(sys.argv[1:] if argv is None else argv),
-        "hardware": cpu_name(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "repeats": options.repeats,
-        "new_tokens": options.tokens,
-    }
-    for name, value in conditions.items():
-        log(f"{name:12} {value}")
-    found = measure(options, log)
-    return conclude(conditions, found, log, as_json=options.json)
+    return report("serving", argv, options, measure, repeats=options.repeats, new_tokens=options.tokens)
 
 
 def measure(options: argparse.Namespace, log: Log) -> list[Part]:
