@@ -48,7 +48,11 @@ def test_scripts_are_sound_and_take_values_from_variables_only(job: str, script:
 
 
 def test_files_of_the_repository_that_it_names_exist() -> None:
-    named = {path for _, script in SCRIPTS for path in re.findall(r"(?<![\w/.$])(?:\./)?((?:deploy|packages|tools)/[\w./-]+)", script)}
+    named = {
+        path
+        for _, script in SCRIPTS
+        for path in re.findall(r"(?<![\w/.$])(?:\./)?((?:deploy|packages|tools)/[\w./-]+)", script)
+    }
     assert named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
