@@ -1,4 +1,4 @@
-"""Generate the references in docs/ from the code: settings, the gRPC schema, metrics, model families.
+"""Generate the references in docs/ from the code: settings, the gRPC schema, metrics, model families, sizes.
 
 python tools/reference_docs.py            write them
 python tools/reference_docs.py --check    list outdated ones, and fail if there are any
@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
+KUBERNETES = ROOT / "docs" / "kubernetes.md"
 COMMAND = "python tools/reference_docs.py"
 
 
@@ -24,6 +25,9 @@ def pages() -> dict[Path, str]:
     from tools.reference.markdown import between
     from tools.reference.metrics import metrics
     from tools.reference.schema import grpc
+    from tools.reference.sizing import BEGIN as SIZES_BEGIN
+    from tools.reference.sizing import END as SIZES_END
+    from tools.reference.sizing import sizes
 
     compatibility = COMPATIBILITY.read_text(encoding="utf-8")
     return {
@@ -31,6 +35,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "grpc.md": grpc(),
         REFERENCE / "metrics.md": metrics(),
         COMPATIBILITY: between(compatibility, BEGIN, END, families()),
+        KUBERNETES: between(KUBERNETES.read_text(encoding="utf-8"), SIZES_BEGIN, SIZES_END, sizes()),
     }
 
 

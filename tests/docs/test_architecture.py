@@ -54,7 +54,7 @@ def test_the_tree_names_what_exists() -> None:
             assert (ROOT / parent / name).exists(), parent + name
 
 
-@pytest.mark.parametrize("name", (*FIGURES, LIFE))
+@pytest.mark.parametrize("name", [*FIGURES, LIFE])
 def test_a_figure_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
     text = (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
