@@ -92,6 +92,7 @@ class TideServer(GrpcApi):
             playground=playground,
             strict=args.strict,
             cors_origins=args.cors_origins,
+            docs_url=args.docs_url,
             tool_parser=args.tool_parser,
             metrics=self._exporter.text if isinstance(self._exporter, TextExporter) else None,
         )

@@ -1,4 +1,4 @@
-"""Generate the sizing table: what well-known shapes need on GPUs of 80 and 141 GB, by the rule of `kv_memory_gib: auto`."""
+"""Generate the sizing table: what well-known shapes need on GPUs of 80 and 141 GB, with `kv_memory_gib: auto`."""
 
 from __future__ import annotations
 
