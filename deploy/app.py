@@ -54,7 +54,7 @@ class TideServer(GrpcApi):
         self._args, self._configured = checked, False
         self._given: dict[str, Any] = {}
         self._context = context = serve.get_replica_context()
-        self._policies = ClusterStore(context.app_name, context.deployment)
+        self._policies = ClusterStore(context.app_name, context.deployment, context.replica_id.unique_id)
         keys = KeyRing.read(checked.api_keys_file)
         logger.info("tide: building the engine (after %.1f s)", time.monotonic() - started)
         self._artefacts = ArtefactSource(checked.engine["artefact"])
@@ -91,6 +91,7 @@ class TideServer(GrpcApi):
             playground=playground,
             strict=args.strict,
             cors_origins=args.cors_origins,
+            docs_url=args.docs_url,
             tool_parser=args.tool_parser,
             metrics=self._exporter.text if isinstance(self._exporter, TextExporter) else None,
         )
@@ -130,11 +131,16 @@ class TideServer(GrpcApi):
         except TideError as error:
             if not self._configured and not await self._apply_last_good(given):
                 raise
-            self._meter.config_refused = self.service.policy_refused = str(error)
+            self._note_refused(str(error))
             logger.error("tide: user_config is refused, the last good one stays in force: %s", error)
             return
-        self._meter.config_refused = self.service.policy_refused = None
+        self._note_refused(None)
         last_good.remember(self._policies, {**given, **self._pinned})
+
+    def _note_refused(self, reason: str | None) -> None:
+        """For the metric, /exit_stats and `tide status`."""
+        self._meter.config_refused = self.service.policy_refused = reason
+        self._policies.note_refused(reason)
 
     async def _apply(self, values: dict[str, Any]) -> None:
         policy = LivePolicy.read(values)
@@ -193,6 +199,8 @@ class TideServer(GrpcApi):
                         task.get_loop().call_soon_threadsafe(task.cancel)
             self._meter.stop()
             self.service.engine.close()
+            if self.service.policy_refused is not None:
+                self._policies.note_refused(None)  # nobody else knows the key of this replica
 
 
 def configure_process() -> None:

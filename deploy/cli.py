@@ -44,6 +44,24 @@ def serve(
 
 
 @with_exit_code
+def status(
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of Ray's GCS; RAY_ADDRESS, or the cluster of this machine.")
+    ] = None,
+) -> None:
+    """What `serve status` prints, and every policy that a replica refuses: exit code 1 if there is one."""
+    from deploy.status import as_yaml, read, refusals, use_token
+
+    use_token()
+    found = read(address)
+    typer.echo(as_yaml(found), nl=False)
+    lines = refusals(found)
+    for line in lines:
+        typer.echo(line, err=True)
+    raise SystemExit(int(bool(lines)))
+
+
+@with_exit_code
 def new_key(
     name: Annotated[str, typer.Argument(help="Name of the key's owner: letters, digits, dot, dash, underscore.")],
     file: Annotated[Path, typer.Option("--file", help="Key file to add it to; created if missing.")],

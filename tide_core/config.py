@@ -11,6 +11,7 @@ from tide_core.errors import ConfigError, refuse_unknown
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "reference")
+AUTO = "auto"
 GIB = 2**30
 REMOVED = {"checkpoint_layers": "no such key: it was removed, because the artefact decides the checkpoint layers"}
 """Settings of earlier versions, and why they are gone."""
@@ -28,8 +29,15 @@ class EngineConfig:
     """cpu, cuda, or auto: cuda where there is one."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None takes the model's own limit."""
-    kv_memory_gib: float = 1.0
-    """Memory budget of the KV block pool. A block is first touched when tokens fill it."""
+    kv_memory_gib: float | str = 1.0
+    """Memory budget of the KV block pool. auto: on a GPU what `gpu_memory_utilization` leaves for it, on a CPU 1 GiB,
+    or less where memory is short. On a CPU a block is first touched when tokens fill it."""
+    gpu_memory_utilization: float = 0.9
+    """With `kv_memory_gib: auto`: share of the device's memory for weights, KV pool, activations and graphs of this
+    engine."""
+    artefact_swap: bool = True
+    """With `kv_memory_gib: auto` on a GPU: leave memory for the second pool that a change of the artefact takes while
+    both are in use: the pool is half as large. If false, such a change is refused where two pools do not fit."""
     block_size: int = 16
     """Tokens per KV block."""
     max_rows: int = 64
@@ -37,7 +45,7 @@ class EngineConfig:
     max_batch_tokens: int = 512
     """Token budget of one step; longer prompts run in chunks."""
     artefact: str = "auto"
-    """Folder of the calibrated exits; auto: the one shipped for the demo model, none for others; none: full depth."""
+    """Folder of the calibrated exits; auto: the one shipped for the demo model, none for others; none: no exits."""
     drafts: int | None = None
     """Drafts per cycle of a row that may exit; None: the number that pays most by the measured cost table."""
     max_pending: int = 8
@@ -66,9 +74,12 @@ class EngineConfig:
         _one_of("kernels", self.kernels, KERNELS)
         if self.max_model_len is not None:
             _integer("max_model_len", self.max_model_len, 2, 2**24)
-        ok = isinstance(self.kv_memory_gib, (int, float)) and not isinstance(self.kv_memory_gib, bool)
-        if not ok or not 0 < self.kv_memory_gib <= 4096:
-            raise ConfigError("kv_memory_gib", self.kv_memory_gib, "a number above 0 up to 4096")
+        if self.kv_memory_gib != AUTO and not _is_number(self.kv_memory_gib, 0, 4096):
+            raise ConfigError("kv_memory_gib", self.kv_memory_gib, "auto, or a number above 0 up to 4096")
+        if not _is_number(self.gpu_memory_utilization, 0, 1):
+            raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "a number above 0 up to 1")
+        if not isinstance(self.artefact_swap, bool):
+            raise ConfigError("artefact_swap", self.artefact_swap, "true or false")
         _integer("block_size", self.block_size, 1, 1024)
         _integer("max_rows", self.max_rows, 1, 65536)
         _integer("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
@@ -102,8 +113,13 @@ class EngineConfig:
         return cls(**values)
 
     @property
-    def kv_memory_bytes(self) -> int:
-        return int(self.kv_memory_gib * GIB)
+    def kv_memory_bytes(self) -> int | None:
+        """None for auto."""
+        return None if isinstance(self.kv_memory_gib, str) else int(self.kv_memory_gib * GIB)
+
+
+def _is_number(value: object, above: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and above < value <= most
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Generate the references in docs/ from the code: settings, schema, metrics, model families, parameters of requests.
+"""Generate the references in docs/ from the code: settings, schema, metrics, families, parameters of requests, sizes.
 
 python tools/reference_docs.py            write them
 python tools/reference_docs.py --check    list outdated ones, and fail if there are any
@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 OPENAI = ROOT / "docs" / "openai.md"
+KUBERNETES = ROOT / "docs" / "kubernetes.md"
 COMMAND = "python tools/reference_docs.py"
 
 
 def pages() -> dict[Path, str]:
     """Every generated page, as it should be."""
-    from tools.reference import families, openai_parameters
+    from tools.reference import families, openai_parameters, sizing
     from tools.reference.configuration import configuration
     from tools.reference.markdown import between
     from tools.reference.metrics import metrics
@@ -33,6 +34,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "metrics.md": metrics(),
         COMPATIBILITY: between(compatibility, families.BEGIN, families.END, families.families()),
         OPENAI: between(openai, openai_parameters.BEGIN, openai_parameters.END, openai_parameters.parameters()),
+        KUBERNETES: between(KUBERNETES.read_text(encoding="utf-8"), sizing.BEGIN, sizing.END, sizing.sizes()),
     }
 
 

@@ -102,6 +102,18 @@ class Server:
         assert found is not None, f"no dashboard in:\n{self.log[:2000]}"
         return f"http://{found.group(1)}"
 
+    @property
+    def ray_address(self) -> str:
+        """Of the GCS: Ray itself finds any cluster of this machine."""
+        found = (re.search(r"--gcs-address=(\S+)", command) for command in self.commands_of_session())
+        return next(address[1] for address in found if address is not None)
+
+    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """A command as its user types it, in another terminal."""
+        environment = {**self.environment, **variables}
+        tool = Path(sys.executable).parent / command[0]
+        return subprocess.run([tool, *command[1:]], env=environment, cwd=ROOT, capture_output=True, text=True)
+
     def others_of_session(self) -> list[psutil.Process]:
         """Every process that the command started and that still runs: Ray's processes keep its session."""
         return [process for process in psutil.process_iter() if _session(process.pid) == self.process.pid]

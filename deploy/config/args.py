@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -72,6 +73,8 @@ class AppArgs(BaseModel):
     X-Tide-Ignored and counted by `tide_ignored_fields`."""
     cors_origins: list[str] = Field(default_factory=list)
     """Origins of web pages that may call the HTTP API from a browser, such as `https://chat.example`; `*`: any."""
+    docs_url: str | None = None
+    """Where your documentation is, such as the site that `make docs` builds; the start page links it."""
     tool_parser: str | None = None
     """The format in which the model writes calls of tools: `hermes` (Qwen too), `llama3_json` or `mistral`. Default:
     the one that its chat template shows; where it shows none of these, requests with tools are refused."""
@@ -86,6 +89,13 @@ class AppArgs(BaseModel):
 
     follow_s: float = Field(default=30.0, gt=0.0, le=86400.0)
     """How often a replica looks at the pointer to its published artefact, where `artefact` names one."""
+
+    @field_validator("docs_url")
+    @classmethod
+    def _web_address(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"https?://[^\s<>\"']+", url):
+            raise ValueError("Input should be an address that begins with http:// or https://")
+        return url
 
     @field_validator("tool_parser")
     @classmethod

@@ -61,12 +61,13 @@ def build_api(
     playground: bool,
     strict: bool = False,
     cors_origins: Sequence[str] = (),
+    docs_url: str | None = None,
     tool_parser: str | None = None,
     metrics: Callable[[], bytes] | None = None,
 ) -> FastAPI:
     """Routes over `service`. A strict server refuses fields that are not known here. Pages of `cors_origins` may call
-    it from a browser. `tool_parser` names the format of the model's tool calls, if its chat template does not show
-    it. `metrics` gives the text of /metrics."""
+    it from a browser. The start page links `docs_url`. `tool_parser` names the format of the model's tool calls, if its
+    chat template does not show it. `metrics` gives the text of /metrics."""
 
     def read(schema: type[AnyBody], request: Request) -> AnyBody:
         body, unknown = without_ignored(schema, body_of(request), strict=strict)
@@ -87,7 +88,7 @@ def build_api(
             allow_headers=["*"],
             expose_headers=["X-Tide-Ignored", "Retry-After"],
         )
-    start_html, start_headers = start_page(playground=playground)
+    start_html, start_headers = start_page(playground=playground, docs_url=docs_url)
     api.add_exception_handler(HTTPException, _on_http_error)
     created = int(time.time())
     call_format = tool_format(tool_parser, service.engine.tokenizer.chat_template)

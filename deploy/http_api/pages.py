@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -28,27 +29,32 @@ START_PAGE = """<!doctype html>
 <p>A language model with per-token early exit. OpenAI clients use <code>v1</code> under this address as their base
 URL.</p>
 <dl>{links}</dl>
-<p>The documentation is in the folder <code>docs</code> of the project; <code>make docs</code> builds the site.</p>
+<p>{docs}</p>
 </body></html>
 """
+DOCS_OF_PROJECT = (
+    "The documentation is in the folder <code>docs</code> of the project; <code>make docs</code> builds the site."
+)
 
 
 def playground_page() -> tuple[str, dict[str, str]]:
     """The playground, with style and script inlined, and its headers."""
-    html = (FOLDER / "playground.html").read_text(encoding="utf-8")
+    text = (FOLDER / "playground.html").read_text(encoding="utf-8")
     style = (FOLDER / "playground.css").read_text(encoding="utf-8")
     script = (FOLDER / "playground.js").read_text(encoding="utf-8")
-    html = html.replace("<style></style>", f"<style>{style}</style>")
-    html = html.replace("<script></script>", f"<script>{script}</script>")
+    text = text.replace("<style></style>", f"<style>{style}</style>")
+    text = text.replace("<script></script>", f"<script>{script}</script>")
     script_policy = [f"script-src {_digest(script)}", "img-src data:", "connect-src 'self'"]
-    return html, _headers(style, *script_policy, "require-trusted-types-for 'script'", "trusted-types 'none'")
+    return text, _headers(style, *script_policy, "require-trusted-types-for 'script'", "trusted-types 'none'")
 
 
-def start_page(*, playground: bool) -> tuple[str, dict[str, str]]:
-    """Links to what a browser can show, relative to the address of the service, and the headers of the page."""
+def start_page(*, playground: bool, docs_url: str | None = None) -> tuple[str, dict[str, str]]:
+    """Links to what a browser can show, relative to the address of the service, and to the documentation, if its
+    address is known; and the headers of the page."""
     shown = {path: text for path, text in LINKS.items() if playground or path != "playground"}
     links = "".join(f'<dt><a href="{path}">{path}</a></dt><dd>{text}</dd>' for path, text in shown.items())
-    return START_PAGE.format(style=STYLE, links=links), _headers(STYLE)
+    docs = DOCS_OF_PROJECT if docs_url is None else f'<a href="{html.escape(docs_url)}">Documentation</a>'
+    return START_PAGE.format(style=STYLE, links=links, docs=docs), _headers(STYLE)
 
 
 def _headers(style: str, *more: str) -> dict[str, str]:

@@ -150,6 +150,8 @@ def test_another_context_is_measured_and_kept_from_the_engine(command: Tide, cac
         (("--context", "0"), "context"),
         (("--context", "256"), "context"),
         (("--kv-memory-gib", "0.0001"), "kv_memory_gib"),
+        (("--kv-memory-gib", "much"), "kv_memory_gib"),
+        (("--gpu-memory-utilization", "2"), "gpu_memory_utilization"),
         (("--artefact", "none"), "artefact"),
         (("--artefact", "auto"), "artefact"),
         (("--dtype", "int8"), "dtype"),

@@ -224,12 +224,15 @@ class Replica:
 
     reconfigure, _replace_policy, _follow = Server.reconfigure, Server._replace_policy, Server._follow
     _apply, _apply_last_good, _begin_tasks = Server._apply, Server._apply_last_good, Server._begin_tasks
+    _note_refused = Server._note_refused
 
     def __init__(self, source: ArtefactSource, refused: str = "") -> None:
         self._artefacts, self._following, self._changing = source, None, asyncio.Lock()
         self._args = SimpleNamespace(follow_s=0.01)
         self._spares = Spares()
-        self._policies: Any = SimpleNamespace(read=lambda: list(self.kept), write=self._keep)
+        self._policies: Any = SimpleNamespace(
+            read=lambda: list(self.kept), write=self._keep, note_refused=lambda reason: None
+        )
         self._configured, self._refused = False, refused
         self._meter = SimpleNamespace(config_refused=None, on_artefact_move=lambda result: self.moves.append(result))
         self.service: Any = SimpleNamespace(apply=self._swap, policy_refused=None)

@@ -13,6 +13,8 @@ from tests.docs.documents import ROOT, Document
 MAP = Document("docs/architecture.md")
 PLACE = re.compile(r"`([\w/]+\.py)` `([A-Za-z_][\w.]*)`")
 FIGURES = ("overview", "request", "cycle-plain", "cycle-gpu", "calibration", "deployment")
+LIFE = "artefact-life"
+"""Of an artefact: in the guides of those who make one and of those who deploy it."""
 
 
 def defined(path: str) -> set[str]:
@@ -52,7 +54,7 @@ def test_the_tree_names_what_exists() -> None:
             assert (ROOT / parent / name).exists(), parent + name
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", [*FIGURES, LIFE])
 def test_a_figure_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
     text = (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
@@ -63,6 +65,16 @@ def test_a_figure_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
 def test_the_map_and_the_overview_show_all_figures() -> None:
     shown = set(re.findall(r"figures/([\w-]+)\.svg", MAP.text + Document("README.md").text))
     assert shown == set(FIGURES)
+
+
+@pytest.mark.parametrize("guide", ["docs/calibration-job.md", "docs/upgrade.md"])
+def test_the_life_of_an_artefact_is_shown_to_those_who_make_and_those_who_deploy_one(guide: str) -> None:
+    assert f"(figures/{LIFE}.svg)" in Document(guide).text
+
+
+def test_every_figure_is_shown_somewhere() -> None:
+    files = {path.stem for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    assert files == {*FIGURES, LIFE}
 
 
 def test_the_overview_stays_short() -> None:

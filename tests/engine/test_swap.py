@@ -67,6 +67,19 @@ async def test_open_requests_keep_their_exits_and_later_ones_have_the_new(
     assert [token.token_id for token in later.tokens] == [token.token_id for token in alone.tokens]
 
 
+def test_a_change_of_the_artefact_takes_a_pool_as_large_as_the_first_and_measures_no_memory_again(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path))
+    measured = iter([2**20])
+    monkeypatch.setattr("tide_core.kv.sizing.available_memory", lambda: next(measured))
+    settings: dict[str, Any] = {"max_model_len": 64, "kv_memory_gib": "auto", "drafts": 2, "suffix_drafts": False}
+    with Engine(str(folders["model"]), artefact="none", **settings) as engine:
+        before = engine._parts.kv_memory_gib
+        engine.use_artefact(str(folders["artefact"]))
+        assert (engine._parts.kv_memory_gib, engine.config.kv_memory_gib) == (before, "auto")
+
+
 async def test_a_core_that_is_done_is_let_go_and_counts_go_on(engine: Engine, folders: dict[str, Path]) -> None:
     engine.generate([PROMPT], PARAMS)
     before = engine.stats()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,27 @@ def test_scripts_are_sound_and_take_values_from_variables_only(job: str, script:
 
 
 def test_files_of_the_repository_that_it_names_exist() -> None:
-    named = {path for _, script in SCRIPTS for path in re.findall(r"(?<![\w/.$])(?:deploy|tools)/[\w./-]+", script)}
+    named = {
+        path
+        for _, script in SCRIPTS
+        for path in re.findall(r"(?<![\w/.$])(?:\./)?((?:deploy|packages|tools)/[\w./-]+)", script)
+    }
     assert named
-    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_every_package_that_make_builds_is_built_and_published() -> None:
+    command = re.search(r"pip wheel .* -w dist (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert command is not None
+    folders = [folder.removeprefix("./") for folder in command[1].split()]
+    assert len(folders) == 2
+    [download] = [step["with"] for job, step in STEPS if job == "publish-wheels" and "with" in step]
+    for folder in folders:
+        build = rf"build_wheel\.sh {re.escape(folder)} |wheel .* (?:\./)?{re.escape(folder)}$"
+        [job] = {name for name, script in SCRIPTS if re.search(build, script, re.MULTILINE)}
+        [uploaded] = [step["with"]["name"] for name, step in STEPS if name == job and "upload-artifact" in str(step)]
+        assert fnmatch(uploaded, download["pattern"])
+        assert job in needed_by("publish-wheels")
 
 
 def test_the_arguments_of_the_image_are_those_of_the_build_file() -> None:
@@ -88,19 +108,26 @@ def test_only_a_tag_publishes_and_only_such_steps_see_secrets() -> None:
     assert "secrets." not in str({key: value for key, value in WORKFLOW.items() if key != "jobs"})
 
 
-def test_the_version_of_the_package_is_checked_before_anything_is_published() -> None:
-    check = 'grep -qx "version = \\"${GITHUB_REF_NAME#v}\\"" pyproject.toml'
+def version_of(folder: Path) -> str:
+    return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+
+
+def test_the_versions_of_the_packages_are_checked_before_anything_is_published(tmp_path: Path) -> None:
     assert "version" in needed_by("publish-wheels")
-    assert JOBS["version"]["steps"][-1]["run"] == check
+    check = JOBS["version"]["steps"][-1]["run"]
     push = next(script for _, script in SCRIPTS if "docker push" in script)
-    assert push.startswith(check)
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert version is not None
-    for tag, code in ((f"v{version[1]}", 0), ("v99.0.0", 1)):
-        done = subprocess.run(
-            ["bash", "-c", check], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"}, check=False
-        )
-        assert done.returncode == code
+    assert push.startswith('grep -qx "version = \\"${GITHUB_REF_NAME#v}\\"" pyproject.toml\n')
+
+    def code_of(tag: str, *versions: str) -> int:
+        for folder, version in zip((tmp_path, tmp_path / "packages" / "tide-client"), versions, strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "pyproject.toml").write_text(f'[project]\nversion = "{version}"\n', encoding="utf-8")
+        environment = {"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"}
+        return subprocess.run(["bash", "-ec", check], cwd=tmp_path, env=environment, check=False).returncode
+
+    assert code_of("v1.2.3", "1.2.3", "1.2.3") == 0
+    assert 0 not in (code_of("v1.2.3", "1.2.4", "1.2.3"), code_of("v1.2.3", "1.2.3", "1.2.4"))
+    assert version_of(ROOT) == version_of(ROOT / "packages" / "tide-client")
 
 
 def test_it_names_no_registry_and_uses_nobodys_actions_but_the_hosts() -> None:

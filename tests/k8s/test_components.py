@@ -13,7 +13,7 @@ import pytest
 from tests.k8s.kustomize import REPOSITORY, WEIGHTS, one, render, with_component
 from tests.k8s.pods import env_of, gigabytes, ray_container, templates_of
 
-SERVICE, JOB = "gpu", "gpu-calibration"
+SERVICE, JOB, POINT_BACK = "gpu", "gpu-calibration", "point-back"
 WORKERS = "gpu-workers"
 
 
@@ -58,7 +58,7 @@ def test_the_service_has_no_token_of_the_hub(tmp_path: Path) -> None:
         assert "HF_TOKEN_PATH" not in env_of(ray_container(spec))
 
 
-@pytest.mark.parametrize("base", [SERVICE, JOB, WEIGHTS])
+@pytest.mark.parametrize("base", [SERVICE, JOB, WEIGHTS, POINT_BACK])
 def test_every_pod_pulls_its_image_with_the_secret_of_the_registry(tmp_path: Path, base: str) -> None:
     for spec in pods(tmp_path, base, "image-pull-secret").values():
         assert spec["imagePullSecrets"] == [{"name": "tide-registry"}]

@@ -75,6 +75,20 @@ def test_the_guide_has_the_commands_of_a_first_token() -> None:
     assert len([where for where, _ in COMMANDS if where == GUIDE.path]) >= 20
 
 
+def test_the_guide_installs_the_operator_where_the_network_policies_expect_it() -> None:
+    [install] = [words for program, *words in commands(GUIDE, "helm") if words[:1] == ["install"]]
+    policies = [each for each in sent("k8s/base/service") if each["kind"] == "NetworkPolicy"]
+    assert value_of(install, "--namespace") in str(policies)
+
+
+def test_the_guide_names_the_image_in_every_overlay_that_has_one() -> None:
+    [names] = re.findall(r"^ *for overlay in (.+); do$", GUIDE.text, re.MULTILINE)
+    bases = {
+        path.name for path in (K8S / "overlays").iterdir() if "images:" in (path / "kustomization.yaml").read_text()
+    }
+    assert set(names.split()) == bases
+
+
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS)
 def test_nothing_lands_in_whatever_namespace_the_context_has(folder: str) -> None:
     """Not even of a base or a component that is applied alone: a default deny elsewhere cuts that namespace off."""
@@ -150,9 +164,9 @@ def test_the_map_of_the_folder_names_its_parts_and_repeats_no_table_of_the_guide
 def test_the_image_that_the_command_names_is_that_of_every_container(tmp_path: Path, name: str) -> None:
     """`kustomize edit set image tide-serve=NAME:TAG` writes the entry that is replaced here."""
     line = next(line for line in GUIDE.lines if "kustomize edit set image" in line)
-    found = re.search(r"cd (\S+) && kustomize edit set image (\S+?)=(\w+):(\w+)\)", line)
+    found = re.search(r"cd (\S+)/\$overlay && kustomize edit set image (\S+?)=(\w+):(\w+)\)", line)
     assert found is not None
-    assert found[1] in KUSTOMIZATIONS
+    assert f"{found[1]}/{name}" in KUSTOMIZATIONS
     for part in ("k8s", "deploy"):
         ignored = shutil.ignore_patterns("*.py", "__pycache__", "artefacts")
         shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=ignored)

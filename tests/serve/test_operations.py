@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.live import Server, default_config, serving
@@ -122,8 +123,16 @@ def test_a_policy_that_cannot_be_taken_leaves_the_old_one_serving(server: Server
     assert streams.errors == []
     assert "/nowhere" in server.replica_logs
     assert until(lambda: is_refused(server))
+    status = server.run("tide", "status", RAY_ADDRESS=server.ray_address)
+    assert status.returncode == 1
+    assert re.search(r"policy refused: .*/nowhere.* \(1 of 1 replicas", status.stderr)
+    [deployment] = yaml.safe_load(status.stdout)["applications"]["tide"]["deployments"].values()
+    assert deployment["status"] == "HEALTHY", "what `serve status` says"
+    assert "/nowhere" in str(deployment["policy_refused"])
     server.deploy(server.config)
     assert until(lambda: not is_refused(server))
+    status = server.run("tide", "status", RAY_ADDRESS=server.ray_address)
+    assert (status.returncode, "policy_refused" in status.stdout) == (0, False), status.stderr
 
 
 def is_refused(server: Server) -> bool:

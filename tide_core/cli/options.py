@@ -1,4 +1,4 @@
-"""Values of options that hold several numbers."""
+"""Values of options that are more than one number or word."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from tide_core.config import AUTO
 from tide_core.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -26,3 +27,13 @@ def numbers(
     if not all(between[0] <= number <= between[1] for number in found):
         raise ConfigError(option, text, expected)
     return found
+
+
+def number_or_auto(option: str, text: str) -> float | str:
+    """A number, or the word auto."""
+    if text == AUTO:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(option, text, "auto, or a number") from None

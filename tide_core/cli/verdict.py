@@ -9,7 +9,7 @@ import typer
 
 from tide_core.cli import console
 from tide_core.cli.exit_codes import with_exit_code
-from tide_core.cli.options import numbers
+from tide_core.cli.options import number_or_auto, numbers
 from tide_core.cli.output import write
 from tide_core.config import DEVICES, DTYPES, EngineConfig
 
@@ -28,7 +28,12 @@ def verdict(
     context: Annotated[
         int | None, typer.Option(help="Context tokens of each row; default: what the engine plans with.")
     ] = None,
-    kv_memory_gib: Annotated[float, typer.Option(help="Memory of the KV block pool.")] = SETTINGS.kv_memory_gib,
+    kv_memory_gib: Annotated[str, typer.Option(help="Memory of the KV block pool; or auto.")] = str(
+        SETTINGS.kv_memory_gib
+    ),
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="With auto: share of the GPU's memory for the engine.")
+    ] = SETTINGS.gpu_memory_utilization,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = SETTINGS.dtype,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
@@ -48,7 +53,9 @@ def verdict(
     config = EngineConfig(
         model=model,
         artefact=artefact,
-        kv_memory_gib=kv_memory_gib,
+        kv_memory_gib=number_or_auto("kv_memory_gib", kv_memory_gib),
+        gpu_memory_utilization=gpu_memory_utilization,
+        artefact_swap=False,
         dtype=dtype,
         device=device,
         num_threads=threads,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tide_core import __version__
-from tide_core.config import EngineConfig
+from tide_core.config import GIB, EngineConfig
 from tide_core.engine.core import EngineCore
 from tide_core.engine.scheduler import Scheduler, SuffixSource
 from tide_core.errors import ConfigError
@@ -34,6 +34,7 @@ from tide_core.identity import ModelIdentity
 from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
 from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
+from tide_core.kv.sizing import ModelSize, check_one_row, described, pool_bytes
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.fused_layers import fuse_layers
 from tide_core.models.identity import identify
@@ -84,6 +85,8 @@ class Parts:
     """None for parts around a model that was handed in."""
     suffix_drafts: bool = False
     """Whether rows in mode verified may have some."""
+    kv_memory_gib: float | str = "auto"
+    """Budget of the pool, as chosen for `auto`: parts that replace these take as much."""
 
     @property
     def default_mode(self) -> str:
@@ -156,8 +159,10 @@ def assemble_loaded(
         adapter.keep_rotations(max_model_len)
         if fused == adapter.num_layers:
             adapter.turn_by_table()
+        budget = pool_bytes(config, adapter.device, _model_size(adapter))
         cache, blocks = build_pool(
             config,
+            budget,
             adapter,
             max_model_len=max_model_len,
             artefact=artefact,
@@ -203,22 +208,18 @@ def assemble_loaded(
         prompt_exits=config.prompt_exits,
     )
     logger.info(
-        "model %s: %d layers in %d segments, %s on %s, %s kernels, KV pool of %d blocks of %d tokens, artefact %s",
+        "model %s: %d layers in %d segments, %s on %s, %s kernels, artefact %s",
         name,
         adapter.num_layers,
         len(segments),
         config.dtype,
         adapter.device,
         kernels.name,
-        blocks.num_blocks,
-        blocks.block_size,
         "none" if digest is None else digest[:16],
     )
     checkpoints = () if artefact is None else checkpoint_policies(artefact)
-    has_suffix = suffixes is not None
-    return Parts(
-        core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest, None, has_suffix
-    )
+    parts = Parts(core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest)
+    return replace(parts, suffix_drafts=suffixes is not None, kv_memory_gib=budget / GIB)
 
 
 def bind_exits(
@@ -367,21 +368,25 @@ def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
 
 def build_pool(
     config: EngineConfig,
+    budget: int,
     adapter: ModelAdapter,
     *,
     max_model_len: int,
     artefact: Artefact | None = None,
     spare_blocks: int = 0,
 ) -> tuple[PagedKV, BlockManager]:
-    """As many blocks as the memory budget holds, and no more than all rows at full length could use. Behind them lie
+    """As many blocks as the budget in bytes holds, and no more than all rows at full length could use. Behind them lie
     the spare ones, which the manager does not know."""
     layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
     specs = [] if artefact is None else [head.spec for head in artefact.heads]
     layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
     widths = [spec.deep_width for spec in specs]
     one_block = block_bytes(layouts, config.block_size, adapter.dtype, state_widths=widths)
-    most_useful = config.max_rows * -(-max_model_len // config.block_size)
-    num_blocks = min(config.kv_memory_bytes // one_block, most_useful)
+    blocks_of_a_row = -(-max_model_len // config.block_size)
+    check_one_row(config, adapter.device, budget, (blocks_of_a_row + spare_blocks) * one_block, max_model_len)
+    if config.kv_memory_bytes is None:  # what was measured is all there is
+        budget -= spare_blocks * one_block
+    num_blocks = min(budget // one_block, config.max_rows * blocks_of_a_row)
     if num_blocks < 1:
         expected = f"memory for one block of {config.block_size} tokens, which takes {one_block} bytes"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
@@ -392,7 +397,14 @@ def build_pool(
     except RuntimeError as error:  # both allocators raise it, or a kind of it
         expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error
+    size = described(num_blocks * one_block, num_blocks, config.block_size, config.max_rows, max_model_len)
+    chosen = "chosen (auto)" if config.kv_memory_bytes is None else "given"
+    logger.info("KV pool: %s: %s", chosen, size)
     return cache, BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+
+
+def _model_size(adapter: ModelAdapter) -> ModelSize:
+    return ModelSize(int(adapter.config.hidden_size), adapter.vocab_size, adapter.dtype.itemsize)
 
 
 def _model_len(config: EngineConfig, adapter: ModelAdapter) -> int:

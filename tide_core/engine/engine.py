@@ -246,7 +246,8 @@ class Engine:
             parts, config = self._parts, replace(self.config, artefact=artefact)
             if parts.source is None:
                 raise ConfigError("artefact", artefact, "an engine that loaded its model itself")
-            fresh = with_artefact(config, parts.source, lambda: self._loop.step_lock)
+            sized = replace(config, kv_memory_gib=parts.kv_memory_gib)  # `auto` would divide what the first pool left
+            fresh = with_artefact(sized, parts.source, lambda: self._loop.step_lock)
             if wanted is not None:
                 _check_params(wanted(fresh.default_mode), fresh)
             fresh.core.take_over_counts(parts.core)

@@ -54,7 +54,7 @@ def configuration() -> str:
         "### `user_config`",
         lines(
             "Of the deployment `TideServer`. Applies to new requests without a restart. `threshold` is for modes",
-            "`verified` and `fast`, `epsilon` for `bounded`.",
+            "`verified` and `fast`, `epsilon` for `bounded`. `tide status` shows one that replicas refuse, and why.",
         ),
         settings_table(policy),
         "## Calibration",

@@ -53,6 +53,8 @@ def test_arguments_cannot_be_changed_after_they_were_checked() -> None:
         ({"engine": {"max_rows": "4"}}, "max_rows"),
         ({"engine": {"max_rows": 0}}, "max_rows"),
         ({"engine": {"kv_memory_gib": float("nan")}}, "kv_memory_gib"),
+        ({"docs_url": "javascript:alert(1)"}, "docs_url"),
+        ({"docs_url": 'https://docs.example/"onclick="x'}, "docs_url"),
         ({"engine": []}, "engine"),
         ({"engin": {}}, "engin"),
         ({"served_model_name": 3}, "served_model_name"),

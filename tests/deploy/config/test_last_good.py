@@ -22,6 +22,7 @@ Server = TideServer.func_or_class  # type: ignore[attr-defined]
 class Store:
     def __init__(self, *policies: dict[str, Any]) -> None:
         self.policies = list(policies)
+        self.refused: str | None = None
 
     def read(self) -> list[dict[str, Any]]:
         return list(self.policies)
@@ -29,12 +30,16 @@ class Store:
     def write(self, policies: list[dict[str, Any]]) -> None:
         self.policies = policies
 
+    def note_refused(self, reason: str | None) -> None:
+        self.refused = reason
+
 
 class Replica:
     """The part of a replica that takes a policy, over a service that refuses some artefacts."""
 
     reconfigure, _replace_policy, _follow = Server.reconfigure, Server._replace_policy, Server._follow
     _apply, _apply_last_good, _begin_tasks = Server._apply, Server._apply_last_good, Server._begin_tasks
+    _note_refused = Server._note_refused
 
     def __init__(self, store: Store, *corrupt: str) -> None:
         self._policies, self._configured = store, False
@@ -53,7 +58,7 @@ class Replica:
 
     @property
     def refused(self) -> Any:
-        assert self._meter.config_refused == self.service.policy_refused
+        assert self._meter.config_refused == self.service.policy_refused == self._policies.refused
         return self._meter.config_refused
 
 

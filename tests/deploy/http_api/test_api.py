@@ -264,6 +264,13 @@ async def test_the_start_page_links_what_is_there_and_needs_no_key(service: Serv
     assert "default-src 'none'" in without.headers["content-security-policy"]
 
 
+async def test_the_start_page_links_the_documentation_where_its_address_is_set(service: Service) -> None:
+    address = "https://docs.example/tide?a=1&b=2"
+    text = (await Http(service, docs_url=address).ask("GET", "/")).body.decode()
+    assert '<a href="https://docs.example/tide?a=1&amp;b=2">Documentation</a>' in text
+    assert "https://" not in (await Http(service).ask("GET", "/")).body.decode()
+
+
 async def test_metrics_are_there_only_if_the_setting_is_on(service: Service) -> None:
     assert (await Http(service).ask("GET", "/metrics")).status == 404
     shown = await Http(service, metrics=lambda: b"tide_requests_total 1\n").ask("GET", "/metrics")
