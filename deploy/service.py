@@ -91,12 +91,15 @@ class Service:
         engine: Engine,
         *,
         model: str,
+        other_names: Sequence[str] = (),
         limits: Limits | None = None,
         keys: KeyRing | None = None,
         policy: LivePolicy | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.engine, self.model = engine, model
+        self.names = (model, *other_names)
+        """The names by which requests may ask for the model; answers have the first."""
         self.limits = limits or Limits()
         self.keys = keys or KeyRing()
         self.policy = policy or LivePolicy()
@@ -116,8 +119,7 @@ class Service:
 
     def begin(self, call: Call, caller: Caller) -> Answer:
         """Check a call. Nothing runs before `outputs` is read."""
-        if call.model is not None and call.model != self.model:
-            raise NotServedError("model", call.model, self.model)
+        self.check_model(call.model)
         given = {**call.params, "max_tokens": self.limits.max_tokens} if call.fill_context else call.params
         params = self.policy.params(given, caller, self.natural_mode)
         self.limits.check(params)
@@ -133,6 +135,11 @@ class Service:
             fill_context=call.fill_context,
             count_prompt=call.count_prompt,
         )
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for a model that is not served; None asks for whatever is."""
+        if name is not None and name not in self.names:
+            raise NotServedError("model", name, " or ".join(self.names))
 
     @contextlib.contextmanager
     def held(self, answers: Sequence[Answer]) -> Iterator[None]:
