@@ -154,8 +154,24 @@ class Service:
         finally:
             del self._by_id[name]
 
-    async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one answer, the last one with a finish reason; or an error.
+    def enter(self, caller: Caller, wanted: int, num_requests: int) -> int:
+        """Take up to `wanted` places in the engine and of the caller's key for answers to come; returns how many, or
+        raises if there is none. `leave` gives them back."""
+        num_places = self.engine.reserve(wanted)
+        allowed = 0
+        try:
+            allowed = self._quotas.enter(caller, num_places, num_requests)
+        finally:
+            self.engine.release(num_places - allowed)
+        return allowed
+
+    def leave(self, caller: Caller, num_places: int) -> None:
+        self.engine.release(num_places)
+        self._quotas.leave(caller, num_places)
+
+    async def outputs(self, answer: Answer, *, in_place: bool = False) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one answer, the last one with a finish reason; or an error. `in_place`: it uses a place that
+        was taken before.
 
         Closing the generator aborts the answer."""
         with contextlib.ExitStack() as stack:
@@ -166,11 +182,13 @@ class Service:
                 self._end(answer, FinishReason.ABORT.value)
                 yield RequestOutput(answer.engine_id, (), FinishReason.ABORT, Usage(0, 0))
                 return
-            try:
-                self._quotas.enter(answer.caller)
-            except QuotaError as error:
-                self._end(answer, type(error).__name__)
-                raise
+            if not in_place:
+                try:
+                    self._quotas.enter(answer.caller)
+                except QuotaError as error:
+                    self.refused(answer, error)
+                    raise
+                stack.callback(self._quotas.leave, answer.caller)
             with self._open_lock:
                 self._open[answer.engine_id] = answer
             loop = asyncio.get_running_loop()
@@ -183,7 +201,11 @@ class Service:
                 if answer.params.mode != "full":
                     answer.artefact = self.engine.artefact_digest  # of the exits that this stream starts with
                 stream = self.engine.stream(
-                    answer.prompt, answer.params, request_id=answer.engine_id, cache_salt=answer.caller.salt
+                    answer.prompt,
+                    answer.params,
+                    request_id=answer.engine_id,
+                    cache_salt=answer.caller.salt,
+                    reserved=in_place,
                 )
                 async with contextlib.aclosing(stream):
                     async for output in stream:
@@ -200,8 +222,11 @@ class Service:
                 answer.ended_by = answer.ended_by or "end"  # a timer callback that is already queued does nothing
                 with self._open_lock:
                     del self._open[answer.engine_id]
-                self._quotas.leave(answer.caller)
                 self._end(answer, reason)
+
+    def refused(self, answer: Answer, error: Exception) -> None:
+        """An answer ended before it began."""
+        self._end(answer, type(error).__name__)
 
     def _end(self, answer: Answer, reason: str) -> None:
         if self._observer is not None:
