@@ -56,7 +56,9 @@ class Call:
     fill_context: bool = False
     """Generate until the context is full: `max_tokens` was not given and has no default."""
     count_prompt: bool = False
-    """Count the prompt's tokens before the first output."""
+    """Encode and count the prompt before the first output."""
+    keep_last: int | None = None
+    """Most tokens of the prompt, its last ones; -1: as many as leave place for the answer."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Answer:
     timeout_s: float
     fill_context: bool = False
     count_prompt: bool = False
+    keep_last: int | None = None
     num_prompt_tokens: int | None = None
     """Known from the start if the prompt is counted."""
     artefact: str | None = None
@@ -124,6 +127,8 @@ class Service:
         params = self.policy.params(given, caller, self.natural_mode)
         self.limits.check(params)
         self.check_size(call.prompt)
+        if call.keep_last is not None and call.keep_last < 1 and call.keep_last != -1:
+            raise RequestError("truncate_prompt_tokens", call.keep_last, "a number of tokens, or -1")
         engine_id = uuid.uuid4().hex
         return Answer(
             request_id=engine_id if call.request_id is None else _checked_id(call.request_id),
@@ -134,6 +139,7 @@ class Service:
             timeout_s=self.limits.timeout_s(call.timeout_s),
             fill_context=call.fill_context,
             count_prompt=call.count_prompt,
+            keep_last=call.keep_last,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -196,7 +202,7 @@ class Service:
             timer = loop.call_later(max(left_s, 0.0), self._expire, answer)
             reason = "cancelled"
             try:
-                if answer.fill_context or answer.count_prompt:
+                if answer.fill_context or answer.count_prompt or answer.keep_last is not None:
                     await self._encode(answer)
                 if answer.params.mode != "full":
                     answer.artefact = self.engine.artefact_digest  # of the exits that this stream starts with
@@ -344,9 +350,12 @@ class Service:
             raise EngineDeadError(f"no engine step has ended for {stats.last_step_age_s:.0f} s")
 
     async def _encode(self, answer: Answer) -> None:
-        """Encode and count the prompt; where asked for, set `max_tokens` to what fits in the context after it, up to
-        the limit."""
+        """Encode and count the prompt; where asked for, keep its end alone, and set `max_tokens` to what fits in the
+        context after it, up to the limit."""
         ids = await self.tokenize(answer.prompt)
+        if answer.keep_last is not None:
+            longest = self.engine.max_answer_tokens(1 if answer.fill_context else answer.params.max_tokens)
+            ids = ids[-(max(1, longest) if answer.keep_last == -1 else answer.keep_last) :]
         answer.prompt, answer.num_prompt_tokens = ids, len(ids)
         if answer.fill_context:
             most = max(1, min(self.limits.max_tokens, self.engine.max_answer_tokens(len(ids))))

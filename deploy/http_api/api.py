@@ -25,6 +25,7 @@ from deploy.http_api.openai_replies import (
     ChatReply,
     Choice,
     CompletionReply,
+    Shown,
     error_object,
     invalid_body,
     sse_event,
@@ -100,7 +101,8 @@ def build_api(
 
         def choice(answer: Answer, index: int) -> Choice:
             echoed = None if texts is None else texts[index // body.num_choices]
-            return Choice(answer, service.engine.tokenizer, index, echoed, body.drops_output)
+            shown = Shown(bool(body.return_token_ids), body.prompt_logprobs is not None)
+            return Choice(answer, service.engine.tokenizer, index, echoed, body.drops_output, shown)
 
         return await _answer(service, request, body, prompts, choice, CompletionReply)
 
@@ -110,7 +112,8 @@ def build_api(
         calls = call_reading(body.tool_plan(), call_format, service.engine.tokenizer, other_grammar=body.grammar)
 
         def choice(answer: Answer, index: int) -> Choice:
-            return ChatChoice(answer, service.engine.tokenizer, index, parser=calls.parser())
+            shown = Shown(bool(body.return_token_ids), body.prompt_logprobs is not None)
+            return ChatChoice(answer, service.engine.tokenizer, index, shown=shown, parser=calls.parser())
 
         return await _answer(service, request, body, [body.chat], choice, ChatReply, **calls.params)
 
@@ -218,7 +221,8 @@ def _begin(service: Service, request: Request, body: Sampling, prompts: Sequence
             model=body.model,
             timeout_s=body.options.timeout_s,
             fill_context=params["max_tokens"] is None,
-            count_prompt=body.usage_options.continuous_usage_stats,
+            count_prompt=body.needs_prompt_ids,
+            keep_last=body.truncate_prompt_tokens,
         )
         for prompt in prompts
     ]

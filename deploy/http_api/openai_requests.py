@@ -22,6 +22,9 @@ COMPLETION_MAX_TOKENS = 16
 DEFAULT_TEMPERATURE = 1.0
 MAX_COMPLETION_LOGPROBS = 20
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+SAMPLING_UNSUPPORTED = frozenset({"bad_words", "allowed_token_ids", "use_beam_search", "logits_processors"})
+"""Fields of vLLM's that would change the answer."""
+SAMPLING_NEUTRAL: Mapping[str, Sequence[Any]] = {"bad_words": ([],), "use_beam_search": (False,)}
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 ANY_OBJECT = '{"type": "object"}'
 
@@ -125,6 +128,9 @@ class Sampling(Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Most tokens of the prompt, its last ones; -1: as many as leave place for the answer."""
     stop_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -146,6 +152,11 @@ class Sampling(Body):
     @property
     def usage_options(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the reply counts or has the ids of the prompt."""
+        return self.usage_options.continuous_usage_stats
 
     @property
     def grammar(self) -> Grammar | None:
@@ -185,6 +196,7 @@ class Sampling(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
             "mode": options.mode,
             "epsilon": options.epsilon,
             "threshold": options.threshold,
@@ -192,14 +204,33 @@ class Sampling(Body):
         }
 
 
-class CompletionRequest(Sampling):
+class Generation(Sampling):
+    """Fields of both kinds of completion that show ids and the prompt."""
+
+    prompt_logprobs: int | None = None
+    """Return the log-probability of each token of the prompt, and of so many likeliest ones."""
+    return_token_ids: bool | None = None
+    """Return the ids of prompt and answer."""
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        return bool(self.return_token_ids) or super().needs_prompt_ids
+
+    def params(self) -> dict[str, Any]:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs", self.prompt_logprobs, "stream: false with it")
+        return {**super().params(), "prompt_logprobs": self.prompt_logprobs}
+
+
+class CompletionRequest(Generation):
     """Body of POST /v1/completions."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **SAMPLING_NEUTRAL,
         "best_of": (1,),
         "suffix": ("",),
     }
-    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
+    unsupported: ClassVar[frozenset[str]] = SAMPLING_UNSUPPORTED | {"prompt_embeds"}
 
     prompt: str | list[int] | list[str] | list[list[int]]
     """Text or token ids, or a list of either."""
@@ -225,13 +256,18 @@ class CompletionRequest(Sampling):
     def params(self) -> dict[str, Any]:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_COMPLETION_LOGPROBS:
             raise RequestError("logprobs", self.logprobs, f"an integer in 0..{MAX_COMPLETION_LOGPROBS}")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise RequestError("truncate_prompt_tokens", self.truncate_prompt_tokens, "no echo with it")
+        scored = self.logprobs if self.echo else None
+        if None not in (scored, self.prompt_logprobs) and scored != self.prompt_logprobs:
+            raise RequestError("prompt_logprobs", self.prompt_logprobs, f"{scored}, as logprobs with echo")
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         # The engine has no request without a token: one is made and dropped.
         return {
             **super().params(),
             "max_tokens": 1 if self.drops_output else most,
             "logprobs": self.logprobs,
-            "prompt_logprobs": self.logprobs if self.echo else None,
+            "prompt_logprobs": self.prompt_logprobs if scored is None else scored,
         }
 
 
@@ -263,17 +299,18 @@ class Message(MessageTools):
         return {"role": role, "content": content, **self.tool_fields(role)}
 
 
-class ChatRequest(ChatTools, Sampling):
+class ChatRequest(ChatTools, Generation):
     """Body of POST /v1/chat/completions."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **SAMPLING_NEUTRAL,
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
     }
-    unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"audio", "prediction", "web_search_options", "chat_template", "documents"}
-    )
+    unsupported: ClassVar[frozenset[str]] = SAMPLING_UNSUPPORTED | {
+        *("audio", "prediction", "web_search_options", "chat_template", "documents")
+    }
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = None

@@ -13,7 +13,15 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from deploy.http_api.ignored_fields import Body
-from deploy.http_api.openai_requests import Message, ResponseFormat, Sampling, StreamOptions, TextPart
+from deploy.http_api.openai_requests import (
+    SAMPLING_NEUTRAL,
+    SAMPLING_UNSUPPORTED,
+    Message,
+    ResponseFormat,
+    Sampling,
+    StreamOptions,
+    TextPart,
+)
 from deploy.http_api.tool_fields import (
     CalledFunction,
     ChatTools,
@@ -207,8 +215,12 @@ class ResponseRequest(Sampling):
     """Body of POST /v1/responses."""
 
     unread: ClassVar[frozenset[str]] = Sampling.unread | {"reasoning", "max_tool_calls", "prompt_cache_options"}
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"truncation": ("disabled", "auto"), "top_logprobs": (0,)}
-    unsupported: ClassVar[frozenset[str]] = frozenset({"context_management", "moderation"})
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **SAMPLING_NEUTRAL,
+        "truncation": ("disabled", "auto"),
+        "top_logprobs": (0,),
+    }
+    unsupported: ClassVar[frozenset[str]] = SAMPLING_UNSUPPORTED | {"context_management", "moderation"}
 
     input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])] = Field(
         min_length=1, max_length=MAX_ITEMS
