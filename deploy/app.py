@@ -66,12 +66,13 @@ class TideServer(GrpcApi):
         if settings.get("num_threads") is None and (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
             settings["num_threads"] = int(given)  # comes with the actor: a spare process has imported Torch before
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
-        model = checked.served_model_name or engine.model_name
+        model, *other_names = checked.model_names or [engine.model_name]
         self._exporter = TextExporter(RayExporter()) if checked.metrics else RayExporter()
         self._meter = Meter(self._exporter, model=model, max_queued=engine.config.max_queued)
         self.service = Service(
             engine,
             model=model,
+            other_names=other_names,
             limits=checked.limits,
             keys=keys,
             observer=self._meter,
@@ -80,7 +81,7 @@ class TideServer(GrpcApi):
         self.tool_parser = checked.tool_parser
         use_health(self.health)
         self._meter.start(engine.stats, lambda: self.service.tokens_in_flight, lambda: keys.num_failed)
-        logger.info("tide: ready to serve %s (after %.1f s)", self.service.model, time.monotonic() - started)
+        logger.info("tide: ready to serve %s (after %.1f s)", ", ".join(self.service.names), time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         setting = self._args.playground

@@ -1,7 +1,8 @@
 """Several answers to one request: n choices for each of its prompts.
 
 The choices of one prompt share its prefill: the first choice runs it; the others start when the first has its first
-token, and find the prompt's blocks in the prefix cache.
+token, and find the prompt's blocks in the prefix cache. The choices of a request take turns in the places that it got
+when it came, so a long list neither fills the queue nor is refused halfway.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
+from deploy.failures import QuotaError
 from deploy.keys import Caller
 from deploy.service import Answer, Call, Service
-from tide_core.errors import RequestError
+from tide_core.errors import EngineBusyError, RequestError
 from tide_core.request import RequestOutput
 
 NUM_SEEDS = 2**64
@@ -51,21 +53,54 @@ async def outputs_of(service: Service, answers: Sequence[Answer], n: int) -> Out
                 yield item
 
 
+class Places:
+    """The places of one request: how many of its answers may be open at once, in the engine and of the caller's key.
+
+    It takes as many as are free, up to what the engine runs at once, and is refused if there is none. Where an answer
+    ends, the next one takes its place, and the request tries to get one more."""
+
+    def __init__(self, service: Service, answers: Sequence[Answer]) -> None:
+        self._service, self._caller, self._num_left = service, answers[0].caller, len(answers)
+        self._most = min(len(answers), service.engine.config.max_rows)
+        try:
+            self._num = service.enter(self._caller, self._most, len(answers))
+        except (EngineBusyError, QuotaError) as error:
+            service.refused(answers[0], error)
+            raise
+        self._free = asyncio.Semaphore(self._num)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None, None]:
+        """Wait for a place, and hold it."""
+        async with self._free:
+            yield
+        self._num_left -= 1
+        if self._num > self._num_left:
+            self._num -= 1
+            self._service.leave(self._caller, 1)
+        elif self._num < min(self._most, self._num_left):
+            with contextlib.suppress(EngineBusyError, QuotaError):
+                self._num += self._service.enter(self._caller, 1, 0)
+                self._free.release()
+
+    def close(self) -> None:
+        self._service.leave(self._caller, self._num)
+
+
 async def _mixed(service: Service, answers: Sequence[Answer], n: int) -> Outputs:
     loop = asyncio.get_running_loop()
-    slots = asyncio.Semaphore(service.engine.config.max_rows)
     events: asyncio.Queue[tuple[int, RequestOutput] | asyncio.Task[None]] = asyncio.Queue()
     prompt_ran = [asyncio.Event() for _ in range(len(answers) // n)]
 
     async def run(index: int, answer: Answer) -> None:
         if index % n:
             await prompt_ran[index // n].wait()
-        # At most as many as the engine runs at once, so that a long list does not fill its queue.
-        async with slots, contextlib.aclosing(service.outputs(answer)) as outputs:
+        async with places.turn(), contextlib.aclosing(service.outputs(answer, in_place=True)) as outputs:
             async for output in outputs:
                 prompt_ran[index // n].set()
                 events.put_nowait((index, output))
 
+    places = Places(service, answers)
     tasks = [loop.create_task(run(index, answer)) for index, answer in enumerate(answers)]
     for task in tasks:
         task.add_done_callback(events.put_nowait)
@@ -82,6 +117,7 @@ async def _mixed(service: Service, answers: Sequence[Answer], n: int) -> Outputs
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        places.close()
 
 
 async def whole_answers(service: Service, answers: Sequence[Answer], n: int) -> list[list[RequestOutput]]:

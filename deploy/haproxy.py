@@ -6,7 +6,9 @@ Serve runs the binary that `RAY_SERVE_HAPROXY_BINARY_PATH` names. `tide serve` a
 - opens the ports of statistics and metrics on the address of the HTTP port, not on all interfaces;
 - starts with the routes of the HAProxy before it, if that one died; Serve would tell it about them a second later;
 - answers in JSON: 503 with Retry-After where no replica can answer, or none is known yet, and 404 for other paths;
-  Serve's pages are a plain-text 500 and 404;
+  Serve's pages are a plain-text 500 and 404. Errors that Serve writes in a replica, such as 429 of a full one, become
+  JSON, too, over HTTP only. HTML remains where HAProxy 2.8 cannot read a request: it has no setting for that page;
+- does not tell the prefixes and names of applications at /-/routes, in whatever spelling;
 - does not splice: together with `abortonclose` a client that sends headers and body in two packets and leaves before
   the response keeps a thread of HAProxy 2.8 busy until the response is there.
 """
@@ -28,6 +30,9 @@ PR_SET_PDEATHSIG = 1
 HTTP_HOST = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTILINE)
 OWN_PORTS = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )[*]?(:\d+)$", re.MULTILINE)
 ERROR_FILE = re.compile(r"^\s+errorfile 50[234] (\S+)$", re.MULTILINE)
+FRONTEND = re.compile(r"^(frontend http_frontend\n\s+bind \S+\n)", re.MULTILINE)
+ROUTES = re.compile(r"^(\s+)acl routes path -i /-/routes$", re.MULTILINE)
+SHOWS_ROUTES = re.compile(r"^(\s+http-request return ).* if routes$", re.MULTILINE)
 NOT_FOUND = re.compile(r"^(backend default_backend\n\s+http-request return )status 404 .*$", re.MULTILINE)
 BINDS = re.compile(r"^\s+bind .*$", re.MULTILINE)
 SPLICE = re.compile(r"^[ \t]+option splice-\w+\n", re.MULTILINE)
@@ -44,6 +49,15 @@ UNAVAILABLE = _error(
     "replica_unavailable",
 )
 UNKNOWN_PATH = _error("no application has this path", "invalid_request_error", "path_not_found")
+IN_REPLICA = {
+    400: _error("this is no HTTP request", "invalid_request_error", "bad_request"),
+    404: UNKNOWN_PATH,
+    408: _error("the request ran out of time", "timeout_error", "request_timeout"),
+    429: _error("too many requests are waiting", "rate_limit_error", "service_busy"),
+    500: _error("the request failed", "server_error", "internal_error"),
+    503: UNAVAILABLE,
+}
+"""What becomes of the errors that Serve writes in a replica, by status."""
 
 
 def main() -> NoReturn:
@@ -76,9 +90,13 @@ def correct(path: Path, *, is_reload: bool = False) -> None:
         last.unlink()  # once only: one that HAProxy refuses must not be tried for ever
         if set(BINDS.findall(text)) <= set(BINDS.findall(before)):
             text = before
-    path.write_text(with_json(with_local_ports(without_splicing(text))))
+    path.write_text(corrected(text))
     for page in set(ERROR_FILE.findall(text)):
         Path(page).write_bytes(error_page())
+
+
+def corrected(config: str) -> str:
+    return with_json_errors(with_json(without_routes(with_local_ports(without_splicing(config)))))
 
 
 def without_splicing(config: str) -> str:
@@ -100,6 +118,29 @@ def with_json(config: str) -> str:
     else:
         answer = f"status 503 content-type application/json hdr Retry-After 1 string {_quoted(UNAVAILABLE)}"
     return NOT_FOUND.sub(lambda found: found.group(1) + answer, config)
+
+
+def without_routes(config: str) -> str:
+    """The config with 404 where Serve shows its routes. A replica would show them for an encoded path."""
+    answer = f"status 404 content-type application/json string {_quoted(UNKNOWN_PATH)} if routes"
+    config = ROUTES.sub(r"\g<0>\n\g<1>acl routes path,url_dec -m str -i /-/routes", config)
+    return SHOWS_ROUTES.sub(lambda found: found.group(1) + answer, config)
+
+
+def with_json_errors(config: str) -> str:
+    """The config with JSON, over HTTP, for errors of replicas in plain text. A browser's question whether it may call
+    (OPTIONS) is left alone."""
+    rules = [
+        "http-response set-var(txn.tide_wait) str(1)",
+        "http-response set-var(txn.tide_wait) res.hdr(retry-after) if { res.hdr(retry-after) -m found }",
+    ]
+    for status, body in IN_REPLICA.items():
+        wait = ' hdr Retry-After "%[var(txn.tide_wait)]"' if status in (429, 503) else ""
+        rules.append(
+            f"http-response return status {status} content-type application/json{wait} string {_quoted(body)} "
+            f"if {{ status {status} }} {{ res.hdr(content-type) -m beg text/plain }} !METH_OPTIONS"
+        )
+    return FRONTEND.sub(lambda found: found.group() + "".join(f"    {rule}\n" for rule in rules), config)
 
 
 def _quoted(text: str) -> str:

@@ -52,30 +52,42 @@ class Quotas:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    def enter(self, caller: Caller) -> None:
-        """Count a request that starts, or raise QuotaError. Every request that is let in must `leave`."""
+    def enter(self, caller: Caller, wanted: int = 1, num_requests: int = 1) -> int:
+        """Count requests that are sent together; returns how many of them, up to `wanted`, may be open at once, or
+        raises QuotaError. What is let in must `leave`.
+
+        More requests than a minute's allowance overdraw it, as tokens do. Of `num_requests` 0 only those at once are
+        counted."""
         account, now = self._account(caller), self._clock()
         if account is None:
-            return
+            return wanted
         limits = account.limits
-        if limits.concurrent_requests is not None and account.num_open >= limits.concurrent_requests:
-            raise QuotaError(f"this key may have {limits.concurrent_requests} requests open at once", 1)
+        if limits.concurrent_requests is not None:
+            if account.num_open >= limits.concurrent_requests:
+                raise QuotaError(f"this key may have {limits.concurrent_requests} requests open at once", 1)
+            wanted = min(wanted, limits.concurrent_requests - account.num_open)
+        if num_requests:
+            self._check_allowances(account, limits, now)
+        account.num_open += wanted
+        if account.requests is not None:
+            account.requests.use(num_requests, now)
+        return wanted
+
+    @staticmethod
+    def _check_allowances(account: _Account, limits: KeyLimits, now: float) -> None:
         if account.requests is not None and (wait := account.requests.wait_s(1, now)) > 0:
             raise QuotaError(f"this key may send {limits.requests_per_minute} requests a minute", math.ceil(wait))
         if account.tokens is not None and (wait := account.tokens.wait_s(1, now)) > 0:
             raise QuotaError(f"this key may use {limits.tokens_per_minute} tokens a minute", math.ceil(wait))
-        account.num_open += 1
-        if account.requests is not None:
-            account.requests.use(1, now)
 
     def spend(self, caller: Caller, num_tokens: int) -> None:
         account = self._account(caller) if num_tokens else None
         if account is not None and account.tokens is not None:
             account.tokens.use(num_tokens, self._clock())
 
-    def leave(self, caller: Caller) -> None:
-        if (account := self._accounts.get(caller.name)) is not None and account.num_open:
-            account.num_open -= 1
+    def leave(self, caller: Caller, num_open: int = 1) -> None:
+        if (account := self._accounts.get(caller.name)) is not None:
+            account.num_open = max(0, account.num_open - num_open)
 
     def _account(self, caller: Caller) -> _Account | None:
         """The caller's account; a new allowance if its limits have changed."""

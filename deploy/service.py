@@ -56,7 +56,9 @@ class Call:
     fill_context: bool = False
     """Generate until the context is full: `max_tokens` was not given and has no default."""
     count_prompt: bool = False
-    """Count the prompt's tokens before the first output."""
+    """Encode and count the prompt before the first output."""
+    keep_last: int | None = None
+    """Most tokens of the prompt, its last ones; -1: as many as leave place for the answer."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Answer:
     timeout_s: float
     fill_context: bool = False
     count_prompt: bool = False
+    keep_last: int | None = None
     num_prompt_tokens: int | None = None
     """Known from the start if the prompt is counted."""
     artefact: str | None = None
@@ -91,12 +94,15 @@ class Service:
         engine: Engine,
         *,
         model: str,
+        other_names: Sequence[str] = (),
         limits: Limits | None = None,
         keys: KeyRing | None = None,
         policy: LivePolicy | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.engine, self.model = engine, model
+        self.names = (model, *other_names)
+        """The names by which requests may ask for the model; answers have the first."""
         self.limits = limits or Limits()
         self.keys = keys or KeyRing()
         self.policy = policy or LivePolicy()
@@ -116,12 +122,13 @@ class Service:
 
     def begin(self, call: Call, caller: Caller) -> Answer:
         """Check a call. Nothing runs before `outputs` is read."""
-        if call.model is not None and call.model != self.model:
-            raise NotServedError("model", call.model, self.model)
+        self.check_model(call.model)
         given = {**call.params, "max_tokens": self.limits.max_tokens} if call.fill_context else call.params
         params = self.policy.params(given, caller, self.natural_mode)
         self.limits.check(params)
         self.check_size(call.prompt)
+        if call.keep_last is not None and call.keep_last < 1 and call.keep_last != -1:
+            raise RequestError("truncate_prompt_tokens", call.keep_last, "a number of tokens, or -1")
         engine_id = uuid.uuid4().hex
         return Answer(
             request_id=engine_id if call.request_id is None else _checked_id(call.request_id),
@@ -132,7 +139,13 @@ class Service:
             timeout_s=self.limits.timeout_s(call.timeout_s),
             fill_context=call.fill_context,
             count_prompt=call.count_prompt,
+            keep_last=call.keep_last,
         )
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for a model that is not served; None asks for whatever is."""
+        if name is not None and name not in self.names:
+            raise NotServedError("model", name, " or ".join(self.names))
 
     @contextlib.contextmanager
     def held(self, answers: Sequence[Answer]) -> Iterator[None]:
@@ -147,8 +160,24 @@ class Service:
         finally:
             del self._by_id[name]
 
-    async def outputs(self, answer: Answer) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one answer, the last one with a finish reason; or an error.
+    def enter(self, caller: Caller, wanted: int, num_requests: int) -> int:
+        """Take up to `wanted` places in the engine and of the caller's key for answers to come; returns how many, or
+        raises if there is none. `leave` gives them back."""
+        num_places = self.engine.reserve(wanted)
+        allowed = 0
+        try:
+            allowed = self._quotas.enter(caller, num_places, num_requests)
+        finally:
+            self.engine.release(num_places - allowed)
+        return allowed
+
+    def leave(self, caller: Caller, num_places: int) -> None:
+        self.engine.release(num_places)
+        self._quotas.leave(caller, num_places)
+
+    async def outputs(self, answer: Answer, *, in_place: bool = False) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one answer, the last one with a finish reason; or an error. `in_place`: it uses a place that
+        was taken before.
 
         Closing the generator aborts the answer."""
         with contextlib.ExitStack() as stack:
@@ -159,11 +188,13 @@ class Service:
                 self._end(answer, FinishReason.ABORT.value)
                 yield RequestOutput(answer.engine_id, (), FinishReason.ABORT, Usage(0, 0))
                 return
-            try:
-                self._quotas.enter(answer.caller)
-            except QuotaError as error:
-                self._end(answer, type(error).__name__)
-                raise
+            if not in_place:
+                try:
+                    self._quotas.enter(answer.caller)
+                except QuotaError as error:
+                    self.refused(answer, error)
+                    raise
+                stack.callback(self._quotas.leave, answer.caller)
             with self._open_lock:
                 self._open[answer.engine_id] = answer
             loop = asyncio.get_running_loop()
@@ -171,12 +202,16 @@ class Service:
             timer = loop.call_later(max(left_s, 0.0), self._expire, answer)
             reason = "cancelled"
             try:
-                if answer.fill_context or answer.count_prompt:
+                if answer.fill_context or answer.count_prompt or answer.keep_last is not None:
                     await self._encode(answer)
                 if answer.params.mode != "full":
                     answer.artefact = self.engine.artefact_digest  # of the exits that this stream starts with
                 stream = self.engine.stream(
-                    answer.prompt, answer.params, request_id=answer.engine_id, cache_salt=answer.caller.salt
+                    answer.prompt,
+                    answer.params,
+                    request_id=answer.engine_id,
+                    cache_salt=answer.caller.salt,
+                    reserved=in_place,
                 )
                 async with contextlib.aclosing(stream):
                     async for output in stream:
@@ -193,8 +228,11 @@ class Service:
                 answer.ended_by = answer.ended_by or "end"  # a timer callback that is already queued does nothing
                 with self._open_lock:
                     del self._open[answer.engine_id]
-                self._quotas.leave(answer.caller)
                 self._end(answer, reason)
+
+    def refused(self, answer: Answer, error: Exception) -> None:
+        """An answer ended before it began."""
+        self._end(answer, type(error).__name__)
 
     def _end(self, answer: Answer, reason: str) -> None:
         if self._observer is not None:
@@ -312,9 +350,12 @@ class Service:
             raise EngineDeadError(f"no engine step has ended for {stats.last_step_age_s:.0f} s")
 
     async def _encode(self, answer: Answer) -> None:
-        """Encode and count the prompt; where asked for, set `max_tokens` to what fits in the context after it, up to
-        the limit."""
+        """Encode and count the prompt; where asked for, keep its end alone, and set `max_tokens` to what fits in the
+        context after it, up to the limit."""
         ids = await self.tokenize(answer.prompt)
+        if answer.keep_last is not None:
+            longest = self.engine.max_answer_tokens(1 if answer.fill_context else answer.params.max_tokens)
+            ids = ids[-(max(1, longest) if answer.keep_last == -1 else answer.keep_last) :]
         answer.prompt, answer.num_prompt_tokens = ids, len(ids)
         if answer.fill_context:
             most = max(1, min(self.limits.max_tokens, self.engine.max_answer_tokens(len(ids))))

@@ -103,9 +103,11 @@ class SamplingParams:
     In modes with exits and a temperature this holds for a fixed number of drafts: which tokens are drafted decides
     which random numbers are used, and the number of drafts follows the load unless it is set."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text; they are not part of it unless `include_stop_str_in_output`."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the text."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string, or the text of the stop id, is the end of the text."""
     ignore_eos: bool = False
     """Go on past the model's end-of-text ids."""
     skip_special_tokens: bool = True
@@ -139,7 +141,7 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
         if self.logprobs is not None:

@@ -93,7 +93,7 @@ class ReadyEngine:
         self._loop = EngineLoop(self._core, max_open=1000)
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, request_id: str, cache_salt: str = ""
+        self, prompt: Any, params: SamplingParams, *, request_id: str, cache_salt: str = "", reserved: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         sink = AsyncSink(asyncio.get_running_loop())
         self._loop.submit([Request(request_id, (0,), params, 0)], sink, self._core)

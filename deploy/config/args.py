@@ -14,6 +14,8 @@ from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError, RequestError
 from tide_core.request import SamplingParams
 
+MAX_NAMES, MAX_NAME_CHARS = 64, 256
+
 
 class Limits(BaseModel):
     """Limits of one request (`args.limits`), checked before anything is allocated for it."""
@@ -62,8 +64,9 @@ class AppArgs(BaseModel):
 
     engine: dict[str, Any] = Field(default_factory=dict)
     """Settings of the engine, by the names of `tide_core.config.EngineConfig`."""
-    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
-    """The name that clients use for the model; default: the model's own."""
+    served_model_name: str | list[str] | None = None
+    """The name that clients use for the model, or a list of names: requests may use any of them, answers have the
+    first. Default: the model's own."""
     limits: Limits = Field(default_factory=Limits)
     """Limits of one request."""
     api_keys_file: str | None = Field(default=None, min_length=1)
@@ -96,6 +99,26 @@ class AppArgs(BaseModel):
         if url is not None and not re.fullmatch(r"https?://[^\s<>\"']+", url):
             raise ValueError("Input should be an address that begins with http:// or https://")
         return url
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names of the model; none for its own."""
+        names = self.served_model_name
+        return [names] if isinstance(names, str) else names or []
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _names(cls, value: object) -> object:
+        names = [value] if isinstance(value, str) else value
+        if names is not None and not (
+            isinstance(names, list)
+            and 1 <= len(names) <= MAX_NAMES
+            and all(isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARS for name in names)
+            and len(set(names)) == len(names)
+        ):
+            expected = f"a name of 1..{MAX_NAME_CHARS} characters, or a list of 1..{MAX_NAMES} such names that differ"
+            raise ValueError(expected)
+        return value
 
     @field_validator("tool_parser")
     @classmethod

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from deploy.choices import Outputs, begin_choices, outputs_of, whole_answers
-from deploy.failures import NotServedError, report
+from deploy.failures import report
 from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
 from deploy.http_api.ignored_fields import Body, shown, without_ignored
 from deploy.http_api.openai_replies import (
@@ -25,6 +25,7 @@ from deploy.http_api.openai_replies import (
     ChatReply,
     Choice,
     CompletionReply,
+    Shown,
     error_object,
     invalid_body,
     sse_event,
@@ -101,7 +102,8 @@ def build_api(
 
         def choice(answer: Answer, index: int) -> Choice:
             echoed = None if texts is None else texts[index // body.num_choices]
-            return Choice(answer, service.engine.tokenizer, index, echoed, body.drops_output)
+            shown = Shown(bool(body.return_token_ids), body.prompt_logprobs is not None)
+            return Choice(answer, service.engine.tokenizer, index, echoed, body.drops_output, shown)
 
         return await _answer(service, request, body, prompts, choice, CompletionReply)
 
@@ -111,7 +113,8 @@ def build_api(
         calls = call_reading(body.tool_plan(), call_format, service.engine.tokenizer, other_grammar=body.grammar)
 
         def choice(answer: Answer, index: int) -> Choice:
-            return ChatChoice(answer, service.engine.tokenizer, index, parser=calls.parser())
+            shown = Shown(bool(body.return_token_ids), body.prompt_logprobs is not None)
+            return ChatChoice(answer, service.engine.tokenizer, index, shown=shown, parser=calls.parser())
 
         return await _answer(service, request, body, [body.chat], choice, ChatReply, **calls.params)
 
@@ -129,17 +132,18 @@ def build_api(
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model_object(service, caller_of(request), created)]})
+        about = _model_object(service, caller_of(request), created)
+        return JSONResponse({"object": "list", "data": [{**about, "id": name} for name in service.names]})
 
     @api.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        _check_model(service, name)
-        return JSONResponse(_model_object(service, caller_of(request), created))
+        service.check_model(name)
+        return JSONResponse({**_model_object(service, caller_of(request), created), "id": name})
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = read(TokenizeRequest, request)
-        _check_model(service, body.model)
+        service.check_model(body.model)
         prompt, plain = body.engine_prompt, body.add_special_tokens is False
         named = service.engine.tokenizer.added_id(prompt) if plain and isinstance(prompt, str) else None
         ids = [named] if named is not None else await service.tokenize(prompt, add_special_tokens=not plain)
@@ -148,7 +152,7 @@ def build_api(
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = read(DetokenizeRequest, request)
-        _check_model(service, body.model)
+        service.check_model(body.model)
         return JSONResponse({"prompt": await service.detokenize(body.tokens)})
 
     @api.get("/tokenizer_info")
@@ -218,7 +222,8 @@ def _begin(service: Service, request: Request, body: Sampling, prompts: Sequence
             model=body.model,
             timeout_s=body.options.timeout_s,
             fill_context=params["max_tokens"] is None,
-            count_prompt=body.usage_options.continuous_usage_stats,
+            count_prompt=body.needs_prompt_ids,
+            keep_last=body.truncate_prompt_tokens,
         )
         for prompt in prompts
     ]
@@ -302,11 +307,6 @@ def _checked(schema: type[AnyBody], body: Any) -> AnyBody:
         refusal = HttpError(400, failure.message)
         refusal.failure = failure
         raise refusal from None
-
-
-def _check_model(service: Service, name: str | None) -> None:
-    if name not in (None, service.model):
-        raise NotServedError("model", name, service.model)
 
 
 def _model_object(service: Service, caller: Caller, created: int) -> dict[str, Any]:

@@ -30,6 +30,15 @@ class TokenTexts(Protocol):
     def stream(self, prompt_ids: Sequence[int]) -> TextStream: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a reply has besides OpenAI's fields, under vLLM's names."""
+
+    token_ids: bool = False
+    """Ids of prompt and answer."""
+    prompt_logprobs: bool = False
+
+
 @dataclass(slots=True)
 class Choice:
     """Writes one answer as a choice of a completion."""
@@ -41,12 +50,16 @@ class Choice:
     """Comes before the answer, where the client asked for an echo."""
     drops_output: bool = False
     """Whether the client asked for no token, only for the prompt."""
+    shown: Shown = Shown()
     num_chars: int = 0
     """Characters of text written so far, for the offsets of completions."""
     num_tokens: int = 0
     """Tokens written so far."""
     usage: Usage | None = None
     """Known from the last output on."""
+    echoes: bool = False
+    """Whether the text begins with the prompt."""
+    _began: bool = False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer as one object."""
@@ -71,6 +84,8 @@ class Choice:
 
     def _with_prompt(self, text: str) -> str:
         """The text, the first time after the prompt."""
+        if self.prompt_text is not None:
+            self.echoes = True
         prompt, self.prompt_text = self.prompt_text or "", None
         return prompt + text
 
@@ -78,7 +93,40 @@ class Choice:
         self, text: str, tokens: Sequence[TokenOutput], outputs: Sequence[RequestOutput], reason: str | None
     ) -> dict[str, Any]:
         prompt = [token for output in outputs for token in output.prompt_logprobs]
-        return {"index": self.index, "text": text, "logprobs": self._lists(prompt, tokens), "finish_reason": reason}
+        logprobs = self._lists(prompt if self.echoes else (), tokens)
+        choice = {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        fields = {} if self._began else self.prompt_fields(outputs)
+        self._began = True
+        return choice | self.id_fields(tokens) | fields
+
+    def prompt_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Ids and log-probabilities of the prompt, where they were asked for."""
+        fields: dict[str, Any] = {}
+        if self.shown.token_ids:
+            fields["prompt_token_ids"] = self.answer.prompt  # encoded before the first output
+        if self.shown.prompt_logprobs:
+            tokens = [token for output in outputs for token in output.prompt_logprobs]
+            fields["prompt_logprobs"] = [self._candidates(token) for token in tokens]
+        return fields
+
+    def id_fields(self, tokens: Sequence[TokenOutput]) -> dict[str, Any]:
+        return {"token_ids": [token.token_id for token in tokens]} if self.shown.token_ids else {}
+
+    def _candidates(self, token: PromptToken) -> dict[str, Any] | None:
+        """As vLLM writes a token of the prompt: its log-probability and those of the likeliest, by id. Only the
+        likeliest have a rank."""
+        if token.logprob is None:
+            return None
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top_logprobs, 1)}
+        found = {token.token_id: token.logprob, **dict(token.top_logprobs)}
+        return {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": ranks.get(token_id),
+                "decoded_token": self._name(token_id),
+            }
+            for token_id, logprob in found.items()
+        }
 
     def _lists(self, prompt: Sequence[PromptToken], tokens: Sequence[TokenOutput]) -> dict[str, Any] | None:
         """Log-probabilities of the echoed prompt and of the answer, in columns."""
@@ -143,7 +191,8 @@ class ChatChoice(Choice):
         self, kind: str, value: dict[str, Any], tokens: Sequence[TokenOutput] | None, reason: str | None
     ) -> dict[str, Any]:
         logprobs = None if tokens is None else self._logprobs(tokens)
-        return {"index": self.index, kind: value, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": self.index, kind: value, "logprobs": logprobs, "finish_reason": reason}
+        return choice if tokens is None else choice | self.id_fields(tokens)
 
     def _logprobs(self, tokens: Sequence[TokenOutput]) -> dict[str, Any] | None:
         if self.answer.params.logprobs is None:
@@ -251,6 +300,13 @@ class ChatReply(CompletionReply):
 
     id_prefix = "chatcmpl"
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def whole(self, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+        return super().whole(outputs) | self.choices[0].prompt_fields(outputs[0])
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        first, *others = super().first_chunks()
+        return [first | self.choices[0].prompt_fields(()), *others]
 
 
 def finite(logprob: float | None) -> float | None:

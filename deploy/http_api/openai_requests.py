@@ -22,6 +22,7 @@ COMPLETION_MAX_TOKENS = 16
 DEFAULT_TEMPERATURE = 1.0
 MAX_COMPLETION_LOGPROBS = 20
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Fields of vLLM's that would change the answer."""
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 ANY_OBJECT = '{"type": "object"}'
 
@@ -105,7 +106,10 @@ class Sampling(Body):
             *("guided_decoding_backend", "guided_whitespace_pattern"),
         }
     )
-    unsupported: ClassVar[frozenset[str]] = frozenset({"moderation"})
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"bad_words": ([],), "use_beam_search": (False,)}
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {"moderation", "bad_words", "allowed_token_ids", "use_beam_search", "logits_processors"}
+    )
 
     model: str | None = None
     max_tokens: int | None = None
@@ -127,6 +131,9 @@ class Sampling(Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Most tokens of the prompt, its last ones; -1: as many as leave place for the answer."""
     stop_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -148,6 +155,11 @@ class Sampling(Body):
     @property
     def usage_options(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the reply counts or has the ids of the prompt."""
+        return self.usage_options.continuous_usage_stats
 
     @property
     def grammar(self) -> Grammar | None:
@@ -187,6 +199,7 @@ class Sampling(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
             "mode": options.mode,
             "epsilon": options.epsilon,
             "threshold": options.threshold,
@@ -194,10 +207,29 @@ class Sampling(Body):
         }
 
 
-class CompletionRequest(Sampling):
+class Generation(Sampling):
+    """Fields of both kinds of completion that show ids and the prompt."""
+
+    prompt_logprobs: int | None = None
+    """Return the log-probability of each token of the prompt, and of so many likeliest ones."""
+    return_token_ids: bool | None = None
+    """Return the ids of prompt and answer."""
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        return bool(self.return_token_ids) or super().needs_prompt_ids
+
+    def params(self) -> dict[str, Any]:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs", self.prompt_logprobs, "stream: false with it")
+        return {**super().params(), "prompt_logprobs": self.prompt_logprobs}
+
+
+class CompletionRequest(Generation):
     """Body of POST /v1/completions."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **Sampling.neutral,
         "best_of": (1,),
         "suffix": ("",),
     }
@@ -227,13 +259,18 @@ class CompletionRequest(Sampling):
     def params(self) -> dict[str, Any]:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_COMPLETION_LOGPROBS:
             raise RequestError("logprobs", self.logprobs, f"an integer in 0..{MAX_COMPLETION_LOGPROBS}")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise RequestError("truncate_prompt_tokens", self.truncate_prompt_tokens, "no echo with it")
+        scored = self.logprobs if self.echo else None
+        if None not in (scored, self.prompt_logprobs) and scored != self.prompt_logprobs:
+            raise RequestError("prompt_logprobs", self.prompt_logprobs, f"{scored}, as logprobs with echo")
         most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         # The engine has no request without a token: one is made and dropped.
         return {
             **super().params(),
             "max_tokens": 1 if self.drops_output else most,
             "logprobs": self.logprobs,
-            "prompt_logprobs": self.logprobs if self.echo else None,
+            "prompt_logprobs": self.prompt_logprobs if scored is None else scored,
         }
 
 
@@ -265,10 +302,11 @@ class Message(MessageTools):
         return {"role": role, "content": content, **self.tool_fields(role)}
 
 
-class ChatRequest(ChatTools, Sampling):
+class ChatRequest(ChatTools, Generation):
     """Body of POST /v1/chat/completions."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **Sampling.neutral,
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),

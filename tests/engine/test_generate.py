@@ -189,9 +189,12 @@ def test_generation_ends_at_a_stop_id_which_is_not_text() -> None:
         [free] = engine.generate(["the dog"], GREEDY)
         stop_id = ids(free)[4]
         [answer] = engine.generate(["the dog"], SamplingParams(max_tokens=12, ignore_eos=True, stop_ids=(stop_id,)))
+        including = SamplingParams(max_tokens=12, ignore_eos=True, stop_ids=(stop_id,), include_stop_str_in_output=True)
+        [with_stop] = engine.generate(["the dog"], including)
     assert answer.finish_reason is FinishReason.STOP
-    assert ids(answer) == ids(free)[: ids(free).index(stop_id) + 1]
+    assert ids(answer) == ids(with_stop) == ids(free)[: ids(free).index(stop_id) + 1]
     assert answer.text == tiny_tokenizer().decode(ids(answer)[:-1], skip_special_tokens=True)
+    assert with_stop.text == tiny_tokenizer().decode(ids(answer), skip_special_tokens=True)
 
 
 def test_generation_ends_at_a_stop_string_which_is_not_part_of_the_text() -> None:

@@ -338,6 +338,26 @@ def test_stop_string_examples(pieces: tuple[str, ...], stops: tuple[str, ...], t
     assert stream.stopped == (text != "".join(pieces))
 
 
+@pytest.mark.parametrize(
+    ("pieces", "stops", "text"),
+    [
+        (("a", "a", "a", "b", "a"), ("aab",), "aaab"),
+        (("abba",), ("bb",), "abb"),
+        (("b", "abba"), ("bb", "ab"), "bab"),
+        (("b", "abba"), ("ab", "abb"), "bab"),
+        (("a", "é", "b", "b"), ("éb",), "aéb"),
+        (("a", "b"), ("abb", "bab"), "ab"),
+    ],
+)
+def test_text_ends_with_the_stop_string_for_those_who_ask(
+    pieces: tuple[str, ...], stops: tuple[str, ...], text: str
+) -> None:
+    tokenizer = byte_level()
+    stream = tokenizer.stream([], stops, include_stop=True)
+    assert "".join(run(stream, ids_of(tokenizer, *pieces))) == text
+    assert stream.stopped == (text != "".join(pieces))
+
+
 def test_only_what_may_begin_a_stop_string_is_withheld() -> None:
     tokenizer = byte_level()
     stream = tokenizer.stream([], ("aab",))

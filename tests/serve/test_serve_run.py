@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import http.client
 import json
 import os
 import re
@@ -302,7 +303,12 @@ def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(serve
         for _ in range(6):
             next(tokens)
             next(resumed)
+        waiting = HttpRequest(server, {**PROMPT, "max_tokens": MANY_TOKENS, "ignore_eos": True})
+        assert until(lambda: client.exit_stats().num_running == 3)
         replica.kill()
+        status, headers, body = waiting.answer()
+        assert (status, headers["Content-Type"], headers["Retry-After"]) == (503, "application/json", "1")
+        assert json.loads(body)["error"]["code"] == "replica_unavailable"
         with pytest.raises(StatusError) as caught:
             list(tokens)
         assert caught.value.code in ("CANCELLED", "UNAVAILABLE", "INTERNAL")
@@ -317,6 +323,19 @@ def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(serve
         assert resumed.answer.text == whole.text
 
 
+class HttpRequest:
+    """A completion that was asked for; its answer is read later."""
+
+    def __init__(self, server: Server, body: Any) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=PATIENCE_S)
+        self._connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+
+    def answer(self) -> tuple[int, Any, bytes]:
+        with contextlib.closing(self._connection):
+            reply = self._connection.getresponse()
+            return reply.status, reply.headers, reply.read()
+
+
 def haproxy_routes_to_the_replica(server: Server) -> bool:
     logs = server.folder.glob("ray/session_latest/logs/serve/*proxy*")
     text = "".join(file.read_text(errors="replace") for file in logs)
@@ -325,6 +344,12 @@ def haproxy_routes_to_the_replica(server: Server) -> bool:
 
 def test_tokens_pass_through_haproxy(server: Server) -> None:
     assert any("haproxy -" in command for command in server.commands_of_session())
+
+
+@pytest.mark.parametrize("path", ["/-/routes", "/-/%72outes"])
+def test_names_of_applications_are_not_shown(server: Server, path: str) -> None:
+    status, answer = server.ask("GET", path)
+    assert (status, answer["error"]["code"]) == (404, "path_not_found")
 
 
 def test_a_haproxy_that_is_killed_is_replaced(server: Server) -> None:

@@ -100,7 +100,12 @@ class EngineCore:
         if request.request_id in self._open:
             raise RequestError("request_id", request.request_id, "an id that no open request has")
         params = request.params
-        text = self._tokenizer.stream(request.prompt_ids, params.stop, skip_special_tokens=params.skip_special_tokens)
+        text = self._tokenizer.stream(
+            request.prompt_ids,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
         epsilon = request.policy.epsilon
         is_broken = epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken
         row = self.scheduler.add(request, self._cache_namespace(request))

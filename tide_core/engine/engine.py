@@ -137,14 +137,17 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        reserved: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come; the last one has a finish reason. Leaving the loop early aborts the request."""
+        """Outputs as they come; the last one has a finish reason. Leaving the loop early aborts the request.
+
+        `reserved`: the request uses one of the places that the caller reserved, so a full queue does not refuse it."""
         parts = self._parts
         request = await asyncio.to_thread(
             self._make_request, prompt, params or SamplingParams(), parts, request_id, cache_salt
         )
         sink = AsyncSink(asyncio.get_running_loop())
-        self._loop.submit([request], sink, parts.core)
+        self._loop.submit([request], sink, parts.core, reserved=reserved)
         finished = False
         try:
             while not finished:
@@ -154,6 +157,15 @@ class Engine:
         finally:
             if not finished:
                 self.abort(request.request_id)
+
+    def reserve(self, wanted: int) -> int:
+        """Reserve up to `wanted` of the `max_rows + max_queued` places for requests to come, one after another in each;
+        returns how many. Raises EngineBusyError if none is free. The caller must `release` them."""
+        return self._loop.reserve(wanted)
+
+    def release(self, num_places: int) -> None:
+        """Give reserved places back."""
+        self._loop.release(num_places)
 
     def stream_blocking(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None

@@ -60,6 +60,8 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: deque[tuple[EngineCore, Request] | str] = deque()  # a request to add, or the id of one to abort
         self._sinks: dict[str, Sink] = {}
+        self._num_reserved = 0
+        self._in_reserved: set[str] = set()  # of the open requests, those that use a reserved place
         self._stopping = False
         self._death: BaseException | None = None
         self.last_beat = time.monotonic()
@@ -75,19 +77,36 @@ class EngineLoop:
     def num_open(self) -> int:
         return len(self._sinks)
 
-    def submit(self, requests: Sequence[Request], sink: Sink, core: EngineCore) -> int:
-        """Queue requests for the core they were made for, as many of the first as there are free slots; returns that
-        number. They start together; from now on each gets exactly one last output."""
+    def reserve(self, wanted: int) -> int:
+        """Reserve up to `wanted` places for requests to come; returns how many. The caller must `release` them."""
+        with self._wake:
+            taken = min(wanted, self._num_free())
+            self._num_reserved += taken
+        return taken
+
+    def release(self, num_places: int) -> None:
+        with self._wake:
+            self._num_reserved -= num_places
+
+    def _num_free(self) -> int:
+        """Places that no request has and nobody reserved. An empty reserved place counts as taken."""
+        if (free := self._max_open - len(self._sinks) - max(0, self._num_reserved - len(self._in_reserved))) <= 0:
+            raise EngineBusyError(f"{self._max_open - free} requests are open, the limit is {self._max_open}")
+        return free
+
+    def submit(self, requests: Sequence[Request], sink: Sink, core: EngineCore, *, reserved: bool = False) -> int:
+        """Queue requests for the core they were made for, as many of the first as there are free places; returns that
+        number. They start together; from now on each gets exactly one last output. `reserved`: they use places that
+        the caller reserved."""
         with self._wake:
             if self._death is not None or self._stopping:
                 raise EngineDeadError(self._death_text())
             for request in requests:
                 if request.request_id in self._sinks:
                     raise RequestError("request_id", request.request_id, "an id that no open request has")
-            slots = self._max_open - len(self._sinks)
-            if slots <= 0:
-                raise EngineBusyError(f"{len(self._sinks)} requests are open, the limit is {self._max_open}")
-            taken = requests[:slots]
+            taken = requests if reserved else requests[: self._num_free()]
+            if reserved:
+                self._in_reserved.update(request.request_id for request in taken)
             for request in taken:
                 self._sinks[request.request_id] = sink
                 self._inbox.append((core, request))
@@ -177,7 +196,11 @@ class EngineLoop:
         with self._wake:
             for output in outputs:
                 request_id = output.request_id
-                sink = self._sinks[request_id] if output.finish_reason is None else self._sinks.pop(request_id)
+                if output.finish_reason is None:
+                    sink = self._sinks[request_id]
+                else:
+                    sink = self._sinks.pop(request_id)
+                    self._in_reserved.discard(request_id)
                 by_sink.setdefault(sink, []).append(output)
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Sink, list[RequestOutput]]]] = {}
         for sink, mine in by_sink.items():

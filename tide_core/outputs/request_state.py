@@ -23,7 +23,7 @@ class RequestState:
     row: Row
     text: TextStream
     end_ids: frozenset[int]
-    """Ids that end the text and are not part of it."""
+    """Ids that end the text. They are not part of it unless the request includes what stops it."""
     arrived_at: float
     started_at: float | None = None
     first_token_at: float | None = None
@@ -72,11 +72,12 @@ class RequestState:
     ) -> tuple[list[TokenOutput], bool]:
         """Tokens with the text that each releases, up to a stop string, and whether there is one. `ends`: the last
         token ends the text."""
-        stream, end_ids, last = self.text, self.end_ids, len(tokens) - 1 if ends else -1
+        stream, last = self.text, len(tokens) - 1 if ends else -1
+        silent_ids = frozenset() if self.row.request.params.include_stop_str_in_output else self.end_ids
         outputs: list[TokenOutput] = []
         for number, token in enumerate(tokens):
             token_id = token.token_id
-            text = "" if token_id in end_ids else stream.push(token_id)
+            text = "" if token_id in silent_ids else stream.push(token_id)
             if number == last and not stream.stopped:
                 text += stream.finish()  # text that was held; a stop string may be complete only now
             outputs.append(_output(token, text, mode))

@@ -50,17 +50,20 @@ class IdText:
 
 
 class TextStream:
-    """Turns ids into text as they come. What `push` and `finish` return joins to the output text, up to a stop string.
+    """Turns ids into text as they come. What `push` and `finish` return joins to the output text, up to a stop string
+    or, with `include_stop`, up to its end.
 
     Of several stop strings the one that is complete first ends the text, and of two that end together the longer one,
     so the outcome does not depend on where tokens begin and end.
     """
 
-    def __init__(self, id_text: IdText, prompt_ids: Sequence[int], stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, id_text: IdText, prompt_ids: Sequence[int], stop: tuple[str, ...], *, include_stop: bool = False
+    ) -> None:
         self._id_text = id_text
-        self._stop = stop
+        self._stop, self._include_stop = stop, include_stop
         self.stopped = False
-        """Whether a stop string was found; nothing from it on is ever released. `finish` too may find one."""
+        """Whether a stop string was found; nothing after it is ever released. `finish` too may find one."""
         self._held: list[int] = []
         self._withheld = ""  # decoded, but perhaps the beginning of a stop string
         self._set_anchor(_last_whole_id(id_text, prompt_ids))
@@ -132,7 +135,8 @@ class TextStream:
         if found:
             self.stopped, self._withheld = True, ""
             self._held.clear()
-            return text[: min(found)[1]]
+            end, start = min(found)
+            return text[: end if self._include_stop else start]
         num_withheld = max(_overlap(text, stop) for stop in self._stop)
         cut = len(text) - num_withheld
         self._withheld = text[cut:]

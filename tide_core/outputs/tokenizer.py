@@ -174,10 +174,16 @@ class Tokenizer:
         return self.decode([token_id]).encode() if not name.startswith(SPACE_MARK) else _with_spaces(name)
 
     def stream(
-        self, prompt_ids: Sequence[int], stop: tuple[str, ...] = (), *, skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        stop: tuple[str, ...] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> TextStream:
         """A stream for the text that follows `prompt_ids`."""
-        return TextStream(self._id_text if skip_special_tokens else self._with_special, prompt_ids, stop)
+        id_text = self._id_text if skip_special_tokens else self._with_special
+        return TextStream(id_text, prompt_ids, stop, include_stop=include_stop)
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._hf.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

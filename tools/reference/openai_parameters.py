@@ -39,6 +39,7 @@ NOTES = {
     "n": "choices of each prompt; a response has one",
     "parallel_tool_calls": "for forced calls",
     "prompt": "completions: text, ids, or a list of either",
+    "prompt_logprobs": "up to 20, not streamed; only the likeliest tokens have a rank",
     "response_format": "`text`, `json_object`, `json_schema`",
     "stop": "up to 16",
     "store": "nothing is stored",
@@ -47,6 +48,7 @@ NOTES = {
     "tide": "`mode`, `epsilon`, `threshold`, `min_layers`, `timeout_s`, `exit_layers`, `tokens`; no others",
     "tools": "of type function",
     "top_logprobs": "up to 20, with the token's bytes",
+    "truncate_prompt_tokens": "keeps the end; `-1`: what leaves place for the answer",
     "truncation": "a prompt that does not fit is refused",
 }
 

@@ -13,7 +13,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from deploy.http_api.ignored_fields import Body
-from deploy.http_api.openai_requests import Message, ResponseFormat, Sampling, StreamOptions, TextPart
+from deploy.http_api.openai_requests import (
+    Message,
+    ResponseFormat,
+    Sampling,
+    StreamOptions,
+    TextPart,
+)
 from deploy.http_api.tool_fields import (
     CalledFunction,
     ChatTools,
@@ -207,7 +213,11 @@ class ResponseRequest(Sampling):
     """Body of POST /v1/responses."""
 
     unread: ClassVar[frozenset[str]] = Sampling.unread | {"access_programs", "image", "max_tool_calls", "reasoning"}
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"truncation": ("disabled", "auto"), "top_logprobs": (0,)}
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **Sampling.neutral,
+        "truncation": ("disabled", "auto"),
+        "top_logprobs": (0,),
+    }
     unsupported: ClassVar[frozenset[str]] = Sampling.unsupported | {"context_management"}
 
     input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])] = Field(

@@ -41,6 +41,13 @@ def test_arguments_reach_a_replica_as_they_were_checked() -> None:
     assert (args.engine["max_rows"], args.limits.max_tokens) == (3, 9)
 
 
+@pytest.mark.parametrize("name", ["demo", ["demo"], ["demo", "gpt-4o", "text-embedding"]])
+def test_a_model_is_served_by_one_name_or_several(name: Any) -> None:
+    args = AppArgs.model_validate({"served_model_name": name})
+    assert args.model_names == ([name] if isinstance(name, str) else name)
+    assert AppArgs(**args.model_dump()).model_names == args.model_names, "as a replica reads it"
+
+
 def test_arguments_cannot_be_changed_after_they_were_checked() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         AppArgs().playground = True  # type: ignore[misc]
@@ -60,6 +67,10 @@ def test_arguments_cannot_be_changed_after_they_were_checked() -> None:
         ({"served_model_name": 3}, "served_model_name"),
         ({"served_model_name": ""}, "served_model_name"),
         ({"served_model_name": "x" * 257}, "served_model_name"),
+        ({"served_model_name": []}, "served_model_name"),
+        ({"served_model_name": ["demo", ""]}, "served_model_name"),
+        ({"served_model_name": ["demo", 3]}, "served_model_name"),
+        ({"served_model_name": ["demo", "demo"]}, "names that differ"),
         ({"limits": {"max_token": 5}}, "max_token"),
         ({"limits": {"max_tokens": 0}}, "max_tokens"),
         ({"limits": 5}, "limits"),

@@ -145,6 +145,7 @@ VALUES = [
     (f"{APP}.args.limits", 5),
     (f"{APP}.args.served_model_name", False),
     (f"{APP}.args.served_model_name", ""),
+    (f"{APP}.args.served_model_name", {"demo": 1}),
     (f"{APP}.args.playground", "yes"),
     (f"{APP}.args.target_wait_s", 0),
     (f"{APP}.runtime_env.env_vars.RAY_SERVE_ENABLE_HA_PROXY", 1),

@@ -169,6 +169,16 @@ async def test_a_bad_request_gets_its_status_and_the_name_of_the_field(
     assert api.service.num_open == 0
 
 
+async def test_any_name_of_the_model_is_accepted_and_the_answer_has_the_first() -> None:
+    service = make_service(other_names=["gpt-4o"])
+    try:
+        for name in ("", "tiny", "gpt-4o"):
+            answer = await Grpc(service).Generate(request(model=name), Context())
+            assert answer.final.model == "tiny"
+    finally:
+        service.engine.close()
+
+
 async def test_our_own_faults_give_nothing_away(api: Grpc, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise OSError("/secret/path")

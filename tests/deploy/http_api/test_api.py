@@ -154,6 +154,27 @@ async def test_the_model_is_listed_with_its_exits(http: Http) -> None:
     assert (await http.ask("GET", "/v1/models/other")).status == 404
 
 
+async def test_every_name_of_the_model_is_listed_and_accepted_and_answers_have_the_first() -> None:
+    service = make_service(other_names=["gpt-4o", "org/other"])
+    try:
+        http = Http(service)
+        listed = (await http.ask("GET", "/v1/models")).json["data"]
+        assert [each["id"] for each in listed] == ["tiny", "gpt-4o", "org/other"]
+        for each in listed:
+            assert (await http.ask("GET", f"/v1/models/{each['id']}")).json == each
+            named = {"model": each["id"]}
+            assert (await http.ask("POST", "/v1/completions", BODY | named)).json["model"] == "tiny"
+            assert (await http.ask("POST", "/v1/chat/completions", CHAT | named)).json["model"] == "tiny"
+            asked = {"input": "hello", "max_output_tokens": 2, **named}
+            assert (await http.ask("POST", "/v1/responses", asked)).json["model"] == "tiny"
+            assert (await http.ask("POST", "/tokenize", {"prompt": "x", **named})).status == 200
+        refused = await http.ask("POST", "/v1/completions", BODY | {"model": "gpt-4"})
+        assert (refused.status, refused.json["error"]["param"]) == (404, "model")
+        assert "tiny or gpt-4o or org/other" in refused.json["error"]["message"]
+    finally:
+        service.engine.close()
+
+
 async def test_health_and_version_and_exit_stats_answer(http: Http) -> None:
     assert (await http.ask("GET", "/health")).json == {"status": "ok"}
     assert (await http.ask("GET", "/version")).json["version"]
