@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, Literal
 
@@ -56,6 +57,22 @@ def chat(at: Service) -> None:
     expect(answer.choices[0].message.content, answer)
     expect(answer.choices[0].finish_reason == "length", answer)
     expect(answer.usage.completion_tokens == 6, answer)
+    asked: Any = {"model": at.model, "messages": QUESTION, "max_tokens": 6, "temperature": 0}
+    raw = _client(at).chat.completions.with_raw_response.create(**asked)
+    expect(raw.status_code == 200 and raw.headers["content-type"] == "application/json", raw.headers)
+    expect(raw.parse().choices[0].message.content == answer.choices[0].message.content, raw)
+    expect(asyncio.run(_asynchronous(at, asked)) == [answer.choices[0].message.content] * 3, "another text")
+
+
+async def _asynchronous(at: Service, asked: dict[str, Any]) -> list[str]:
+    """The text of two answers at once, and of a stream."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=at.base_url, api_key="none", max_retries=0, timeout=240) as client:
+        both = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(2)))
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    return [*(answer.choices[0].message.content for answer in both), streamed]
 
 
 @check("stream")
@@ -162,6 +179,7 @@ def tool_result(at: Service) -> None:
 
 @check("schema")
 def schema(at: Service) -> None:
+    from openai import pydantic_function_tool
     from pydantic import BaseModel
 
     class Color(BaseModel):
@@ -171,12 +189,25 @@ def schema(at: Service) -> None:
         model=at.model, messages=QUESTION, max_tokens=40, temperature=0, response_format=Color
     )
     expect(parsed.choices[0].message.parsed.name in ("red", "blue"), parsed)
+    asked: Any = {"model": at.model, "messages": QUESTION, "max_tokens": 40, "temperature": 0}
+    with _client(at).chat.completions.stream(**asked, response_format=Color) as events:
+        kinds = {event.type for event in events}
+        expect("content.done" in kinds, kinds)
+        expect(events.get_final_completion().choices[0].message.parsed == parsed.choices[0].message.parsed, parsed)
+    tool = pydantic_function_tool(Color)
+    with _client(at).chat.completions.stream(**asked, tools=[tool], tool_choice="required") as events:
+        kinds = {event.type for event in events}
+        expect("tool_calls.function.arguments.done" in kinds, kinds)
+        [call] = events.get_final_completion().choices[0].message.tool_calls
+        expect(call.function.parsed_arguments.name in ("red", "blue"), call)
     anything = _chat(at, max_tokens=60, response_format={"type": "json_object"}).choices[0]
     expect(anything.message.content.startswith("{"), anything)
 
 
 @check("responses")
 def responses(at: Service) -> None:
+    from pydantic import BaseModel
+
     asked: Any = {"model": at.model, "instructions": "Be brief.", "input": "Name a color.", "max_output_tokens": 6}
     whole = _client(at).responses.create(**asked, temperature=0)
     expect(whole.output_text, whole)
@@ -185,6 +216,17 @@ def responses(at: Service) -> None:
     expect(text == whole.output_text and events[-1].response.usage.output_tokens == 6, events[-1])
     history: Any = [{"role": "user", "content": "Name a color."}, *whole.output, *QUESTION]
     expect(_client(at).responses.create(**{**asked, "input": history}).output_text, "no second turn")
+
+    class Color(BaseModel):
+        name: Literal["red", "blue"]
+
+    asked |= {"max_output_tokens": 40, "temperature": 0}
+    parsed = _client(at).responses.parse(**asked, text_format=Color).output_parsed
+    expect(parsed.name in ("red", "blue"), parsed)
+    with _client(at).responses.stream(**asked, text_format=Color) as events:
+        kinds = {event.type for event in events}
+        expect({"response.output_text.delta", "response.output_text.done", "response.completed"} <= kinds, kinds)
+        expect(events.get_final_response().output_parsed == parsed, parsed)
 
 
 @check("errors")

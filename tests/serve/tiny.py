@@ -35,6 +35,7 @@ def tiny_config(folder: Path) -> dict[str, Any]:
     full = copy.deepcopy(app)
     full["name"], full["route_prefix"] = "full", "/full"
     full["import_path"] = "tests.serve.paced_app:build_app"
+    full["runtime_env"]["env_vars"]["TIDE_TEST_HOLD_FILE"] = str(folder / "hold")
     full["args"] = {
         "served_model_name": "full",
         "engine": {**app["args"]["engine"], "artefact": "none", "max_rows": 1, "max_queued": 2},

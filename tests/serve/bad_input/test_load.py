@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import socket
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from benchmarks.common.live import Server
@@ -66,6 +69,54 @@ def test_a_full_queue_says_when_to_come_again(server: Server, stub: Any) -> None
         call.cancel()
     assert until(lambda: counts() == (0, 0))
     assert send(server, "POST", "/full/v1/completions", raw)[0] == 200
+
+
+NUM_AT_ONCE = 200
+"""Over each of HTTP and gRPC."""
+
+
+@pytest.fixture
+def hold(server: Server) -> Iterator[Path]:
+    """While this file exists, the engine of the other model takes no step."""
+    [path] = [
+        Path(app["runtime_env"]["env_vars"]["TIDE_TEST_HOLD_FILE"])
+        for app in server.config["applications"]
+        if app["name"] == "full"
+    ]
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_hundreds_at_once_are_refused_while_those_that_were_let_in_are_held(
+    server: Server, stub: Any, hold: Path
+) -> None:
+    """No refusal waits for a request to end: none can end before the file is gone."""
+
+    def num_open() -> int:
+        stats = server.ask("GET", "/full/exit_stats")[1]
+        return int(stats["num_running"] + stats["num_waiting"])
+
+    full = [("application", "full")]
+    let_in = [stub.GenerateStream(sampled(max_tokens=2), metadata=full) for _ in range(3)]
+    assert until(lambda: num_open() == 3)
+    over_grpc = [stub.Generate.future(sampled(max_tokens=2), metadata=full, timeout=60) for _ in range(NUM_AT_ONCE)]
+    body = json.dumps({"prompt": "the cat", "max_tokens": 2})
+    with contextlib.ExitStack() as opened:
+        connections = [
+            http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60) for _ in range(NUM_AT_ONCE)
+        ]
+        for connection in connections:
+            opened.callback(connection.close)
+        for connection in connections:
+            connection.request("POST", "/full/v1/completions", body, {"Content-Type": "application/json"})
+        replies = [connection.getresponse() for connection in connections]
+        refused = [(reply.status, reply.headers["Retry-After"], json.loads(reply.read())) for reply in replies]
+    assert {(status, wait, answer["error"]["code"]) for status, wait, answer in refused} == {(429, "1", "engine_busy")}
+    assert {future.code() for future in over_grpc} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert num_open() == 3
+    hold.unlink()
+    assert all([*call][-1].HasField("final") for call in let_in)
 
 
 HEADERS, RST_STREAM, SETTINGS, PING = 1, 3, 4, 6
