@@ -81,20 +81,24 @@ class Server:
     def deploy(self, config: Mapping[str, Any]) -> None:
         """The request that `serve deploy` makes, without the seconds that the command takes to start."""
         headers = {"Content-Type": "application/json"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
         request = urllib.request.Request(
             f"{self.dashboard}/api/serve/applications/", json.dumps(dict(config)).encode(), headers, method="PUT"
         )
         with urllib.request.urlopen(request, timeout=START_S) as answer:
             assert answer.status == 200, answer.read()
 
-    def deploy_by_command(self, config: Mapping[str, Any]) -> None:
-        """`serve deploy` of another config onto the running cluster."""
-        path = self.folder / "next.yaml"
-        path.write_text(yaml.safe_dump(dict(config)))
-        serve = Path(sys.executable).parent / "serve"
-        command = [str(serve), "deploy", "--address", self.dashboard, str(path)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
+    def shell(self, script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Lines as their user types them in another terminal; Ray's commands find this cluster."""
+        environment = {**self.environment, "RAY_DASHBOARD_ADDRESS": self.dashboard, "RAY_ADDRESS": self.ray_address}
+        return subprocess.run(["/bin/bash", "-ec", script], env=environment, cwd=cwd, capture_output=True, text=True)
+
+    @property
+    def token(self) -> str | None:
+        """Ray's, of a cluster with `default_auth`."""
+        file = Path(self.environment["HOME"]) / ".ray" / "auth_token"
+        return file.read_text().strip() if "RAY_AUTH_MODE" not in self.environment and file.exists() else None
 
     @property
     def dashboard(self) -> str:
@@ -107,12 +111,6 @@ class Server:
         """Of the GCS: Ray itself finds any cluster of this machine."""
         found = (re.search(r"--gcs-address=(\S+)", command) for command in self.commands_of_session())
         return next(address[1] for address in found if address is not None)
-
-    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """A command as its user types it, in another terminal."""
-        environment = {**self.environment, **variables}
-        tool = Path(sys.executable).parent / command[0]
-        return subprocess.run([tool, *command[1:]], env=environment, cwd=ROOT, capture_output=True, text=True)
 
     def others_of_session(self) -> list[psutil.Process]:
         """Every process that the command started and that still runs: Ray's processes keep its session."""
@@ -153,15 +151,29 @@ def default_config(*, spare: bool = True) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving(
-    config: dict[str, Any], *, health: str = "/health", command: Sequence[str] = ("serve", "run")
+    config: dict[str, Any],
+    *,
+    health: str = "/health",
+    command: Sequence[str] = ("serve", "run"),
+    default_auth: bool = False,
 ) -> Iterator[Server]:
-    """`serve run` of a config on free ports, once it is healthy. Processes that are left at the end are killed."""
+    """`serve run` of a config on free ports, once it is healthy. Processes that are left at the end are killed.
+
+    With `default_auth` Ray asks for a token, as it does for everybody, and keeps it in a home folder of its own."""
     folder = Path(tempfile.mkdtemp(prefix="tide-"))  # short: paths of Ray's sockets are limited
     http_port, grpc_port, *ports = free_ports(6)
     config["http_options"]["port"] = http_port
     config["grpc_options"]["port"] = grpc_port
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     environment = environment_of(folder, ports)
+    if default_auth:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            environment.pop(name, None)
+        caches = Path.home() / ".cache"  # models and cost tables are not made again
+        environment.setdefault("TIDE_CACHE_DIR", str(caches / "tide-serve"))
+        environment.setdefault("HF_HOME", str(caches / "huggingface"))
+        environment["HOME"] = str(folder / "home")
+        (folder / "home").mkdir()
     with (folder / "log").open("wb") as out:
         process = subprocess.Popen(
             [Path(sys.executable).parent / command[0], *command[1:], str(folder / "config.yaml")],

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.common import ROOT
 from benchmarks.common.live import Server, default_config, serving
 from deploy.metrics import METRICS
 from deploy.published import CURRENT, Publication
@@ -123,7 +124,7 @@ def test_a_policy_that_cannot_be_taken_leaves_the_old_one_serving(server: Server
     assert streams.errors == []
     assert "/nowhere" in server.replica_logs
     assert until(lambda: is_refused(server))
-    status = server.run("tide", "status", RAY_ADDRESS=server.ray_address)
+    status = server.shell("tide status", ROOT)
     assert status.returncode == 1
     assert re.search(r"policy refused: .*/nowhere.* \(1 of 1 replicas", status.stderr)
     [deployment] = yaml.safe_load(status.stdout)["applications"]["tide"]["deployments"].values()
@@ -131,7 +132,7 @@ def test_a_policy_that_cannot_be_taken_leaves_the_old_one_serving(server: Server
     assert "/nowhere" in str(deployment["policy_refused"])
     server.deploy(server.config)
     assert until(lambda: not is_refused(server))
-    status = server.run("tide", "status", RAY_ADDRESS=server.ray_address)
+    status = server.shell("tide status", ROOT)
     assert (status.returncode, "policy_refused" in status.stdout) == (0, False), status.stderr
 
 

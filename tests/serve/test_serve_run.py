@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
+import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -27,6 +28,7 @@ from benchmarks.clients.features import Service
 from benchmarks.clients.run import CLIENTS, Result, run_client
 from benchmarks.common import ROOT
 from benchmarks.common.live import STOP_S, Server, default_config, serving
+from tests.docs.documents import Document
 from tests.serve.load import PATIENCE_S, until
 from tide_client import StatusError, TideClient
 
@@ -46,7 +48,7 @@ def server() -> Iterator[Server]:
     the last test's to stop; what is left then is killed here."""
     config = default_config()
     config["applications"][0]["args"]["engine"]["suffix_drafts"] = False
-    with serving(config, command=("tide", "serve")) as server:
+    with serving(config, command=("tide", "serve"), default_auth=True) as server:
         yield server
 
 
@@ -269,15 +271,37 @@ def test_a_running_request_is_aborted_by_name(server: Server, client: TideClient
     assert not client.abort("long one")
 
 
+def documented_commands() -> tuple[str, str, str]:
+    """Three lines of docs/serving.md: for the token, for the status, for another config."""
+    [block] = [block for block in Document("docs/serving.md").blocks("") if "serve status" in block]
+    export, status, deploy = block.splitlines()
+    assert (status, deploy) == ("serve status", "serve deploy deploy/config.yaml")
+    return export, status, deploy
+
+
+def test_the_commands_of_the_guide_show_the_state_of_a_cluster_that_asks_for_a_token(server: Server) -> None:
+    assert server.token
+    export, status, _ = documented_commands()
+    done = server.shell(f"{export}\n{status}", server.folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert yaml.safe_load(done.stdout)["applications"]["tide"]["status"] == "RUNNING"
+    ours = server.shell("tide status", server.folder)
+    assert (ours.returncode, yaml.safe_load(ours.stdout)) == (0, yaml.safe_load(done.stdout)), ours.stderr[-2000:]
+
+
 def test_a_changed_policy_takes_effect_without_a_restart_or_a_dropped_stream(
     server: Server, client: TideClient
 ) -> None:
     [replica] = server.replicas()
     config = copy.deepcopy(server.config)
     config["applications"][0]["deployments"][0]["user_config"] = {"mode": "full", "modes": ["full", "verified"]}
+    (server.folder / "deploy").mkdir()
+    (server.folder / "deploy" / "config.yaml").write_text(yaml.safe_dump(config))
+    export, _, deploy = documented_commands()
     with client.stream(CHAT, max_tokens=MANY_TOKENS, ignore_eos=True, timeout_s=PATIENCE_S) as stream:
         modes = {next(stream).mode}
-        server.deploy_by_command(config)
+        deployed = server.shell(f"{export}\n{deploy}", server.folder)
+        assert deployed.returncode == 0, deployed.stderr[-2000:]
         assert until(lambda: client.model_info().default_mode == "full")
         num_before = client.exit_stats().total_tokens
         assert until(lambda: client.exit_stats().total_tokens > num_before + 20), "the stream goes on"
