@@ -19,17 +19,7 @@ from deploy.choices import Outputs, begin_choices, outputs_of, whole_answers
 from deploy.failures import report
 from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
 from deploy.http_api.ignored_fields import Body, shown, without_ignored
-from deploy.http_api.openai_replies import (
-    DONE_EVENT,
-    ChatChoice,
-    ChatReply,
-    Choice,
-    CompletionReply,
-    Shown,
-    error_object,
-    invalid_body,
-    sse_event,
-)
+from deploy.http_api.openai_replies import ChatChoice, ChatReply, Choice, CompletionReply, Shown
 from deploy.http_api.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -39,6 +29,7 @@ from deploy.http_api.openai_requests import (
 )
 from deploy.http_api.openapi import describe
 from deploy.http_api.pages import playground_page, start_page
+from deploy.http_api.reply_objects import DONE_EVENT, error_object, invalid_body, sse_event
 from deploy.http_api.responses.replies import ResponseReply, response_events
 from deploy.http_api.responses.requests import ResponseRequest
 from deploy.keys import Caller

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.config.args import Limits
 from deploy.failures import DeadlineError, Failure, TooLargeError, report
-from deploy.http_api.openai_replies import error_object
+from deploy.http_api.reply_objects import error_object
 from deploy.keys import Caller
 from deploy.service import Service
 from deploy.strict import json_body

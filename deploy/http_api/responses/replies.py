@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy.choices import Outputs
 from deploy.failures import Failure, report
-from deploy.http_api.openai_replies import sse_event, tide_object
+from deploy.http_api.reply_objects import sse_event, tide_object
 from deploy.http_api.responses.requests import ResponseRequest
 from deploy.service import Answer
 from deploy.tools.parsers import CallDelta, Delta, ToolParser

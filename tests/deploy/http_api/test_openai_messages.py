@@ -19,15 +19,7 @@ from deploy.failures import (
     UnauthenticatedError,
     failure_of,
 )
-from deploy.http_api.openai_replies import (
-    ChatChoice,
-    ChatReply,
-    Choice,
-    CompletionReply,
-    error_object,
-    invalid_body,
-    sse_event,
-)
+from deploy.http_api.openai_replies import ChatChoice, ChatReply, Choice, CompletionReply
 from deploy.http_api.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -35,6 +27,7 @@ from deploy.http_api.openai_requests import (
     TideOptions,
     TokenizeRequest,
 )
+from deploy.http_api.reply_objects import error_object, invalid_body, sse_event
 from tests.deploy.answers import make_answer
 from tests.deploy.scripted import FOREVER, HEL, LO, USAGE, ScriptedEngine, call
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, EngineError, RequestError
