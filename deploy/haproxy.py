@@ -8,6 +8,7 @@ Serve runs the binary that `RAY_SERVE_HAPROXY_BINARY_PATH` names. `tide serve` a
 - answers in JSON: 503 with Retry-After where no replica can answer, or none is known yet, and 404 for other paths;
   Serve's pages are a plain-text 500 and 404. Errors that Serve writes in a replica, such as 429 of a full one, become
   JSON, too, over HTTP only. HTML remains where HAProxy 2.8 cannot read a request: it has no setting for that page;
+- waits half a minute for the headers of a request; Serve has no such limit, and HAProxy would wait an hour;
 - does not tell the prefixes and names of applications at /-/routes, in whatever spelling;
 - does not splice: together with `abortonclose` a client that sends headers and body in two packets and leaves before
   the response keeps a thread of HAProxy 2.8 busy until the response is there.
@@ -27,6 +28,8 @@ from typing import NoReturn
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 PR_SET_PDEATHSIG = 1
+HEADERS_S = 30
+"""Seconds in which the headers of a request must arrive. Between requests `keep_alive_timeout_s` of Serve counts."""
 HTTP_HOST = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTILINE)
 OWN_PORTS = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )[*]?(:\d+)$", re.MULTILINE)
 ERROR_FILE = re.compile(r"^\s+errorfile 50[234] (\S+)$", re.MULTILINE)
@@ -96,7 +99,9 @@ def correct(path: Path, *, is_reload: bool = False) -> None:
 
 
 def corrected(config: str) -> str:
-    return with_json_errors(with_json(without_routes(with_local_ports(without_splicing(config)))))
+    return with_limit_of_headers(
+        with_json_errors(with_json(without_routes(with_local_ports(without_splicing(config)))))
+    )
 
 
 def without_splicing(config: str) -> str:
@@ -141,6 +146,11 @@ def with_json_errors(config: str) -> str:
             f"if {{ status {status} }} {{ res.hdr(content-type) -m beg text/plain }} !METH_OPTIONS"
         )
     return FRONTEND.sub(lambda found: found.group() + "".join(f"    {rule}\n" for rule in rules), config)
+
+
+def with_limit_of_headers(config: str) -> str:
+    """The config with a limit on the time in which the headers of an HTTP request arrive."""
+    return FRONTEND.sub(rf"\g<0>    timeout http-request {HEADERS_S}s\n", config)
 
 
 def _quoted(text: str) -> str:

