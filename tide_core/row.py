@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tide_core.request import ExitPolicy, Request
 
 if TYPE_CHECKING:
+    from tide_core.exits.cost import RowAcceptance
     from tide_core.kv.block_manager import BlockTable
 
 
@@ -21,6 +22,8 @@ class Row:
     table: BlockTable
     policy: ExitPolicy
     """In force now: that of the request, unless its bound has broken since."""
+    acceptance: RowAcceptance
+    """Of its drafts, in steps of few rows."""
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     num_preemptions: int = 0

@@ -205,6 +205,9 @@ class Observer:
     def observe(self, drafts: Any) -> None:
         pass
 
+    def observe_row(self, *what: Any) -> None:
+        pass
+
     def observe_host(self, *what: Any) -> None:
         self.seen.append(what)
 

@@ -309,7 +309,7 @@ def test_a_row_prefills_ahead_only_where_running_rows_have_blocks_for_a_while() 
 def test_the_planner_is_asked_once_per_step_for_the_rows_that_may_draft() -> None:
     asked: list[tuple[int, int]] = []
     scheduler = make_scheduler(num_blocks=40, max_rows=4, max_batch_tokens=5)
-    scheduler.plan_drafts = lambda drafting, rows: asked.append((drafting, rows)) or 3  # type: ignore[func-returns-value]
+    scheduler.plan_drafts = lambda drafting, rows, _: asked.append((drafting, rows)) or 3  # type: ignore[func-returns-value]
     for name, policy in (("a", EXITS), ("b", None), ("c", EXITS)):
         add(scheduler, name, 1, policy=policy)
     step(scheduler)

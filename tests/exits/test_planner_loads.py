@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tide_core.batch import DraftCounts
-from tide_core.exits.cost import Acceptance, CostPoint, CostTable, DraftPlanner
+from tide_core.exits.cost import Acceptance, CostPoint, CostTable, DraftPlanner, RowAcceptance
 
 pytestmark = pytest.mark.unit
 
@@ -84,3 +84,50 @@ def test_no_load_and_no_text_makes_drafting_slower_than_full_depth(
 @pytest.mark.parametrize("load", [name for name in LOADS if name not in ("9 rows", "within and beyond the table")])
 def test_easy_text_gains_at_every_load_that_has_cheap_drafts(load: str) -> None:
     assert speed(LOADS[load], TEXTS["easy"], calibrated=0.75, noise=0.02) > 1.1
+
+
+REQUEST_TOKENS = 100
+
+
+def speed_of_requests(chances: tuple[float, ...], *, row_by_row: bool) -> tuple[float, ...]:
+    """One request after another on one row, each with one of these chances that a draft is right: tokens per second of
+    the requests of each chance, over those of full depth."""
+    random, truth = np.random.default_rng(7), CostTable((CostPoint(1, 10.0, tuple((k, 10.0 + k) for k in range(7))),))
+    planner = DraftPlanner(6, Acceptance.prior([0.6] * 6, 6), truth)
+    tokens, seconds = Counter[float](), Counter[float]()
+    for number in range(60):
+        right, row, left = chances[number % len(chances)], RowAcceptance(), REQUEST_TOKENS
+        while left > 0:
+            drafts = planner(1, 1, [row.factor] if row_by_row else ())
+            kept = min(int(random.geometric(1.0 - right)) - 1, drafts)
+            counts = DraftCounts(drafts, kept, allowed=drafts)
+            planner.observe_row(row, [counts])
+            planner.observe([(counts, 1)] if drafts else [])
+            left -= kept + 1
+            tokens[right] += kept + 1
+            seconds[right] += truth.cycle(1, drafts)
+    return tuple(tokens[right] / seconds[right] * truth.full(1) for right in chances)
+
+
+def test_a_row_that_runs_alone_is_planned_by_its_own_acceptance() -> None:
+    """A hard text after easy ones: its first drafts are lost, and not as many as the memory of all rows would make."""
+    easy, hard = speed_of_requests((0.8, 0.03), row_by_row=True)
+    easy_by_all, hard_by_all = speed_of_requests((0.8, 0.03), row_by_row=False)
+    assert hard_by_all < 0.9 < 0.93 < hard
+    assert easy > easy_by_all
+
+
+def test_rows_that_are_alike_lose_nothing_by_counting_each_for_itself() -> None:
+    [apart], [together] = (speed_of_requests((0.6,), row_by_row=each) for each in (True, False))
+    assert apart > 0.98 * together
+
+
+def test_a_row_that_was_hard_is_tried_again() -> None:
+    row, planner = RowAcceptance(), DraftPlanner(2, Acceptance.prior([0.8, 0.8], 2))
+    for _ in range(20):
+        planner.observe_row(row, [DraftCounts(2, 0, allowed=2)])
+    hard = row.factor
+    planner.observe_row(row, [DraftCounts()] * 100)
+    assert hard < 0.4 < 0.9 < row.factor < 1.0
+    planner.observe_row(row, [DraftCounts(3, 3, allowed=3, from_suffix=True)] * 5)
+    assert row.factor < 1.0, "suffix drafts say nothing of the exits"

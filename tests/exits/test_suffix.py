@@ -6,6 +6,7 @@ import pytest
 
 from tests.factories import make_request
 from tide_core.exits import suffix
+from tide_core.exits.cost import RowAcceptance
 from tide_core.exits.suffix import MAX_MATCH, MAX_SUFFIX_DRAFTS, SharedOutputs, SuffixDrafts, TokenIndex
 from tide_core.kv.block_manager import BlockTable
 from tide_core.request import Request, SamplingParams
@@ -21,7 +22,7 @@ def index_of(tokens: list[int]) -> TokenIndex:
 def row_of(prompt: list[int], *outputs: int, salt: str = "", end_ids: tuple[int, ...] = ()) -> Row:
     params = SamplingParams(max_tokens=1000, stop_ids=end_ids)
     request = Request("r", tuple(prompt), params, 0, cache_salt=salt)
-    return Row(request, None, BlockTable(), request.policy, list(outputs))
+    return Row(request, None, BlockTable(), request.policy, RowAcceptance(), list(outputs))
 
 
 def test_two_tokens_are_no_match() -> None:

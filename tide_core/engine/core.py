@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tide_core.batch import RowResult, RowStep, Runner, RunningStep, ScheduledBatch, StepResult
+from tide_core.batch import DraftCounts, RowResult, RowStep, Runner, RunningStep, ScheduledBatch, StepResult
 from tide_core.engine.scheduler import Scheduler
 from tide_core.errors import EngineError, RequestError
 from tide_core.exits.audit import AuditBook
+from tide_core.exits.cost import ROWS_APART, RowAcceptance
 from tide_core.exits.policy import without_exits
 from tide_core.kv.block_manager import BlockTable
 from tide_core.outputs.exit_stats import ExitStats
@@ -52,6 +53,8 @@ class Planner(Protocol):
     """What the core reports to the draft planner."""
 
     def observe(self, drafts: DraftStats) -> None: ...
+
+    def observe_row(self, mine: RowAcceptance, cycles: Sequence[DraftCounts]) -> None: ...
 
     def observe_host(self, num_rows: int, num_tokens: int, seconds: float, steps_per_launch: int) -> None: ...
 
@@ -304,6 +307,8 @@ class EngineCore:
         audits = tuple([note.audit for note in result.notes]) if result.notes else ALL_VERIFIED
         record = StepRecord(result.exit_layers, audits, layers_run, result.counts, step.request.informs_planner)
         self._stats.add(record, state.steps)
+        if self._planner is not None and len(self.scheduler.running) <= ROWS_APART:
+            self._planner.observe_row(state.row.acceptance, result.counts)
         if step.policy.mode in AUDITED_MODES:
             self._flush_stats()
             self._audit(step.policy, len(result.token_ids), audits)

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tide_core.batch import RowStep, ScheduledBatch
-from tide_core.exits.cost import DraftPlanner
+from tide_core.exits.cost import ROWS_APART, DraftPlanner, RowAcceptance
 from tide_core.exits.suffix import SuffixDraft, SuffixDrafts
 from tide_core.kv.block_manager import BlockManager, BlockTable
 from tide_core.request import Request
@@ -76,12 +76,13 @@ class Scheduler:
         *,
         max_rows: int,
         max_batch_tokens: int,
-        plan_drafts: Callable[[int, int], int] | None = None,
+        plan_drafts: Callable[[int, int, Sequence[float]], int] | None = None,
         max_drafts: int = 0,
         prefills_ahead: bool = False,
         suffixes: SuffixSource | None = None,
     ) -> None:
-        """`plan_drafts(num_drafting, num_rows)`: number of drafts of each row that may draft, in a step of `num_rows`.
+        """`plan_drafts(num_drafting, num_rows, factors)`: number of drafts of each row that may draft, in a step of
+        `num_rows`; with few rows `factors` has the factor of each (`RowAcceptance`).
 
         Rows that skip layers (mode fast) always make up to `max_drafts`, because each draft saves work whatever the
         load. With `prefills_ahead` the prompts of a few rows beyond `max_rows` run before these rows have a slot.
@@ -100,7 +101,7 @@ class Scheduler:
 
     def add(self, request: Request, namespace: bytes | None) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
-        row = Row(request, namespace, BlockTable(), request.policy)
+        row = Row(request, namespace, BlockTable(), request.policy, RowAcceptance())
         self.waiting.append(row)
         return row
 
@@ -225,7 +226,8 @@ class Scheduler:
         budget = self.max_batch_tokens - num_decoding
         if num_decoding < len(missing):
             budget -= int(self.max_batch_tokens * PROMPT_SHARE)
-        planned = self.plan_drafts(len(drafting), num_decoding) if drafting else 0
+        factors = [row.acceptance.factor for row in drafting] if len(drafting) <= ROWS_APART else ()
+        planned = self.plan_drafts(len(drafting), num_decoding, factors) if drafting else 0
         suffix_drafts: dict[Row, Sequence[int]] = {}
         if self.suffixes is not None:
             planned, suffix_drafts = self.suffixes.plan(missing, len(drafting), num_decoding, planned)

@@ -15,6 +15,9 @@ The plan is the k with the most tokens per second. If no k is faster than a step
 64 such plans makes one draft nevertheless, if it pays by the calibrated acceptance: otherwise text that is hard to
 draft would end drafting for good, since acceptance is counted only where there are drafts.
 
+In a step of few rows keep_j is that of each row: the chance over all rows times a factor, how many of the row's drafts
+were right lately over how many should have been. All rows make as many drafts nevertheless.
+
 If rows have suffix drafts, two more kinds of plan are compared with it: these rows use theirs and the others draft by
 exits; or no exit drafts, and these rows use as many as pay. Suffix drafts are known only when the step before is read,
 so such a step is not launched ahead, and the host's time is added to the device's.
@@ -48,6 +51,11 @@ PRIOR_REACH = 0.85
 SUFFIX_SIZES = (3, 7, 15)
 """Limits on the suffix drafts of a row that are measured and planned: with the newest token 4, 8 and 16 tokens of the
 deep pass."""
+ROWS_APART = 4
+"""Most rows of a step whose acceptance is counted row by row. All rows make as many drafts, so with more of them the
+differences cancel out."""
+ROW_WEIGHT, ROW_FADE = 3.0, 0.96
+"""Drafts of all rows, in hits, that a row's own count against; and what is left of a row's counts after a cycle."""
 PROBE_EVERY = 64
 """Of this many plans without drafts, the last one becomes a plan of one draft, if that pays by calibration."""
 HOST_MEMORY, HOST_MEMORY_DOWN = 64.0, 8.0
@@ -190,6 +198,20 @@ class Acceptance:
 
 
 @dataclass(slots=True)
+class RowAcceptance:
+    """How many drafts of one row were right lately, and how many would have been by the acceptance of all rows."""
+
+    hits: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """How much likelier a draft of this row is right than one of all rows. Cycles without drafts fade the counts,
+        so that a row that was hard to draft is tried again."""
+        return (ROW_WEIGHT + self.hits) / (ROW_WEIGHT + self.expected)
+
+
+@dataclass(slots=True)
 class DraftPlanner:
     """Decides, once per step, how many drafts each row makes."""
 
@@ -216,18 +238,27 @@ class DraftPlanner:
         if self.calibrated is None:
             self.calibrated = copy.deepcopy(self.acceptance)
 
-    def __call__(self, num_drafting: int, num_rows: int) -> int:
-        plan = self.plan(num_drafting, num_rows)
+    def __call__(self, num_drafting: int, num_rows: int, factors: Sequence[float] = ()) -> int:
+        """As `plan` says, or one draft as a probe."""
+        plan = self.plan(num_drafting, num_rows, factors=factors)
         if plan.drafts == 0 and self.max_drafts and self.num_full % PROBE_EVERY == PROBE_EVERY - 1:
-            plan = Plan(min(1, self.plan(num_drafting, num_rows, self.calibrated).drafts), plan.gain)
+            probe = self.plan(num_drafting, num_rows, self.calibrated)
+            plan = Plan(min(1, probe.drafts), plan.gain)
             self.num_full += plan.drafts > 0  # otherwise the next plan would probe, too
         self.num_plans += 1
         self.num_full += plan.drafts == 0
         self.last = plan
         return plan.drafts
 
-    def plan(self, num_drafting: int, num_rows: int, acceptance: Acceptance | None = None) -> Plan:
-        """The best number of drafts for a step of `num_rows` rows of which `num_drafting` may draft."""
+    def plan(
+        self,
+        num_drafting: int,
+        num_rows: int,
+        acceptance: Acceptance | None = None,
+        factors: Sequence[float] = (),
+    ) -> Plan:
+        """The best number of drafts for a step of `num_rows` rows of which `num_drafting` may draft. `factors`: of each
+        of these (`RowAcceptance.factor`), or none if all are alike."""
         acceptance = acceptance or self.acceptance
         if self.table is None:
             return Plan(self.max_drafts, 1.0)
@@ -243,11 +274,17 @@ class DraftPlanner:
         best, best_gain = 0, LEAST_GAIN
         tokens = float(num_rows)
         reach = keep = 1.0
+        keeps = [1.0] * len(factors)
         for drafts, slope in enumerate(prices.slopes(num_drafting), 1):
             seconds += slope * (1.0 - (1.0 - reach) ** num_drafting)
             reach *= acceptance.reached[drafts - 1].value
-            keep *= acceptance.kept[drafts - 1].value
-            tokens += num_drafting * keep
+            kept = acceptance.kept[drafts - 1].value
+            if factors:
+                keeps = [mine * min(1.0, kept * factor) for mine, factor in zip(keeps, factors, strict=True)]
+                tokens += sum(keeps)
+            else:
+                keep *= kept
+                tokens += num_drafting * keep
             gain = tokens / max(seconds, host_s * (num_rows / self.steps_per_launch + tokens)) / full_rate
             if gain > best_gain:
                 best, best_gain = drafts, gain
@@ -303,6 +340,16 @@ class DraftPlanner:
         if found is None and self.host_s:
             found = self.host_s[min(self.host_s, key=lambda rows: abs(rows - num_rows))]
         return found or 0.0
+
+    def observe_row(self, mine: RowAcceptance, cycles: Sequence[DraftCounts]) -> None:
+        """Record the cycles of one row, in a step of few rows."""
+        for counts in cycles:
+            mine.hits *= ROW_FADE
+            mine.expected *= ROW_FADE
+            if counts.allowed and not counts.from_suffix:
+                tried = self.acceptance.kept[: min(counts.accepted + 1, counts.allowed)]
+                mine.hits += counts.accepted
+                mine.expected += sum([chance.value for chance in tried])
 
     def observe(self, drafts: Sequence[tuple[DraftCounts, int]]) -> None:
         """Count the cycles of a step, of rows that inform the planner."""

@@ -173,7 +173,11 @@ def test_plans_expect_the_most_steps_per_launch_and_one_with_branches(
 ) -> None:
     parts, observed = exit_parts(share=HARDER), list[tuple[int, int, float, int]]()
     monkeypatch.setattr(GraphCycles, "_overlaps", property(lambda cycles: cycles._in_flight is not None))
-    parts.core._planner = SimpleNamespace(observe=lambda drafts: None, observe_host=lambda *what: observed.append(what))
+    parts.core._planner = SimpleNamespace(
+        observe=lambda drafts: None,
+        observe_row=lambda *what: None,
+        observe_host=lambda *what: observed.append(what),
+    )
     with poisoned(parts) as engine:
         engine.generate(random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True))
     observed = observed[: len(observed) // 2]  # rows that end draft fewer tokens than others, and have no branches
@@ -434,7 +438,9 @@ def test_the_planner_observes_the_drafts_a_cycle_was_launched_with(launches: Cou
     def observe(seen: Any) -> None:
         observed.extend((counts.allowed, counts.accepted + 1) for counts, _ in seen)
 
-    parts.core._planner = SimpleNamespace(observe=observe, observe_host=lambda *what: None)
+    parts.core._planner = SimpleNamespace(
+        observe=observe, observe_row=lambda *what: None, observe_host=lambda *what: None
+    )
     answers(parts, random_prompts(1, 8), SamplingParams(max_tokens=40, ignore_eos=True))
     assert {2} <= {allowed for allowed, _ in observed} <= {1, 2}, "fewer at the end"
     assert all(tokens <= allowed + 1 for allowed, tokens in observed)
