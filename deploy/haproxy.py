@@ -38,6 +38,7 @@ ROUTES = re.compile(r"^(\s+)acl routes path -i /-/routes$", re.MULTILINE)
 SHOWS_ROUTES = re.compile(r"^(\s+http-request return ).* if routes$", re.MULTILINE)
 NOT_FOUND = re.compile(r"^(backend default_backend\n\s+http-request return )status 404 .*$", re.MULTILINE)
 BINDS = re.compile(r"^\s+bind .*$", re.MULTILINE)
+FALLBACK = re.compile(r"^\s+server (\S+) .*\bbackup$", re.MULTILINE)
 SPLICE = re.compile(r"^[ \t]+option splice-\w+\n", re.MULTILINE)
 HAS_ROUTES = re.compile(r"^\s+use_backend ", re.MULTILINE)
 
@@ -134,16 +135,20 @@ def without_routes(config: str) -> str:
 
 def with_json_errors(config: str) -> str:
     """The config with JSON, over HTTP, for errors of replicas in plain text. A browser's question whether it may call
-    (OPTIONS) is left alone."""
+    (OPTIONS) is left alone. HAProxy uses Serve's own proxy where it thinks that no replica is up, and that proxy
+    answers 500 for a replica that has died: it becomes 503, as HAProxy answers itself."""
     rules = [
         "http-response set-var(txn.tide_wait) str(1)",
         "http-response set-var(txn.tide_wait) res.hdr(retry-after) if { res.hdr(retry-after) -m found }",
     ]
-    for status, body in IN_REPLICA.items():
+    by_fallback = f"{{ srv_name {' '.join(sorted(set(FALLBACK.findall(config))))} }}"
+    cases = [(500, 503, UNAVAILABLE, by_fallback)] if FALLBACK.search(config) else []
+    cases += [(status, status, body, "") for status, body in IN_REPLICA.items()]
+    for came, status, body, condition in cases:
         wait = ' hdr Retry-After "%[var(txn.tide_wait)]"' if status in (429, 503) else ""
         rules.append(
             f"http-response return status {status} content-type application/json{wait} string {_quoted(body)} "
-            f"if {{ status {status} }} {{ res.hdr(content-type) -m beg text/plain }} !METH_OPTIONS"
+            f"if {{ status {came} }} {{ res.hdr(content-type) -m beg text/plain }} !METH_OPTIONS {condition}".rstrip()
         )
     return FRONTEND.sub(lambda found: found.group() + "".join(f"    {rule}\n" for rule in rules), config)
 

