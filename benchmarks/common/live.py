@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.common import ROOT
 
-START_S = 240
+START_S = 480
 STOP_S = 60
 
 
