@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from benchmarks.block_drafter.data import Batch
 from benchmarks.block_drafter.model import BlockDrafter, block_mask, copy_layers
-from benchmarks.block_drafter.narrow import NarrowExitHead
 from benchmarks.block_drafter.variants import TargetShape, Variant
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.train.candidates import Candidate, CandidateSpec, layers_of, make_candidate
+from tide_core.calibration.train.candidates import layers_of, make_candidate
 from tide_core.calibration.train.learner import (
     ADAMW_RATE,
     BETAS,
@@ -40,7 +39,6 @@ from tide_core.calibration.train.learner import (
 )
 from tide_core.calibration.train.teacher import States, Teacher, fast_matmul, fused_norms
 from tide_core.calibration.train.train import StepGraphs, loss_rows
-from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
 
 ALPHA = 0.5
@@ -64,7 +62,7 @@ class Sizes:
     """Blocks of a batch in the loss."""
     rows: int = 4096
     """Positions of a batch in the loss of an exit head."""
-    distances: int = 5
+    distances: int = 6
     """Drafts in a row for which an exit head is trained."""
     seed: int = 0
 
@@ -143,17 +141,9 @@ class HeadTrainee:
         self, variant: Variant, adapter: ModelAdapter, teacher: Teacher, config: CalibrationConfig, sizes: Sizes
     ) -> None:
         self._teacher, self._sizes = teacher, sizes
-        muon, shape = variant.optimiser == "muon", TargetShape.of(adapter.config)
-        head = variant.head(shape, sizes.distances)
-        spec = CandidateSpec(variant.checkpoint, "block", True, lr=variant.lr, muon=muon, taps=head.taps)
+        spec = variant.candidate(TargetShape.of(adapter.config))
         options = {"max_distance": sizes.distances, "bottleneck": config.router_bottleneck, "seed": sizes.seed}
-        if variant.is_narrow_head:
-            with seeded(sizes.seed, variant.name):
-                narrow = NarrowExitHead(head, variant.inner(shape)).to(adapter.device)
-                router = Router(head.width, config.router_bottleneck).to(adapter.device)
-            self.candidate = Candidate(variant.checkpoint, "block", narrow, router, variant.name)
-        else:
-            self.candidate = make_candidate(adapter, spec, **options)
+        self.candidate = make_candidate(adapter, spec, **options)
         schedule = {
             "steps": SCHEDULE_STEPS,
             "warmup_steps": round(WARMUP * SCHEDULE_STEPS),

@@ -1,6 +1,7 @@
 """Variants of the study, written `kind` followed by options: `block:layers=2:width=0.5:mix`, `head:width=0.25`.
 
-    head     the present exit head, which drafts one token at a time; with a width below 1 its block is narrower
+    head     an exit head, which drafts one token at a time; with a width below 1 its block is narrow, and with a cell
+             it drafts in one pass
     block    a drafter that proposes a block of tokens in one pass
 
 Sizes are shares of the target's, so that a variant can be built for every target.
@@ -11,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.block_drafter.model import SEEDS, DrafterSpec
+from tide_core.calibration.train.candidates import CandidateSpec
 from tide_core.errors import ConfigError
-from tide_core.exits.artefact.heads import HeadSpec
 
 KINDS = ("head", "block")
 TARGETS = ("distribution", "text")
@@ -52,6 +54,19 @@ class TargetShape:
             float(getattr(config, "rms_norm_eps", 1e-5)),
         )
 
+    def as_adapter(self) -> Any:
+        """What `head_spec` reads of a model."""
+        config = SimpleNamespace(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size,
+            rope_parameters={"rope_theta": self.rope_theta},
+            rms_norm_eps=self.norm_eps,
+        )
+        return SimpleNamespace(config=config, num_layers=self.layers)
+
     def taps(self, num: int) -> tuple[int, ...]:
         """Layers at even distances over the depth; the last one is not among them."""
         return tuple(sorted({round(self.layers * place / (num + 1)) for place in range(1, num + 1)} - {0, self.layers}))
@@ -76,6 +91,8 @@ class Variant:
     """Number of layers, at even distances, whose states are fused with the final one."""
     mix: bool = False
     """Every layer of the drafter has its own mix of these states."""
+    cell: float = 0.0
+    """Of an exit head that drafts in one pass: width of its cell, as a share of that of its block."""
     seed: str = "all"
     target: str = "distribution"
     """What a block learns: the target's distribution, or its text."""
@@ -108,6 +125,7 @@ class Variant:
         )
         sound = all(value in allowed for value, allowed in choices)
         sound = sound and 0 < self.width <= 1 and 0 < self.ffn <= 4 and self.layers > 0 and 0 <= self.taps <= 16
+        sound = sound and 0 <= self.cell <= 8 and (self.kind == "head" or not self.cell)
         sound = sound and 2 <= self.places <= 64 and self.checkpoint >= (1 if self.kind == "head" else 0)
         if self.kind == "head":  # options of blocks do not apply
             plain = Variant("head")
@@ -125,10 +143,6 @@ class Variant:
             if value != field.default:
                 parts.append(field.name if field.name in FLAGS else f"{field.name}={value}")
         return ":".join(parts)
-
-    @property
-    def is_narrow_head(self) -> bool:
-        return self.kind == "head" and self.width < 1
 
     def inner(self, shape: TargetShape) -> int:
         return shape.hidden if self.width == 1 else _rounded(shape.hidden * self.width)
@@ -149,18 +163,19 @@ class Variant:
             **self._block(shape),
         )
 
-    def head(self, shape: TargetShape, max_distance: int) -> HeadSpec:
-        """The shape of an exit head in a target; that of a narrow one has the block of the inner width."""
-        taps = tuple(tap for tap in shape.taps(self.taps) if tap > self.checkpoint)
-        return HeadSpec(
-            kind="block",
-            width=shape.hidden,
-            deep=True,
-            max_distance=max_distance,
-            rope_theta=shape.rope_theta,
-            norm_eps=shape.norm_eps,
-            taps=taps,
-            **self._block(shape),
+    def candidate(self, shape: TargetShape) -> CandidateSpec:
+        """An exit head as a calibration has it."""
+        inner = self.inner(shape)
+        return CandidateSpec(
+            self.checkpoint,
+            "block",
+            True,
+            ffn=_rounded(shape.intermediate * self.width) if self.width < 1 else None,
+            lr=self.lr,
+            muon=self.optimiser == "muon",
+            taps=tuple(tap for tap in shape.taps(self.taps) if tap > self.checkpoint),
+            inner=inner if self.width < 1 else None,
+            cell=_rounded(inner * self.cell) if self.cell else None,
         )
 
     def _block(self, shape: TargetShape) -> dict[str, int]:
@@ -187,6 +202,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "places": int,
     "checkpoint": int,
     "taps": int,
+    "cell": float,
     "seed": str,
     "target": str,
     "optimiser": str,
@@ -194,6 +210,6 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 EXPECTED = (
     "block[:layers=N][:width=SHARE][:ffn=SHARE][:places=N][:checkpoint=N][:taps=N][:mix][:seed=none|first|all]"
-    "[:target=distribution|text], or head[:width=SHARE][:checkpoint=N][:taps=N]; each with [:optimiser=muon|adamw]"
+    "[:target=distribution|text], or head[:width=SHARE][:checkpoint=N][:taps=N][:cell=SHARE]; each with [:optimiser=muon|adamw]"
     "[:lr=X]"
 )
