@@ -74,6 +74,8 @@ def _thresholds(
 ) -> tuple[float, float]:
     """Least scores to draft and to leave at one checkpoint."""
     if mode == "fast":
+        if checkpoint.layer == 0:
+            raise RequestError("mode", mode, "full, verified or bounded: the artefact's exit is before the first layer")
         leave = checkpoint.fast_threshold if asked is None else asked
         if leave is None:
             expected = f"a threshold as well: the artefact has none for fast at layer {checkpoint.layer}"

@@ -84,7 +84,7 @@ class Checkpoint:
     fast: FastPoint | None = None
 
     def __post_init__(self) -> None:
-        _integer("layer", self.layer, 1, 2**16)
+        _integer("layer", self.layer, 0, 2**16)
         _integer("router_bottleneck", self.router_bottleneck, 1, 2**16)
         _tuple("acceptance", self.acceptance)
         for distance, value in enumerate(self.acceptance, 1):
@@ -164,7 +164,7 @@ class Manifest:
         _tuple("checkpoints", self.checkpoints)
         if not self.checkpoints:
             raise ArtefactError("checkpoints", "none", "at least one")
-        before = 0
+        before = -1
         for index, checkpoint in enumerate(self.checkpoints):
             where, layer = f"checkpoints[{index}]", checkpoint.layer
             if layer >= self.model.num_layers:
