@@ -67,7 +67,9 @@ def _trace_batch(
     """Agreement and scores [J, N] of one candidate."""
     distances = range(1, max_distance + 1)
     head = candidate.head
-    features = features_by_distance(head, states.at[candidate.layer], states.fed_to(head), distances)
+    features = features_by_distance(
+        head, states.at[candidate.layer], states.fed_to(head), distances, states.drafted_by(head)
+    )
     agrees: list[Tensor] = []
     scores: list[Tensor] = []
     for distance in distances:

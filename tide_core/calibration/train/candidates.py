@@ -24,7 +24,7 @@ from tide_core.exits.artefact.heads import HEAD_KINDS, ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
 
-EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
+EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:cell=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
 WIDE_FROM = 1025
 """Model width from which narrow blocks are considered; a block of a narrower model costs little at its full width."""
 WIDTH_STEP = 64
@@ -42,6 +42,7 @@ _SIZES: dict[str, Callable[[str], Any]] = {
     "hidden": int,
     "inner": int,
     "ffn": int,
+    "cell": int,
     "lr": float,
     "taps": _read_taps,
 }
@@ -69,6 +70,8 @@ class CandidateSpec:
     """Layers whose states go into the deep state; None takes `default_taps`."""
     inner: int | None = None
     """Width at which a block works; None and 0 take the model's."""
+    cell: int | None = None
+    """Width of the cell of a head that drafts in one pass; None and 0 for a head that drafts one token a pass."""
 
     @classmethod
     def parse(cls, text: str) -> CandidateSpec:
@@ -142,8 +145,9 @@ def _spec(config: CalibrationConfig, layer: int, kind: str, inner: int | None) -
 
 
 def layers_of(candidates: Sequence[Candidate]) -> list[int]:
-    """The layers whose states candidates need: checkpoint layers and taps."""
-    return sorted({layer for each in candidates for layer in (each.layer, *each.head.spec.taps)})
+    """The layers whose states candidates need: checkpoint layers and taps, and 0, the embedded tokens, for cells."""
+    layers = {layer for each in candidates for layer in (each.layer, *each.head.spec.taps)}
+    return sorted(layers | {0 for each in candidates if each.head.spec.in_one_pass})
 
 
 def default_taps(layer: int, num_layers: int) -> tuple[int, ...]:
@@ -176,6 +180,7 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
             "head_size": size + size % 2,
             "ffn": feed_forward if spec.ffn is None else spec.ffn,
             "inner": spec.inner or 0,
+            "cell": spec.cell or 0,
         }
     own_hidden = feed_forward if spec.kind == "mlp" else 0
     taps = default_taps(spec.layer, adapter.num_layers) if spec.taps is None else spec.taps

@@ -41,6 +41,10 @@ class States:
         """The deep states [B, S, D] that a head takes as input."""
         return head.deep_state(self.normed, [self.at[tap] for tap in head.spec.taps])
 
+    def drafted_by(self, head: ExitHead) -> Tensor | None:
+        """The embedded tokens [B, S, D], if the head takes its drafts as input."""
+        return self.at[0] if head.spec.in_one_pass else None
+
 
 @dataclass(frozen=True, slots=True)
 class Targets:
