@@ -55,6 +55,7 @@ def test_a_fused_embedding_is_the_heads_own(hidden: int, inner: int) -> None:
 def test_fused_features_are_as_wide_as_the_model_and_the_heads_own(inner: int) -> None:
     head = random_head(inner=inner)
     states, refined = torch.randn(4, WIDTH), torch.randn(4, inner or WIDTH)
-    found = FusedHead(head, twin_kernels()).widen(refined, states)
+    fused = FusedHead(head, twin_kernels())
+    found = fused.widen(refined, fused.skip(states))
     assert found.shape == (4, WIDTH)
     torch.testing.assert_close(found, head.widen(refined, states), rtol=0, atol=1e-5)

@@ -219,6 +219,38 @@ class Exits:
         features = self._features(0, view, states, deep_slots, distances)
         return features, self._narrow_logits(features)
 
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether the only head drafts all tokens of a cycle in one pass. `draft` is then split: `embed_places` and
+        `refine_places` once for all places of all rows, then `advance` and `features_at` for one after another."""
+        return any(checkpoint.head.spec.in_one_pass for checkpoint in self.checkpoints)
+
+    def embed_places(self, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+        """What enters the block at places of rows, [T, d], from the state of the newest token of each row, [T, D]."""
+        return self._fused[0].embed(states, self._cache.deep_states[0], deep_slots, distances)
+
+    def refine_places(self, view: KernelView, embedded: torch.Tensor) -> torch.Tensor:
+        """One pass of the block over the places of each row, [T, d]; it writes their K and V."""
+        return self._fused[0].refine(view, self.checkpoints[0].kv_layer, embedded)
+
+    def advance(
+        self, refined: torch.Tensor, before: torch.Tensor, best: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """What the block gave for a place of each row, [R, d], with the drafts before it: `before` [R, d] is this of
+        the place before, and `best` [R] are the shortlist indices of the tokens drafted there, for `positions` [R]."""
+        if self._entering is not None:
+            return self._fused[0].advance(refined, before, self._entering, best)
+        return self._fused[0].advance(refined, before, self._adapter.embed(self.shortlist[best], positions)[0])
+
+    def skip(self, states: torch.Tensor) -> torch.Tensor:
+        """What `features_at` needs of the states of the newest tokens, [R, D]: once for all places."""
+        return self._fused[0].skip(states)
+
+    def features_at(self, advanced: torch.Tensor, skipped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features [R, D] and logits [R, S] at a place, from what `advance` gave, or `refine_places` for the first."""
+        features = self._fused[0].widen(advanced, skipped)
+        return features, self._narrow_logits(features)
+
     def top2(self, logits: torch.Tensor, out: Top2) -> None:
         """The two largest logits of `draft` and their sum of exponentials; on one stream with `score_features`."""
         self._scorers[0].top2(logits, out)
@@ -237,7 +269,8 @@ class Exits:
     ) -> torch.Tensor:
         refined = self._refined(index, view, states, deep_slots, distances)
         if self._fused and isinstance(view, KernelView):
-            return self._fused[index].widen(refined, states)
+            fused = self._fused[index]
+            return fused.widen(refined, fused.skip(states))
         return self.checkpoints[index].head.widen(refined, states)
 
     def _refined(
