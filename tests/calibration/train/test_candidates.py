@@ -19,7 +19,7 @@ from tide_core.calibration.train.candidates import (
     head_spec,
     load_candidates,
     make_candidate,
-    narrow_candidates,
+    other_candidates,
     save_candidates,
 )
 from tide_core.calibration.train.train import fit
@@ -32,6 +32,7 @@ from tide_core.exits.artefact.heads import ExitHead
     [
         "2:block:deep:muon:hidden=0:ffn=1536:lr=0.002",
         "1:block:deep:muon:inner=1152:ffn=3072",
+        "1:block:deep:muon:inner=1152:cell=1152",
         "1:identity",
         "28:affine:deep",
         "3:mlp:hidden=64",
@@ -66,13 +67,14 @@ def test_a_checkpoint_after_the_last_layer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_block_is_trained_and_traced_in_every_family(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("name", "drafts"), [("2:block:deep", 2), ("2:block:deep:cell=8", 3)])
+def test_a_block_is_trained_and_traced_in_every_family(tmp_path: Path, name: str, drafts: int, family: str) -> None:
     adapter = tiny_adapter(family)
     shards = write_sequences(tmp_path, num=4)
-    small = {"steps": 2, "batch_tokens": 64, "max_drafts": 2, "router_bottleneck": 8}
-    candidates = fit(CalibrationConfig(candidates=("2:block:deep",), **small), adapter, shards, SHORTLIST).candidates
+    small = {"steps": 2, "batch_tokens": 64, "max_drafts": 2, "max_drafts_in_one_pass": 3, "router_bottleneck": 8}
+    candidates = fit(CalibrationConfig(candidates=(name,), **small), adapter, shards, SHORTLIST).candidates
     [traces] = trace_candidates(adapter, candidates, shards, SHORTLIST, 2)
-    assert len(traces.sequences) == 4
+    assert [each.max_distance for each in traces.sequences] == [drafts] * 4
 
 
 def test_shapes_follow_the_model_where_the_candidate_leaves_them_open() -> None:
@@ -96,14 +98,23 @@ def test_a_narrow_block_has_the_models_proportions_at_its_own_width() -> None:
 
 
 def test_wide_models_have_narrow_blocks_to_choose_from_and_small_ones_keep_the_usual_head() -> None:
-    names = [spec.name for spec in narrow_candidates(CalibrationConfig(), 30, 4608)]
-    assert names == [f"{layer}:block:deep:muon:inner={inner}" for layer in (1, 2) for inner in (1152, 2304)]
-    assert narrow_candidates(CalibrationConfig(), 30, 1024) == []
-    for named in ({"candidates": ("2:block",)}, {"head_inner": 0}, {"head_inner": 640}, {"heads": ("affine",)}):
-        assert narrow_candidates(CalibrationConfig(**named), 30, 4608) == [], named
-    assert {spec.layer for spec in narrow_candidates(CalibrationConfig(checkpoints=(3,)), 30, 4608)} == {3}
-    [spec] = candidates_of(CalibrationConfig(head_inner=640), 30)
-    assert spec.inner == 640
+    names = [spec.name for spec in other_candidates(CalibrationConfig(), 30, 4608)]
+    one_by_one = [f"{layer}:block:deep:muon:inner={inner}" for layer in (1, 2) for inner in (1152, 2304)]
+    assert names == [f"{name}{cell}" for name in one_by_one for cell in ("", f":cell={name.rpartition('=')[2]}")]
+    assert other_candidates(CalibrationConfig(), 30, 1024) == []
+    assert other_candidates(CalibrationConfig(candidates=("2:block",)), 30, 4608) == []
+    assert other_candidates(CalibrationConfig(heads=("affine",)), 30, 4608) == []
+    assert {spec.layer for spec in other_candidates(CalibrationConfig(checkpoints=(3,)), 30, 4608)} == {3}
+    [spec] = candidates_of(CalibrationConfig(head_inner=640), 30, 4608)
+    assert (spec.inner, spec.cell) == (640, None)
+
+
+def test_a_named_cell_is_that_of_every_block_with_the_deep_state_and_none_without() -> None:
+    config = CalibrationConfig(head_cell=96, heads=("affine", "block"))
+    assert [spec.cell for spec in candidates_of(config, 30, 576)] == [None, 96]
+    assert {spec.cell for spec in other_candidates(config, 30, 4608)} == {96}
+    assert {spec.cell for spec in other_candidates(CalibrationConfig(head_cell=0), 30, 4608)} == {None}
+    assert {spec.cell for spec in other_candidates(CalibrationConfig(deep_inputs=False), 30, 4608)} == {None}
 
 
 def test_rotary_base_is_that_of_full_attention_where_layers_differ() -> None:
@@ -143,13 +154,15 @@ def test_norms_of_another_kind_are_not_taken(family: str) -> None:
 
 def test_every_kind_of_the_configuration_stands_at_every_checkpoint() -> None:
     config = CalibrationConfig(checkpoints=(2, 5), heads=("identity", "block"), head_ffn=64)
-    names = [spec.name for spec in candidates_of(config, 30)]
+    names = [spec.name for spec in candidates_of(config, 30, 576)]
     assert names == ["2:identity", "2:block:deep:muon:ffn=64", "5:identity", "5:block:deep:muon:ffn=64"]
 
 
 def test_candidates_read_back_are_the_ones_written(tmp_path: Path) -> None:
     adapter = tiny_adapter()
-    specs = [CandidateSpec.parse(text) for text in ("2:block:deep", "1:identity", "3:affine", "2:block:deep:inner=20")]
+    specs = [
+        CandidateSpec.parse(text) for text in ("2:block:deep", "1:identity", "3:affine", "2:block:deep:inner=20:cell=8")
+    ]
     written = [make_candidate(adapter, spec, max_distance=3, bottleneck=8, seed=1) for spec in specs]
     save_candidates(tmp_path / "candidates", written)
     read = load_candidates(tmp_path / "candidates")

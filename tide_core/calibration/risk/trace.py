@@ -2,6 +2,9 @@
 
 Teacher-forced: sequences are the model's own continuations, so every position has the inputs that decoding would have
 after drafts that were all right. All computation of a head is in float32.
+
+Row j - 1 of a trace has, at each position, draft j of the cycle that began j - 1 positions earlier; of a head that
+drafts in one pass, too. A head with the deep state is traced up to the distance that it was trained for.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ def trace_candidates(
     *,
     progress: Progress | None = None,
 ) -> list[CandidateTraces]:
-    """Traces of all candidates over all sequences, in file order, at distances 1 to `max_distance`."""
+    """Traces of all candidates over all sequences, in file order, at distances 1 to that of the head, or to
+    `max_distance` for a head that knows none."""
     teacher = Teacher(adapter, shortlist)
     layers = layers_of(candidates)
     traces = [CandidateTraces(each.name, each.layer, each.kind, []) for each in candidates]
@@ -48,7 +52,8 @@ def trace_candidates(
             states = teacher.run(batch.tokens.to(adapter.device), layers)
             top = teacher.top_tokens(states, rows)
             for candidate, found in zip(candidates, traces, strict=True):
-                agree, score = _trace_batch(teacher, candidate, states, rows, top, max_distance)
+                farthest = candidate.head.spec.max_distance or max_distance
+                agree, score = _trace_batch(teacher, candidate, states, rows, top, farthest)
                 found.sequences.extend(_by_sequence(batch, agree, score))
             stage.update(len(batch.lengths))
     return traces

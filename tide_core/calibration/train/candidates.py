@@ -24,9 +24,13 @@ from tide_core.exits.artefact.heads import HEAD_KINDS, ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
 
-EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:cell=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
+EXPECTED = (
+    "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:cell=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
+)
 WIDE_FROM = 1025
 """Model width from which narrow blocks are considered; a block of a narrower model costs little at its full width."""
+SMALL_IN_ONE_PASS = False
+"""Whether a narrower model gets a block that drafts in one pass where the settings leave it open."""
 WIDTH_STEP = 64
 NARROW_HEAD_SIZE = 64
 """Of the attention in a narrow block: one that all kernels are fast with."""
@@ -73,6 +77,10 @@ class CandidateSpec:
     cell: int | None = None
     """Width of the cell of a head that drafts in one pass; None and 0 for a head that drafts one token a pass."""
 
+    @property
+    def in_one_pass(self) -> bool:
+        return bool(self.cell)
+
     @classmethod
     def parse(cls, text: str) -> CandidateSpec:
         layer, _, rest = text.partition(":")
@@ -111,27 +119,46 @@ class Candidate:
     name: str
 
 
-def candidates_of(config: CalibrationConfig, num_layers: int) -> list[CandidateSpec]:
+def candidates_of(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
     """The candidates that the configuration lists, or every one of its head kinds at every one of its checkpoints."""
     if config.candidates:
         return [CandidateSpec.parse(text) for text in config.candidates]
-    layers = config.checkpoints_for(num_layers)
-    return [_spec(config, layer, kind, config.head_inner) for layer in layers for kind in config.heads]
+    in_one_pass = SMALL_IN_ONE_PASS and width < WIDE_FROM
+    return [
+        _spec(config, layer, kind, width=width, inner=config.head_inner, in_one_pass=in_one_pass)
+        for layer in config.checkpoints_for(num_layers)
+        for kind in config.heads
+    ]
 
 
-def narrow_candidates(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
-    """Narrow blocks for a model of this width, beside those of `candidates_of`: at a quarter and at half of the width,
-    at the checkpoints and after the first layer. None where the model is small or the settings name the shapes."""
-    if width < WIDE_FROM or config.candidates or config.head_inner is not None or "block" not in config.heads:
+def other_candidates(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
+    """Blocks for a wide model that are considered beside those of `candidates_of`: one token a pass and in one pass,
+    at a quarter and at half of the width, at the checkpoints and after the first layer. What the settings name is not
+    varied. None where the model is small, has no blocks or where candidates are listed."""
+    if width < WIDE_FROM or config.candidates or "block" not in config.heads:
         return []
-    layers = config.checkpoints_for(num_layers)
-    layers = layers if config.checkpoints else tuple(sorted({1, *layers}))
-    inners = [-(-width // part // WIDTH_STEP) * WIDTH_STEP for part in (4, 2)]
-    return [_spec(config, layer, "block", inner) for layer in layers for inner in inners]
+    layers: tuple[int, ...] = config.checkpoints_for(num_layers)
+    inners: list[int | None] = [config.head_inner]
+    if config.head_inner is None:
+        layers = layers if config.checkpoints else tuple(sorted({1, *layers}))
+        inners = [-(-width // part // WIDTH_STEP) * WIDTH_STEP for part in (4, 2)]
+    specs = [
+        _spec(config, layer, "block", width=width, inner=inner, in_one_pass=in_one_pass)
+        for layer in layers
+        for inner in inners
+        for in_one_pass in (False, True)
+    ]
+    usual = candidates_of(config, num_layers, width)
+    return [spec for spec in dict.fromkeys(specs) if spec not in usual]
 
 
-def _spec(config: CalibrationConfig, layer: int, kind: str, inner: int | None) -> CandidateSpec:
+def _spec(
+    config: CalibrationConfig, layer: int, kind: str, *, width: int, inner: int | None, in_one_pass: bool
+) -> CandidateSpec:
+    """`in_one_pass` counts for blocks with the deep state, where the settings do not name the cell. The cell is then
+    as wide as the block."""
     deep, block = config.deep_inputs and kind != "identity", kind == "block"
+    cell = config.head_cell if config.head_cell is not None else (inner or width) * in_one_pass
     return CandidateSpec(
         layer,
         kind,
@@ -141,6 +168,7 @@ def _spec(config: CalibrationConfig, layer: int, kind: str, inner: int | None) -
         muon=config.optimiser == "muon" and kind != "identity",
         taps=config.taps if deep else None,
         inner=inner if block else None,
+        cell=cell or None if block and deep else None,
     )
 
 

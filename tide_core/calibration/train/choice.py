@@ -1,9 +1,10 @@
 """Which candidates are trained: for a wide model those that should be fastest on this device, a few of them.
 
 A head as wide as the model is right for a small model and too dear for a wide one. For a wide model narrow blocks are
-considered next to it, at the usual checkpoint and after the first layer, and priced by passes that are timed here. How
-often they will be right is not known yet, so all are given the same prior: the order is one of costs. The cheapest of
-every checkpoint layer is trained, then the next cheapest, up to `MOST_TRAINED`; the traces of the trained ones decide.
+considered next to it, at the usual checkpoint and after the first layer, one token a pass and in one pass, and priced
+by passes that are timed here. How often they will be right is not known yet, so all of a kind are given the same prior.
+The one with the most predicted tokens/s of every checkpoint layer is trained, then the next best, up to `MOST_TRAINED`;
+the traces of the trained ones decide.
 
 The choice is made once in a run and kept in a file: timings differ from one start to the next, a run does not.
 """
@@ -18,14 +19,14 @@ import torch
 
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import Progress
-from tide_core.calibration.risk.costs import Considered, Costs, MeasuredCosts, costs_of, draft_share, prior_speedup
+from tide_core.calibration.risk.costs import Considered, Costs, DraftShares, MeasuredCosts, costs_of, prior_speedup
 from tide_core.calibration.risk.pass_times import measure_costs
 from tide_core.calibration.train.candidates import (
     Candidate,
     CandidateSpec,
     candidates_of,
     head_spec,
-    narrow_candidates,
+    other_candidates,
 )
 from tide_core.errors import ConfigError
 from tide_core.exits.artefact.heads import ExitHead
@@ -72,11 +73,11 @@ class Choice:
 
 def choose(config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int, progress: Progress) -> Choice:
     """The candidates to train; times passes of the model where there is a choice."""
-    usual = candidates_of(config, adapter.num_layers)
-    narrow = narrow_candidates(config, adapter.num_layers, int(adapter.config.hidden_size))
-    if not narrow:
+    model = adapter.num_layers, int(adapter.config.hidden_size)
+    usual, others = candidates_of(config, *model), other_candidates(config, *model)
+    if not others:
         return Choice(tuple(spec.name for spec in usual))
-    specs = [*narrow, *usual]
+    specs = [*others, *usual]
     measured = measure_costs(adapter, [_untrained(config, adapter, spec) for spec in specs], shortlist_size)
     priced = {}
     for spec in specs:
@@ -87,13 +88,13 @@ def choose(config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int
     considered = [replace(each, trained=each.name in names) for each in _ranked(priced.values())]
     chosen = tuple(each.name for each in considered if each.trained)
     how = "parameters read" if measured is None else "passes timed here"
-    shares = ", ".join(f"{name} ({priced[name].draft_share:.3f} of a full pass a draft)" for name in chosen)
+    shares = ", ".join(f"{name} ({priced[name].shares} of a full pass a draft)" for name in chosen)
     progress.note(f"candidates: {len(chosen)} of {len(specs)} are trained, by {how}: {shares}")
     return Choice(chosen, tuple(considered), None if measured is None else {name: measured[name] for name in chosen})
 
 
 def trained_names(priced: Iterable[Considered]) -> set[str]:
-    """The fastest of every checkpoint layer, then the next fastest, `MOST_TRAINED` at most."""
+    """Those with the most predicted tokens/s: one of every checkpoint layer, then the next, `MOST_TRAINED` at most."""
     ranked = _ranked(priced)
     first = [next(each for each in ranked if each.layer == layer) for layer in sorted({each.layer for each in ranked})]
     order = [*_ranked(first), *(each for each in ranked if each not in first)]
@@ -105,17 +106,20 @@ def _ranked(priced: Iterable[Considered]) -> list[Considered]:
 
 
 def _priced(config: CalibrationConfig, sizes: Candidate, costs: Costs, *, timed: bool) -> Considered:
-    spec, speedup = sizes.head.spec, prior_speedup(costs, config.max_drafts)
+    spec = sizes.head.spec
+    drafts = config.drafts_for(in_one_pass=spec.in_one_pass)
+    speedup, shares = prior_speedup(costs, drafts), DraftShares.of(costs, drafts)
     return Considered(
         name=sizes.name,
         layer=sizes.layer,
         inner=spec.inner_width,
         ffn=spec.ffn,
         num_parameters=sizes.head.num_parameters,
-        draft_share=draft_share(costs),
+        draft_share=shares.first,
         speedup=speedup,
         tokens_per_s=speedup / costs.full_of(1) if timed else None,
         trained=False,
+        further_share=shares.further,
     )
 
 
@@ -124,6 +128,6 @@ def _untrained(
 ) -> Candidate:
     """For its sizes and its time; the weights mean nothing."""
     with torch.device(device or adapter.device):
-        head = ExitHead(head_spec(adapter, spec, config.max_drafts))
+        head = ExitHead(head_spec(adapter, spec, config.drafts_for(in_one_pass=spec.in_one_pass)))
         router = Router(head.spec.width, config.router_bottleneck)
     return Candidate(spec.layer, spec.kind, head.requires_grad_(False), router.requires_grad_(False), spec.name)
