@@ -122,9 +122,6 @@ class Exits:
         self._cache = cache
         self._narrow_head = narrow_head
         self._fed = any(checkpoint.head.spec.deep for checkpoint in self.checkpoints)
-        self.in_one_pass = self.checkpoints[0].head.spec.in_one_pass
-        """Whether the head drafts all tokens of a cycle in one pass (`start_places`, `propose_place`), or one token a
-        pass (`propose`)."""
         self._ids: list[int] = shortlist.tolist()
         self._programs: list[HeadProgram] = []
         why_not = "as asked" if kernels is None else unsupported_reason(adapter, cache, kernels, narrow_head)
