@@ -124,6 +124,8 @@ def _shape(spec: HeadSpec) -> Iterator[str]:
         heads = f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of size {spec.head_size}"
         narrow = f" at width {spec.inner} of {spec.width}" if spec.narrow else ""
         yield f"            block of {heads}, MLP of width {spec.ffn}{narrow}"
+    if spec.in_one_pass:
+        yield f"            all drafts of a cycle in one pass, cell of width {spec.cell}; not for mode fast"
 
 
 def _measured(checkpoint: Checkpoint) -> Iterator[str]:

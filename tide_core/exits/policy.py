@@ -24,6 +24,8 @@ class CheckpointPolicy:
     exit_thresholds: dict[float, float]
     """Epsilon to the least score that keeps it."""
     fast_threshold: float | None
+    in_one_pass: bool = False
+    """Whether its head drafts all tokens of a cycle in one pass, so that no token can leave alone."""
 
 
 def resolve_policy(
@@ -73,6 +75,11 @@ def _thresholds(
     mode: str, epsilon: float | None, asked: float | None, checkpoint: CheckpointPolicy
 ) -> tuple[float, float]:
     """Least scores to draft and to leave at one checkpoint."""
+    if mode == "fast" and checkpoint.in_one_pass:
+        expected = (
+            "full, verified or bounded: fast skips layers token by token, and the artefact's head drafts in one pass"
+        )
+        raise RequestError("mode", mode, expected)
     if mode == "fast":
         leave = checkpoint.fast_threshold if asked is None else asked
         if leave is None:

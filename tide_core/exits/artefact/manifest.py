@@ -94,6 +94,8 @@ class Checkpoint:
         pairs = [(point.epsilon, point.delta) for point in self.thresholds]
         if len(set(pairs)) < len(pairs):
             raise ArtefactError("thresholds", pairs, "one threshold for each epsilon and delta")
+        if self.fast is not None and self.head.in_one_pass:
+            raise ArtefactError("fast", self.fast, "none for a head that drafts in one pass: it cannot skip layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,9 @@ class Manifest:
         _tuple("checkpoints", self.checkpoints)
         if not self.checkpoints:
             raise ArtefactError("checkpoints", "none", "at least one")
+        if len(self.checkpoints) > 1 and any(checkpoint.head.in_one_pass for checkpoint in self.checkpoints):
+            expected = "a single one: a head that drafts in one pass makes all drafts of a cycle"
+            raise ArtefactError("checkpoints", f"{len(self.checkpoints)} of them", expected)
         before = 0
         for index, checkpoint in enumerate(self.checkpoints):
             where, layer = f"checkpoints[{index}]", checkpoint.layer
