@@ -122,6 +122,9 @@ class Exits:
         self._cache = cache
         self._narrow_head = narrow_head
         self._fed = any(checkpoint.head.spec.deep for checkpoint in self.checkpoints)
+        self.in_one_pass = self.checkpoints[0].head.spec.in_one_pass
+        """Whether the head drafts all tokens of a cycle in one pass (`start_places`, `propose_place`; in graphs
+        `embed_places`, `refine_places`, `advance`, `features_at`), or one token a pass (`propose`; `draft`)."""
         self._ids: list[int] = shortlist.tolist()
         self._programs: list[HeadProgram] = []
         why_not = "as asked" if kernels is None else unsupported_reason(adapter, cache, kernels, narrow_head)
@@ -215,12 +218,6 @@ class Exits:
         """Features [T, D] and logits [T, S] at the only checkpoint, without scores."""
         features = self._features(0, view, states, deep_slots, distances)
         return features, self._narrow_logits(features)
-
-    @property
-    def in_one_pass(self) -> bool:
-        """Whether the only head drafts all tokens of a cycle in one pass. `draft` is then split: `embed_places` and
-        `refine_places` once for all places of all rows, then `advance` and `features_at` for one after another."""
-        return any(checkpoint.head.spec.in_one_pass for checkpoint in self.checkpoints)
 
     def embed_places(self, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
         """What enters the block at places of rows, [T, d], from the state of the newest token of each row, [T, D]."""
