@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -96,8 +96,6 @@ def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Publishe
     on_cuda = adapter.device.type == "cuda"
     decision = decide(findings.config, findings.traces, costs, adapter.num_layers, in_cycles=on_cuda)
     chosen = next(each for each in findings.candidates if each.name == decision.best.name)
-    if chosen.head.spec.in_one_pass:  # mode fast skips layers token by token
-        decision = replace(decision, fast=None)
     manifest = manifest_of(findings, decision, chosen)
     data = report_of(findings, decision, manifest.tool_version)
     reports = render_report(data)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from tide_core.calibration.report.data import Measured, ReportData
 from tide_core.calibration.report.plots import can_plot, draw_plots
 from tide_core.calibration.risk.costs import PRIOR_ACCEPTANCE, PRIOR_ACCEPTANCE_IN_ONE_PASS
-from tide_core.calibration.risk.decide import NO_FAST
+from tide_core.calibration.risk.decide import no_fast_reason
 from tide_core.errors import ConfigError
 
 TEXT = "report.md"
@@ -176,8 +176,8 @@ def _promises(data: ReportData) -> str:
     lines += [f"{text} The p-value is that of a betting test."]
     lines += [f"- {choice}" for choice in data.risk if choice.threshold is None]
     fast = "No threshold keeps the disagreement low enough; the mode is not offered."
-    if data.chosen_candidate.in_one_pass:
-        fast = f"The mode is not offered: {NO_FAST}."
+    if reason := no_fast_reason(data.chosen_candidate.layer, in_one_pass=data.chosen_candidate.in_one_pass):
+        fast = f"The mode is not offered: {reason}."
     if data.fast is not None:
         fast = f"Threshold {data.fast.threshold:.4f}: {data.fast.disagreement:.2%} of tokens disagree, teacher-forced; "
         fast += f"{data.fast.layers_per_token:.1f} of {data.num_layers} layers a token, {data.fast.coverage:.1%} exits "

@@ -31,7 +31,6 @@ DRAFT_THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes for which reports predict the speed-up."""
 LEAST_GAIN = 1.0
-NO_FAST = "this head drafts all tokens of a cycle in one pass, and `fast` decides token by token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +77,15 @@ class Decision:
     acceptance: tuple[float, ...]
     certifications: tuple[Certification, ...]
     fast: FastChoice | None
-    """None: mode `fast` is not offered; never for a head that drafts in one pass."""
+    """None: mode `fast` is not offered; never where there is a `no_fast_reason`."""
     speedups: Mapping[int, float]
     """Predicted over full depth in mode `verified`, by batch size."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
         """Lines for the report and the terminal."""
-        fast = (f"fast is not offered: {NO_FAST}",) if self.best.in_one_pass else ()
+        reason = no_fast_reason(self.best.layer, in_one_pass=self.best.in_one_pass)
+        fast = (f"fast is not offered: {reason}",) if reason else ()
         bounded = (f"bounded, {each}" for each in self.certifications)
         return (*verdict_lines(self.best, self.speedups), *bounded, *fast)
 
@@ -107,7 +107,7 @@ def decide(
     packed = {part: pack(traces_of(each, chosen.name).sequences) for part, each in traces.items()}
     layer, max_drafts = chosen.layer, chosen.max_drafts
     fast = None
-    if not chosen.in_one_pass:
+    if no_fast_reason(layer, in_one_pass=chosen.in_one_pass) is None:
         fast = choose_fast(packed["test"], layer=layer, num_layers=num_layers, max_drafts=max_drafts)
     if fast is not None:
         unseen = packed["calibration"]
@@ -142,6 +142,13 @@ def cycle_speedups(traces: PackedTraces, costs: Costs, max_drafts: int) -> dict[
         for batch_size, speedup in predict_speedups(counts, costs, BATCH_SIZES).items():
             speedups[batch_size] = max(speedups[batch_size], speedup)
     return speedups
+
+
+def no_fast_reason(layer: int, *, in_one_pass: bool) -> str | None:
+    """Why mode `fast` cannot be offered with such a head, or None."""
+    if in_one_pass:
+        return "this head drafts all tokens of a cycle in one pass, and `fast` decides token by token"
+    return "this head is before the first layer: a token that left there would have run none" if layer == 0 else None
 
 
 def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:

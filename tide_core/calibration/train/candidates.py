@@ -57,7 +57,7 @@ class CandidateSpec:
     """One head at one layer, and how to train it."""
 
     layer: int
-    """Layers that have run."""
+    """Layers that have run; 0: the head sees the embedding of the token."""
     kind: str
     deep: bool = False
     """Takes the last deep state as input."""
@@ -95,7 +95,7 @@ class CandidateSpec:
             spec = cls(int(layer), kind, **values)
         except ValueError as error:
             raise ConfigError("candidate", text, EXPECTED) from error
-        if kind not in HEAD_KINDS or spec.layer < 1:
+        if kind not in HEAD_KINDS or spec.layer < 0:
             raise ConfigError("candidate", text, EXPECTED)
         return spec
 
@@ -133,14 +133,14 @@ def candidates_of(config: CalibrationConfig, num_layers: int, width: int) -> lis
 
 def other_candidates(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
     """Blocks for a wide model that are considered beside those of `candidates_of`: one token a pass and in one pass,
-    at a quarter and at half of the width, at the checkpoints and after the first layer. What the settings name is not
-    varied. None where the model is small, has no blocks or where candidates are listed."""
+    at a quarter and at half of the width, at layer 0 and after the first layer. What the settings name is not varied.
+    None where the model is small, has no blocks or where candidates are listed."""
     if width < WIDE_FROM or config.candidates or "block" not in config.heads:
         return []
     layers: tuple[int, ...] = config.checkpoints_for(num_layers)
     inners: list[int | None] = [config.head_inner]
     if config.head_inner is None:
-        layers = layers if config.checkpoints else tuple(sorted({1, *layers}))
+        layers = layers if config.checkpoints else (0, 1)
         inners = [-(-width // part // WIDTH_STEP) * WIDTH_STEP for part in (4, 2)]
     specs = [
         _spec(config, layer, "block", width=width, inner=inner, in_one_pass=in_one_pass)
@@ -232,8 +232,8 @@ def make_candidate(
     adapter: ModelAdapter, spec: CandidateSpec, *, max_distance: int, bottleneck: int, seed: int
 ) -> Candidate:
     """An untrained candidate in float32 on the model's device; the same every time, whatever others are made."""
-    if not 1 <= spec.layer < adapter.num_layers:
-        raise ConfigError(f"layer of candidate {spec.name}", spec.layer, f"1..{adapter.num_layers - 1}")
+    if not 0 <= spec.layer < adapter.num_layers:
+        raise ConfigError(f"layer of candidate {spec.name}", spec.layer, f"0..{adapter.num_layers - 1}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed ^ zlib.crc32(spec.name.encode()))
         head = ExitHead(head_spec(adapter, spec, max_distance))

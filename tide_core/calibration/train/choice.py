@@ -1,8 +1,8 @@
 """Which candidates are trained: for a wide model those that should be fastest on this device, a few of them.
 
 A head as wide as the model is right for a small model and too dear for a wide one. For a wide model narrow blocks are
-considered next to it, at the usual checkpoint and after the first layer, one token a pass and in one pass, and priced
-by passes that are timed here. How often they will be right is not known yet, so all of a kind are given the same prior.
+considered next to it, at layer 0 and after the first layer, one token a pass and in one pass, and priced by passes
+that are timed here. How often they will be right is not known yet, so all of a kind are given the same prior.
 The one with the most predicted tokens/s of every checkpoint layer is trained, then the next best, up to `MOST_TRAINED`;
 the traces of the trained ones decide.
 
@@ -22,6 +22,7 @@ from tide_core.calibration.progress import Progress
 from tide_core.calibration.risk.costs import Considered, Costs, DraftShares, MeasuredCosts, costs_of, prior_speedup
 from tide_core.calibration.risk.pass_times import measure_costs
 from tide_core.calibration.train.candidates import (
+    WIDE_FROM,
     Candidate,
     CandidateSpec,
     candidates_of,
@@ -75,7 +76,7 @@ def choose(config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int
     """The candidates to train; times passes of the model where there is a choice."""
     model = adapter.num_layers, int(adapter.config.hidden_size)
     usual, others = candidates_of(config, *model), other_candidates(config, *model)
-    if not others:
+    if not others and (len(usual) == 1 or model[1] < WIDE_FROM):
         return Choice(tuple(spec.name for spec in usual))
     specs = [*others, *usual]
     measured = measure_costs(adapter, [_untrained(config, adapter, spec) for spec in specs], shortlist_size)
@@ -84,7 +85,7 @@ def choose(config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int
         sizes = _untrained(config, adapter, spec, device="meta")
         costs: Costs = costs_of(sizes, adapter, shortlist_size) if measured is None else measured[spec.name]
         priced[spec.name] = _priced(config, sizes, costs, timed=measured is not None)
-    names = trained_names(priced.values())
+    names = trained_names(priced.values()) if others else set(priced)
     considered = [replace(each, trained=each.name in names) for each in _ranked(priced.values())]
     chosen = tuple(each.name for each in considered if each.trained)
     how = "parameters read" if measured is None else "passes timed here"
