@@ -210,6 +210,6 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 EXPECTED = (
     "block[:layers=N][:width=SHARE][:ffn=SHARE][:places=N][:checkpoint=N][:taps=N][:mix][:seed=none|first|all]"
-    "[:target=distribution|text], or head[:width=SHARE][:checkpoint=N][:taps=N][:cell=SHARE]; each with [:optimiser=muon|adamw]"
-    "[:lr=X]"
+    "[:target=distribution|text], or head[:width=SHARE][:checkpoint=N][:taps=N][:cell=SHARE]; each with "
+    "[:optimiser=muon|adamw][:lr=X]"
 )

@@ -92,7 +92,7 @@ def test_a_head_at_layer_0_drafts_before_the_first_layer_and_its_drafts_run_none
 def test_fast_is_refused_where_the_exit_is_before_the_first_layer() -> None:
     with exit_engine(artefact={"kind": "block", "layer": 0}) as engine:
         for threshold in (None, 0.5):
-            with pytest.raises(RequestError, match="'fast'.*before the first layer"):
+            with pytest.raises(RequestError, match=r"'fast'.*before the first layer"):
                 engine.generate(PROMPTS[:1], params(mode="fast", threshold=threshold))
 
 

@@ -46,7 +46,7 @@ NO_CANDIDATES = """2
 block
 2:blok
 x:block
-0:block
+-1:block
 2:block:hidden
 2:block:deep=1
 2:block:hidden=x
@@ -62,7 +62,7 @@ def test_what_is_no_candidate_is_refused(text: str) -> None:
 
 
 def test_a_checkpoint_after_the_last_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1\.\.3"):
+    with pytest.raises(ConfigError, match=r"0\.\.3"):
         make_candidate(tiny_adapter(), CandidateSpec(4, "affine"), max_distance=2, bottleneck=8, seed=0)
 
 
