@@ -73,7 +73,7 @@ def _trace_batch(
     distances = range(1, max_distance + 1)
     head = candidate.head
     features = features_by_distance(
-        head, states.at[candidate.layer], states.fed_to(head), distances, states.drafted_by(head)
+        head, states.at[candidate.layer], states.fed_to(head), distances, states.drafted_by(head), rows=rows
     )
     agrees: list[Tensor] = []
     scores: list[Tensor] = []
@@ -82,7 +82,7 @@ def _trace_batch(
             agrees.append(agrees[0])
             scores.append(scores[0])
             continue
-        chosen = features[distance].index_select(0, rows)
+        chosen = features[distance]
         logits = teacher.exit_logits(chosen)
         agrees.append(teacher.shortlist[logits.argmax(-1)] == top)
         scores.append(candidate.router.score(chosen, confidence_of(logits)))

@@ -26,10 +26,17 @@ from tide_core.exits.artefact.heads import ExitHead
 
 
 def features_by_distance(
-    head: ExitHead, states: Tensor, deep: Tensor, distances: Sequence[int], entered: Tensor | None = None
+    head: ExitHead,
+    states: Tensor,
+    deep: Tensor,
+    distances: Sequence[int],
+    entered: Tensor | None = None,
+    *,
+    rows: Tensor | None = None,
 ) -> dict[int, Tensor]:
-    """Features [B * S, D] at each of the `distances`, from states at the checkpoint [B, S, D] and deep ones [B, S, d].
-    A head with a cell also takes the embedded tokens `entered`, [B, S, D].
+    """Features [B * S, D] at each of the `distances`, from states at the checkpoint [B, S, D] and deep ones [B, S, d];
+    with `rows` [N] only those of these positions of the flattened batch, [N, D]. A head with a cell also takes the
+    embedded tokens `entered`, [B, S, D].
 
     A head without the deep state as input does not depend on the distance: all distances share one result."""
     num_rows, length, _ = states.shape
@@ -37,6 +44,12 @@ def features_by_distance(
     flat_positions, flat_states = positions.repeat(num_rows), states.flatten(0, 1)
     attention = ChainAttention(num_rows, length)
     features: dict[int, Tensor] = {}
+
+    def widened(refined: Tensor, own: Tensor) -> Tensor:
+        if rows is not None:
+            refined, own = refined.index_select(0, rows), own.index_select(0, rows)
+        return head.widen(refined, own)
+
     advanced: Tensor | None = None
     for distance in range(1, max(distances) + 1 if head.spec.deep else 2):
         if not head.spec.attends and head.spec.deep and distance not in distances:
@@ -53,9 +66,10 @@ def features_by_distance(
                 before = shift(advanced.view(num_rows, length, -1), 1).flatten(0, 1)
                 refined = head.advance(refined, before, entered.flatten(0, 1))
             advanced = refined
-            features[distance] = head.widen(advanced, flat_states)
+            if distance in distances:
+                features[distance] = widened(advanced, flat_states)
         elif distance in distances or not head.spec.deep:
-            features[distance] = head.widen(head.refine(embedded, flat_positions, attention.attend), flat_states)
+            features[distance] = widened(head.refine(embedded, flat_positions, attention.attend), flat_states)
         else:
             attention.append(*head.keys_values(embedded, flat_positions))
     return features if head.spec.deep else dict.fromkeys(distances, features[1])

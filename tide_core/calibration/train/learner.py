@@ -39,21 +39,37 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
-                mean.lerp_(matrix.grad, 1.0 - MOMENTUM)
-                nesterov = matrix.grad.lerp(mean, MOMENTUM)
-                scale = ADAMW_RMS * max(matrix.shape) ** 0.5
-                matrix.sub_(orthogonal(nesterov) * (group["lr"] * scale))  # the rate may be a tensor
+            for matrices in _by_shape(matrix for matrix in group["params"] if matrix.grad is not None):
+                directions = []
+                for matrix in matrices:
+                    assert matrix.grad is not None
+                    mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
+                    mean.lerp_(matrix.grad, 1.0 - MOMENTUM)
+                    nesterov = matrix.grad.lerp(mean, MOMENTUM)
+                    directions.append(nesterov.mT if _is_tall(matrix) else nesterov)
+                scale = ADAMW_RMS * max(matrices[0].shape) ** 0.5
+                for matrix, update in zip(matrices, orthogonal(torch.stack(directions)), strict=True):
+                    # The rate may be a tensor.
+                    matrix.sub_((update.mT if _is_tall(matrix) else update) * (group["lr"] * scale))
+
+
+def _by_shape(matrices: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Matrices whose products can be one batch: those of one shape, turned or not."""
+    groups: dict[tuple[int, ...], list[Tensor]] = {}
+    for matrix in matrices:
+        groups.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+    return list(groups.values())
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[-2] > matrix.shape[-1]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximately the orthogonal factor of a matrix: its singular values are between about 0.7 and 1.2."""
-    tall = matrix.shape[0] > matrix.shape[1]
+    """Approximately the orthogonal factors of matrices [..., M, N]: singular values are between about 0.7 and 1.2."""
+    tall = _is_tall(matrix)
     wide = (matrix.mT if tall else matrix).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    wide = wide / (wide.norm() + 1e-7)
+    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     first, second, third = COEFFICIENTS
     for _ in range(ROUNDS):
         gram = wide @ wide.mT
@@ -129,12 +145,12 @@ class Learner:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
             deep = states.fed_to(head)
             features = features_by_distance(
-                head, states.at[self.candidate.layer], deep, distances, states.drafted_by(head)
+                head, states.at[self.candidate.layer], deep, distances, states.drafted_by(head), rows=targets.rows
             )
         weights = [DISTANCE_DECAY ** (distance - 1) for distance in distances]
         first, total = None, torch.zeros(3, device=device)
         for distance, weight in zip(distances, weights, strict=True):
-            losses = self._losses(teacher, features[distance].index_select(0, targets.rows), targets)
+            losses = self._losses(teacher, features[distance], targets)
             first = losses if first is None else first
             total = total + losses * (weight / sum(weights))
         assert first is not None

@@ -74,16 +74,26 @@ class NoCache:
 class Teacher:
     """A frozen model that returns states and targets."""
 
-    def __init__(self, adapter: ModelAdapter, shortlist: Tensor) -> None:
+    def __init__(self, adapter: ModelAdapter, shortlist: Tensor, *, mixed: bool = False) -> None:
+        """`mixed`: on CUDA, logits of a bfloat16 model are products of bfloat16 numbers, added up in float32; without
+        it the states are not rounded. The weights are in bfloat16 in any case."""
         self._adapter = adapter
         self.shortlist = shortlist.to(adapter.device)
         self._short = adapter.narrow_head(self.shortlist)
+        self._short_logits: Any = self._short
         self._whole: Any = adapter.head
         self._norm: Any = adapter.norm
-        if adapter.dtype != torch.float32 and adapter.family.finish is None:
-            norm: nn.Module | None = getattr(adapter.backbone, adapter.family.norm)
+        plain = self._short.plain_linear is not None and self._short.linear.bias is None
+        self._mixed = mixed and plain and adapter.dtype == torch.bfloat16 and adapter.device.type == "cuda"
+        if self._mixed:
+            norm = getattr(adapter.backbone, adapter.family.norm)
             self._norm = nn.Identity() if norm is None else copy.deepcopy(norm).float()
-            self._short = self._short.float()
+            self._whole = self._product_with(adapter.head_rows)
+            self._short_logits = self._product_with(self._short.linear.weight)
+        elif adapter.dtype != torch.float32 and adapter.family.finish is None:
+            norm = getattr(adapter.backbone, adapter.family.norm)
+            self._norm = nn.Identity() if norm is None else copy.deepcopy(norm).float()
+            self._short_logits = self._short = self._short.float()
             self._whole = adapter.narrow_head(torch.arange(adapter.vocab_size)).float()
 
     @torch.no_grad()
@@ -154,12 +164,36 @@ class Teacher:
 
     def exit_logits(self, features: Tensor) -> Tensor:
         """Features of a head [N, D] to float32 logits over the shortlist; gradients flow."""
-        logits: Tensor = self._short(self._normed(features))
+        logits: Tensor = self._short_logits(self._normed(features))
         return logits.float()
 
     def _normed(self, features: Tensor) -> Tensor:
-        normed: Tensor = self._norm(features.to(self._short.linear.weight.dtype))
+        normed: Tensor = self._norm(features.to(torch.float32 if self._mixed else self._short.linear.weight.dtype))
         return normed
+
+    def _product_with(self, weight: Tensor) -> Any:
+        frozen = weight.detach()
+        return lambda normed: MixedProduct.apply(normed, frozen)  # type: ignore[no-untyped-call]
+
+
+class MixedProduct(torch.autograd.Function):
+    """Inputs [N, D] times frozen bfloat16 weights [V, D]: [N, V] in float32, with bfloat16 factors."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _float32_product(inputs.to(weight.dtype), weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return _float32_product(gradients[0].to(weight.dtype), weight), None
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def runs_layer_by_layer(adapter: ModelAdapter) -> bool:

@@ -48,9 +48,9 @@ SAVE_BYTES_PER_S = 200e6
 """Expected of the first save."""
 CLOCK_EVERY = 10
 """Steps between two looks at the clock where there is a limit on the time."""
-LENGTH_STEP = 64
-ROW_STEP = 8
-"""For graphs, batches are padded to multiples of these, so that there are few shapes."""
+LENGTH_STEP = 32
+ROW_STEP = 4
+"""For graphs, batches are padded to multiples of these, so that there are few shapes; padding costs as text does."""
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Tokens [B, S], rows of the loss [N] in the flattened batch, and their weights [N]: 1, or 0 for padding."""
@@ -86,7 +86,7 @@ def fit(
         for spec, drafts in zip(specs, num_drafts, strict=True)
     ]
     layers = layers_of([learner.candidate for learner in learners])
-    teacher = Teacher(adapter, shortlist)
+    teacher = Teacher(adapter, shortlist, mixed=True)
     saved = SavedState(resume_dir, _run_digest(config, specs, shards, shortlist))
     first = done = saved.load(learners)
     clock = Clock(seconds, saved.seconds, group, adapter.device)
