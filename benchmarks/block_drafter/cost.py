@@ -5,7 +5,6 @@ cost of a drafter; the engine's own kernels are faster for all three. A cycle is
 drafter that is timed alone stay in the device's cache, but a deep pass evicts them.
 
     head     k times: shallow layers, head, shortlist; then the head's keys and values of k + 1 tokens
-             with a cell: shallow layers of the newest token, the head over k places, k times cell and shortlist
     block    shallow layers of the newest token; keys and values of k + 1 tokens; one pass over all places; shortlist
 """
 
@@ -168,21 +167,17 @@ def head_cycle(stack: Stack, variant: Variant, rows: int, drafts: int) -> Cycle:
     shallow = stack.caches(rows, 1, variant.checkpoint)
     newest = torch.zeros(rows, 1, dtype=torch.long, device=place.device)
     distances = torch.ones(rows, dtype=torch.long, device=place.device)
-    places = drafts if spec.in_one_pass else 1
-    size = (rows, spec.num_kv_heads, scale.context + places, spec.head_size)
+    size = (rows, spec.num_kv_heads, scale.context + 1, spec.head_size)
     keys, values = place.numbers(*size), place.numbers(*size)
     deep = [place.numbers(rows * (drafts + 1), scale.hidden) for _ in range(1 + len(spec.taps))]
     states = place.numbers(rows * (drafts + 1), scale.hidden)
-    head.prepare(scale.context + places)
+    head.prepare(scale.context + 1)
     at = torch.full((rows,), scale.context, device=place.device)
     verify = deep_pass(stack, rows, drafts + 1)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys[:, :, -places:], values[:, :, -places:] = by_head(key), by_head(value)
-        return attend(by_head(query), keys, values, None).transpose(1, 2).flatten(0, 1)
-
-    def by_head(tokens: Tensor) -> Tensor:
-        return tokens.view(rows, places, *tokens.shape[1:]).transpose(1, 2)
+        keys[:, :, -1], values[:, :, -1] = key, value
+        return attend(query.unsqueeze(2), keys, values, None).squeeze(2)
 
     def cycle(_: int) -> Tensor:
         fed = head.deep_state(deep[0], deep[1:])
@@ -190,17 +185,6 @@ def head_cycle(stack: Stack, variant: Variant, rows: int, drafts: int) -> Cycle:
         for cache, new in zip((keys, values), head.keys_values(embedded, at.repeat(drafts + 1)), strict=True):
             cache[:, :, : drafts + 1] = new.view(rows, -1, *new.shape[1:]).transpose(1, 2)
         ids = newest
-        if spec.in_one_pass:
-            state = stack.run(ids, shallow)[:, 0]
-            of_places = state.repeat_interleave(places, 0), fed[:rows].repeat_interleave(places, 0)
-            embedded = head.embed(*of_places, distances.repeat(places))
-            refined = head.refine(embedded, at.repeat(places), attention).view(rows, places, -1)
-            before = refined[:, 0]
-            for draft in range(drafts):
-                if draft:
-                    before = head.advance(refined[:, draft], before, F.embedding(ids[:, 0], stack.embedding))
-                ids = stack.best(head.widen(before, state), stack.shortlist).unsqueeze(1)
-            return verify(_)
         for _draft in range(drafts):
             state = stack.run(ids, shallow)[:, 0]
             refined = head.refine(head.embed(state, fed[:rows], distances), at, attention)

@@ -44,8 +44,6 @@ def evaluate(
     most = max(lengths)
     if isinstance(trainee, BlockTrainee):
         most = min(most, trainee.drafter.spec.places)
-    elif trainee.candidate.head.spec.in_one_pass:
-        most = min(most, trainee.candidate.head.spec.max_distance)
     traces: list[SequenceTrace | None] = [None] * len(sequences)
     device = teacher.shortlist.device
     with torch.no_grad(), fast_matmul(device):
@@ -96,9 +94,7 @@ def head_right(candidate: Candidate, teacher: Teacher, batch: Batch, most: int) 
     device = teacher.shortlist.device
     tokens, head = batch.tokens.to(device), candidate.head
     states = teacher.run(tokens, layers_of([candidate]))
-    features = features_by_distance(
-        head, states.at[candidate.layer], states.fed_to(head), range(1, most + 1), states.drafted_by(head)
-    )
+    features = features_by_distance(head, states.at[candidate.layer], states.fed_to(head), range(1, most + 1))
     num_rows, length = tokens.shape
     following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1)
     valid = torch.arange(1, length + 1, device=device) < batch.lengths[:, None].to(device)

@@ -1,7 +1,6 @@
 """Variants of the study, written `kind` followed by options: `block:layers=2:width=0.5:mix`, `head:width=0.25`.
 
-    head     an exit head, which drafts one token at a time; with a width below 1 its block is narrow, and with a cell
-             it drafts in one pass
+    head     an exit head, which drafts one token at a time; with a width below 1 its block is narrow
     block    a drafter that proposes a block of tokens in one pass
 
 Sizes are shares of the target's, so that a variant can be built for every target.
@@ -91,8 +90,6 @@ class Variant:
     """Number of layers, at even distances, whose states are fused with the final one."""
     mix: bool = False
     """Every layer of the drafter has its own mix of these states."""
-    cell: float = 0.0
-    """Of an exit head that drafts in one pass: width of its cell, as a share of that of its block."""
     seed: str = "all"
     target: str = "distribution"
     """What a block learns: the target's distribution, or its text."""
@@ -125,7 +122,6 @@ class Variant:
         )
         sound = all(value in allowed for value, allowed in choices)
         sound = sound and 0 < self.width <= 1 and 0 < self.ffn <= 4 and self.layers > 0 and 0 <= self.taps <= 16
-        sound = sound and 0 <= self.cell <= 8 and (self.kind == "head" or not self.cell)
         sound = sound and 2 <= self.places <= 64 and self.checkpoint >= (1 if self.kind == "head" else 0)
         if self.kind == "head":  # options of blocks do not apply
             plain = Variant("head")
@@ -175,7 +171,6 @@ class Variant:
             muon=self.optimiser == "muon",
             taps=tuple(tap for tap in shape.taps(self.taps) if tap > self.checkpoint),
             inner=inner if self.width < 1 else None,
-            cell=_rounded(inner * self.cell) if self.cell else None,
         )
 
     def _block(self, shape: TargetShape) -> dict[str, int]:
@@ -202,7 +197,6 @@ _READ: dict[str, Callable[[str], Any]] = {
     "places": int,
     "checkpoint": int,
     "taps": int,
-    "cell": float,
     "seed": str,
     "target": str,
     "optimiser": str,
@@ -210,6 +204,6 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 EXPECTED = (
     "block[:layers=N][:width=SHARE][:ffn=SHARE][:places=N][:checkpoint=N][:taps=N][:mix][:seed=none|first|all]"
-    "[:target=distribution|text], or head[:width=SHARE][:checkpoint=N][:taps=N][:cell=SHARE]; each with "
-    "[:optimiser=muon|adamw][:lr=X]"
+    "[:target=distribution|text], or head[:width=SHARE][:checkpoint=N][:taps=N]; each with [:optimiser=muon|adamw]"
+    "[:lr=X]"
 )

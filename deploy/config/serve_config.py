@@ -132,7 +132,7 @@ def _check_artefact(args: AppArgs, policy: LivePolicy, where: str, place: str) -
         return []  # nothing has to be published yet
     if is_url(named) or not folder.exists():
         return [f"the artefact {named} is not on this machine, so it was not opened"]
-    from tide_core.engine.assemble import check_prompt_exits, checkpoint_policies  # torch comes with them
+    from tide_core.engine.assemble import checkpoint_policies  # torch comes with them
     from tide_core.exits.artefact.artefact import load_artefact
     from tide_core.exits.policy import resolve_policy
 
@@ -140,10 +140,6 @@ def _check_artefact(args: AppArgs, policy: LivePolicy, where: str, place: str) -
         artefact = load_artefact(ArtefactSource(str(folder)).local(None).folder, None)
     except ArtefactError as error:
         raise ConfigError(setting, named, f"a sound artefact: {error}") from error
-    try:
-        check_prompt_exits(EngineConfig.from_mapping(args.engine), artefact)
-    except ConfigError as error:
-        raise ConfigError(f"{where}.args.engine.{error.field}", error.value, error.expected) from error
     try:
         params = policy.params({}, Caller(), "verified")
         resolve_policy(params, checkpoint_policies(artefact), artefact.manifest.model.num_layers)

@@ -268,7 +268,7 @@ def test_variants_are_written_as_they_are_read_and_errors_name_them() -> None:
     for text in ("head", "head:width=0.25", "block:layers=3:places=16:mix", "block:checkpoint=0:lr=0.001"):
         assert Variant.parse(Variant.parse(text).name) == Variant.parse(text)
     shape = TargetShape(576, 1536, 30, 9, 3, 64)
-    assert Variant.parse("head").head(shape, 5).taps == (10, 20)
+    assert Variant.parse("head").candidate(shape).taps == (10, 20)
     assert Variant.parse("block:width=0.25").drafter(shape).inner == 144
     for wrong in (
         "tree",

@@ -65,7 +65,6 @@ def answers(engine: Engine, **changes: Any) -> list[Completion]:
         {"kind": "mlp", "deep": False},
         {"kind": "block"},
         {"kind": "block", "deep": False},
-        {"kind": "block", "layer": 0, "draft_threshold": 0.0},
         {"kind": "identity", "layers": (1, 3)},
         {"kind": "block", "layers": (1, 2, 3)},
     ],
@@ -76,24 +75,6 @@ def test_verified_greedy_output_equals_full_depth(artefact: dict[str, Any], draf
     got = answers(exit_engine(artefact=artefact, drafts=drafts), mode="verified")
     assert all_ids(got) == all_ids(full)
     assert all(token.audit is Audit.VERIFIED for answer in got for token in answer.tokens)
-
-
-def test_a_head_at_layer_0_drafts_before_the_first_layer_and_its_drafts_run_none() -> None:
-    artefact = {"kind": "block", "layer": 0, "draft_threshold": 0.0}
-    got = answers(exit_engine(artefact=artefact, drafts=3), mode="verified")
-    for answer in got:
-        assert answer.usage is not None
-        assert answer.usage.num_drafts > 0
-        assert {0, NUM_LAYERS} >= set(exit_layers(answer))
-        tokens = answer.usage.deep_passes + answer.usage.num_drafts  # each ran all layers once, in a deep pass
-        assert answer.usage.layers_run == tokens * NUM_LAYERS
-
-
-def test_fast_is_refused_where_the_exit_is_before_the_first_layer() -> None:
-    with exit_engine(artefact={"kind": "block", "layer": 0}) as engine:
-        for threshold in (None, 0.5):
-            with pytest.raises(RequestError, match=r"'fast'.*before the first layer"):
-                engine.generate(PROMPTS[:1], params(mode="fast", threshold=threshold))
 
 
 def test_verified_really_drafts_and_really_skips_deep_passes() -> None:
@@ -149,10 +130,10 @@ def test_a_request_gets_exactly_as_many_tokens_as_it_may() -> None:
         assert len(got.tokens) == max_tokens
 
 
-@pytest.mark.parametrize(("mode", "layer"), [("verified", 0), ("verified", 1), ("bounded", 1)])
-def test_a_freed_page_is_never_read(mode: str, layer: int) -> None:
-    expected = all_ids(answers(unbreakable(artefact={"kind": "block", "layer": layer}), mode=mode))
-    parts = exit_parts(artefact={"kind": "block", "layer": layer})
+@pytest.mark.parametrize("mode", ["verified", "bounded"])
+def test_a_freed_page_is_never_read(mode: str) -> None:
+    expected = all_ids(answers(unbreakable(artefact={"kind": "block"}), mode=mode))
+    parts = exit_parts(artefact={"kind": "block"})
     parts.core.audits = unbreakable_audits()
     with poisoned(parts, drafts=4) as engine:
         for _ in range(2):
@@ -167,10 +148,10 @@ def test_a_rejected_draft_leaves_no_trace_in_the_cache() -> None:
     assert all(answer.usage is not None and answer.usage.acceptance is not None for answer in got)
 
 
-@pytest.mark.parametrize(("mode", "layer"), [("verified", 0), ("verified", 1), ("bounded", 1), ("fast", 1)])
-def test_tokens_and_exit_layers_do_not_depend_on_mates(mode: str, layer: int) -> None:
+@pytest.mark.parametrize("mode", ["verified", "bounded", "fast"])
+def test_tokens_and_exit_layers_do_not_depend_on_mates(mode: str) -> None:
     needle = PROMPTS[0]
-    settings: dict[str, Any] = {"artefact": {"kind": "block", "layer": layer}, "max_rows": 16, "max_batch_tokens": 128}
+    settings: dict[str, Any] = {"artefact": {"kind": "block"}, "max_rows": 16, "max_batch_tokens": 128}
     with unbreakable(**settings) as engine:
         [alone] = engine.generate([needle], params(mode=mode))
     for num_mates in (1, 5, 15):

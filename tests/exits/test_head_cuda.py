@@ -55,19 +55,6 @@ def test_a_fused_embedding_is_the_heads_own(hidden: int, inner: int) -> None:
 def test_fused_features_are_as_wide_as_the_model_and_the_heads_own(inner: int) -> None:
     head = random_head(inner=inner)
     states, refined = torch.randn(4, WIDTH), torch.randn(4, inner or WIDTH)
-    fused = FusedHead(head, twin_kernels())
-    found = fused.widen(refined, fused.skip(states))
+    found = FusedHead(head, twin_kernels()).widen(refined, states)
     assert found.shape == (4, WIDTH)
     torch.testing.assert_close(found, head.widen(refined, states), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("inner", [0, 16])
-@pytest.mark.parametrize("in_pool", [True, False])
-def test_a_fused_cell_is_the_heads_own(inner: int, in_pool: bool) -> None:
-    head = random_head(inner=inner, cell=12)
-    refined, before = torch.randn(2, 4, inner or WIDTH)
-    rows, index = torch.randn(SLOTS, WIDTH), torch.tensor([3, 0, 8, 3])
-    fused = FusedHead(head, twin_kernels())
-    given = (rows, index) if in_pool else (rows[index],)
-    expected = head.advance(refined, before, rows[index])
-    torch.testing.assert_close(fused.advance(refined, before, *given), expected, rtol=0, atol=1e-5)

@@ -81,9 +81,6 @@ class CalibrationConfig:
     """Width at which a block works, 0 for the model's; None: the model's, and beyond 1024 also less, chosen by cost."""
     head_ffn: int | None = None
     """Width of the block's own SwiGLU; None: the model's, less in proportion for a narrow block."""
-    head_cell: int | None = None
-    """Width of the cell of a block that drafts all tokens of a cycle in one pass, 0 for a head that drafts one token a
-    pass; None: one token a pass, and beyond a width of 1024 both, chosen by cost."""
     candidates: tuple[str, ...] = ()
     """Heads one by one, such as 2:block:deep:muon; none: every kind of `heads` at every checkpoint."""
     router_bottleneck: int = 128
@@ -107,9 +104,7 @@ class CalibrationConfig:
     weight_decay: float = 0.0
     """Of the optimiser."""
     max_drafts: int = 5
-    """Maximum number of drafts in a row for which heads that draft one token a pass are trained and measured."""
-    max_drafts_in_one_pass: int = 8
-    """The same for heads that draft all tokens of a cycle in one pass."""
+    """Maximum number of drafts in a row for which heads are trained and measured."""
 
     # risk
     epsilons: tuple[float, ...] = (0.01, 0.02, 0.05)
@@ -138,9 +133,6 @@ class CalibrationConfig:
             raise ConfigError("calibration_share", self.calibration_share, "with test_share at most 0.9")
         if not isinstance(self.deep_inputs, bool):
             raise ConfigError("deep_inputs", self.deep_inputs, "true or false")
-        if self.head_cell and not self.deep_inputs:
-            expected = "0 or none without deep_inputs: a head that drafts in one pass takes the last deep state"
-            raise ConfigError("head_cell", self.head_cell, expected)
         self._check_tuples()
 
     def _check_tuples(self) -> None:
@@ -181,10 +173,6 @@ class CalibrationConfig:
         """SHA-256 of the settings as canonical JSON."""
         return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
 
-    def drafts_for(self, *, in_one_pass: bool) -> int:
-        """Maximum number of drafts in a row for which a head is trained and measured."""
-        return self.max_drafts_in_one_pass if in_one_pass else self.max_drafts
-
     def checkpoints_for(self, num_layers: int) -> tuple[int, ...]:
         """The checkpoint layers in a model of `num_layers` layers."""
         if num_layers < 2:
@@ -196,16 +184,7 @@ class CalibrationConfig:
         return self.checkpoints
 
 
-_OPTIONAL = {
-    "generation_batch",
-    "shortlist_size",
-    "head_hidden",
-    "head_inner",
-    "head_ffn",
-    "head_cell",
-    "learning_rate",
-    "minutes",
-}
+_OPTIONAL = {"generation_batch", "shortlist_size", "head_hidden", "head_inner", "head_ffn", "learning_rate", "minutes"}
 _INTEGERS = {
     "num_samples": (3, 2**24),
     "seed": (0, 2**63 - 1),
@@ -220,14 +199,12 @@ _INTEGERS = {
     "head_hidden": (0, 2**20),
     "head_inner": (0, 2**20),
     "head_ffn": (1, 2**20),
-    "head_cell": (0, 2**20),
     "router_bottleneck": (1, 2**16),
     "steps": (1, 2**24),
     "batch_tokens": (1, 2**24),
     "loss_positions": (1, 2**20),
     "warmup_steps": (0, 2**20),
     "max_drafts": (1, 64),
-    "max_drafts_in_one_pass": (1, 64),
 }
 _NUMBERS = {
     "calibration_share": (0.001, 0.9),

@@ -46,9 +46,7 @@ def calibrate(
         float | None,
         typer.Option(help="Time for the whole calibration; training ends early if it must. Default: no limit."),
     ] = SETTINGS.minutes,
-    max_drafts: Annotated[
-        int, typer.Option(help="Longest draft of a head that drafts one token a pass.")
-    ] = SETTINGS.max_drafts,
+    max_drafts: Annotated[int, typer.Option(help="Longest draft.")] = SETTINGS.max_drafts,
     epsilon: Annotated[
         list[float] | None, typer.Option(help="A bound on disagreement to certify; may be repeated.")
     ] = None,

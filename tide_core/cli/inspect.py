@@ -124,8 +124,6 @@ def _shape(spec: HeadSpec) -> Iterator[str]:
         heads = f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of size {spec.head_size}"
         narrow = f" at width {spec.inner} of {spec.width}" if spec.narrow else ""
         yield f"            block of {heads}, MLP of width {spec.ffn}{narrow}"
-    if spec.in_one_pass:
-        yield f"            all drafts of a cycle in one pass, cell of width {spec.cell}; not for mode fast"
 
 
 def _measured(checkpoint: Checkpoint) -> Iterator[str]:
@@ -137,8 +135,6 @@ def _measured(checkpoint: Checkpoint) -> Iterator[str]:
     for point in checkpoint.thresholds:
         measured = f"{point.num_sequences:>9,}  {point.risk:>6.4f}  {point.coverage:>8.3f}"
         yield f"            {point.epsilon:>8.4g}  {point.delta:>6.4g}  {_threshold(point.threshold):>9}  {measured}"
-    if checkpoint.head.in_one_pass:
-        yield "  fast      not offered: it decides token by token, and this head drafts in one pass"
     if checkpoint.fast is not None:
         fast = checkpoint.fast
         share = f"{fast.disagreement:.4f} disagree, {fast.layers_per_token:.2f} layers a token"

@@ -145,7 +145,6 @@ def assemble_loaded(
 ) -> Parts:
     """Build the engine around a loaded model. `identity` names its weights. The model may be in
     use: `lock` is held whenever it is touched here."""
-    check_prompt_exits(config, artefact)
     with lock():
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -221,13 +220,6 @@ def assemble_loaded(
     checkpoints = () if artefact is None else checkpoint_policies(artefact)
     parts = Parts(core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest)
     return replace(parts, suffix_drafts=suffixes is not None, kv_memory_gib=budget / GIB)
-
-
-def check_prompt_exits(config: EngineConfig, artefact: Artefact | None) -> None:
-    """Refuse prompt exits, which belong to mode fast, with a head that has no such mode."""
-    if config.prompt_exits and artefact is not None and artefact.heads[0].spec.in_one_pass:
-        expected = "false: prompt tokens exit in mode fast only, and the artefact's head drafts in one pass"
-        raise ConfigError("prompt_exits", config.prompt_exits, expected)
 
 
 def bind_exits(
@@ -369,7 +361,6 @@ def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
             draft_threshold=checkpoint.draft_threshold,
             exit_thresholds={point.epsilon: point.threshold for point in checkpoint.thresholds},
             fast_threshold=None if checkpoint.fast is None else checkpoint.fast.threshold,
-            in_one_pass=checkpoint.head.in_one_pass,
         )
         for checkpoint in artefact.manifest.checkpoints
     )

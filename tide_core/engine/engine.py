@@ -229,8 +229,6 @@ class Engine:
         adapter = parts.runner.adapter
         epsilons = sorted({epsilon for checkpoint in parts.checkpoints for epsilon in checkpoint.exit_thresholds})
         modes = [mode for mode in MODES if mode == "full" or (parts.checkpoints and (mode != "bounded" or epsilons))]
-        if any(checkpoint.in_one_pass for checkpoint in parts.checkpoints):
-            modes.remove("fast")
         modes = ["full", "verified"] if parts.suffix_drafts and not parts.checkpoints else modes
         return ModelFacts(
             name=self.model_name,

@@ -22,8 +22,7 @@ from tide_core.models.adapter import LayerInputs, ModelAdapter
 
 
 def plan_segments(num_layers: int, checkpoint_layers: tuple[int, ...]) -> tuple[range, ...]:
-    """The layer ranges between checkpoint layers: (2,) of 30 layers gives 0..1 and 2..29, (0,)
-    gives no layers and all of them."""
+    """The layer ranges between checkpoint layers: (2,) of 30 layers gives 0..1 and 2..29."""
     if checkpoint_layers and checkpoint_layers[-1] >= num_layers:
         expected = f"layer counts below the model's {num_layers}: the last layer is no checkpoint"
         raise ConfigError("checkpoint_layers", checkpoint_layers, expected)

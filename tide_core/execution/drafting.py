@@ -5,10 +5,6 @@ reaches the row's threshold there, the exit's token becomes the row's next token
 checkpoint, if the artefact has one, together with all that is pending. A row whose token exits nowhere waits for the
 deep pass. No decision depends on another row.
 
-Of a head that drafts in one pass only the newest token of a row runs up to the checkpoint. The head then runs once over
-as many places as the row has planned drafts, and the drafts are chosen one after another, by the same rules. They have
-not run through the shallow layers: the deep pass runs them through all layers, like suffix drafts.
-
 Prompt tokens exit too, in mode fast only (`exit_prompts`). A prompt is compute-bound, so every token that skips the
 deep layers saves its share of them. A chunk runs up to the first checkpoint and the head scores each of its tokens
 (without a deep state: none is known yet for a chunk); those whose score reaches the threshold stop there. The last
@@ -62,9 +58,6 @@ class Drafter:
 
     def draft(self, rows: Sequence[RowCycle]) -> None:
         """Let the rows draft until each has stopped or has as many drafts as its step allows."""
-        if self._exits.in_one_pass:
-            self._draft_in_one_pass([row for row in rows if not row.stopped and row.step.num_drafts])
-            return
         while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
             for checkpoint in range(len(self._exits.checkpoints)):
                 ran = self._depth.run(active, checkpoint, checkpoint + 1)
@@ -73,26 +66,6 @@ class Drafter:
                     break
             for row in active:
                 row.stopped = True
-
-    def _draft_in_one_pass(self, rows: Sequence[RowCycle]) -> None:
-        """One pass over the newest tokens, one over the places, then place after place."""
-        rows = [row for row in rows if row.step.policy.draft_thresholds[0] <= 1.0]
-        if not rows:
-            return
-        ran = self._depth.run(rows, 0, 1)
-        parts = [(row, (0, row.step.num_drafts)) for row in rows]
-        view = ran.view if ran.parts == parts and ran.view is not None else self._depth.view(parts)
-        places = self._exits.start_places(parts, view, ran.states)
-        active = list(range(len(rows)))
-        for place in range(max(row.step.num_drafts for row in rows)):
-            asked = [rows[index] for index in active]
-            drafts = [row.tokens[-1] for row in asked] if place else []
-            proposal = self._exits.propose_place(places, place, active, drafts)
-            for row in self._draft_from(0, asked, proposal):
-                row.stopped = True
-            active = [i for i in active if not rows[i].stopped and len(rows[i].drafts) < rows[i].step.num_drafts]
-            if not active:
-                return
 
     def exit_prompts(self, rows: Sequence[RowCycle]) -> None:
         """Let prompt tokens of rows in mode fast exit at the first checkpoint, unless their log-probabilities are asked

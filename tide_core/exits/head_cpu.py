@@ -1,5 +1,4 @@
-"""A checkpoint's head, narrow head and router as native programs, one call each to propose and to write K and V; of a
-head that drafts in one pass one call for all places and one for each of them.
+"""A checkpoint's head, narrow head and router as native programs, one call each to propose and to write K and V.
 
 On the demo model, two Neoverse-N1 cores, a draft's head work takes 0.84 ms as a program and 2.1 ms op by op. The
 modules stay what they are and share their weights with the programs: `Exits` runs them op by op where
@@ -43,8 +42,7 @@ def unsupported_reason(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, 
 
 
 class HeadProgram:
-    """`propose` and `write_kv` of one checkpoint; `refine_places` and `propose_place` in place of `propose` where the
-    head drafts in one pass."""
+    """`propose` and `write_kv` of one checkpoint."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class HeadProgram:
         index: int,
     ) -> None:
         self._deep = head.spec.deep
-        self._shortlist_size, self._refined_width = narrow_head.linear.out_features, head.spec.inner_width
+        self._shortlist_size = narrow_head.linear.out_features
         self._pools = cache.pools[kv_layer] if kv_layer >= 0 else None
         self._deep_states = cache.deep_states[index]
         if head.spec.hidden:
@@ -65,15 +63,7 @@ class HeadProgram:
         if head.spec.attends:
             self._block_gate_up = stacked(head.block.mlp.gate_proj, head.block.mlp.up_proj)
             self._qkv = stacked(head.block.q_proj, head.block.k_proj, head.block.v_proj)
-        if head.spec.cell:
-            self._cell_gate_up = stacked(head.cell.mlp.gate_proj, head.cell.mlp.up_proj)
-            self._refine_places = self._places_program(head)
-            self._propose_first, self._propose_next = (
-                self._place_program(head, router, adapter._norm, narrow_head, advances=advances)
-                for advances in (False, True)
-            )
-        else:
-            self._propose = self._propose_program(head, router, adapter._norm, narrow_head)
+        self._propose = self._propose_program(head, router, adapter._norm, narrow_head)
         self._write_kv = self._write_kv_program(head) if head.spec.attends else None
 
     def propose(
@@ -83,24 +73,6 @@ class HeadProgram:
         logits = torch.empty(len(states) if each else len(view._index.context_lens), self._shortlist_size)
         scores, best = self._run(self._propose, (states.contiguous(), logits), view, sources, each=each)
         return logits, scores, best
-
-    def refine_places(self, view: PagedView, anchors: Tensor, sources: DeepSources | None) -> Tensor:
-        """What `ExitHead.refine` gives for the places of a cycle, [T, d], from the state of each one's newest token."""
-        refined = torch.empty(len(anchors), self._refined_width)
-        self._run(self._refine_places, (anchors.contiguous(), refined), view, sources, each=True)
-        return refined
-
-    def propose_place(
-        self, refined: Tensor, states: Tensor, before: Tensor | None, entered: Tensor | None
-    ) -> tuple[Tensor, list[float], list[int], Tensor]:
-        """Logits, scores and best indices of one place of each row, and what the cell made of `refined`, [C, d]."""
-        logits, advanced = torch.empty(len(refined), self._shortlist_size), refined
-        program, given = self._propose_first, [refined.contiguous(), states.contiguous(), logits]
-        if before is not None and entered is not None:
-            program, advanced = self._propose_next, torch.empty_like(refined)
-            given += [before.contiguous(), entered.contiguous(), advanced]
-        scores, best = program.run(given, *_alone(len(refined)), each=True)
-        return logits, scores, best, advanced
 
     def write_kv(self, view: PagedView, states: Tensor, sources: DeepSources | None) -> None:
         """K and V of the head for the view's tokens, into its pools."""
@@ -132,44 +104,9 @@ class HeadProgram:
         program = _new_program()
         states = program.external(head.spec.width)
         logits = program.external(self._shortlist_size, chosen=True)
-        refined = program.select(self._refined(program, head, self._embedded(program, head, states)))
-        skipped = program.select(states) if head.spec.narrow else states
-        self._score(program, router, norm, narrow_head, self._widened(program, head, skipped, refined), logits)
-        return program
-
-    def _places_program(self, head: ExitHead) -> Program:
-        program = _new_program()
-        states, refined = program.external(head.spec.width), program.external(head.spec.inner_width)
-        self._refined(program, head, self._embedded(program, head, states), to=refined)
-        return program
-
-    def _place_program(
-        self, head: ExitHead, router: Router, norm: HeadRMSNorm, narrow_head: NarrowHead, *, advances: bool
-    ) -> Program:
-        """One place of each row; `advances`: there is a place before it."""
-        program, width, inner = _new_program(), head.spec.width, head.spec.inner_width
-        refined, states = program.external(inner, chosen=True), program.external(width, chosen=True)
-        logits = program.external(self._shortlist_size, chosen=True)
-        if advances:
-            before, entered, advanced = (program.external(size, chosen=True) for size in (inner, width, inner))
-            inputs = program.buffer(inner + width, chosen=True)
-            _norm(program, head.cell.before_norm, before, to=inputs.part(0, inner))
-            _norm(program, head.cell.draft_norm, entered, to=inputs.part(inner, width))
-            found = _mlp(program, self._cell_gate_up, head.cell.mlp.down_proj, inputs)
-            refined = program.add(refined, found, to=advanced)
-        self._score(program, router, norm, narrow_head, self._widened(program, head, states, refined), logits)
-        return program
-
-    def _score(
-        self,
-        program: Program,
-        router: Router,
-        norm: HeadRMSNorm,
-        narrow_head: NarrowHead,
-        features: Columns,
-        logits: Columns,
-    ) -> None:
-        """Logits, best indices and scores of features."""
+        features = self._widened(
+            program, head, states, self._refined(program, head, self._embedded(program, head, states))
+        )
         normed = _norm(program, norm, features)
         program.linear(normed, narrow_head.linear.weight, narrow_head.linear.bias, to=logits)
         seen = program.buffer(features.width + CONFIDENCE_SIZE, chosen=True)
@@ -177,6 +114,7 @@ class HeadProgram:
         program.confidence(logits, to=seen.part(features.width, CONFIDENCE_SIZE))
         hidden = program.silu(program.linear(seen, router.down.weight, router.down.bias))
         program.result(program.sigmoid(program.linear(hidden, router.out.weight, router.out.bias)))
+        return program
 
     def _write_kv_program(self, head: ExitHead) -> Program:
         program = _new_program()
@@ -202,7 +140,7 @@ class HeadProgram:
             return mixed
         return program.add(mixed, _mlp(program, self._gate_up, head.mlp.down_proj, inputs))
 
-    def _refined(self, program: Program, head: ExitHead, embedded: Columns, to: Columns | None = None) -> Columns:
+    def _refined(self, program: Program, head: ExitHead, embedded: Columns) -> Columns:
         """`ExitHead.refine`"""
         if not head.spec.attends:
             return embedded
@@ -215,13 +153,15 @@ class HeadProgram:
         attended = program.paged_attention(queries, *self._pools, size**-0.5)
         states = program.add(embedded, program.linear(attended, block.o_proj.weight))
         normed = _norm(program, block.mlp_norm, states)
-        return program.add(states, _mlp(program, self._block_gate_up, block.mlp.down_proj, normed), to)
+        return program.add(states, _mlp(program, self._block_gate_up, block.mlp.down_proj, normed))
 
     def _widened(self, program: Program, head: ExitHead, states: Columns, refined: Columns) -> Columns:
-        """`ExitHead.widen`"""
+        """`ExitHead.widen`, of the chosen tokens alone."""
+        chosen = program.select(refined)
         if not head.spec.narrow:
-            return refined
-        return program.add(_norm(program, head.skip_norm, states), program.linear(refined, head.up.weight))
+            return chosen
+        skipped = _norm(program, head.skip_norm, program.select(states))
+        return program.add(skipped, program.linear(chosen, head.up.weight))
 
     def _write(self, program: Program, head: ExitHead, projected: Columns) -> None:
         """Rotate what stands before the values, then write K and V, the last columns."""
@@ -230,12 +170,6 @@ class HeadProgram:
         values = projected.width - keys
         program.rotary(projected.part(0, values), *head.rotary_table)
         program.write_kv(projected.part(values - keys, keys), projected.part(values, keys), *self._pools)
-
-
-def _alone(count: int) -> tuple[np.ndarray[Any, Any], ...]:
-    """Positions, slots, tables, starts and lengths of tokens that neither attend nor write K and V."""
-    nowhere, no_rows = np.zeros(count, dtype=np.int64), np.zeros(0, dtype=np.int32)
-    return nowhere, nowhere, no_rows.reshape(0, 0), np.zeros(1, dtype=np.int32), no_rows
 
 
 def _new_program() -> Program:

@@ -14,7 +14,6 @@ import torch
 from tide_core.batch import Rotation
 from tide_core.exits.artefact.heads import ExitHead, HeadMLP
 from tide_core.kernels import CudaKernels
-from tide_core.kernels.reference.cycle import MOST_ROWS
 from tide_core.kv.kernel_view import KernelView
 from tide_core.models.stacked import stacked
 
@@ -34,11 +33,6 @@ class FusedHead:
             self._qkv = stacked(block.q_proj, block.k_proj, block.v_proj)
             self._keys_values = self._qkv[block.q_proj.out_features :]
             self._block_gate_up = _joined(block.mlp)
-        if spec.in_one_pass:
-            cell, weight = head.cell, head.cell.draft_norm.weight
-            self._cell_gate_up = _joined(cell.mlp)
-            self._no_terms = weight.new_zeros(1, spec.inner_width + spec.width)
-            self._known = torch.ones(MOST_ROWS, dtype=torch.int64, device=weight.device)
 
     def gather_buffer(self, states: torch.Tensor) -> torch.Tensor | None:
         """For what `deep_state` reads of tokens with such states [T, D]: final-norm states and those at the taps next
@@ -64,7 +58,9 @@ class FusedHead:
         if gathered is None:
             return kernels.linear(last, fuse.weight, fuse.bias)
         if last.data_ptr() != gathered.data_ptr():
-            kernels.embed(self._order_of(num), last, out=gathered[:, :width])
+            if num not in self._order:  # the first run is not captured
+                self._order[num] = torch.arange(num, device=last.device)
+            kernels.embed(self._order[num], last, out=gathered[:, :width])
         return kernels.linear(gathered, fuse.weight, fuse.bias)
 
     def embed(
@@ -106,39 +102,19 @@ class FusedHead:
         gated = kernels.fused_linear(states, self._block_gate_up, gated=True, norm=norm)
         return kernels.fused_linear(gated, block.mlp.down_proj.weight, residual=states)
 
-    def advance(
-        self, refined: torch.Tensor, before: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`ExitHead.advance` of what `refine` gave for a place, [R, d], and of what this gave for the place before. The
-        embeddings of the drafts are `rows` [N, D] at `index` [R]; without it, one after another."""
-        cell, kernels = self._head.cell, self._kernels
-        # The input of the cell is made like that of a head: rows of a pool that are known, and no distances.
-        pool = rows, self._order_of(len(before)) if index is None else index, cell.draft_norm.weight
-        distances = self._known[: len(before)], self._no_terms
-        inputs = kernels.exit_input(before, cell.before_norm.weight, *pool, *distances, self._eps)
-        gated = kernels.fused_linear(inputs, self._cell_gate_up, gated=True)
-        return kernels.fused_linear(gated, cell.mlp.down_proj.weight, residual=refined)
-
-    def skip(self, states: torch.Tensor) -> torch.Tensor:
-        """What `widen` adds to the result of a narrow block, from states [T, D]; else they are returned as they are."""
-        head = self._head
-        return self._kernels.rms_norm(states, head.skip_norm.weight, self._eps) if head.spec.narrow else states
-
-    def widen(self, refined: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-        """`ExitHead.widen` of what `refine` or `advance` gave, and what `skip` gave for the states [T, D]."""
-        head = self._head
-        return self._kernels.fused_linear(refined, head.up.weight, residual=skipped) if head.spec.narrow else refined
+    def widen(self, refined: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """`ExitHead.widen` of what `refine` gave and states [T, D]."""
+        head, kernels = self._head, self._kernels
+        if not head.spec.narrow:
+            return refined
+        skipped = kernels.rms_norm(states, head.skip_norm.weight, self._eps)
+        return kernels.fused_linear(refined, head.up.weight, residual=skipped)
 
     def write(self, view: KernelView, kv_layer: int, embedded: torch.Tensor, slots: torch.Tensor) -> None:
         """K and V of the block for what `embed` gave, and nothing else of it."""
         norm = self._head.block.attention_norm.weight, self._eps
         keys_values = self._kernels.fused_linear(embedded, self._keys_values, norm=norm)
         view.write_joined(kv_layer, keys_values, self._rotation(view), slots)
-
-    def _order_of(self, num: int) -> torch.Tensor:
-        if num not in self._order:  # the first run is not captured
-            self._order[num] = torch.arange(num, device=self._head.mix.weight.device)
-        return self._order[num]
 
     def _rotation(self, view: KernelView) -> Rotation:
         return Rotation(*self._head.rotary_table, view.positions)

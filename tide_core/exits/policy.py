@@ -24,8 +24,6 @@ class CheckpointPolicy:
     exit_thresholds: dict[float, float]
     """Epsilon to the least score that keeps it."""
     fast_threshold: float | None
-    in_one_pass: bool = False
-    """Whether its head drafts all tokens of a cycle in one pass, so that no token can leave alone."""
 
 
 def resolve_policy(
@@ -75,14 +73,7 @@ def _thresholds(
     mode: str, epsilon: float | None, asked: float | None, checkpoint: CheckpointPolicy
 ) -> tuple[float, float]:
     """Least scores to draft and to leave at one checkpoint."""
-    if mode == "fast" and checkpoint.in_one_pass:
-        expected = (
-            "full, verified or bounded: fast skips layers token by token, and the artefact's head drafts in one pass"
-        )
-        raise RequestError("mode", mode, expected)
     if mode == "fast":
-        if checkpoint.layer == 0:
-            raise RequestError("mode", mode, "full, verified or bounded: the artefact's exit is before the first layer")
         leave = checkpoint.fast_threshold if asked is None else asked
         if leave is None:
             expected = f"a threshold as well: the artefact has none for fast at layer {checkpoint.layer}"

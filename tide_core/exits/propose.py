@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -84,22 +83,6 @@ class Proposal:
     """[T], the token with the largest logit."""
 
 
-@dataclass(slots=True)
-class Places:
-    """The places of a cycle that is drafted in one pass, of R rows, and how far drafting has come."""
-
-    refined: torch.Tensor
-    """What `ExitHead.refine` gave for all places, [T, d], row by row."""
-    firsts: list[int]
-    """Index of each row's first place."""
-    states: torch.Tensor
-    """At the checkpoint, of each row's newest token, [R, D]."""
-    positions: list[int]
-    """Of each row's newest token."""
-    advanced: torch.Tensor
-    """Of each row, what its latest place gave after the cell, [R, d]."""
-
-
 class Exits:
     """All checkpoints of an artefact, bound to the model and its pool.
 
@@ -122,9 +105,6 @@ class Exits:
         self._cache = cache
         self._narrow_head = narrow_head
         self._fed = any(checkpoint.head.spec.deep for checkpoint in self.checkpoints)
-        self.in_one_pass = self.checkpoints[0].head.spec.in_one_pass
-        """Whether the head drafts all tokens of a cycle in one pass (`start_places`, `propose_place`; in graphs
-        `embed_places`, `refine_places`, `advance`, `features_at`), or one token a pass (`propose`; `draft`)."""
         self._ids: list[int] = shortlist.tolist()
         self._programs: list[HeadProgram] = []
         why_not = "as asked" if kernels is None else unsupported_reason(adapter, cache, kernels, narrow_head)
@@ -155,53 +135,6 @@ class Exits:
         if len(states) != len(parts) and not each:
             ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
             features = features[torch.from_numpy(ends).to(states.device)]
-        return self._scored(index, features)
-
-    def start_places(self, parts: Sequence[Part], view: PagedView, states: torch.Tensor) -> Places:
-        """The pass of a head that drafts in one pass, over the places of each row, from the states [R, D] of their
-        newest tokens. A part has as many tokens as its row has places, from the newest token on."""
-        sources = self.deep_sources(parts, drafting=True)
-        counts = [stop - first for _, (first, stop) in parts]
-        anchors = states
-        if len(states) != sum(counts):
-            anchors = states.repeat_interleave(torch.tensor(counts, device=states.device), 0)
-        if self._programs:
-            refined = self._programs[0].refine_places(view, anchors, sources)
-        else:
-            refined = self._refined(0, view, anchors, *self._deep_slots(0, sources))
-        firsts = [0, *accumulate(counts)][:-1]
-        positions = [row.step.start + first for row, (first, _) in parts]
-        return Places(refined, firsts, states, positions, refined.new_empty(len(parts), refined.shape[1]))
-
-    def propose_place(self, places: Places, place: int, rows: Sequence[int], drafts: Sequence[int]) -> Proposal:
-        """What these rows propose at a place, counted from 0. From the second place on `drafts` are the tokens that the
-        rows drafted at the place before."""
-        device = places.refined.device
-        everyone = len(rows) == len(places.firsts)
-        chosen = torch.tensor(rows, device=device)
-        refined = places.refined[torch.tensor([places.firsts[row] + place for row in rows], device=device)]
-        states = places.states if everyone else places.states[chosen]
-        before = entered = None
-        if place:
-            before = places.advanced if everyone else places.advanced[chosen]
-            positions = torch.tensor([places.positions[row] + place for row in rows], device=device)
-            entered = self._adapter.embed(torch.tensor(drafts, device=device), positions)[0]
-        if self._programs:
-            logits, scores, best, advanced = self._programs[0].propose_place(refined, states, before, entered)
-            proposal = Proposal(logits, scores, [self._ids[i] for i in best])
-        else:
-            head, advanced = self.checkpoints[0].head, refined
-            if before is not None and entered is not None:
-                advanced = head.advance(refined, before, entered)
-            proposal = self._scored(0, head.widen(advanced, states))
-        if everyone:
-            places.advanced = advanced
-        else:
-            places.advanced[chosen] = advanced
-        return proposal
-
-    def _scored(self, index: int, features: torch.Tensor) -> Proposal:
-        """Logits, scores and best tokens of features [T, D]."""
         if not self._scorers or len(features) > MAX_SCORED:
             logits = self._narrow_head(self._adapter.norm(features))
             score, top = self.checkpoints[index].router.score(features, confidence_of(logits)), logits.argmax(-1)
@@ -217,32 +150,6 @@ class Exits:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features [T, D] and logits [T, S] at the only checkpoint, without scores."""
         features = self._features(0, view, states, deep_slots, distances)
-        return features, self._narrow_logits(features)
-
-    def embed_places(self, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
-        """What enters the block at places of rows, [T, d], from the state of the newest token of each row, [T, D]."""
-        return self._fused[0].embed(states, self._cache.deep_states[0], deep_slots, distances)
-
-    def refine_places(self, view: KernelView, embedded: torch.Tensor) -> torch.Tensor:
-        """One pass of the block over the places of each row, [T, d]; it writes their K and V."""
-        return self._fused[0].refine(view, self.checkpoints[0].kv_layer, embedded)
-
-    def advance(
-        self, refined: torch.Tensor, before: torch.Tensor, best: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """What the block gave for a place of each row, [R, d], with the drafts before it: `before` [R, d] is this of
-        the place before, and `best` [R] are the shortlist indices of the tokens drafted there, for `positions` [R]."""
-        if self._entering is not None:
-            return self._fused[0].advance(refined, before, self._entering, best)
-        return self._fused[0].advance(refined, before, self._adapter.embed(self.shortlist[best], positions)[0])
-
-    def skip(self, states: torch.Tensor) -> torch.Tensor:
-        """What `features_at` needs of the states of the newest tokens, [R, D]: once for all places."""
-        return self._fused[0].skip(states)
-
-    def features_at(self, advanced: torch.Tensor, skipped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features [R, D] and logits [R, S] at a place, from what `advance` gave, or `refine_places` for the first."""
-        features = self._fused[0].widen(advanced, skipped)
         return features, self._narrow_logits(features)
 
     def top2(self, logits: torch.Tensor, out: Top2) -> None:
@@ -261,25 +168,11 @@ class Exits:
         deep_slots: torch.Tensor | None,
         distances: torch.Tensor | None,
     ) -> torch.Tensor:
-        refined = self._refined(index, view, states, deep_slots, distances)
-        if self._fused and isinstance(view, KernelView):
-            fused = self._fused[index]
-            return fused.widen(refined, fused.skip(states))
-        return self.checkpoints[index].head.widen(refined, states)
-
-    def _refined(
-        self,
-        index: int,
-        view: PagedView,
-        states: torch.Tensor,
-        deep_slots: torch.Tensor | None,
-        distances: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """What `ExitHead.refine` gives, [T, d]; the head's K and V of the view's tokens are written."""
         checkpoint, pool = self.checkpoints[index], self._cache.deep_states[index]
         if self._fused and isinstance(view, KernelView):
             fused = self._fused[index]
-            return fused.refine(view, checkpoint.kv_layer, fused.embed(states, pool, deep_slots, distances))
+            embedded = fused.embed(states, pool, deep_slots, distances)
+            return fused.widen(fused.refine(view, checkpoint.kv_layer, embedded), states)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             view.write(checkpoint.kv_layer, key, value)
@@ -287,7 +180,7 @@ class Exits:
 
         deep = None if deep_slots is None else pool.index_select(0, deep_slots)
         head = checkpoint.head
-        return head.refine(head.embed(states, deep, distances), view.positions, attend)
+        return head.widen(head.refine(head.embed(states, deep, distances), view.positions, attend), states)
 
     def _narrow_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Final norm and narrow head, in one launch where both are plain."""

@@ -18,7 +18,7 @@ import torch
 from tide_core.batch import DraftCounts, RowResult, TokenResult
 from tide_core.exits.accept import Thresholds, accept, drafting_thresholds
 from tide_core.exits.row_cycle import FROM_SUFFIX, Draft, RowCycle
-from tide_core.outputs.exit_stats import NO_LAYERS
+from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
 from tide_core.sampling.draw import ACCEPT_STREAM, RESIDUAL_STREAM, draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
@@ -152,7 +152,7 @@ class Verifier:
         return self._exit(draft, token, Audit.UNAUDITED)
 
     def _exit(self, draft: Draft, token: SampledToken, audit: Audit) -> TokenResult:
-        layer = NO_LAYERS if draft.checkpoint == FROM_SUFFIX else self._layers[draft.checkpoint]
+        layer = FROM_TEXT if draft.checkpoint == FROM_SUFFIX else self._layers[draft.checkpoint]
         return TokenResult(draft.token_id, layer, token.logprob, token.top_logprobs, draft.score, audit)
 
     def _full_depth(self, token: SampledToken, score: float | None) -> TokenResult:

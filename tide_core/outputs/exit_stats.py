@@ -14,9 +14,8 @@ from typing import Any
 from tide_core.errors import ConfigError
 from tide_core.request import Audit
 
-NO_LAYERS = 0
-"""Exit layer of a token that was drafted without any layer of the model: from text that stands somewhere already, or by
-a head at layer 0."""
+FROM_TEXT = 0
+"""Exit layer of a token that was drafted from text that stands somewhere already: no layer proposed it."""
 
 
 class ExitStats:
@@ -66,8 +65,8 @@ class ExitStats:
     def check(self, layers: Iterable[int]) -> None:
         """Refuse exit layers that cannot be."""
         for layer in layers:
-            if not NO_LAYERS <= layer <= self.num_layers:
-                raise ConfigError("exit_layer", layer, f"a layer in {NO_LAYERS}..{self.num_layers}")
+            if not FROM_TEXT <= layer <= self.num_layers:
+                raise ConfigError("exit_layer", layer, f"a layer in {FROM_TEXT}..{self.num_layers}")
 
     def add(
         self, per_layer: Mapping[int, int], audits: Mapping[Audit, int], ran: Sequence[int], times: int = 1

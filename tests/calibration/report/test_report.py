@@ -37,7 +37,7 @@ def made_report() -> ReportData:
         made_candidate("2:affine", 2, "affine", num=200, skill=0.6),
         made_candidate("5:block", 5, "block", num=200, skill=0.9),
     ]
-    plans = plan_candidates(candidates, {candidate.name: COSTS for candidate in candidates})
+    plans = plan_candidates(candidates, {candidate.name: COSTS for candidate in candidates}, max_drafts=4)
     chosen = plans[0]
     speedups = predict_speedups(chosen.counts, COSTS, (1, 8, 64))
     best = next(candidate for candidate in candidates if candidate.name == chosen.name)

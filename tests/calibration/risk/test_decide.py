@@ -22,15 +22,9 @@ def traces(name: str, layer: int, right: float, *, num: int = 400, seed: int = 0
 
 
 def decided(
-    test: list[CandidateTraces],
-    calibration: list[CandidateTraces],
-    given: list[CandidateTraces] | None = None,
-    *,
-    cell: float = 0.0,
+    test: list[CandidateTraces], calibration: list[CandidateTraces], given: list[CandidateTraces] | None = None
 ) -> Decision:
-    costs = {
-        each.name: CostModel(1e3 * each.layer, 1500.0, 1e3 * (LAYERS - each.layer) + 4000.0, cell=cell) for each in test
-    }
+    costs = {each.name: CostModel(1e3 * each.layer, 1500.0, 1e3 * (LAYERS - each.layer) + 4000.0) for each in test}
     config = tiny_calibration(max_drafts=3, epsilons=(0.05,))
     parts = {"test": test, "calibration": calibration}
     return decide(config, parts if given is None else {**parts, "given": given}, costs, LAYERS)
@@ -79,14 +73,3 @@ def test_of_two_certified_thresholds_the_stricter_one_is_taken_with_its_own_numb
     assert strictest([loose, strict]) is strict
     assert strictest([strict, loose]) is strict
     assert strictest([none, strict]) is none
-
-
-def test_a_head_that_drafts_in_one_pass_offers_no_fast_mode_and_the_verdict_says_why() -> None:
-    parts = [traces("2", 2, 0.99)], [traces("2", 2, 0.99, seed=1)]
-    one_by_one, in_one_pass = decided(*parts), decided(*parts, cell=100.0)
-
-    assert one_by_one.fast is not None
-    assert in_one_pass.fast is None
-    assert in_one_pass.verdict[-1].startswith("fast is not offered: this head drafts all tokens of a cycle in one pass")
-    assert not any("fast" in line for line in one_by_one.verdict)
-    assert in_one_pass.certifications == one_by_one.certifications

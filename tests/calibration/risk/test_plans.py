@@ -11,12 +11,11 @@ import pytest
 from tests.calibration.risk.traces_factory import made_candidate, made_traces, trace_of
 from tests.calibration.train.heads import tiny_adapter
 from tide_core.calibration.risk.costs import (
-    PRIOR_ACCEPTANCE_IN_ONE_PASS,
     RIDGE_TOKENS,
     CostModel,
-    DraftShares,
     MeasuredCosts,
     costs_of,
+    draft_share,
     predict_speedup,
     predict_speedups,
     prior_speedup,
@@ -40,7 +39,6 @@ from tide_core.errors import ConfigError
 CHEAP = CostModel(shallow=0.1, head=0.05, deep=0.9)
 RIDGE = "tide_core.calibration.risk.costs.RIDGE_TOKENS"
 DEAR = CostModel(shallow=0.8, head=0.3, deep=0.2)
-ONE_PASS = CostModel(shallow=0.1, head=0.05, deep=0.9, choose=0.02, cell=0.01)
 
 
 def priced(trace: SequenceTrace, costs: CostModel, *, draft_threshold: float, max_drafts: int) -> float:
@@ -49,15 +47,12 @@ def priced(trace: SequenceTrace, costs: CostModel, *, draft_threshold: float, ma
     while start < length:
         drafts = 0
         while drafts < max_drafts and start + drafts < length:
-            cost += costs.next_draft_of(1) if drafts else costs.first_draft_of(1, max_drafts)
+            cost += costs.draft_of(1)
             if trace.score[drafts, start + drafts] < draft_threshold:
                 break
             drafts += 1
         else:
-            if not costs.in_one_pass:
-                cost += costs.shallow_of(1)  # the last draft has to go through the shallow layers too
-        if costs.in_one_pass and drafts:
-            cost += costs.shallow_of(drafts)  # and so have all drafts of one pass
+            cost += costs.shallow_of(1)  # the last draft has to go through the shallow layers too
         cost += costs.deep_of(drafts + 1)
         right = next((m for m in range(drafts) if not trace.agree[m, start + m]), drafts)
         start += right + 1
@@ -71,7 +66,7 @@ def test_the_predicted_speedup_of_one_row_is_that_of_paying_pass_by_pass(
     threshold: float, max_drafts: int, ridge_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RIDGE, ridge_tokens)
-    for costs in (CHEAP, DEAR, ONE_PASS):
+    for costs in (CHEAP, DEAR):
         for trace in made_traces(5, 40, seed=2):
             counts = simulate_all(pack([trace]), draft_threshold=threshold, max_drafts=max_drafts).total()
             expected = priced(trace, costs, draft_threshold=threshold, max_drafts=max_drafts)
@@ -82,10 +77,8 @@ def test_a_perfect_head_has_the_speedup_of_the_formula() -> None:
     # Always right, always sure: every cycle is k drafts and one token more, at k drafts and a full pass.
     trace = trace_of([[1] * 40] * 4, [[0.99] * 40] * 4)
     counts = simulate_all(pack([trace]), draft_threshold=0.5, max_drafts=4).total()
-    expected = 5 / (4 * DraftShares.of(CHEAP, 4).first + 1.0)
+    expected = 5 / (4 * draft_share(CHEAP) + 1.0)
     assert predict_speedup(counts, CHEAP) == pytest.approx(expected)
-    # In one pass: one draft with everything, three of cell and shortlist, and the drafts' shallow layers.
-    assert predict_speedup(counts, ONE_PASS) == pytest.approx(5 / (0.17 + 3 * 0.03 + 0.1 + 0.9))
 
 
 def test_rows_of_a_batch_wait_for_the_one_that_drafts_longest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +86,8 @@ def test_rows_of_a_batch_wait_for_the_one_that_drafts_longest(monkeypatch: pytes
     counts = simulate_all(pack(made_traces(50, 60)), draft_threshold=0.7, max_drafts=4).total()
     by_batch = predict_speedups(counts, CHEAP, (1, 2, 8, 1000))
     assert list(by_batch.values()) == sorted(by_batch.values(), reverse=True)
-    every_pass = 4 * CHEAP.first_draft_of(1) + CHEAP.shallow_of(1) + CHEAP.deep_of(1)
+    every_pass = 4 * CHEAP.draft_of(1) + CHEAP.shallow_of(1) + CHEAP.deep_of(1)
     assert by_batch[1000] == pytest.approx(counts.tokens_per_deep_pass * CHEAP.full_of(1) / every_pass)
-
-
-def test_in_one_pass_the_head_alone_runs_over_the_places_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RIDGE, 1)
-    assert ONE_PASS.first_draft_of(3, 8) == pytest.approx(3 * (0.1 + 0.02) + 24 * 0.05)
-    assert ONE_PASS.next_draft_of(3) == pytest.approx(3 * (0.01 + 0.02))
-    assert CHEAP.first_draft_of(3, 8) == CHEAP.first_draft_of(3) == CHEAP.next_draft_of(3) == pytest.approx(3 * 0.15)
 
 
 def test_where_arithmetic_sets_the_time_drafts_that_fail_are_dear() -> None:
@@ -123,42 +109,17 @@ def test_costs_are_parameters_read() -> None:
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in adapter.layers]
     own = [*candidate.head.parameters(), *candidate.router.parameters()]
     assert costs.shallow_of(1) == layers[0]
-    expected = layers[0] + sum(parameter.numel() for parameter in own) + 10 * width
-    assert costs.first_draft_of(1) == costs.next_draft_of(1) == expected
+    assert costs.draft_of(1) == layers[0] + sum(parameter.numel() for parameter in own) + 10 * width
     assert costs.full_of(1) == sum(layers) + adapter.vocab_size * width
-
-
-@pytest.mark.parametrize("inner", [0, 16])
-def test_a_further_draft_in_one_pass_reads_cell_last_step_router_and_shortlist(inner: int) -> None:
-    adapter = tiny_adapter()
-    spec = CandidateSpec.parse(f"1:block:deep:inner={inner}:cell=24")
-    candidate = make_candidate(adapter, spec, max_distance=3, bottleneck=8, seed=0)
-    costs = costs_of(candidate, adapter, shortlist_size=10)
-    head, width = candidate.head, candidate.head.spec.width
-    cell, router = (sum(each.numel() for each in part.parameters()) for part in (head.cell, candidate.router))
-    last = width + width * inner if inner else 0
-    assert costs.in_one_pass
-    assert costs.next_draft_of(1) == cell + last + router + 10 * width
-    every = costs.first_draft_of(1) + cell - costs.shallow_of(1)
-    assert every == head.num_draft_parameters + router + 10 * width
 
 
 def test_measured_costs_are_on_the_line_between_measurements_and_per_token_beyond() -> None:
     costs = MeasuredCosts((1, 9), (0.1, 0.1), (0.2, 0.4), (1.0, 2.0))
-    assert costs.first_draft_of(1) == costs.first_draft_of(1, 8) == costs.next_draft_of(1) == 0.2
-    assert costs.first_draft_of(5) == pytest.approx(0.3)
+    assert costs.draft_of(1) == 0.2
+    assert costs.draft_of(5) == pytest.approx(0.3)
     assert costs.full_of(18) == pytest.approx(4.0)
     assert costs.deep_of(9) == pytest.approx(1.9)
-    assert DraftShares.of(costs, 8) == DraftShares(pytest.approx(0.2), None)
-
-
-def test_measured_costs_in_one_pass_pay_for_the_places_beyond_the_first_and_little_for_further_drafts() -> None:
-    costs = MeasuredCosts((1, 9), (0.1, 0.1), (0.2, 0.4), (1.0, 2.0), head=(0.05, 0.09), further=(0.01, 0.03))
-    assert costs.first_draft_of(1, 1) == 0.2
-    assert costs.first_draft_of(1, 9) == pytest.approx(0.24)
-    assert costs.next_draft_of(5) == pytest.approx(0.02)
-    assert DraftShares.of(costs, 9) == DraftShares(pytest.approx(0.24), pytest.approx(0.01))
-    assert str(DraftShares.of(costs, 9)) == "0.240, then 0.010"
+    assert draft_share(costs) == pytest.approx(0.2)
 
 
 def test_before_training_a_cheaper_draft_predicts_a_higher_speed_and_none_less_than_full_depth() -> None:
@@ -168,10 +129,6 @@ def test_before_training_a_cheaper_draft_predicts_a_higher_speed_and_none_less_t
     assert speeds[-1] == 1.0
     # Four drafts of which 70 % are right: 1 + .7 + .49 + .343 + .2401 tokens for 4 drafts and a pass.
     assert prior_speedup(CostModel(0.0, 0.1, 1.0), 4) == pytest.approx(2.7731 / 1.4)
-    # Two in one pass, by their own prior: the first with everything, the second with cell and shortlist.
-    share = PRIOR_ACCEPTANCE_IN_ONE_PASS
-    expected = (1 + share + share**2) / (0.17 + 0.03 + 0.1 + 0.9)
-    assert prior_speedup(ONE_PASS, 2) == pytest.approx(expected)
 
 
 def test_from_the_ridge_on_a_pass_costs_in_proportion_to_its_tokens() -> None:
@@ -207,19 +164,9 @@ def test_where_every_planned_draft_is_made_the_best_number_of_them_is_predicted_
 
 def test_a_shallow_exit_that_is_right_less_often_can_beat_a_deep_one() -> None:
     shallow, deep = made_candidate(skill=0.7), made_candidate("8:affine", 8, "affine", skill=0.9)
-    plans = plan_candidates([deep, shallow], {shallow.name: CHEAP, deep.name: DEAR})
+    plans = plan_candidates([deep, shallow], {shallow.name: CHEAP, deep.name: DEAR}, max_drafts=4)
     assert [plan.name for plan in plans] == ["2:block", "8:affine"]
     assert plans[0].speedup > 1.3
-
-
-def test_where_whole_cycles_run_candidates_are_ranked_by_making_every_planned_draft() -> None:
-    """Drafts that a low score would have ended are dear one token a pass, and cheap in one pass."""
-    sequential, in_one_pass = made_candidate("2:block", skill=0.6), made_candidate("2:block:cell", skill=0.6)
-    costs = {"2:block": CHEAP, "2:block:cell": ONE_PASS}
-    plans = plan_candidates([sequential, in_one_pass], costs, in_cycles=True)
-    assert plans[0].name == "2:block:cell"
-    for plan, candidate in zip(plans, (in_one_pass, sequential), strict=True):
-        assert plan.speedup == cycle_speedups(pack(candidate.sequences), costs[plan.name], plan.max_drafts)[1]
 
 
 def test_more_drafts_than_asked_for_are_not_planned() -> None:
@@ -238,12 +185,6 @@ def test_the_verdict_names_the_gain_at_each_batch_size() -> None:
     assert third == "no gain predicted at batch 4096: `full` is as fast or faster there"
 
 
-def test_the_verdict_names_what_the_first_and_each_further_draft_cost_in_one_pass() -> None:
-    plan = plan_drafts(made_candidate(skill=0.9), ONE_PASS)
-    _, detail, *_ = verdict_lines(plan, predict_speedups(plan.counts, ONE_PASS, (1,)))
-    assert detail.endswith("the first draft of a cycle costs 0.170 and each further one 0.030 of a full pass")
-
-
 def test_the_verdict_names_exits_that_will_not_pay() -> None:
     candidate = made_candidate(skill=0.3)
     plan = plan_drafts(candidate, DEAR)
@@ -260,9 +201,9 @@ def test_a_gain_of_exactly_nothing_does_not_pay() -> None:
 
 def test_a_candidate_without_costs_is_refused() -> None:
     with pytest.raises(ConfigError, match="a cost model for every candidate"):
-        plan_candidates([made_candidate()], {})
+        plan_candidates([made_candidate()], {}, max_drafts=4)
     with pytest.raises(ConfigError, match="at least one candidate"):
-        plan_candidates([], {})
+        plan_candidates([], {}, max_drafts=4)
 
 
 def test_fast_takes_the_loosest_threshold_within_its_limit() -> None:

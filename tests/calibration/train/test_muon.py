@@ -19,6 +19,21 @@ def test_all_directions_of_a_step_are_about_equally_long(shape: tuple[int, int])
     assert torch.cosine_similarity(orthogonal(matrix).flatten(), (left @ right).flatten(), 0) > 0.97
 
 
+def test_matrices_of_one_shape_turned_or_not_take_the_same_steps_together_as_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 30), (30, 6), (6, 30), (12, 12), (6, 12)]
+    values, gradients = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2))
+    together, alone = ([torch.nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    for parameters, groups in ((together, [together]), (alone, [[each] for each in alone])):
+        for each, gradient in zip(parameters, gradients, strict=True):
+            each.grad = gradient.clone()
+        for group in groups:
+            Muon(group, lr=0.1).step()
+    for one, other, before in zip(together, alone, values, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(one, before)
+
+
 def test_a_matrix_without_gradient_or_with_a_zero_one_stays_as_it_is() -> None:
     idle, still = (torch.nn.Parameter(torch.ones(3, 4)) for _ in range(2))
     still.grad = torch.zeros(3, 4)

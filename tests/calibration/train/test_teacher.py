@@ -7,7 +7,7 @@ import torch
 
 from tests.calibration.train.heads import SHORTLIST, tiny_adapter
 from tests.tiny_models import FAMILIES
-from tide_core.calibration.train.teacher import FusedRMSNorm, Teacher, fused_norms
+from tide_core.calibration.train.teacher import FusedRMSNorm, MixedProduct, Teacher, fused_norms
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,3 +58,15 @@ def test_fused_norms_compute_the_same_and_leave_the_model_unchanged() -> None:
     torch.testing.assert_close(fused.last, plain.last, rtol=1e-4, atol=1e-5)
     with fused_norms(adapter.model, enabled=False):
         assert [type(module) for module in adapter.model.modules()] == kinds
+
+
+def test_a_mixed_product_and_its_gradient_round_only_the_factors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight, gradient = (torch.randn(shape, generator=generator) for shape in ((3, 8), (5, 8), (3, 5)))
+    weight = weight.bfloat16()
+    inputs.requires_grad_()
+    logits = MixedProduct.apply(inputs, weight)
+    logits.backward(gradient)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, inputs.detach().bfloat16().float() @ weight.float().mT)
+    torch.testing.assert_close(inputs.grad, gradient.bfloat16().float() @ weight.float())

@@ -3,6 +3,7 @@ nothing is captured."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.factories import make_parts, random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
-from tide_core.execution.graphs import branches
+from tide_core.execution.graphs import branches, cycle_graph
 from tide_core.execution.graphs.base import TOKEN_SIZES
 from tide_core.execution.graphs.branches import branches_for
 from tide_core.execution.graphs.cycle import GraphCycles
@@ -122,6 +123,47 @@ def test_exit_state_is_written_only_for_rows_that_may_exit(
         engine.generate(random_prompts(2, 11), SamplingParams(**GREEDY, **params))
     of_each = ["write_exit_state", "send"] if writes else ["send"]
     assert order[-len(of_each) * len(cycles) :] == of_each * len(cycles), "prompts come before"
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.3}], ids=str)
+def test_what_another_stream_reads_lives_until_it_is_joined(
+    kind: dict[str, Any], cycles: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph uses memory again once nothing refers to it, while the streams of scores and exit state may still run."""
+    read: list[weakref.ref[torch.Tensor]] = []
+    joined: list[int] = []
+    draft, write, join = Exits.draft, Exits.write_exit_state, cycle_graph._join
+
+    def drafting(self: Exits, *given: Any) -> Any:
+        found = draft(self, *given)
+        read.extend(map(weakref.ref, found))
+        return found
+
+    def writing(self: Exits, view: Any, states: Any, normed: Any, gathered: Any, *given: Any) -> None:
+        if read:  # of a cycle; prompts have no drafts
+            read.extend(map(weakref.ref, (states, normed, gathered)))
+        write(self, view, states, normed, gathered, *given)
+
+    def joining(other: Any) -> None:
+        assert all(tensor() is not None for tensor in read)
+        joined.append(len(read))
+        join(other)
+
+    monkeypatch.setattr(Exits, "draft", drafting)
+    monkeypatch.setattr(Exits, "write_exit_state", writing)
+    monkeypatch.setattr(cycle_graph, "_join", joining)
+    monkeypatch.setattr(cycle_graph.CycleGraph, "_choose", _then(cycle_graph.CycleGraph._choose, read.clear))
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        engine.generate(random_prompts(2, 11), SamplingParams(**{**GREEDY, **kind}, threshold=0.0))
+    assert max(joined) == 4 * 2 + 3
+
+
+def _then(first: Any, then: Any) -> Any:
+    def both(self: Any, *given: Any) -> None:
+        first(self, *given)
+        then()
+
+    return both
 
 
 def test_a_bound_holds_for_the_drafts_it_was_certified_for(

@@ -55,8 +55,6 @@ def make_manifest(identity: ModelIdentity, specs: Mapping[int, HeadSpec], **sett
         "thresholds": tuple(RiskThreshold(eps, 0.05, tau, 200, eps / 2, 0.4) for eps, tau in THRESHOLDS.items()),
         "fast": FastPoint(0.7, 0.04, 3.1, 200),
     }
-    if any(spec.in_one_pass for spec in specs.values()):
-        point["fast"] = None
     point |= {name: values.pop(name) for name in point if name in values}
     checkpoints = tuple(Checkpoint(layer, spec, **point) for layer, spec in specs.items())
     data = DataSummary("self", "d" * 64, 100_000, 400, 200, 200)
@@ -78,7 +76,6 @@ def make_artefact(
     deep: bool = True,
     taps: tuple[int, ...] = (),
     sizes: tuple[tuple[str, int], ...] = (),
-    cell: int = 0,
     seed: int = 0,
     reports: Mapping[str, bytes] | None = None,
     heads: Sequence[ExitHead] | None = None,
@@ -86,12 +83,12 @@ def make_artefact(
 ) -> Path:
     """Write an artefact for a loaded model or for the tiny model of a family; its folder.
 
-    `layers` for several checkpoints, `sizes` of `make_spec`, `cell` for a block that drafts in one pass. `settings` are
-    those of `make_manifest`, such as draft_threshold or thresholds."""
+    `layers` for several checkpoints, `sizes` of `make_spec`. `settings` are those of `make_manifest`, such as
+    draft_threshold or thresholds."""
     model = tiny_model(model) if isinstance(model, str) else model
     identity = identify(model, tiny_tokenizer(), None)
     where = tuple(layers) or (layer,)
-    spec = make_spec(kind, identity.width, deep=deep, taps=taps, cell=cell, **dict(sizes))
+    spec = make_spec(kind, identity.width, deep=deep, taps=taps, **dict(sizes))
     heads = heads or [make_head(spec, seed=seed + at) for at in where]
     routers = [make_router(identity.width, settings.get("router_bottleneck", 16), seed=seed + at) for at in where]
     manifest = make_manifest(identity, dict(zip(where, (head.spec for head in heads), strict=True)), **settings)

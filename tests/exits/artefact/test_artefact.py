@@ -150,19 +150,6 @@ def test_an_inner_width_that_cannot_be_is_refused_by_its_place(
     refused(folder, *named)
 
 
-def test_heads_that_draft_in_one_pass_come_back_and_stand_at_one_checkpoint_without_mode_fast(tmp_path: Path) -> None:
-    folder = make_artefact(tmp_path / "a", cell=24)
-    loaded = load_artefact(folder, identity())
-    assert loaded.manifest.checkpoints[0].head.in_one_pass
-    assert loaded.heads[0].cell.mlp.gate_proj.weight.shape == (24, 96)
-    point = plain(FastPoint(0.7, 0.04, 3.1, 200))
-    edit_manifest(folder, lambda values: values["checkpoints"][0].update({"fast": point}))
-    refused(folder, "checkpoints[0].fast", "in one pass")
-    two = make_artefact(tmp_path / "b", cell=24)
-    edit_manifest(two, lambda values: values["checkpoints"].append({**values["checkpoints"][0], "layer": 2}))
-    refused(two, "manifest.checkpoints", "2 of them", "a single one")
-
-
 def test_the_same_artefact_has_the_same_bytes_and_another_one_another_digest(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_artefact(tmp_path / name, seed=seed)
@@ -600,8 +587,6 @@ def test_what_could_not_be_loaded_is_not_saved(name: str, tmp_path: Path) -> Non
         lambda: make_manifest(identity(), {}),
         lambda: make_manifest(identity(), {2: make_spec("affine"), 1: make_spec("affine")}),
         lambda: make_manifest(identity(), {1: make_spec("affine", 32)}),
-        lambda: make_manifest(identity(), {1: make_spec(cell=24), 2: make_spec(cell=24)}),
-        lambda: make_manifest(identity(), {1: make_spec(cell=24)}, fast=FastPoint(0.7, 0.04, 3.1, 200)),
     ],
 )
 def test_records_are_checked_at_birth(make: Callable[[], object]) -> None:

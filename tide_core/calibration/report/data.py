@@ -15,7 +15,7 @@ import numpy as np
 
 from tide_core.calibration.ledger import WorkerTime
 from tide_core.calibration.risk.certify import Certification, threshold_grid
-from tide_core.calibration.risk.costs import Considered, DraftShares
+from tide_core.calibration.risk.costs import Considered
 from tide_core.calibration.risk.decide import DraftPlan, FastChoice
 from tide_core.calibration.risk.traces import CandidateTraces, agreement
 from tide_core.errors import ConfigError
@@ -55,17 +55,7 @@ class CandidateCurves:
     speedup: float
     """Predicted at batch size 1."""
     draft_share: float
-    """Cost of a draft in units of a full pass; in one pass, of the first one of a cycle."""
-    further_share: float | None = None
-    """Cost of each further draft of a head that drafts in one pass."""
-
-    @property
-    def shares(self) -> DraftShares:
-        return DraftShares(self.draft_share, self.further_share)
-
-    @property
-    def in_one_pass(self) -> bool:
-        return self.further_share is not None
+    """Cost of a draft in units of a full pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +161,7 @@ def candidate_curves(candidate: CandidateTraces, plan: DraftPlan) -> CandidateCu
         draft_threshold=plan.draft_threshold,
         max_drafts=plan.max_drafts,
         speedup=plan.speedup,
-        draft_share=plan.shares.first,
-        further_share=plan.shares.further,
+        draft_share=plan.draft_share,
     )
 
 

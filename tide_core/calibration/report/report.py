@@ -11,16 +11,11 @@ from dataclasses import replace
 
 from tide_core.calibration.report.data import Measured, ReportData
 from tide_core.calibration.report.plots import can_plot, draw_plots
-from tide_core.calibration.risk.costs import PRIOR_ACCEPTANCE, PRIOR_ACCEPTANCE_IN_ONE_PASS
-from tide_core.calibration.risk.decide import no_fast_reason
+from tide_core.calibration.risk.costs import PRIOR_ACCEPTANCE
 from tide_core.errors import ConfigError
 
 TEXT = "report.md"
 DATA = "report.json"
-
-TWO_COSTS = (
-    "Two draft costs: of the first draft of a cycle and of each further one, of an exit that drafts in one pass."
-)
 
 CAPTIONS = {
     "agreement_by_distance.png": "Agreement of the exits with full depth, by distance to the last deep state",
@@ -105,7 +100,7 @@ def _considered(data: ReportData) -> str:
             each.name,
             str(each.inner),
             f"{each.num_parameters / 1e6:.1f} M",
-            str(each.shares),
+            f"{each.draft_share:.3f}",
             f"×{each.speedup:.2f}",
             "–" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}",
             "yes" if each.trained else "no",
@@ -114,17 +109,11 @@ def _considered(data: ReportData) -> str:
     ]
     head = ("exit", "inner width", "head", "draft cost", "predicted", "tokens/s", "trained")
     how = "Costs are passes timed on this device." if timed else "Costs are parameters read: passes were not timed."
-    in_one_pass = any(each.further_share is not None for each in data.considered)
-    prior = f"{PRIOR_ACCEPTANCE:.0%} of its drafts right"
-    if in_one_pass:
-        prior += f", or {PRIOR_ACCEPTANCE_IN_ONE_PASS:.0%} if it drafts in one pass"
     text = (
-        f"{how} Predicted for one row before training, when every exit is assumed to have {prior}: the one with the "
-        "most predicted tokens/s of each checkpoint layer was trained, then the next best. Which of the trained ones "
-        "is published, their traces decided."
+        f"{how} Predicted for one row before training, when every exit is assumed to have {PRIOR_ACCEPTANCE:.0%} of "
+        "its drafts right, so the order is one of costs: the cheapest of each checkpoint layer was trained, then the "
+        "next cheapest. Which of the trained ones is published, their traces decided."
     )
-    if in_one_pass:
-        text += f" {TWO_COSTS}"
     return f"## Exits considered\n\n{_table(head, rows)}\n\n{text}"
 
 
@@ -135,7 +124,7 @@ def _candidates(data: ReportData) -> str:
             str(c.layer),
             c.kind,
             ", ".join(_share(value) for value in c.agreement),
-            str(c.shares),
+            f"{c.draft_share:.3f}",
             f"{c.draft_threshold:g}",
             str(c.max_drafts),
             f"×{c.speedup:.2f}",
@@ -144,8 +133,6 @@ def _candidates(data: ReportData) -> str:
     ]
     head = ("exit", "layer", "head", "agreement by distance", "draft cost", "draft from", "drafts", "predicted")
     text = "Draft cost: of one draft, in full passes. Draft from: least score. The published exit is in bold."
-    if any(c.in_one_pass for c in data.candidates):
-        text += f" {TWO_COSTS}"
     return f"## Exits tried\n\n{_table(head, rows)}\n\n{text}"
 
 
@@ -176,8 +163,6 @@ def _promises(data: ReportData) -> str:
     lines += [f"{text} The p-value is that of a betting test."]
     lines += [f"- {choice}" for choice in data.risk if choice.threshold is None]
     fast = "No threshold keeps the disagreement low enough; the mode is not offered."
-    if reason := no_fast_reason(data.chosen_candidate.layer, in_one_pass=data.chosen_candidate.in_one_pass):
-        fast = f"The mode is not offered: {reason}."
     if data.fast is not None:
         fast = f"Threshold {data.fast.threshold:.4f}: {data.fast.disagreement:.2%} of tokens disagree, teacher-forced; "
         fast += f"{data.fast.layers_per_token:.1f} of {data.num_layers} layers a token, {data.fast.coverage:.1%} exits "

@@ -22,7 +22,7 @@ from tide_core.calibration.risk.certify import (
     strictest,
     threshold_grid,
 )
-from tide_core.calibration.risk.costs import Costs, DraftShares, predict_speedup, predict_speedups
+from tide_core.calibration.risk.costs import Costs, draft_share, predict_speedup, predict_speedups
 from tide_core.calibration.risk.simulate import CycleCounts, PackedTraces, acceptance_by_distance, pack, simulate_all
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.errors import ConfigError
@@ -44,13 +44,9 @@ class DraftPlan:
     max_drafts: int
     speedup: float
     """Predicted over full depth at batch size 1."""
-    shares: DraftShares
-    """Costs of its drafts."""
+    draft_share: float
+    """Cost of a draft in units of a full pass."""
     counts: CycleCounts
-
-    @property
-    def in_one_pass(self) -> bool:
-        return self.shares.further is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +73,13 @@ class Decision:
     acceptance: tuple[float, ...]
     certifications: tuple[Certification, ...]
     fast: FastChoice | None
-    """None: mode `fast` is not offered; never where there is a `no_fast_reason`."""
     speedups: Mapping[int, float]
     """Predicted over full depth in mode `verified`, by batch size."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
         """Lines for the report and the terminal."""
-        reason = no_fast_reason(self.best.layer, in_one_pass=self.best.in_one_pass)
-        fast = (f"fast is not offered: {reason}",) if reason else ()
-        bounded = (f"bounded, {each}" for each in self.certifications)
-        return (*verdict_lines(self.best, self.speedups), *bounded, *fast)
+        return (*verdict_lines(self.best, self.speedups), *(f"bounded, {each}" for each in self.certifications))
 
 
 def decide(
@@ -102,13 +94,11 @@ def decide(
 
     `traces` are by part, `costs` by candidate name. `in_cycles`: speed-ups are predicted for an engine that runs whole
     cycles in one launch, as on a GPU."""
-    plans = plan_candidates(traces["test"], costs, in_cycles=in_cycles)
+    plans = plan_candidates(traces["test"], costs, max_drafts=config.max_drafts)
     chosen = plans[0]
     packed = {part: pack(traces_of(each, chosen.name).sequences) for part, each in traces.items()}
     layer, max_drafts = chosen.layer, chosen.max_drafts
-    fast = None
-    if no_fast_reason(layer, in_one_pass=chosen.in_one_pass) is None:
-        fast = choose_fast(packed["test"], layer=layer, num_layers=num_layers, max_drafts=max_drafts)
+    fast = choose_fast(packed["test"], layer=layer, num_layers=num_layers, max_drafts=max_drafts)
     if fast is not None:
         unseen = packed["calibration"]
         fast = measure_fast(unseen, fast.threshold, layer=layer, num_layers=num_layers, max_drafts=max_drafts)
@@ -144,32 +134,19 @@ def cycle_speedups(traces: PackedTraces, costs: Costs, max_drafts: int) -> dict[
     return speedups
 
 
-def no_fast_reason(layer: int, *, in_one_pass: bool) -> str | None:
-    """Why mode `fast` cannot be offered with such a head, or None."""
-    if in_one_pass:
-        return "this head drafts all tokens of a cycle in one pass, and `fast` decides token by token"
-    return "this head is before the first layer: a token that left there would have run none" if layer == 0 else None
-
-
 def traces_of(traces: Sequence[CandidateTraces], name: str) -> CandidateTraces:
     return next(each for each in traces if each.name == name)
 
 
 def plan_candidates(
-    candidates: Sequence[CandidateTraces], costs: Mapping[str, Costs], *, in_cycles: bool = False
+    candidates: Sequence[CandidateTraces], costs: Mapping[str, Costs], *, max_drafts: int
 ) -> tuple[DraftPlan, ...]:
-    """The best plan of every candidate, the highest predicted speed-up in mode `verified` first: of an engine that runs
-    whole cycles, `in_cycles`, or of one where a low score ends drafting."""
+    """The best plan of every candidate, the highest predicted speed-up in mode `verified` first."""
     if not candidates:
         raise ConfigError("candidates", 0, "at least one candidate with traces")
     if missing := [candidate.name for candidate in candidates if candidate.name not in costs]:
         raise ConfigError("costs", missing, "a cost model for every candidate")
-    plans = [plan_drafts(candidate, costs[candidate.name]) for candidate in candidates]
-    if in_cycles:
-        plans = [
-            replace(plan, speedup=cycle_speedups(pack(each.sequences), costs[each.name], plan.max_drafts)[1])
-            for plan, each in zip(plans, candidates, strict=True)
-        ]
+    plans = [plan_drafts(candidate, costs[candidate.name], limit=max_drafts) for candidate in candidates]
     return tuple(sorted(plans, key=lambda plan: -plan.speedup))
 
 
@@ -200,7 +177,7 @@ def plan_drafts(
                     threshold,
                     max_drafts,
                     speedup,
-                    DraftShares.of(costs, max_drafts),
+                    draft_share(costs),
                     counts,
                 )
     assert best is not None
@@ -229,16 +206,10 @@ def verdict_lines(best: DraftPlan, speedups: Mapping[int, float]) -> tuple[str, 
     detail = (
         f"{what}, {how}: {drafts:.0%} of drafts accepted, {best.counts.tokens_per_deep_pass:.2f} tokens a deep pass"
     )
-    lines = [f"exits pay: predicted {shown}", f"{detail}, {_cost_text(best.shares)} of a full pass"]
+    lines = [f"exits pay: predicted {shown}", f"{detail}, a draft costs {best.draft_share:.3f} of a full pass"]
     if losing := [str(batch) for batch, speedup in by_batch if speedup <= LEAST_GAIN]:
         lines.append(f"no gain predicted at batch {', '.join(losing)}: `full` is as fast or faster there")
     return tuple(lines)
-
-
-def _cost_text(shares: DraftShares) -> str:
-    if shares.further is None:
-        return f"a draft costs {shares.first:.3f}"
-    return f"the first draft of a cycle costs {shares.first:.3f} and each further one {shares.further:.3f}"
 
 
 def choose_fast(

@@ -1,11 +1,9 @@
 """Times of drafting and full passes of a model on its device, for exits that need not be trained.
 
 A full pass and, for each candidate, a drafting pass (its layers, head, shortlist and router) are timed at several
-numbers of tokens. Of a candidate that drafts in one pass the drafting pass is that of the first draft; its head alone,
-which runs over the places of all drafts, and a further draft (cell, shortlist and router) are timed as well.
-
-On CUDA a pass is a graph, as in the engine, so that launches from the host do not count. Attention has no context here,
-and layers and heads are the library's own modules: the engine is somewhat faster in both, and ratios are what counts.
+numbers of tokens. On CUDA a pass is a graph, as in the engine, so that launches from the host do not count. Attention
+has no context here, and layers and heads are the library's own modules: the engine is somewhat faster in both, and
+ratios are what counts.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from tide_core.calibration.train.teacher import fused_norms, plain_inputs, runs_
 from tide_core.exits.artefact.router import confidence_of
 from tide_core.models.adapter import ModelAdapter
 
-CUDA_TOKENS = (1, 4, 8, 32, 128, 512)
+CUDA_TOKENS = (1, 4, 8, 32, 128)
 CPU_TOKENS = (1, 4, 8, 32)
 CPU_SECONDS = 0.3
 """For one pass, all its repeats; it runs twice at least."""
@@ -53,14 +51,11 @@ def _measured(
     for candidate in candidates:
         candidate.head.to(adapter.dtype)
         candidate.router.to(adapter.dtype)
-        timed = {
-            kind: tuple(_seconds(make(adapter, candidate, narrow_head, size), adapter.device) for size in sizes)
-            for kind, make in _PASSES.items()
-            if kind == "draft" or candidate.head.spec.in_one_pass
-        }
+        passes = (_drafting_pass(adapter, candidate, narrow_head, num_tokens) for num_tokens in sizes)
+        draft = [_seconds(each, adapter.device) for each in passes]
         share = candidate.layer / adapter.num_layers
-        shallow = tuple(min(seconds * share, own) for seconds, own in zip(layers, timed["draft"], strict=True))
-        costs[candidate.name] = MeasuredCosts(sizes, shallow, full=tuple(full), **timed)
+        shallow = [min(seconds * share, own) for seconds, own in zip(layers, draft, strict=True)]
+        costs[candidate.name] = MeasuredCosts(sizes, tuple(shallow), tuple(draft), tuple(full))
     return costs
 
 
@@ -80,60 +75,20 @@ def _drafting_pass(
     adapter: ModelAdapter, candidate: Candidate, narrow_head: torch.nn.Module, num_tokens: int
 ) -> Callable[[], Tensor]:
     states, positions = _inputs(adapter, num_tokens)
-    inputs, run_head = plain_inputs(adapter, positions), _head(candidate, positions)
-
-    def run() -> Tensor:
-        seen = adapter.run_layers(states, 0, candidate.layer, inputs)[0]
-        return _choose(adapter, candidate, narrow_head, run_head(seen), seen)
-
-    return run
-
-
-def _head_pass(
-    adapter: ModelAdapter, candidate: Candidate, narrow_head: torch.nn.Module, num_tokens: int
-) -> Callable[[], Tensor]:
-    states, positions = _inputs(adapter, num_tokens)
-    run_head = _head(candidate, positions)
-    return lambda: run_head(states[0])
-
-
-def _further_pass(
-    adapter: ModelAdapter, candidate: Candidate, narrow_head: torch.nn.Module, num_tokens: int
-) -> Callable[[], Tensor]:
-    states, positions = _inputs(adapter, num_tokens)
-    ids, head = torch.zeros_like(positions), candidate.head
-    refined = states.new_zeros(num_tokens, head.spec.inner_width)
-
-    def run() -> Tensor:
-        advanced = head.advance(refined, refined, adapter.embed(ids, positions)[0])
-        return _choose(adapter, candidate, narrow_head, advanced, states[0])
-
-    return run
-
-
-_PASSES = {"draft": _drafting_pass, "head": _head_pass, "further": _further_pass}
-"""By the field of `MeasuredCosts`; the last two are of heads that draft in one pass."""
-
-
-def _head(candidate: Candidate, positions: Tensor) -> Callable[[Tensor], Tensor]:
-    """States at the checkpoint [T, D] through a head that attends to no context."""
-    head, weight = candidate.head, candidate.router.out.weight
-    deep = weight.new_zeros(len(positions), head.spec.deep_width)
-    distances = torch.ones_like(positions)
+    inputs, head = plain_inputs(adapter, positions), candidate.head
+    deep = states.new_zeros(num_tokens, head.spec.deep_width)
+    distances = torch.ones(num_tokens, dtype=torch.long, device=adapter.device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
-    return lambda seen: head.refine(head.embed(seen, deep, distances), positions, attend)
+    def run() -> Tensor:
+        seen = adapter.run_layers(states, 0, candidate.layer, inputs)[0]
+        features = head.widen(head.refine(head.embed(seen, deep, distances), positions, attend), seen)
+        logits = narrow_head(adapter.norm(features))
+        return candidate.router.score(features, confidence_of(logits))
 
-
-def _choose(
-    adapter: ModelAdapter, candidate: Candidate, narrow_head: torch.nn.Module, refined: Tensor, states: Tensor
-) -> Tensor:
-    """From what the head gave to a score; the token is a by-product."""
-    features = candidate.head.widen(refined, states)
-    logits = narrow_head(adapter.norm(features))
-    return candidate.router.score(features, confidence_of(logits))
+    return run
 
 
 def _inputs(adapter: ModelAdapter, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,6 @@
 
 Teacher-forced: sequences are the model's own continuations, so every position has the inputs that decoding would have
 after drafts that were all right. All computation of a head is in float32.
-
-Row j - 1 of a trace has, at each position, draft j of the cycle that began j - 1 positions earlier; of a head that
-drafts in one pass, too. A head with the deep state is traced up to the distance that it was trained for.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ def trace_candidates(
     *,
     progress: Progress | None = None,
 ) -> list[CandidateTraces]:
-    """Traces of all candidates over all sequences, in file order, at distances 1 to that of the head, or to
-    `max_distance` for a head that knows none."""
+    """Traces of all candidates over all sequences, in file order, at distances 1 to `max_distance`."""
     teacher = Teacher(adapter, shortlist)
     layers = layers_of(candidates)
     traces = [CandidateTraces(each.name, each.layer, each.kind, []) for each in candidates]
@@ -52,8 +48,7 @@ def trace_candidates(
             states = teacher.run(batch.tokens.to(adapter.device), layers)
             top = teacher.top_tokens(states, rows)
             for candidate, found in zip(candidates, traces, strict=True):
-                farthest = candidate.head.spec.max_distance or max_distance
-                agree, score = _trace_batch(teacher, candidate, states, rows, top, farthest)
+                agree, score = _trace_batch(teacher, candidate, states, rows, top, max_distance)
                 found.sequences.extend(_by_sequence(batch, agree, score))
             stage.update(len(batch.lengths))
     return traces
@@ -72,9 +67,7 @@ def _trace_batch(
     """Agreement and scores [J, N] of one candidate."""
     distances = range(1, max_distance + 1)
     head = candidate.head
-    features = features_by_distance(
-        head, states.at[candidate.layer], states.fed_to(head), distances, states.drafted_by(head), rows=rows
-    )
+    features = features_by_distance(head, states.at[candidate.layer], states.fed_to(head), distances, rows=rows)
     agrees: list[Tensor] = []
     scores: list[Tensor] = []
     for distance in distances:

@@ -24,13 +24,9 @@ from tide_core.exits.artefact.heads import HEAD_KINDS, ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
 
-EXPECTED = (
-    "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:cell=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
-)
+EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
 WIDE_FROM = 1025
 """Model width from which narrow blocks are considered; a block of a narrower model costs little at its full width."""
-SMALL_IN_ONE_PASS = False
-"""Whether a narrower model gets a block that drafts in one pass where the settings leave it open."""
 WIDTH_STEP = 64
 NARROW_HEAD_SIZE = 64
 """Of the attention in a narrow block: one that all kernels are fast with."""
@@ -46,7 +42,6 @@ _SIZES: dict[str, Callable[[str], Any]] = {
     "hidden": int,
     "inner": int,
     "ffn": int,
-    "cell": int,
     "lr": float,
     "taps": _read_taps,
 }
@@ -57,7 +52,7 @@ class CandidateSpec:
     """One head at one layer, and how to train it."""
 
     layer: int
-    """Layers that have run; 0: the head sees the embedding of the token."""
+    """Layers that have run."""
     kind: str
     deep: bool = False
     """Takes the last deep state as input."""
@@ -74,12 +69,6 @@ class CandidateSpec:
     """Layers whose states go into the deep state; None takes `default_taps`."""
     inner: int | None = None
     """Width at which a block works; None and 0 take the model's."""
-    cell: int | None = None
-    """Width of the cell of a head that drafts in one pass; None and 0 for a head that drafts one token a pass."""
-
-    @property
-    def in_one_pass(self) -> bool:
-        return bool(self.cell)
 
     @classmethod
     def parse(cls, text: str) -> CandidateSpec:
@@ -95,7 +84,7 @@ class CandidateSpec:
             spec = cls(int(layer), kind, **values)
         except ValueError as error:
             raise ConfigError("candidate", text, EXPECTED) from error
-        if kind not in HEAD_KINDS or spec.layer < 0:
+        if kind not in HEAD_KINDS or spec.layer < 1:
             raise ConfigError("candidate", text, EXPECTED)
         return spec
 
@@ -119,46 +108,27 @@ class Candidate:
     name: str
 
 
-def candidates_of(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
+def candidates_of(config: CalibrationConfig, num_layers: int) -> list[CandidateSpec]:
     """The candidates that the configuration lists, or every one of its head kinds at every one of its checkpoints."""
     if config.candidates:
         return [CandidateSpec.parse(text) for text in config.candidates]
-    in_one_pass = SMALL_IN_ONE_PASS and width < WIDE_FROM
-    return [
-        _spec(config, layer, kind, width=width, inner=config.head_inner, in_one_pass=in_one_pass)
-        for layer in config.checkpoints_for(num_layers)
-        for kind in config.heads
-    ]
+    layers = config.checkpoints_for(num_layers)
+    return [_spec(config, layer, kind, config.head_inner) for layer in layers for kind in config.heads]
 
 
-def other_candidates(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
-    """Blocks for a wide model that are considered beside those of `candidates_of`: one token a pass and in one pass,
-    at a quarter and at half of the width, at layer 0 and after the first layer. What the settings name is not varied.
-    None where the model is small, has no blocks or where candidates are listed."""
-    if width < WIDE_FROM or config.candidates or "block" not in config.heads:
+def narrow_candidates(config: CalibrationConfig, num_layers: int, width: int) -> list[CandidateSpec]:
+    """Narrow blocks for a model of this width, beside those of `candidates_of`: at a quarter and at half of the width,
+    after the first layer or at the checkpoints that are set. None where the model is small or the settings name the
+    shapes."""
+    if width < WIDE_FROM or config.candidates or config.head_inner is not None or "block" not in config.heads:
         return []
-    layers: tuple[int, ...] = config.checkpoints_for(num_layers)
-    inners: list[int | None] = [config.head_inner]
-    if config.head_inner is None:
-        layers = layers if config.checkpoints else (0, 1)
-        inners = [-(-width // part // WIDTH_STEP) * WIDTH_STEP for part in (4, 2)]
-    specs = [
-        _spec(config, layer, "block", width=width, inner=inner, in_one_pass=in_one_pass)
-        for layer in layers
-        for inner in inners
-        for in_one_pass in (False, True)
-    ]
-    usual = candidates_of(config, num_layers, width)
-    return [spec for spec in dict.fromkeys(specs) if spec not in usual]
+    layers = config.checkpoints_for(num_layers) if config.checkpoints else (1,)
+    inners = [-(-width // part // WIDTH_STEP) * WIDTH_STEP for part in (4, 2)]
+    return [_spec(config, layer, "block", inner) for layer in layers for inner in inners]
 
 
-def _spec(
-    config: CalibrationConfig, layer: int, kind: str, *, width: int, inner: int | None, in_one_pass: bool
-) -> CandidateSpec:
-    """`in_one_pass` counts for blocks with the deep state, where the settings do not name the cell. The cell is then
-    as wide as the block."""
+def _spec(config: CalibrationConfig, layer: int, kind: str, inner: int | None) -> CandidateSpec:
     deep, block = config.deep_inputs and kind != "identity", kind == "block"
-    cell = config.head_cell if config.head_cell is not None else (inner or width) * in_one_pass
     return CandidateSpec(
         layer,
         kind,
@@ -168,14 +138,12 @@ def _spec(
         muon=config.optimiser == "muon" and kind != "identity",
         taps=config.taps if deep else None,
         inner=inner if block else None,
-        cell=cell or None if block and deep else None,
     )
 
 
 def layers_of(candidates: Sequence[Candidate]) -> list[int]:
-    """The layers whose states candidates need: checkpoint layers and taps, and 0, the embedded tokens, for cells."""
-    layers = {layer for each in candidates for layer in (each.layer, *each.head.spec.taps)}
-    return sorted(layers | {0 for each in candidates if each.head.spec.in_one_pass})
+    """The layers whose states candidates need: checkpoint layers and taps."""
+    return sorted({layer for each in candidates for layer in (each.layer, *each.head.spec.taps)})
 
 
 def default_taps(layer: int, num_layers: int) -> tuple[int, ...]:
@@ -208,7 +176,6 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
             "head_size": size + size % 2,
             "ffn": feed_forward if spec.ffn is None else spec.ffn,
             "inner": spec.inner or 0,
-            "cell": spec.cell or 0,
         }
     own_hidden = feed_forward if spec.kind == "mlp" else 0
     taps = default_taps(spec.layer, adapter.num_layers) if spec.taps is None else spec.taps
@@ -232,8 +199,8 @@ def make_candidate(
     adapter: ModelAdapter, spec: CandidateSpec, *, max_distance: int, bottleneck: int, seed: int
 ) -> Candidate:
     """An untrained candidate in float32 on the model's device; the same every time, whatever others are made."""
-    if not 0 <= spec.layer < adapter.num_layers:
-        raise ConfigError(f"layer of candidate {spec.name}", spec.layer, f"0..{adapter.num_layers - 1}")
+    if not 1 <= spec.layer < adapter.num_layers:
+        raise ConfigError(f"layer of candidate {spec.name}", spec.layer, f"1..{adapter.num_layers - 1}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed ^ zlib.crc32(spec.name.encode()))
         head = ExitHead(head_spec(adapter, spec, max_distance))

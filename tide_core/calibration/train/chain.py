@@ -8,10 +8,6 @@ chain for the rest: position t-j+i has the key of distance i.
 Keys and values of a block depend on its input only, so no distance depends on the result of another: all chains of a
 sequence are one dense computation, a causal attention shifted by j-1 plus j-1 keys of the chain. Positions that have no
 deep state j positions back are in no chain; their features are finite and have no meaning.
-
-A head with a cell differs in what a draft starts from: the state of its anchor t-j+1, the newest token of the cycle,
-instead of its own. Keys and values are as before; the cell then goes from distance to distance along the chains, with
-the tokens of the text as drafts.
 """
 
 from __future__ import annotations
@@ -26,17 +22,10 @@ from tide_core.exits.artefact.heads import ExitHead
 
 
 def features_by_distance(
-    head: ExitHead,
-    states: Tensor,
-    deep: Tensor,
-    distances: Sequence[int],
-    entered: Tensor | None = None,
-    *,
-    rows: Tensor | None = None,
+    head: ExitHead, states: Tensor, deep: Tensor, distances: Sequence[int], *, rows: Tensor | None = None
 ) -> dict[int, Tensor]:
     """Features [B * S, D] at each of the `distances`, from states at the checkpoint [B, S, D] and deep ones [B, S, d];
-    with `rows` [N] only those of these positions of the flattened batch, [N, D]. A head with a cell also takes the
-    embedded tokens `entered`, [B, S, D].
+    with `rows` [N] only those of these positions of the flattened batch, [N, D].
 
     A head without the deep state as input does not depend on the distance: all distances share one result."""
     num_rows, length, _ = states.shape
@@ -45,31 +34,19 @@ def features_by_distance(
     attention = ChainAttention(num_rows, length)
     features: dict[int, Tensor] = {}
 
-    def widened(refined: Tensor, own: Tensor) -> Tensor:
-        if rows is not None:
-            refined, own = refined.index_select(0, rows), own.index_select(0, rows)
-        return head.widen(refined, own)
+    def widened(refined: Tensor) -> Tensor:
+        if rows is None:
+            return head.widen(refined, flat_states)
+        return head.widen(refined.index_select(0, rows), flat_states.index_select(0, rows))
 
-    advanced: Tensor | None = None
     for distance in range(1, max(distances) + 1 if head.spec.deep else 2):
         if not head.spec.attends and head.spec.deep and distance not in distances:
             continue
         fed = shift(deep, distance).flatten(0, 1)
         known = torch.where(flat_positions >= distance, distance, 0)
-        if head.spec.in_one_pass:
-            flat_states = shift(states, distance - 1).flatten(0, 1)
         embedded = head.embed(flat_states, fed, known).float()  # whatever the dtype of the products
-        if head.spec.in_one_pass:
-            assert entered is not None, "the drafts of a head with a cell are embedded"
-            refined = head.refine(embedded, flat_positions, attention.attend).float()
-            if advanced is not None:
-                before = shift(advanced.view(num_rows, length, -1), 1).flatten(0, 1)
-                refined = head.advance(refined, before, entered.flatten(0, 1))
-            advanced = refined
-            if distance in distances:
-                features[distance] = widened(advanced, flat_states)
-        elif distance in distances or not head.spec.deep:
-            features[distance] = widened(head.refine(embedded, flat_positions, attention.attend), flat_states)
+        if distance in distances or not head.spec.deep:
+            features[distance] = widened(head.refine(embedded, flat_positions, attention.attend))
         else:
             attention.append(*head.keys_values(embedded, flat_positions))
     return features if head.spec.deep else dict.fromkeys(distances, features[1])

@@ -1,10 +1,9 @@
 """Which candidates are trained: for a wide model those that should be fastest on this device, a few of them.
 
-A head as wide as the model is right for a small model and too dear for a wide one. For a wide model narrow blocks are
-considered next to it, at layer 0 and after the first layer, one token a pass and in one pass, and priced by passes
-that are timed here. How often they will be right is not known yet, so all of a kind are given the same prior.
-The one with the most predicted tokens/s of every checkpoint layer is trained, then the next best, up to `MOST_TRAINED`;
-the traces of the trained ones decide.
+A head as wide as the model is right for a small model and too dear for a wide one. For a wide model narrow blocks
+after the first layer are considered next to it, and priced by passes that are timed here. How often they will be right
+is not known yet, so all are given the same prior: the order is one of costs. The cheapest `MOST_TRAINED` are trained,
+and their traces decide.
 
 The choice is made once in a run and kept in a file: timings differ from one start to the next, a run does not.
 """
@@ -19,22 +18,23 @@ import torch
 
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import Progress
-from tide_core.calibration.risk.costs import Considered, Costs, DraftShares, MeasuredCosts, costs_of, prior_speedup
+from tide_core.calibration.risk.costs import Considered, Costs, MeasuredCosts, costs_of, draft_share, prior_speedup
 from tide_core.calibration.risk.pass_times import measure_costs
+from tide_core.calibration.train import candidates
 from tide_core.calibration.train.candidates import (
-    WIDE_FROM,
     Candidate,
     CandidateSpec,
     candidates_of,
     head_spec,
-    other_candidates,
+    narrow_candidates,
 )
 from tide_core.errors import ConfigError
 from tide_core.exits.artefact.heads import ExitHead
 from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
 
-MOST_TRAINED = 3
+MOST_TRAINED = 2
+"""Each makes a step of all of them longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +74,29 @@ class Choice:
 
 def choose(config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int, progress: Progress) -> Choice:
     """The candidates to train; times passes of the model where there is a choice."""
-    model = adapter.num_layers, int(adapter.config.hidden_size)
-    usual, others = candidates_of(config, *model), other_candidates(config, *model)
-    if not others and (len(usual) == 1 or model[1] < WIDE_FROM):
+    usual = candidates_of(config, adapter.num_layers)
+    narrow = narrow_candidates(config, adapter.num_layers, int(adapter.config.hidden_size))
+    if not narrow and (len(usual) == 1 or int(adapter.config.hidden_size) < candidates.WIDE_FROM):
         return Choice(tuple(spec.name for spec in usual))
-    specs = [*others, *usual]
+    specs = [*narrow, *usual]
     measured = measure_costs(adapter, [_untrained(config, adapter, spec) for spec in specs], shortlist_size)
     priced = {}
     for spec in specs:
         sizes = _untrained(config, adapter, spec, device="meta")
         costs: Costs = costs_of(sizes, adapter, shortlist_size) if measured is None else measured[spec.name]
         priced[spec.name] = _priced(config, sizes, costs, timed=measured is not None)
-    names = trained_names(priced.values()) if others else set(priced)
+    names = trained_names(priced.values()) if narrow else set(priced)
     considered = [replace(each, trained=each.name in names) for each in _ranked(priced.values())]
     chosen = tuple(each.name for each in considered if each.trained)
     how = "parameters read" if measured is None else "passes timed here"
-    shares = ", ".join(f"{name} ({priced[name].shares} of a full pass a draft)" for name in chosen)
+    shares = ", ".join(f"{name} ({priced[name].draft_share:.3f} of a full pass a draft)" for name in chosen)
     progress.note(f"candidates: {len(chosen)} of {len(specs)} are trained, by {how}: {shares}")
     return Choice(chosen, tuple(considered), None if measured is None else {name: measured[name] for name in chosen})
 
 
 def trained_names(priced: Iterable[Considered]) -> set[str]:
-    """Those with the most predicted tokens/s: one of every checkpoint layer, then the next, `MOST_TRAINED` at most."""
-    ranked = _ranked(priced)
-    first = [next(each for each in ranked if each.layer == layer) for layer in sorted({each.layer for each in ranked})]
-    order = [*_ranked(first), *(each for each in ranked if each not in first)]
-    return {each.name for each in order[:MOST_TRAINED]}
+    """The fastest, `MOST_TRAINED` at most."""
+    return {each.name for each in _ranked(priced)[:MOST_TRAINED]}
 
 
 def _ranked(priced: Iterable[Considered]) -> list[Considered]:
@@ -107,20 +104,17 @@ def _ranked(priced: Iterable[Considered]) -> list[Considered]:
 
 
 def _priced(config: CalibrationConfig, sizes: Candidate, costs: Costs, *, timed: bool) -> Considered:
-    spec = sizes.head.spec
-    drafts = config.drafts_for(in_one_pass=spec.in_one_pass)
-    speedup, shares = prior_speedup(costs, drafts), DraftShares.of(costs, drafts)
+    spec, speedup = sizes.head.spec, prior_speedup(costs, config.max_drafts)
     return Considered(
         name=sizes.name,
         layer=sizes.layer,
         inner=spec.inner_width,
         ffn=spec.ffn,
         num_parameters=sizes.head.num_parameters,
-        draft_share=shares.first,
+        draft_share=draft_share(costs),
         speedup=speedup,
         tokens_per_s=speedup / costs.full_of(1) if timed else None,
         trained=False,
-        further_share=shares.further,
     )
 
 
@@ -129,6 +123,6 @@ def _untrained(
 ) -> Candidate:
     """For its sizes and its time; the weights mean nothing."""
     with torch.device(device or adapter.device):
-        head = ExitHead(head_spec(adapter, spec, config.drafts_for(in_one_pass=spec.in_one_pass)))
+        head = ExitHead(head_spec(adapter, spec, config.max_drafts))
         router = Router(head.spec.width, config.router_bottleneck)
     return Candidate(spec.layer, spec.kind, head.requires_grad_(False), router.requires_grad_(False), spec.name)

@@ -144,9 +144,8 @@ class Learner:
             distances = (1,)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
             deep = states.fed_to(head)
-            features = features_by_distance(
-                head, states.at[self.candidate.layer], deep, distances, states.drafted_by(head), rows=targets.rows
-            )
+            at_checkpoint = states.at[self.candidate.layer]
+            features = features_by_distance(head, at_checkpoint, deep, distances, rows=targets.rows)
         weights = [DISTANCE_DECAY ** (distance - 1) for distance in distances]
         first, total = None, torch.zeros(3, device=device)
         for distance, weight in zip(distances, weights, strict=True):

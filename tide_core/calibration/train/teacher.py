@@ -31,7 +31,7 @@ class States:
     """Of one batch, [B, S, D] each."""
 
     at: dict[int, Tensor]
-    """By checkpoint layer or tap; 0: the embedded tokens."""
+    """By checkpoint layer or tap."""
     last: Tensor
     """After the last layer."""
     normed: Tensor
@@ -40,10 +40,6 @@ class States:
     def fed_to(self, head: ExitHead) -> Tensor:
         """The deep states [B, S, D] that a head takes as input."""
         return head.deep_state(self.normed, [self.at[tap] for tap in head.spec.taps])
-
-    def drafted_by(self, head: ExitHead) -> Tensor | None:
-        """The embedded tokens [B, S, D], if the head takes its drafts as input."""
-        return self.at[0] if head.spec.in_one_pass else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +109,7 @@ class Teacher:
         positions = torch.arange(length, device=tokens.device)
         states = adapter.embed(tokens.flatten(), positions.repeat(num_rows)).view(num_rows, length, -1)
         inputs = plain_inputs(adapter, positions)
-        seen: dict[int, Tensor] = {0: states}
+        seen: dict[int, Tensor] = {}
         for layer in range(adapter.num_layers):
             states = adapter.run_layers(states, layer, layer + 1, inputs)
             if layer + 1 in wanted:
@@ -132,13 +128,9 @@ class Teacher:
 
         adapter = self._adapter
         with contextlib.ExitStack() as stack:
-            for layer in wanted - {0}:
+            for layer in wanted:
                 stack.callback(adapter.layers[layer - 1].register_forward_hook(record(layer)).remove)
             adapter.backbone(input_ids=tokens, use_cache=False)
-        if 0 in wanted:
-            num_rows, length = tokens.shape
-            positions = torch.arange(length, device=tokens.device).repeat(num_rows)
-            seen[0] = adapter.embed(tokens.flatten(), positions).view(num_rows, length, -1)
         return seen
 
     @torch.no_grad()

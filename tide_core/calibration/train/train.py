@@ -78,25 +78,22 @@ def fit(
     if not shards.num_sequences:
         raise ConfigError("train sequences", 0, "at least one")
     progress = progress or SilentProgress()
-    specs = specs or candidates_of(config, adapter.num_layers, int(adapter.config.hidden_size))
-    num_drafts = [config.drafts_for(in_one_pass=spec.in_one_pass) for spec in specs]
-    sizes = {"bottleneck": config.router_bottleneck, "seed": config.seed}
-    learners = [
-        Learner(make_candidate(adapter, spec, max_distance=drafts, **sizes), spec, config, group)
-        for spec, drafts in zip(specs, num_drafts, strict=True)
-    ]
+    specs = specs or candidates_of(config, adapter.num_layers)
+    sizes = {"max_distance": config.max_drafts, "bottleneck": config.router_bottleneck, "seed": config.seed}
+    learners = [Learner(make_candidate(adapter, spec, **sizes), spec, config, group) for spec in specs]
     layers = layers_of([learner.candidate for learner in learners])
     teacher = Teacher(adapter, shortlist, mixed=True)
     saved = SavedState(resume_dir, _run_digest(config, specs, shards, shortlist))
     first = done = saved.load(learners)
     clock = Clock(seconds, saved.seconds, group, adapter.device)
+    distances = tuple(range(1, config.max_drafts + 1))
 
     def run_step(tokens: Tensor, rows: Tensor, weight: Tensor) -> None:
         states = teacher.run(tokens, layers)
         targets = teacher.targets(states, rows, weight=weight)
         group.all_reduce([targets.mass_sum, targets.weight_sum])
-        for learner, drafts in zip(learners, num_drafts, strict=True):
-            learner.learn(teacher, states, targets, range(1, drafts + 1))
+        for learner in learners:
+            learner.learn(teacher, states, targets, distances)
 
     on_cuda = adapter.device.type == "cuda"
     graphs = StepGraphs(run_step, adapter.device) if on_cuda and teacher.is_plain and group.size == 1 else None

@@ -3,10 +3,9 @@
 Where no layer is skipped, the host decides nothing between the first draft and the last layer: each draft pass begins
 with the token that the one before chose, and the deep pass runs the newest token and all drafts of every row through
 all layers. The first layers run again there: the newest token needs them anyway, and reading their weights takes as
-long for one token as for several. A head that drafts in one pass runs the first layers for the newest token alone
-(`drafts`). A row that may not draft has a number of drafts of 0, so a step at full depth is a cycle too. Sampling,
-logit adjustments and the acceptance rule run on the device. Only grammars need the host: it reads the drafts and
-computes what may follow them while the deep pass runs (`masks`).
+long for one token as for several. A row that may not draft has a number of drafts of 0, so a step at full depth is a
+cycle too. Sampling, logit adjustments and the acceptance rule run on the device. Only grammars need the host: it reads
+the drafts and computes what may follow them while the deep pass runs (`masks`).
 
 While the device works, the next cycle is launched before this one is read, since its start is known on the device
 (`in_flight`). Where the host is slower than the device, several cycles are launched at once (`launch_depth`).
@@ -269,8 +268,7 @@ class GraphCycles:
         writes = self._exits is not None and (may_exit or drafts > 0)
         if has_suffix and not by_exits:
             drafts = next(size for size in SUFFIX_SIZES if size >= drafts)
-        in_one_pass = self._exits is not None and self._exits.in_one_pass
-        kinds = samples, adjusts, logprobs, masks, has_suffix, by_exits or not has_suffix, in_one_pass
+        kinds = samples, adjusts, logprobs, masks, has_suffix, by_exits or not has_suffix
         return CycleShape(size_for(num_rows * branches), drafts, blocks, branches, writes, *kinds)
 
     def _ready(self, shape: CycleShape) -> CycleGraph:

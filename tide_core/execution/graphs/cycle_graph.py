@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,6 @@ from tide_core.execution.graphs.branches import Branches
 from tide_core.execution.graphs.choice import Choice, Greedy, Sampled
 from tide_core.execution.graphs.cycle_output import CycleOutput, HostCopy, OutputBuffer
 from tide_core.execution.graphs.cycle_shape import STREAMS, CycleInputs, CycleShape, RowPlace
-from tide_core.execution.graphs.drafts import DraftMaker, DraftProposal, InOnePass, TokenByToken
 from tide_core.execution.graphs.masks import MaskBuffer
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
@@ -75,6 +74,13 @@ class HostBuffer:
         return [copy.read() for copy in self._copies[: self._num_cycles]]
 
 
+class _Draft(NamedTuple):
+    """Of a draft pass: features [R, D] and logits [R, S]."""
+
+    features: torch.Tensor
+    logits: torch.Tensor
+
+
 class CycleGraph(Graph):
     """The passes of one shape, from the row metadata to the cycle's output."""
 
@@ -100,13 +106,12 @@ class CycleGraph(Graph):
         self._wide = torch.empty(wide, dtype=torch.int64, device=device)
         self._narrow = torch.empty(narrow, dtype=torch.int32, device=device)
         self._parts = parts = cycle_plan.split(self._wide, self._narrow, shape.rows, shape.drafts, branch_size)
+        of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
+        self._drafts = [self._view(*(part[d] for part in of_drafts), queries=1) for d in range(shape.passes)]
         self._suffix = shape.suffix_of(self._buffer) if shape.has_suffix else None
         self._deep = self._view(parts.positions, parts.slots, parts.starts, parts.lens, queries=shape.drafts + 1)
         num_logprobs = min(MAX_LOGPROBS, adapter.vocab_size) if shape.logprobs else 0
         self._output = OutputBuffer(shape.rows, shape.drafts, device, num_logprobs)
-        self._drafts = None if exits is None or shape.passes == 0 else self._draft_maker(exits)
-        self._proposals: list[DraftProposal] = []
-        """Of the cycle that runs: the stream of the scores reads them until it is joined."""
         self._host_buffers = [HostBuffer(shape, self._output, device) for _ in range(2)]
         every_row = torch.arange(shape.rows, device=device)
         self._stay = (-1 - every_row).int()
@@ -116,6 +121,8 @@ class CycleGraph(Graph):
         self._shortlist = none if exits is None else exits.shortlist
         self._slots = slots
         self._masks = MaskBuffer(shape, adapter.vocab_size, device) if shape.masks else None
+        self._aside: list[object] = []
+        """What the two side streams read in this cycle: its memory must not be used again before they are joined."""
         self._held: torch.Tensor | None = None
         """Logits of the deep pass, between the stages of a cycle with masks."""
         self._choice: Choice = Greedy(kernels, shape.rows, shape.branches, device)
@@ -134,15 +141,6 @@ class CycleGraph(Graph):
         view = KernelView.of_tensors(self._cache, self._kernels, (*indices, self._tables))
         view.limit(queries, self.shape.blocks * self._cache.block_size)
         return view
-
-    def _draft_maker(self, exits: Exits) -> DraftMaker:
-        parts = self._parts
-        of_drafts = parts.draft_positions, parts.draft_slots, parts.draft_starts, parts.draft_lens
-        views = [self._view(*(part[d] for part in of_drafts), queries=1) for d in range(self.shape.passes)]
-        given = self._adapter, exits, parts, self._output
-        if self.shape.in_one_pass:
-            return InOnePass(*given, self.shape, views[0], self._deep)
-        return TokenByToken(*given, views)
 
     def capture(self, pool: Any) -> None:
         """It runs once before, without any rows, and leaves the next state as it is."""
@@ -206,23 +204,23 @@ class CycleGraph(Graph):
             kernels.draw_numbers(self._keys, parts.starts, parts.positions, self._row_meta, self._numbers)
         if self._branches is not None:
             self._branches.copy(*parts.copies)
-        self._proposals = []  # a run that failed may have left some
-        for distance, proposal in enumerate(() if self._drafts is None else self._drafts.proposals()):
-            self._draft(distance, proposal)
+        drafts = [self._draft(distance, view) for distance, view in enumerate(self._drafts)]
+        self._aside = [drafts]  # a run that failed may have left some
         if self._suffix is not None:
             torch.where(self._suffix < 0, self._suffix.long(), output.places, out=output.places)
             self._choice.take(self._suffix < 0)
         pending = parts.newest, output.places, self._shortlist, parts.sources
         kernels.pending_tokens(*pending, output.drafted, output.token_ids)
         with _stream(self._score_stream):
-            if self._proposals and self._exits is not None:
-                features = torch.cat([proposal.features for proposal in self._proposals])
+            if drafts and self._exits is not None:
+                features = torch.cat([draft.features for draft in drafts])
                 self._exits.score_features(features, output.all_top2, output.scores.flatten())
 
     def _run_deep(self) -> torch.Tensor:
         """Logits [T, V] of all that is pending, at full depth."""
         exits, token_ids = self._exits if self.shape.writes_exit_state else None, self._output.token_ids
         states = run_deep(self._adapter, self._deep, token_ids, exits, lambda: _stream(self._exit_stream))
+        self._aside.append(states)
         with _stream(self._exit_stream):
             self._write_exit_state(states)
         return self._adapter.head(states.normed)
@@ -240,7 +238,6 @@ class CycleGraph(Graph):
             kernels.top_logprobs(logits, parts.sources, parts.starts, self._row_meta, output.following, *output.top)
         if not shape.samples:
             _join(self._score_stream)
-        self._proposals = []
         begins = parts.starts, parts.positions
         drafted = output.drafted, output.scores, output.following
         after = self._next_state, output.next_state
@@ -249,6 +246,7 @@ class CycleGraph(Graph):
             counts = self._slots.state.counts
             kernels.count_outputs(self._row_meta, *begins, output.following, output.next_state, counts)
         _join(self._exit_stream)
+        self._aside = []
         if self._branches is not None:  # the branch that was right becomes the row
             source, target, *_ = parts.returns
             self._branches.copy(source, target, Claims(parts.returns[2:], output.following, output.drafted[0]))
@@ -261,17 +259,26 @@ class CycleGraph(Graph):
             indices = parts.kept_slots, parts.deep_slots, parts.distances
             self._exits.write_exit_state(self._deep, *states[:3], *indices)
 
-    def _draft(self, distance: int, proposal: DraftProposal) -> None:
-        """Choose the next draft of each row."""
-        exits, output = self._exits, self._output
+    def _draft(self, distance: int, view: KernelView) -> _Draft:
+        """Draft the next tokens after those of the pass before; the first pass begins with the newest tokens."""
+        adapter, exits, parts, output = self._adapter, self._exits, self._parts, self._output
         assert exits is not None
-        self._proposals.append(proposal)
+        [checkpoint] = exits.checkpoints
+        inputs = adapter.layer_inputs(view.positions, view)
+        if distance:
+            states = exits.embed_drafts(output.places[distance - 1], view.positions)
+        else:
+            states = adapter.embed(parts.newest, view.positions)
+        states = adapter.run_layers(states, 0, checkpoint.layer, inputs)[0]
+        deep = parts.draft_deep_slots, parts.draft_distances[distance]
+        draft = _Draft(*exits.draft(view, states, *deep))
         with _stream(self._score_stream):
-            exits.top2(proposal.logits, output.top2_of(distance))
-        logits = self._adjusted(proposal.logits, self._draft_sources[distance], self._shortlist)
+            exits.top2(draft.logits, output.top2_of(distance))
+        logits = self._adjusted(draft.logits, self._draft_sources[distance], self._shortlist)
         self._choice.draft(distance, logits, output)
-        if self._slots is not None:  # the next drafts count this token
+        if self._slots is not None:  # the next passes count this token
             torch.index_select(self._shortlist, 0, output.places[distance], out=output.drafted[distance])
+        return draft
 
     def _adjusted(self, logits: torch.Tensor, sources: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
         """Logits with the bias, masks and penalties of their rows; `sources`: distance and row of each."""

@@ -51,8 +51,6 @@ class CycleShape:
     """Whether any of the rows has suffix drafts. Then there are no branches."""
     by_exits: bool = True
     """Whether exits draft."""
-    in_one_pass: bool = False
-    """Whether the exit head drafts all tokens of a row in one pass."""
 
     @property
     def tokens(self) -> int:
@@ -61,9 +59,8 @@ class CycleShape:
 
     @property
     def passes(self) -> int:
-        """Draft passes: how often the newest tokens run the first layers before the deep pass."""
-        most = 1 if self.in_one_pass else self.drafts
-        return min(self.drafts, most) if self.by_exits else 0
+        """Draft passes."""
+        return self.drafts if self.by_exits else 0
 
     @property
     def size(self) -> int:

@@ -21,7 +21,7 @@ from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace, end_of
 from tide_core.execution.graphs.launch_depth import LaunchDepth
 from tide_core.exits.accept import Thresholds, cycle_thresholds
-from tide_core.outputs.exit_stats import NO_LAYERS
+from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
 
 ReadResults = Callable[[], list[RowResult]]
@@ -187,7 +187,7 @@ class InFlightStep:
         """Token by token: thresholds, audits, drafts that would be the last token, and numbers that are not finite."""
         drafts, start, end = self.rows[number].drafts, step.table.length, end_of(step.request)
         from_suffix = bool(self.rows[number].suffix_drafts)
-        exit_layer = NO_LAYERS if from_suffix else self.layers.exit_layer
+        exit_layer = FROM_TEXT if from_suffix else self.layers.exit_layer
         thresholds = cycle_thresholds(step.request, step.policy)
         tokens: list[TokenResult] = []
         counts: list[DraftCounts] = []
@@ -265,7 +265,7 @@ def _outcome(
 ) -> tuple[tuple[int, ...], int, tuple[DraftCounts, ...]]:
     """Exit layers, layers run and draft counts of a row that gains so many tokens in each cycle, all drafts counting.
     The same few for all rows and steps."""
-    exit_layer = NO_LAYERS if from_suffix else layers.exit_layer
+    exit_layer = FROM_TEXT if from_suffix else layers.exit_layer
     exit_layers = chain(*[(*[exit_layer] * (gained - 1), layers.num_layers) for gained in gains])
     layers_run = branches * (passes * layers.exit_layer + (drafts + 1) * layers.num_layers) * len(gains)
     counts = tuple([DraftCounts(drafts, more - 1, 0, drafts, from_suffix) for more in gains])

@@ -21,15 +21,6 @@ state is as wide as that, and a last step leads back: z = norm'(h) + U·(what th
 projections and U at zero, so an untrained narrow head is the same plain guess. Its cost and its size fall with the
 inner width; only M, F and U still see the model's.
 
-A head with a cell drafts several tokens in one pass. Its block runs once over as many places as there are drafts, all
-with the state and the deep state of the newest token; e_j alone tells place j from the others. What that gives, r_1,
-r_2, ..., does not know the drafts before it. The cell, a small gated MLP, adds them one after another:
-
-    s_1 = r_1                         z_j = s_j, or norm'(h) + U·s_j in a narrow block
-    s_j = r_j + cell(s_{j-1}, x_j)    x_j: the embedding of the draft that z_{j-1} gave
-
-So a draft after the first costs the cell and the shortlist, and no layer of the model. The cell starts at zero output.
-
 The attention of a block is not in here: the caller hands it over as a function. In the engine it writes and reads the
 paged pool, in training it is dense. The block has rotary positions of its own, whatever the model uses.
 """
@@ -77,13 +68,11 @@ class HeadSpec:
     """Layers, counted as layers that have run, whose states go into the deep state beside the last one."""
     inner: int = field(default=0, metadata=OPTIONAL)
     """Width at which a narrow block works; 0, or the model's width, for a block that is not narrow."""
-    cell: int = field(default=0, metadata=OPTIONAL)
-    """Width of the gated MLP of the cell; 0 for a head that drafts one token a pass."""
 
     def __post_init__(self) -> None:
         if self.kind not in HEAD_KINDS:
             raise ConfigError("head.kind", self.kind, f"one of {', '.join(HEAD_KINDS)}")
-        sizes = ("width", "max_distance", "hidden", "num_heads", "num_kv_heads", "head_size", "ffn", "inner", "cell")
+        sizes = ("width", "max_distance", "hidden", "num_heads", "num_kv_heads", "head_size", "ffn", "inner")
         for name in sizes:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**20:
@@ -106,8 +95,6 @@ class HeadSpec:
         if self.inner > self.width or (self.inner and self.kind != "block"):
             expected = f"at most the model's {self.width}, and 0 for heads without a block"
             raise ConfigError("head.inner", self.inner, expected)
-        if self.cell and not (self.kind == "block" and self.deep):
-            raise ConfigError("head.cell", self.cell, "0 for heads without a block or without the deep state")
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
@@ -131,11 +118,6 @@ class HeadSpec:
         return self.inner_width < self.width
 
     @property
-    def in_one_pass(self) -> bool:
-        """Whether the head drafts all tokens of a cycle in one pass."""
-        return bool(self.cell)
-
-    @property
     def deep_width(self) -> int:
         """Of the deep state that a slot keeps; 0 for a head that is not fed with one."""
         return self.inner_width if self.deep else 0
@@ -157,7 +139,7 @@ class HeadSpec:
 
 class ExitHead(nn.Module):
     """A head of any kind. `embed` first, then `refine`, then `widen`; `keys_values` after `embed` where only the KV is
-    wanted. A head with a cell: `embed` and `refine` for all places, then `cell` and `widen` for one after another."""
+    wanted."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
@@ -179,8 +161,6 @@ class ExitHead(nn.Module):
             self.mlp = HeadMLP(spec.input_width, spec.hidden, spec.inner_width)
         if spec.attends:
             self.block = HeadBlock(spec)
-        if spec.cell:
-            self.cell = HeadCell(spec)
         if spec.narrow:
             self.skip_norm = HeadRMSNorm(spec.width, spec.norm_eps)
             self.up = nn.Linear(spec.inner_width, spec.width, bias=False)
@@ -232,12 +212,6 @@ class ExitHead(nn.Module):
             inputs = torch.cat((inputs, deep), -1) + self.distance(distances.clamp(max=self.spec.max_distance))
         mixed: Tensor = self.mix(inputs)
         return mixed + self.mlp(inputs) if self.spec.hidden else mixed
-
-    def advance(self, refined: Tensor, before: Tensor, drafts: Tensor) -> Tensor:
-        """What `refine` gave for a place, [T, d], with the drafts before it: `before` [T, d] is what this gave for the
-        place before, or `refine` for the first; `drafts` [T, D] are the embeddings of the tokens drafted there."""
-        advanced: Tensor = refined + self.cell(before, drafts)
-        return advanced
 
     def refine(self, embedded: Tensor, positions: Tensor, attend: Attend | None = None) -> Tensor:
         """What `embed` gave, [T, d], and positions [T], to what `widen` takes, [T, d]."""
@@ -321,21 +295,6 @@ class HeadBlock(nn.Module):
         queries = kernels.rotary(self.q_proj(normed).unflatten(-1, (-1, size)), cos, sin) if query else None
         keys = kernels.rotary(self.k_proj(normed).unflatten(-1, (-1, size)), cos, sin)
         return queries, keys, self.v_proj(normed).unflatten(-1, (-1, size))
-
-
-class HeadCell(nn.Module):
-    """A gated MLP over what came before and the embedding of the token drafted there, both normed."""
-
-    def __init__(self, spec: HeadSpec) -> None:
-        super().__init__()
-        self.before_norm = HeadRMSNorm(spec.inner_width, spec.norm_eps)
-        self.draft_norm = HeadRMSNorm(spec.width, spec.norm_eps)
-        self.mlp = HeadMLP(spec.inner_width + spec.width, spec.cell, spec.inner_width)
-        nn.init.zeros_(self.mlp.down_proj.weight)
-
-    def forward(self, before: Tensor, drafts: Tensor) -> Tensor:
-        found: Tensor = self.mlp(torch.cat((self.before_norm(before), self.draft_norm(drafts)), -1))
-        return found
 
 
 class HeadRMSNorm(nn.Module):

@@ -84,7 +84,7 @@ class Checkpoint:
     fast: FastPoint | None = None
 
     def __post_init__(self) -> None:
-        _integer("layer", self.layer, 0, 2**16)
+        _integer("layer", self.layer, 1, 2**16)
         _integer("router_bottleneck", self.router_bottleneck, 1, 2**16)
         _tuple("acceptance", self.acceptance)
         for distance, value in enumerate(self.acceptance, 1):
@@ -94,8 +94,6 @@ class Checkpoint:
         pairs = [(point.epsilon, point.delta) for point in self.thresholds]
         if len(set(pairs)) < len(pairs):
             raise ArtefactError("thresholds", pairs, "one threshold for each epsilon and delta")
-        if self.fast is not None and self.head.in_one_pass:
-            raise ArtefactError("fast", self.fast, "none for a head that drafts in one pass: it cannot skip layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +164,7 @@ class Manifest:
         _tuple("checkpoints", self.checkpoints)
         if not self.checkpoints:
             raise ArtefactError("checkpoints", "none", "at least one")
-        if len(self.checkpoints) > 1 and any(checkpoint.head.in_one_pass for checkpoint in self.checkpoints):
-            expected = "a single one: a head that drafts in one pass makes all drafts of a cycle"
-            raise ArtefactError("checkpoints", f"{len(self.checkpoints)} of them", expected)
-        before = -1
+        before = 0
         for index, checkpoint in enumerate(self.checkpoints):
             where, layer = f"checkpoints[{index}]", checkpoint.layer
             if layer >= self.model.num_layers:
