@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.calibration.train.heads import tiny_adapter
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import SilentProgress
+from tide_core.calibration.risk import pass_times
 from tide_core.calibration.risk.costs import Considered, MeasuredCosts
 from tide_core.calibration.risk.pass_times import measure_costs
 from tide_core.calibration.train import candidates, choice
@@ -54,7 +57,17 @@ def test_a_wide_model_trains_a_few_by_their_measured_cost(monkeypatch: pytest.Mo
     assert set(found.costs) == set(found.names)
 
 
-def test_costs_are_timed_and_a_smaller_head_of_a_large_one_costs_less() -> None:
+def test_passes_of_each_candidate_are_what_is_timed_and_a_smaller_head_costs_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that counts operations: the real one depends on what else runs."""
+
+    def operations(run: Any, device: torch.device) -> float:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return float(counter.get_total_flops())
+
+    monkeypatch.setattr(pass_times, "_seconds", operations)
     adapter = tiny_adapter()
     specs = [CandidateSpec.parse(name) for name in ("1:block:deep:ffn=65536", "1:block:deep:inner=16:ffn=32")]
     made = [make_candidate(adapter, spec, max_distance=2, bottleneck=8, seed=0) for spec in specs]
