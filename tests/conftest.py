@@ -21,11 +21,22 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-RAY = ("tests/job/", "tests/serve/")
-TOGETHER = (*RAY, "tests/playground/")
-"""Folders whose tests share a cluster, a service or a browser."""
+TOGETHER = (("tests/job/", "tests/serve/bad_input/"), ("tests/serve/",), ("tests/playground/",))
+"""Folders that run one after another in one process: their tests share a cluster, a service or a browser, and no more
+than two processes start clusters, each with about the same work."""
+FIRST = (
+    "tests/job/",
+    "tests/serve/bad_input/",
+    "tests/serve/",
+    "tests/image/test_image.py",
+    "tests/kernels/test_cuda_build.py",
+    "tests/execution/graphs/test_lookahead.py",
+    "tests/cli/test_demo.py",
+    "tests/playground/",
+)
+"""What begins first, in this order. It takes a minute or more, and no process is to be alone with it in the end."""
 MARKS = {
-    "serve": RAY,
+    "serve": ("tests/job/", "tests/serve/"),
     "browser": ("tests/playground/",),
     "build": (
         "/test_cuda_build.py",
@@ -68,13 +79,13 @@ MARKS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A folder of TOGETHER runs in one process, those with Ray first, as they mostly wait; all else file by file."""
+    """Folders of TOGETHER run in one process, those with Ray first, as they mostly wait; all else file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
-            return next((folder for folder in TOGETHER if path.startswith(folder)), path)
+            return next((folders[0] for folders in TOGETHER if path.startswith(folders)), path)
 
     return ByFile(config, log)
 
@@ -82,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not item.nodeid.startswith(RAY))
+        items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in FIRST])
     import torch
 
     has_gpu, skipped, repeated = torch.cuda.is_available(), set[str](), list[pytest.Item]()

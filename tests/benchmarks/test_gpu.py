@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import time
@@ -150,6 +151,7 @@ def test_works_take_turns_and_rates_are_those_of_each_repeat() -> None:
 
 def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "measure", functools.partial(assemble.measure, limit_s=0.0))  # of one row: less work
     seen: set[str] = set()
 
     def record_entry(name: str, switch: Switch) -> Switch:
@@ -170,16 +172,17 @@ def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypa
     switches = {name: record_entry(name, switch) for name, switch in SWITCHES.items()}
     before = InFlightStep._usual_result
     monkeypatch.setitem(gpu.MORE_PARTS, "ablation", lambda session: ablation(session, switches))
-    monkeypatch.setattr(gpu, "SMALL_SIZES", dataclasses.replace(gpu.SMALL_SIZES, batches=(1, 8)))
+    sizes = dataclasses.replace(gpu.SMALL_SIZES, batches=(1, 4), rounds=1, prompts=1)
+    monkeypatch.setattr(gpu, "SMALL_SIZES", sizes)
     code, report = run("--parts", "ablation", "--no-bars")
     assert code == 0, report
     part = report["parts"]["ablation"]
     measures, over_base = part["measures"], part["figures"]["over_base"]
     assert {"no_change", "launch_depth", "branches", "fast_results"} <= seen
     for name in seen:
-        assert over_base[name].keys() == {"1", "8"}
+        assert over_base[name].keys() == {"1", "4"}
         assert all(ratios.keys() == {"full", "verified"} for ratios in over_base[name].values())
-        assert measures[f"without_{name}_8"]["value"] == min(over_base[name]["8"].values())
+        assert measures[f"without_{name}_4"]["value"] == min(over_base[name]["4"].values())
     assert {key for key, measure in measures.items() if measure["value"] is None} == {
         f"without_{name}" for name in SWITCHES.keys() - seen
     }

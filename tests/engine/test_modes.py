@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -56,6 +57,11 @@ def answers(engine: Engine, **changes: Any) -> list[Completion]:
         return engine.generate(PROMPTS, params(**changes))
 
 
+@functools.cache
+def at_full_depth() -> list[Completion]:
+    return answers(exit_engine(), mode="full")
+
+
 @pytest.mark.parametrize("drafts", [1, 3, 6])
 @pytest.mark.parametrize(
     "artefact",
@@ -71,7 +77,7 @@ def answers(engine: Engine, **changes: Any) -> list[Completion]:
     ids=lambda a: "-".join(map(str, a.values())) or "identity",
 )
 def test_verified_greedy_output_equals_full_depth(artefact: dict[str, Any], drafts: int) -> None:
-    full = answers(exit_engine(), mode="full")
+    full = at_full_depth()
     got = answers(exit_engine(artefact=artefact, drafts=drafts), mode="verified")
     assert all_ids(got) == all_ids(full)
     assert all(token.audit is Audit.VERIFIED for answer in got for token in answer.tokens)
@@ -113,7 +119,7 @@ def test_verified_equals_full_depth_with_every_parameter(changes: dict[str, Any]
 
 
 def test_stop_strings_and_stop_ids_inside_a_run_of_accepted_drafts_end_the_text_there() -> None:
-    [whole, *_] = answers(exit_engine(), mode="full")
+    [whole, *_] = at_full_depth()
     stop_id = ids(whole)[5]
     cut = ids(whole).index(stop_id) + 1
     with exit_engine() as engine:
@@ -245,7 +251,7 @@ def test_bounded_emits_exits_whatever_full_depth_chooses_and_audits_every_one() 
 
 
 def test_bounded_with_an_unreachable_exit_threshold_is_verified() -> None:
-    expected = all_ids(answers(exit_engine(), mode="full"))
+    expected = all_ids(at_full_depth())
     got = _bounded(exit_parts(artefact={"draft_threshold": 0.0}), exit_threshold=math.inf)
     assert all_ids(got) == expected
 
@@ -353,7 +359,7 @@ def test_a_score_that_is_no_number_never_lets_a_token_leave_and_is_counted(bad: 
     checkpoint = parts.runner.exits.checkpoints[0]
     broken = checkpoint.router.out.bias if bad == "score" else checkpoint.head.mix.bias
     broken.data.fill_(math.nan)
-    expected = all_ids(answers(exit_engine(), mode="full"))
+    expected = all_ids(at_full_depth())
     with Engine.from_parts(make_config(drafts=4), parts) as engine:
         got = engine.generate(PROMPTS, params(mode="verified"))
         stats = engine.stats()

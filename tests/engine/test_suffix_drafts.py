@@ -61,11 +61,20 @@ class Certain(SuffixDrafts):
         return self._draft
 
 
-@pytest.mark.parametrize("table", [ALONE, BESIDE], ids=["alone", "beside the exits"])
+# Every kind on both paths and with both tables, each path with one table for every other kind.
 @pytest.mark.parametrize(
-    "kind",
-    [{}, {"logprobs": 2}, {"repetition_penalty": 1.05}, {"grammar": Grammar("regex", "[a-z ,.]{40,}")}],
-    ids=str,
+    ("kind", "path", "table"),
+    [
+        (kind, path, (ALONE, BESIDE)[(number + path_number) % 2])
+        for number, kind in enumerate(
+            [{}, {"logprobs": 2}, {"repetition_penalty": 1.05}, {"grammar": Grammar("regex", "[a-z ,.]{40,}")}]
+        )
+        for path_number, path in enumerate(("plain", "cycles"))
+    ],
+    ids=lambda value: (
+        ("alone" if value is ALONE else "beside the exits") if isinstance(value, CostTable) else str(value)
+    ),
+    indirect=["path"],
 )
 def test_tokens_are_those_of_full_depth_and_some_come_from_the_text(
     path: str, table: CostTable, kind: dict[str, Any]

@@ -154,7 +154,7 @@ def test_a_table_of_other_settings_is_not_taken(measurements: list[CostTable]) -
 def test_a_table_that_cannot_be_read_is_measured_again(
     text: str, cache_dir: Path, measurements: list[CostTable], caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {**SETTINGS, "drafts": None}
+    settings = {**SETTINGS, "max_rows": 1, "drafts": None}
     exit_parts(**settings)
     [path] = (cache_dir / "costs").iterdir()
     path.write_text(text)

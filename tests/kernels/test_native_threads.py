@@ -20,17 +20,28 @@ native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 
 def run_script(body: str) -> subprocess.CompletedProcess[str]:
+    """The module alone, in a process of its own: importing Torch takes seconds, and its own calls abort a process that
+    ends meanwhile; a child may find a lock of it held by a thread that does not exist there."""
     header = """
-        import os, threading, time, torch
-        from tide_core.kernels import _native
-        from tide_core.kernels.cpu import ops as native
-        x, weight = torch.ones(4, 512), torch.ones(2048, 512)
+        import ctypes, importlib.util, os, sys, threading, time
+        spec = importlib.util.spec_from_file_location("_native", sys.argv[1])
+        _native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(_native)
+        ones = lambda count: (ctypes.c_float * count)(*[1.0] * count)
+        x, weight = ones(4 * 512), ones(2048 * 512)
+        def linear(y):
+            addresses = ctypes.addressof(x), ctypes.addressof(weight), 0, ctypes.addressof(y)
+            _native.linear(0, 0, *addresses, 4, 512, 2048)
         def right():
-            return bool((native.linear(x, weight) == 512).all())
+            y = ones(4 * 2048)
+            linear(y)
+            return set(y) == {512.0}
+        default = _native.num_threads()
         _native.set_num_threads(3)
     """
     script = textwrap.dedent(header) + textwrap.dedent(body)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", script, _native.__file__]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_several_python_threads_may_call_at_once() -> None:
@@ -61,8 +72,7 @@ def test_the_thread_count_is_at_least_one() -> None:
 
 
 def test_the_default_is_every_hardware_thread() -> None:
-    script = "from tide_core.kernels import _native; print(_native.num_threads())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    done = run_script("print(default)")
     assert int(done.stdout) >= 1
     if hasattr(os, "sched_getaffinity"):
         assert int(done.stdout) == len(os.sched_getaffinity(0))
@@ -87,23 +97,18 @@ def test_a_forked_child_computes_with_threads_of_its_own() -> None:
 
 
 def test_fork_while_another_thread_is_inside_the_pool() -> None:
-    # The module alone: a child may find a lock of Torch held by the other thread, which does not exist there.
     done = run_script("""
-        mine, theirs = torch.zeros(4, 2048), torch.zeros(4, 2048)
-        seen = mine.numpy()
-        given = x.data_ptr(), weight.data_ptr(), 0
-        to, other = mine.data_ptr(), theirs.data_ptr()
+        other = ones(4 * 2048)
         stop = threading.Event()
         def busy():
             while not stop.is_set():
-                _native.linear(0, 0, *given, other, 4, 512, 2048)
+                linear(other)
         thread = threading.Thread(target=busy)
         thread.start()
         for _ in range(10):
             child = os.fork()
             if child == 0:
-                _native.linear(0, 0, *given, to, 4, 512, 2048)
-                os._exit(0 if (seen == 512).all() else 1)
+                os._exit(0 if right() else 1)
             _, status = os.waitpid(child, 0)
             assert os.waitstatus_to_exitcode(status) == 0
         stop.set()
@@ -121,13 +126,11 @@ def test_the_interpreter_exits_cleanly_with_workers_awake_or_asleep(pause_s: flo
 
 
 def test_the_interpreter_exits_cleanly_while_a_daemon_thread_is_calling() -> None:
-    # The module alone: Torch's own calls abort the process in this situation.
     done = run_script("""
-        y = torch.empty(4, 2048)
-        addresses = x.data_ptr(), weight.data_ptr(), 0, y.data_ptr()
+        y = ones(4 * 2048)
         def busy():
             while True:
-                _native.linear(0, 0, *addresses, 4, 512, 2048)
+                linear(y)
         threading.Thread(target=busy, daemon=True).start()
         time.sleep(0.05)
     """)
@@ -137,10 +140,15 @@ def test_the_interpreter_exits_cleanly_while_a_daemon_thread_is_calling() -> Non
 def test_other_python_threads_run_during_a_native_call() -> None:
     _native.set_num_threads(1)
     x, weight = torch.randn(64, 1024), torch.randn(8192, 1024)
+    most = 0
     with ThreadPoolExecutor(1) as executor:
-        call = executor.submit(native.linear, x, weight)
-        beats = 0
-        while not call.done():
-            beats += 1
-            time.sleep(0.001)
-    assert beats > 3, "the call held the interpreter lock"
+        for _ in range(100):  # one call may end before a busy machine has given this thread a turn
+            call = executor.submit(native.linear, x, weight)
+            beats = 0
+            while not call.done():
+                beats += 1
+                time.sleep(0.001)
+            most = max(most, beats)
+            if most > 3:
+                break
+    assert most > 3, "the call held the interpreter lock"

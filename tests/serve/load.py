@@ -32,7 +32,7 @@ class Streams:
         self._stop = threading.Event()
         self.answers: list[Answer] = []
         self.errors: list[Exception] = []
-        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -46,8 +46,9 @@ class Streams:
     def __enter__(self) -> Streams:
         for thread in self._threads:
             thread.start()
-        assert until(lambda: bool(self.answers) or bool(self.errors))
-        assert self.errors == []
+        if not until(lambda: bool(self.answers or self.errors)) or self.errors:
+            self._stop.set()  # or they go on asking until the end of the tests
+            raise AssertionError(f"{len(self.answers)} answers, errors: {self.errors}")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -22,22 +22,25 @@ def eager_or_default(family: str) -> Any:
     return model
 
 
+MAX_NEW = 24
+"""More than the windows of the tiny models, and over two multiples of the slots that attention then reads."""
 FAST = [name for name, (architecture, _, _) in CONFIGS.items() if FAMILIES[architecture].attention == "paged"]
 
 
 @pytest.mark.parametrize(("family", "fast"), [("llama", False), *((name, True) for name in FAST)])
 def test_a_greedy_batch_gives_what_each_prompt_gives_alone(family: str, fast: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(decoder, "PROMPT_TOKENS", 30)  # prompts in two goes
+    monkeypatch.setattr(decoder, "SLOT_STEP", 16)
     model = eager_or_default(family)
     prompts = [[5, 6, 7], [9, 8] * 6 + [4], [20, 30, 40, 50, 60]]
     generator = make_generator(model, fast=fast)
     before = model.config._attn_implementation
 
-    batched = generator.run(prompts, GREEDY, max_new=56, stop_ids=EOS, seed=0)
+    batched = generator.run(prompts, GREEDY, max_new=MAX_NEW, stop_ids=EOS, seed=0)
 
     assert model.config._attn_implementation == before
     for prompt, new in zip(prompts, batched, strict=True):
-        alone = model.generate(torch.tensor([prompt]), max_new_tokens=56, do_sample=False, eos_token_id=0)
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_NEW, do_sample=False, eos_token_id=0)
         assert new.tolist() == alone[0, len(prompt) :].tolist()
 
 

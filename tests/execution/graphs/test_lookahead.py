@@ -307,9 +307,17 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@ONE_STEP_OR_MORE
-@pytest.mark.parametrize("params", KINDS, ids=str)
-@pytest.mark.parametrize("num_special", [1, 3])
+# Every kind with each number of rows and each number of steps, the two paired one way for every other kind.
+@pytest.mark.parametrize(
+    ("params", "num_special", "steps_per_launch"),
+    [
+        (params, num_special, steps)
+        for number, params in enumerate(KINDS)
+        for num_special, steps in ([(1, 1), (3, 4)], [(1, 4), (3, 1)])[number % 2]
+    ],
+    ids=str,
+    indirect=["steps_per_launch"],
+)
 def test_rows_of_every_kind_are_launched_ahead_and_so_are_those_next_to_them(
     params: dict[str, Any],
     num_special: int,
