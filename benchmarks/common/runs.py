@@ -75,6 +75,15 @@ class Runs:
         return {"tokens_per_s": self.rate, "of_each_repeat": self.tokens_per_s, **usage_of(self.answers)}
 
 
+STRIDE = 37
+"""A prime, so that the answers of a batch go through all lengths."""
+
+
+def varied(tokens: int, count: int) -> list[int]:
+    """Lengths from half of `tokens` to one and a half times `tokens`, shuffled; their mean is `tokens`."""
+    return [tokens // 2 + tokens * (index * STRIDE % count) // max(1, count - 1) for index in range(count)]
+
+
 def take_turns(works: Mapping[str, Sequence[Work]], repeats: int) -> dict[str, Runs]:
     """Run the batches of all names in turns; the name that begins changes with every batch. Every name has as many
     batches. The first batch of each name runs once before, to warm up."""

@@ -12,12 +12,10 @@ from typing import Any
 
 from benchmarks.common.prompts import Prompt, different_kinds
 from benchmarks.common.report import Measures
-from benchmarks.common.runs import NO_EXITS_THRESHOLD, Bench, Runs, greedy, output_ids, take_turns
+from benchmarks.common.runs import NO_EXITS_THRESHOLD, Bench, Runs, greedy, output_ids, take_turns, varied
 from benchmarks.gpu.parts import Session, Sizes
 from tide_core.request import SamplingParams
 
-STRIDE = 37
-"""A prime, so that the answers of a batch go through all lengths."""
 KIND_BATCH = 8
 """Rows in the batches of `kinds` and `mixed`."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -45,11 +43,6 @@ def batches_of(bench: Bench, sizes: Sizes, rows: int) -> tuple[list[list[Prompt]
         return [[prompt] for prompt in different_kinds(bench.prompts, sizes.prompts)], [sizes.tokens]
     group = bench.spread(rows * sizes.rounds)
     return [group], varied(sizes.tokens, len(group))
-
-
-def varied(tokens: int, count: int) -> list[int]:
-    """Lengths from half of `tokens` to one and a half times `tokens`, shuffled; their mean is `tokens`."""
-    return [tokens // 2 + tokens * (index * STRIDE % count) // max(1, count - 1) for index in range(count)]
 
 
 def _modes(found: Measures, bench: Bench, sizes: Sizes, size: int) -> None:

@@ -6,7 +6,7 @@
     python -m benchmarks.gpu.table FILE --into docs/performance.md --keep      # its rows of the table
 
     calibrate  exits of the model, as `tide calibrate` makes them: seconds and memory of each phase, size of the result
-    measure    verified against full, greedy, in whole waves, at each batch size; whether all answers are identical
+    measure    verified against full, greedy, rows kept busy, at each batch size; whether all answers are identical
     profile    costs of a draft and of a deep pass, from the engine's cost table
 
 The model is a real small checkpoint, made wider (widen.py): its text and its acceptance are those of the small model,
@@ -66,7 +66,7 @@ SMALL_CALIBRATION = {
     "min_calibration": 4,
     "min_test": 4,
 }
-SMALL_SIZES = Sizes(batches=(1, 4), tokens=12, repeats=2, prompts=8, waves=2)
+SMALL_SIZES = Sizes(batches=(1, 4), tokens=12, repeats=2, prompts=2, rounds=2)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

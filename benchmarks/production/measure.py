@@ -1,8 +1,9 @@
 """Parts `measure` and `profile`: the engine with the published exits.
 
-A wave is as many prompts as the batch has rows. They are answered together, all with the same number of tokens; the
-next wave begins when the last answer has ended. Both modes run the same waves in turns in one engine, and prefill is
-part of the time. The prompts are not in the data of the calibration.
+One row answers prompt after prompt. In a batch every row that ends is followed by the next prompt, as under load, and
+answers have different lengths, the same in both modes: with equal lengths all rows at full depth would end in one step,
+with drafts they would not. Both modes run the same prompts in turns in one engine, and prefill is part of the time. The
+prompts are not in the data of the calibration.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks.common.prompts import Prompt, different_kinds
 from benchmarks.common.report import Measures, commit
-from benchmarks.common.runs import Bench, Runs, greedy, output_ids
+from benchmarks.common.runs import Bench, Runs, greedy, output_ids, varied
 from benchmarks.common.shapes import KV_GIB, bytes_of
 from benchmarks.production.session import Session, Sizes
 from tide_core.config import EngineConfig
@@ -28,7 +29,7 @@ from tide_core.exits.cost import CostTable
 MODES = ("full", "verified")
 MAX_MODEL_LEN, SMALL_MODEL_LEN = 1024, 512
 BATCH_TOKENS = 8192
-"""Token budget of a step: enough for the prompts of most waves, and for all drafts of all rows."""
+"""Token budget of a step: enough for the prompts of most steps, and for all drafts of all rows."""
 SLACK = 1.5
 """Expected time of a batch size, as a multiple of the time of its steps at full depth."""
 
@@ -67,11 +68,13 @@ def _done_before(session: Session) -> dict[str, Any]:
 
 def _batch(session: Session, rows: int) -> dict[str, Any]:
     bench, sizes = session.bench, session.sizes
-    groups = waves(bench.prompts, rows, sizes)
-    session.deadline.check(f"batch {rows}", _expected_s(bench, rows, len(groups), sizes))
-    session.log(f"batch {rows}: {len(groups)} waves, {sizes.repeats} repeats")
+    groups, lengths = groups_of(bench.prompts, rows, sizes)
+    rounds = sum(map(len, groups)) / rows
+    session.deadline.check(f"batch {rows}", _expected_s(bench, rows, rounds, sizes))
+    session.log(f"batch {rows}: {rounds:g} prompts a row, {sizes.repeats} repeats")
     with bench.at_most(rows):
-        runs = bench.turns(groups, {mode: greedy(mode, sizes.tokens) for mode in MODES}, sizes.repeats)
+        contracts = {mode: [greedy(mode, length) for length in lengths] for mode in MODES}
+        runs = bench.turns(groups, contracts, sizes.repeats)
     full, verified = runs["full"], runs["verified"]
     num_different = _different(full, verified)
     figures = verified.figures()
@@ -84,7 +87,6 @@ def _batch(session: Session, rows: int) -> dict[str, Any]:
         "shown": shown,
         "full": full.figures(),
         "verified": figures,
-        "num_waves": len(groups),
         "num_answers": len(full.answers),
         "num_different": num_different,
         "identical": num_different == 0,
@@ -94,21 +96,22 @@ def _batch(session: Session, rows: int) -> dict[str, Any]:
     }
 
 
-def waves(prompts: Sequence[Prompt], rows: int, sizes: Sizes) -> list[list[Prompt]]:
-    """Groups of `rows` prompts of all kinds. With fewer prompts than a batch size needs, some come twice."""
-    count = max(1, min(sizes.waves, sizes.prompts // rows))
-    needed = count * rows
+def groups_of(prompts: Sequence[Prompt], rows: int, sizes: Sizes) -> tuple[list[list[Prompt]], list[int]]:
+    """Groups of prompts of all kinds that run together, and the lengths of the answers of a group. With fewer prompts
+    than a batch size needs, some come several times."""
+    if rows == 1:
+        return [[prompt] for prompt in different_kinds(prompts, sizes.prompts)], [sizes.tokens]
+    needed = rows * sizes.rounds
     chosen = different_kinds(prompts, needed)
-    chosen = [chosen[index % len(chosen)] for index in range(needed)]
-    return [chosen[first : first + rows] for first in range(0, needed, rows)]
+    return [[chosen[index % len(chosen)] for index in range(needed)]], varied(sizes.tokens, needed)
 
 
-def _expected_s(bench: Bench, rows: int, num_waves: int, sizes: Sizes) -> float:
+def _expected_s(bench: Bench, rows: int, rounds: float, sizes: Sizes) -> float:
     """Predicted seconds of a batch size by the engine's cost table; 0 if it has none."""
     table = bench.planner.table
     if table is None or not table.points:
         return 0.0
-    return SLACK * table.full(rows) * sizes.tokens * len(MODES) * (num_waves * sizes.repeats + 1)
+    return SLACK * table.full(rows) * sizes.tokens * len(MODES) * (rounds * sizes.repeats + 1)
 
 
 def _different(first: Runs, second: Runs) -> int:

@@ -107,10 +107,10 @@ class Sizes:
     batches: tuple[int, ...] = (1, 8, 32, 128)
     tokens: int = 128
     repeats: int = 3
-    prompts: int = 96
-    """Prompts of a batch size, rounded down to whole waves; at least one wave."""
-    waves: int = 24
-    """Most waves of a batch size."""
+    prompts: int = 24
+    """Prompts of one row."""
+    rounds: int = 7
+    """Prompts of each row of a batch."""
 
 
 class State:

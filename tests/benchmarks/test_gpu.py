@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.common.runs import Bench, TimedBatch, greedy, output_ids, take_turns
+from benchmarks.common.runs import Bench, TimedBatch, greedy, output_ids, take_turns, varied
 from benchmarks.common.shapes import EIGHT_B, SMALL, Subject
 from benchmarks.common.timing import read_profile, run_step
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu import replay, rivals
 from benchmarks.gpu.ablation import ablation
-from benchmarks.gpu.demo import KINDS, varied
+from benchmarks.gpu.demo import KINDS
 from benchmarks.gpu.parts import FEW, MANY, Measures, split
 from benchmarks.gpu.replay import Replay, core_of, decode_rate, observed, record, runner_of
 from benchmarks.gpu.replay_cycles import ReplayedCycles

@@ -18,7 +18,7 @@ from benchmarks.gpu.table import ROWS
 from benchmarks.production import __main__ as production
 from benchmarks.production import measure as measure_part
 from benchmarks.production.calibrate import CALIBRATION, MODEL, SavingFiles, TimedProgress
-from benchmarks.production.measure import pass_costs, waves
+from benchmarks.production.measure import groups_of, pass_costs
 from benchmarks.production.session import Deadline, OutOfTime, Phases, Sizes, State, Target
 from tide_core.calibration import stages
 from tide_core.exits.cost import CostPoint, CostTable
@@ -106,10 +106,10 @@ def test_both_modes_give_the_same_answers_and_the_report_has_all_figures(calls: 
     for rows in (1, 4):
         figures = part["figures"][f"batch {rows}"]
         assert figures["identical"]
-        assert figures["num_answers"] == rows * figures["num_waves"]
+        assert figures["num_answers"] == 2 * rows
         assert part["measures"][f"tiny_x2_{rows}"]["value"] == figures["over_full"] > 0
         for mode in ("full", "verified"):
-            assert figures[mode]["num_tokens"] == 12 * figures["num_answers"]
+            assert figures[mode]["num_tokens"] == pytest.approx(12 * figures["num_answers"], abs=rows)
             assert figures[mode]["tokens_per_deep_pass"] >= 1.0
         assert "drafts_per_deep_pass" in figures["verified"]
         assert f"0 of {figures['num_answers']} answers differ" in figures["shown"]
@@ -245,15 +245,18 @@ def test_a_batch_size_that_cannot_end_in_time_is_not_begun() -> None:
     Deadline(needed + 60).check("batch 1", needed)
 
 
-def test_waves_are_whole_and_have_prompts_of_all_kinds() -> None:
+def test_one_row_has_prompt_after_prompt_and_a_batch_several_prompts_a_row_with_answers_of_different_lengths() -> None:
     prompts = [Prompt("abc"[index // 10], (index,)) for index in range(30)]
-    three = waves(prompts, 9, Sizes(prompts=27))
-    assert [len(wave) for wave in three] == [9, 9, 9]
-    assert all({prompt.kind for prompt in wave} == {*"abc"} for wave in three)
-    assert len({prompt for wave in three for prompt in wave}) == 27
-    assert len(waves(prompts, 1, Sizes(prompts=24, waves=5))) == 5
-    [many] = waves(prompts, 40, Sizes(prompts=24))
-    assert len(many) == 40, "with too few prompts some come twice"
+    alone, lengths = groups_of(prompts, 1, Sizes(prompts=6))
+    assert [len(group) for group in alone] == [1] * 6
+    assert {group[0].kind for group in alone} == {*"abc"}
+    assert lengths == [128]
+    [batch], lengths = groups_of(prompts, 9, Sizes(rounds=3))
+    assert len({*batch}) == len(batch) == len(lengths) == 27
+    assert (min(lengths), max(lengths), sum(lengths) / 27) == (64, 192, pytest.approx(128, abs=1))
+    assert lengths != sorted(lengths)
+    [many], _ = groups_of(prompts, 9, Sizes(rounds=7))
+    assert len(many) == 63, "with too few prompts some come several times"
 
 
 def test_the_shipped_prompts_fill_the_largest_batch_without_repeating() -> None:
