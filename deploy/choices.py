@@ -12,9 +12,10 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
+from deploy.answer import Answer, Call
 from deploy.failures import QuotaError
 from deploy.keys import Caller
-from deploy.service import Answer, Call, Service
+from deploy.service import Service
 from tide_core.errors import EngineBusyError, RequestError
 from tide_core.request import RequestOutput
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from deploy.service import Answer
+from deploy.answer import Answer
 from deploy.telemetry import record_spans
 from tide_core.request import RequestOutput
 from tide_core.stats import EngineStats

@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from deploy.answer import CALLER, DEADLINE, Answer, Call, checked_id
 from deploy.config.args import Limits
 from deploy.config.policy import LivePolicy
-from deploy.failures import DeadlineError, NotServedError, QuotaError
+from deploy.failures import NotServedError, QuotaError
 from deploy.keys import Caller, KeyRing
 from deploy.quota import Quotas
-from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from tide_core.errors import ConfigError, EngineDeadError, RequestError
 from tide_core.request import Chat, FinishReason, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Engine, Prompt
 
-logger = logging.getLogger("ray.serve")
-
 ABORT_AGAIN_S = 0.05
-DEADLINE, CALLER = "deadline", "caller"
 
 
 class Observer(Protocol):
@@ -40,50 +37,6 @@ class Observer(Protocol):
     def on_end(self, answer: Answer, reason: str) -> None: ...
 
     def on_ignored_fields(self, count: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One generation request, as parsed by either API."""
-
-    prompt: Prompt
-    params: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `SamplingParams` that were given."""
-    request_id: str | None = None
-    """The caller's id for it."""
-    model: str | None = None
-    timeout_s: float | None = None
-    fill_context: bool = False
-    """Generate until the context is full: `max_tokens` was not given and has no default."""
-    count_prompt: bool = False
-    """Encode and count the prompt before the first output."""
-    keep_last: int | None = None
-    """Most tokens of the prompt, its last ones; -1: as many as leave place for the answer."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """A running request: its ids, its progress, and why it ended early, if it did."""
-
-    request_id: str
-    """The caller's id, or the engine's. The choices of one prompt share it."""
-    engine_id: str
-    """Unique id in the engine and in the logs."""
-    caller: Caller
-    params: SamplingParams
-    prompt: Prompt
-    timeout_s: float
-    fill_context: bool = False
-    count_prompt: bool = False
-    keep_last: int | None = None
-    num_prompt_tokens: int | None = None
-    """Known from the start if the prompt is counted."""
-    artefact: str | None = None
-    started_at: float = field(default_factory=time.monotonic)
-    first_at: float | None = None
-    last_at: float | None = None
-    num_tokens: int = 0
-    ended_by: str | None = None
 
 
 class Service:
@@ -131,7 +84,7 @@ class Service:
             raise RequestError("truncate_prompt_tokens", call.keep_last, "a number of tokens, or -1")
         engine_id = uuid.uuid4().hex
         return Answer(
-            request_id=engine_id if call.request_id is None else _checked_id(call.request_id),
+            request_id=engine_id if call.request_id is None else checked_id(call.request_id),
             engine_id=engine_id,
             caller=caller,
             params=params,
@@ -215,7 +168,7 @@ class Service:
                 )
                 async with contextlib.aclosing(stream):
                     async for output in stream:
-                        _raise_if_failed(answer, output)
+                        answer.raise_if_failed(output)
                         self._record(answer, output)
                         if output.finish_reason is not None:
                             reason = output.finish_reason.value
@@ -237,7 +190,7 @@ class Service:
     def _end(self, answer: Answer, reason: str) -> None:
         if self._observer is not None:
             self._observer.on_end(answer, reason)
-        _log_end(answer, reason)
+        answer.log_end(reason)
 
     def note_ignored(self, count: int) -> None:
         """A body had fields that nobody knows."""
@@ -250,7 +203,7 @@ class Service:
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Abort a request of this caller, with all its choices; False if there is none with this id."""
-        return self.abort_of(caller.name, _checked_id(request_id))
+        return self.abort_of(caller.name, checked_id(request_id))
 
     def abort_of(self, caller_name: str, request_id: str) -> bool:
         answers = self._by_id.get((caller_name, request_id), ())
@@ -362,13 +315,9 @@ class Service:
             answer.params = replace(answer.params, max_tokens=most)
 
     def _record(self, answer: Answer, output: RequestOutput) -> None:
-        now = time.monotonic()
         if self._observer is not None:
             self._observer.on_output(answer, output)
-        if output.tokens and answer.first_at is None:
-            answer.first_at = now
-        answer.last_at = now
-        answer.num_tokens += len(output.tokens)
+        answer.record(output)
         prompt = 0 if output.usage is None else output.usage.prompt_tokens
         self._quotas.spend(answer.caller, len(output.tokens) + prompt)
 
@@ -384,33 +333,6 @@ class Service:
             asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._abort, answer)
 
 
-def _raise_if_failed(answer: Answer, output: RequestOutput) -> None:
-    """Raise for an aborted answer, unless its caller aborted it."""
-    if answer.ended_by == DEADLINE:
-        raise DeadlineError(f"the request took longer than {answer.timeout_s:g} s")
-    if output.error is not None:
-        raise output.error
-    if output.finish_reason is FinishReason.ERROR:
-        raise EngineError("the request failed")
-    if output.finish_reason is FinishReason.ABORT and answer.ended_by != CALLER:
-        raise EngineDeadError("the engine was closed")
-
-
-def _log_end(answer: Answer, reason: str) -> None:
-    """Log one line per request: ids, counts and times, never text. A JSON log also has them as fields."""
-    first = None if answer.first_at is None else round(answer.first_at - answer.started_at, 4)
-    facts = {
-        "tide_request_id": answer.engine_id,
-        "caller": answer.caller.name,
-        "mode": answer.params.mode,
-        "finish": reason,
-        "output_tokens": answer.num_tokens,
-        "first_token_s": first,
-        "total_s": round(time.monotonic() - answer.started_at, 4),
-    }
-    logger.info("request ended: %s", " ".join(f"{key}={value}" for key, value in facts.items()), extra=facts)
-
-
 def _num_chars(value: object) -> int:
     """Characters of all texts in a value."""
     if isinstance(value, str):
@@ -418,9 +340,3 @@ def _num_chars(value: object) -> int:
     if isinstance(value, Mapping):
         return sum(map(_num_chars, value.values()))
     return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
-
-
-def _checked_id(request_id: str) -> str:
-    if not 1 <= len(request_id) <= 128 or not request_id.isprintable():
-        raise RequestError("request_id", request_id, "1..128 printable characters")
-    return request_id

@@ -11,8 +11,8 @@ import time
 
 from opentelemetry import trace
 
+from deploy.answer import Answer
 from deploy.failures import StatusSetError
-from deploy.service import Answer
 from tide_core.request import Usage
 
 NANO = 1_000_000_000

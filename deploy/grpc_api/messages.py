@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from deploy.service import Call
+from deploy.answer import Call
 from deploy.strict import json_body
 from deploy.tools.plan import (
     AUTO,

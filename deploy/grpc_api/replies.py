@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deploy.answer import Answer
 from deploy.grpc_api.messages import MODES
-from deploy.service import Answer
-from deploy.tools.parsers import Answer as ReadAnswer
-from deploy.tools.parsers import Delta, ToolParser
+from deploy.tools.call_parser import Answer as ReadAnswer
+from deploy.tools.call_parser import Delta, ToolParser
 from tide.v1 import tide_pb2 as pb
 from tide_core.request import Audit, RequestOutput, TokenOutput, Usage
 

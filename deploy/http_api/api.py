@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from deploy.answer import Answer, Call
 from deploy.choices import Outputs, begin_choices, outputs_of, whole_answers
 from deploy.failures import report
 from deploy.http_api.guard import ClientGoneError, Guard, HttpError, body_of, caller_of, response_to
@@ -33,7 +34,7 @@ from deploy.http_api.reply_objects import DONE_EVENT, error_object, invalid_body
 from deploy.http_api.responses.replies import ResponseReply, response_events
 from deploy.http_api.responses.requests import ResponseRequest
 from deploy.keys import Caller
-from deploy.service import Answer, Call, Service
+from deploy.service import Service
 from deploy.tools.calls import call_reading
 from deploy.tools.formats import tool_format
 from tide_core import __version__

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deploy.answer import Answer
 from deploy.http_api.openai_requests import StreamOptions, TideOptions
 from deploy.http_api.reply_objects import finite, tide_object, token_counts, token_name
-from deploy.service import Answer
-from deploy.tools.parsers import ToolParser
+from deploy.tools.call_parser import ToolParser
 from tide_core.request import PromptToken, RequestOutput, TokenOutput, Usage
 
 if TYPE_CHECKING:

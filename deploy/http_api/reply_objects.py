@@ -6,9 +6,9 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from deploy.answer import Answer
 from deploy.failures import Failure
 from deploy.http_api.openai_requests import TideOptions
-from deploy.service import Answer
 from tide_core.request import TokenOutput, Usage
 
 DONE_EVENT = b"data: [DONE]\n\n"

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from deploy.http_api.ignored_fields import Body
 from deploy.tools import plan
-from deploy.tools.parsers import NAME
+from deploy.tools.call_parser import NAME
 from deploy.tools.plan import MAX_TOOLS, ToolPlan, arguments_object, tool_plan
 
 CHOICES = 'none, auto, required or {"type": "function", "function": {"name": "…"}}'

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deploy.tools.call_parser import ToolParser
 from deploy.tools.formats import ToolFormat, required_format
 from deploy.tools.grammar import forced_call
-from deploy.tools.parsers import ToolParser
 from deploy.tools.plan import ToolPlan
 from tide_core.errors import RequestError
 from tide_core.request import Grammar

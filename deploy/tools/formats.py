@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deploy.tools.parsers import HermesParser, Llama3JsonParser, MistralParser, ToolParser
+from deploy.tools.call_parser import ToolParser
+from deploy.tools.parsers import HermesParser, Llama3JsonParser, MistralParser
 from tide_core.errors import ConfigError, RequestError
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.strict import json_body
-from deploy.tools.parsers import NAME
+from deploy.tools.call_parser import NAME
 from tide_core.errors import RequestError
 
 MAX_TOOLS = 1024

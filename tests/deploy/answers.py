@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from deploy.answer import Answer
 from deploy.keys import Caller
-from deploy.service import Answer
 from tide_core.request import SamplingParams
 
 

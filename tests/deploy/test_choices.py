@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from deploy.answer import Call
 from deploy.choices import begin_choices, whole_answers
 from deploy.failures import QuotaError
 from deploy.keys import Caller, KeyLimits, KeyRing
-from deploy.service import Call, Service
+from deploy.service import Service
 from tests.deploy.in_process import Context, Grpc, Http, make_service
 from tests.deploy.scripted import ScriptedEngine
 from tide.v1 import tide_pb2 as pb

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deploy.answer import Call
 from deploy.metrics import (
     BY_NAME,
     LATENCIES_S,
@@ -21,7 +22,7 @@ from deploy.metrics import (
     TextExporter,
     thinned,
 )
-from deploy.service import Call, Service
+from deploy.service import Service
 from tests.deploy.answers import make_answer
 from tests.engine.exit_engines import exit_engine
 from tide_core.outputs.exit_stats import ExitStats

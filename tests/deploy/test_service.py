@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from deploy.answer import Answer, Call
 from deploy.config.args import Limits
 from deploy.config.policy import LivePolicy
 from deploy.failures import DeadlineError, ForbiddenError, NotServedError, QuotaError, failure_of
 from deploy.keys import Caller, KeyLimits
-from deploy.service import Answer, Call, Service
+from deploy.service import Service
 from tests.deploy.in_process import make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine
 from tests.engine.runners import HANG_S, Gate

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deploy.answer import Answer
 from deploy.choices import Outputs
 from deploy.failures import Failure, report
 from deploy.http_api.reply_objects import sse_event, tide_object
 from deploy.http_api.responses.requests import ResponseRequest
-from deploy.service import Answer
-from deploy.tools.parsers import CallDelta, Delta, ToolParser
+from deploy.tools.call_parser import CallDelta, Delta, ToolParser
 from tide_core.request import FinishReason, RequestOutput, TokenOutput, Usage
 
 Event = dict[str, Any]

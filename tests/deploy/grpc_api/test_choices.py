@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
+from deploy.answer import Call
 from deploy.choices import begin_choices
 from deploy.config.args import Limits
 from deploy.failures import StatusSetError
 from deploy.keys import Caller
-from deploy.service import Call, Service
+from deploy.service import Service
 from tests.deploy.in_process import Context, Grpc, all_of, make_service
 from tests.deploy.scripted import FOREVER, HEL, ScriptedEngine
 from tests.engine.runners import HANG_S, Gate

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from deploy.answer import Call
 from deploy.choices import outputs_of
 from deploy.config.args import Limits
 from deploy.failures import DeadlineError
 from deploy.keys import Caller
-from deploy.service import Call, Service
+from deploy.service import Service
 from tests.deploy.in_process import Http, make_service
 from tests.deploy.scripted import FOREVER, HEL, LO, USAGE, ScriptedEngine, call
 from tide_core.errors import EngineBusyError

@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.tools.parsers import (
-    Answer,
-    CallDelta,
-    HermesParser,
-    Llama3JsonParser,
-    MistralParser,
-    ToolParser,
-)
+from deploy.tools.call_parser import Answer, CallDelta, ToolParser
+from deploy.tools.parsers import HermesParser, Llama3JsonParser, MistralParser
 
 pytestmark = pytest.mark.unit
 
