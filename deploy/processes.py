@@ -1,4 +1,4 @@
-"""Processes and ports of this machine, from /proc: who holds a port, and which HAProxy has lost its session."""
+"""Processes and ports of this machine, from /proc: who holds a port, and what is left of a session that has died."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ PROC = Path("/proc")
 LISTENING = "0A"
 OF_RAY = "ray::"
 """Ray's workers begin their command line with it; the actor that starts an HAProxy is one of them."""
+ACTORS_OF_SERVE = ("ServeController", "HAProxyManager", "ProxyActor", "ServeReplica")
 CONFIG_OF_SERVE = re.compile(r".*/[0-9a-f]{56}/haproxy\.cfg")
 """Serve writes a folder of this kind for each node: its id."""
 
@@ -27,8 +28,7 @@ class Process:
     command: tuple[str, ...]
 
     def __str__(self) -> str:
-        name = Path(self.command[0]).name if self.command else "a process without a command line"
-        return f"{name} (pid {self.pid})"
+        return f"{_name(self) or 'a process without a command line'} (pid {self.pid})"
 
 
 def all_processes(proc: Path = PROC) -> dict[int, Process]:
@@ -49,9 +49,35 @@ def left_behind(processes: dict[int, Process], uid: int) -> list[Process]:
     return [each for each in processes.values() if each.uid == uid and is_haproxy_of_serve(each) and is_orphan(each)]
 
 
+def ending(processes: dict[int, Process], uid: int) -> list[Process]:
+    """Serve's actors of this user whose raylet is gone. They end by themselves within seconds; until then they, and the
+    HAProxy that one of them watches over, hold their ports."""
+
+    def has_raylet(process: Process) -> bool:
+        seen, parent = {process.pid}, processes.get(process.parent)
+        while parent is not None and parent.pid not in seen:
+            if _name(parent) == "raylet":
+                return True
+            seen.add(parent.pid)
+            parent = processes.get(parent.parent)
+        return False
+
+    ours = (each for each in processes.values() if each.uid == uid and _is_actor_of_serve(each))
+    return [each for each in ours if not has_raylet(each)]
+
+
+def _is_actor_of_serve(process: Process) -> bool:
+    command = process.command[0] if process.command else ""
+    return command.startswith(tuple(OF_RAY + name for name in ACTORS_OF_SERVE))
+
+
+def _name(process: Process) -> str:
+    return Path(process.command[0]).name if process.command else ""
+
+
 def is_haproxy_of_serve(process: Process) -> bool:
     command = process.command
-    if not command or Path(command[0]).name != "haproxy" or "-f" not in command[:-1]:
+    if _name(process) != "haproxy" or "-f" not in command[:-1]:
         return False
     return CONFIG_OF_SERVE.fullmatch(command[command.index("-f") + 1]) is not None
 

@@ -1,6 +1,6 @@
 """`tide serve`: `serve run` on this machine, with a clean start and a clean end.
 
-Before it: the config is checked, an HAProxy that a dead session left behind is ended, and a port that is taken is named
+Before it: the config is checked, what a dead session left behind is cleared away, and a port that is taken is named
 with its holder. `serve run` itself has a process group of its own, so a signal to ours, such as Ctrl-C or the SIGTERM
 of a service manager, stops it once and in order, instead of ending Ray's processes in any order.
 """
@@ -37,6 +37,8 @@ PROXY_PORTS = {
 """Ports that HAProxy and Serve open in addition to those of the config."""
 ALL_INTERFACES = ("0.0.0.0", "::", "")  # noqa: S104
 ENDED_S = 5.0
+ENDING_S = 30.0
+"""Ray's workers end some three seconds after their raylet, later on a busy machine."""
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,7 +50,8 @@ def serve(path: Path, say: Say) -> int:
     here = RAY_ADDRESS not in os.environ  # else the cluster, and so its ports, may be on other machines
     if here:  # first, since it takes no time
         config = yaml_file.read(path)
-        remove_leftovers(say)
+        if remove_leftovers(say):  # the kernel closes the sockets of a process some time after it has ended
+            _wait(lambda: not any(processes.is_taken(host, port) for _, host, port in ports_of(config, os.environ)))
         refuse_taken_ports(config, os.environ)
     for warning in check_file(path):
         say(f"warning: {warning}")
@@ -58,15 +61,26 @@ def serve(path: Path, say: Say) -> int:
     return code
 
 
-def remove_leftovers(say: Say) -> None:
-    """End every HAProxy of this user whose Ray session is dead, and wait until its ports are free."""
-    left = processes.left_behind(processes.all_processes(), os.getuid())
+def remove_leftovers(say: Say) -> bool:
+    """Wait until Serve's actors of a dead session of this user have ended, then end every HAProxy whose session is
+    dead; whether there was anything."""
+    uid = os.getuid()
+    found = bool(processes.ending(processes.all_processes(), uid))
+    if found:
+        say("waiting for the end of a session that was killed")
+        _wait(lambda: not processes.ending(processes.all_processes(), uid), ENDING_S)
+    left = processes.left_behind(processes.all_processes(), uid)
     for process in left:
         say(f"ending {process}, which a session that is gone left behind")
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + ENDED_S
-    while {each.pid for each in left} & processes.all_processes().keys() and time.monotonic() < deadline:
+    _wait(lambda: not {each.pid for each in left} & processes.all_processes().keys())
+    return found or bool(left)
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float = ENDED_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

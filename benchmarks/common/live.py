@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Server:
     folder: Path
     config: dict[str, Any]
     environment: dict[str, str]
+    log_file: str = "log"
 
     @property
     def url(self) -> str:
@@ -49,7 +50,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")
+        return (self.folder / self.log_file).read_text(errors="replace")
 
     @property
     def replica_logs(self) -> str:
@@ -119,6 +120,14 @@ class Server:
     def replicas(self) -> list[psutil.Process]:
         return [process for process, command in self._commands() if "ServeReplica" in command]
 
+    def haproxies(self) -> list[psutil.Process]:
+        """The one in use, and those that a reload replaced and that still have connections."""
+        return [process for process, command in self._commands() if "haproxy -" in command]
+
+    def drivers(self) -> list[psutil.Process]:
+        """The `serve run` of a `tide serve`."""
+        return [process for process, command in self._commands() if "/serve run " in command]
+
     def spares(self, *, of_replicas: bool = True) -> list[psutil.Process]:
         """Idle processes in which a replica could start, or the actor that runs HAProxy."""
         idle = [process for process, command in self._commands() if command.startswith("ray::IDLE")]
@@ -174,27 +183,51 @@ def serving(
         environment.setdefault("HF_HOME", str(caches / "huggingface"))
         environment["HOME"] = str(folder / "home")
         (folder / "home").mkdir()
-    with (folder / "log").open("wb") as out:
-        process = subprocess.Popen(
+    process = _started(command, folder, environment, Server.log_file)
+    server = Server(process, http_port, grpc_port, folder, config, environment)
+    try:
+        with _until_the_end(server, health):
+            yield server
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def serving_again(server: Server, *, command: Sequence[str], health: str = "/health") -> Iterator[Server]:
+    """The config, ports and variables of a server that has ended, in a session of its own, once it is healthy."""
+    process = _started(command, server.folder, server.environment, "log-again")
+    again = replace(server, process=process, log_file="log-again")
+    with _until_the_end(again, health):
+        yield again
+
+
+def _started(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], log_file: str
+) -> subprocess.Popen[bytes]:
+    with (folder / log_file).open("wb") as out:
+        return subprocess.Popen(
             [Path(sys.executable).parent / command[0], *command[1:], str(folder / "config.yaml")],
             cwd=ROOT,
-            env=environment,
+            env=dict(environment),
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             # A test run in the background ignores Ctrl-C, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-    server = Server(process, http_port, grpc_port, folder, config, environment)
+
+
+@contextlib.contextmanager
+def _until_the_end(server: Server, health: str) -> Iterator[None]:
+    """Wait until the server is healthy; at the end kill what is left of its session."""
     try:
         wait_until_healthy(server, health)
-        yield server
+        yield
     finally:
         for left in server.others_of_session():
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        server.process.wait()
 
 
 def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:
@@ -236,7 +269,7 @@ def free_ports(num: int) -> list[int]:
 
 def wait_until_healthy(server: Server, path: str = "/health") -> None:
     deadline = time.monotonic() + START_S
-    while not server.is_healthy(path):
+    while not (server.replicas() and server.is_healthy(path)):  # a server before this one may still answer
         assert server.process.poll() is None, f"serve run ended:\n{server.log[-4000:]}"
         assert time.monotonic() < deadline, f"not healthy in {START_S} s:\n{server.log[-4000:]}"
         time.sleep(0.25)

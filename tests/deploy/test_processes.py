@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.processes import Process, all_processes, holder, is_taken, left_behind
+from deploy.processes import Process, all_processes, ending, holder, is_taken, left_behind
 
 CONFIG = f"/tmp/haproxy-serve/{'0a' * 28}/haproxy.cfg"
 HAPROXY = ("/venv/bin/haproxy", "-db", "-f", CONFIG, "-dR")
@@ -39,6 +39,26 @@ def test_a_haproxy_whose_actor_is_gone_is_left_behind() -> None:
 )
 def test_every_other_process_is_left_alone(other: Process) -> None:
     assert left_behind(of(INIT, MANAGER, other), uid=1000) == []
+
+
+RAYLET = Process(40, 1, 1000, ("/venv/ray/raylet/raylet", "--raylet_socket_name=/tmp/ray/raylet"))
+
+
+@pytest.mark.parametrize(
+    "name", ["HAProxyManager", "ProxyActor", "ServeController.listen_for_change", "ServeReplica:a:B"]
+)
+def test_an_actor_of_serve_without_its_raylet_is_ending(name: str) -> None:
+    alone = Process(50, 1, 1000, (f"ray::{name}",))
+    assert ending(of(INIT, alone), uid=1000) == [alone]
+    assert ending(of(alone), uid=1000) == [alone], "its new parent may be invisible"
+    assert ending(of(INIT, alone), uid=1001) == []
+
+
+def test_an_actor_that_has_a_raylet_is_not_ending_and_nor_is_another_worker() -> None:
+    wrapper = Process(45, 40, 1000, ("/bin/sh", "-c", "python worker.py"))
+    inside = Process(52, 45, 1000, ("ray::ServeReplica:a:B",))
+    task = Process(53, 1, 1000, ("ray::IDLE",))
+    assert ending(of(INIT, RAYLET, MANAGER, wrapper, inside, task, Process(54, 1, 1000, ())), uid=1000) == []
 
 
 def test_processes_are_read_with_names_that_hold_anything_and_zombies_are_none(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy import processes, run
 from deploy.processes import Process
@@ -61,6 +62,19 @@ def test_a_taken_port_is_refused_with_its_name_its_number_and_its_holder() -> No
     assert f"(pid {os.getpid()}) holds it" in text
 
 
+def test_the_command_stops_at_once_with_one_line_that_names_the_port_and_its_holder(tmp_path: Path) -> None:
+    with listening() as port:
+        config = {**CONFIG, "http_options": {"host": "127.0.0.1", "port": port}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        environment = {name: value for name, value in os.environ.items() if name != run.RAY_ADDRESS}
+        command = [Path(sys.executable).parent / "tide", "serve", tmp_path / "config.yaml"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if "which a session that is gone" not in line]
+    assert f"http_options.port: got {port}" in line
+    assert f"(pid {os.getpid()}) holds it" in line
+
+
 def test_a_running_service_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     config = f"/tmp/haproxy-serve/{'0a' * 28}/haproxy.cfg"
     proxy = Process(60, 50, os.getuid(), ("/venv/bin/haproxy", "-db", "-f", config))
@@ -81,6 +95,44 @@ def test_what_a_dead_session_left_is_ended_and_named(monkeypatch: pytest.MonkeyP
         assert [str(left.pid) in line for line in said] == [True]
     finally:
         left.kill()
+
+
+def test_nothing_is_left_where_no_session_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "all_processes", lambda: {1: Process(1, 0, 0, ("/sbin/init",))})
+    assert not run.remove_leftovers(pytest.fail)
+
+
+def test_a_port_that_a_dead_session_still_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that has ended may hold its sockets for a moment."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    monkeypatch.delenv(run.RAY_ADDRESS, raising=False)
+    held = [True, True]
+    monkeypatch.setattr(run, "remove_leftovers", lambda say: True)
+    monkeypatch.setattr(run, "check_file", lambda path: [])
+    monkeypatch.setattr(run, "_run", lambda path, say: 0)
+    monkeypatch.setattr(processes, "is_taken", lambda host, port: bool(held and held.pop()))
+    assert run.serve(tmp_path / "config.yaml", pytest.fail) == 0
+    assert held == []
+
+
+def test_a_session_that_is_ending_is_waited_for_before_its_haproxy_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = f"/tmp/haproxy-serve/{'0a' * 28}/haproxy.cfg"
+    manager = Process(50, 1, os.getuid(), ("ray::HAProxyManager",))
+    looks: list[dict[int, Process]] = [
+        {50: manager, 60: Process(60, 50, os.getuid(), ("haproxy", "-f", config))},
+        {50: manager, 61: Process(61, 50, os.getuid(), ("haproxy", "-f", config))},
+        {61: Process(61, 1, os.getuid(), ("haproxy", "-f", config))},
+        {61: Process(61, 1, os.getuid(), ("haproxy", "-f", config))},
+        {},
+    ]
+    killed: list[int] = []
+    monkeypatch.setattr(processes, "all_processes", lambda: looks.pop(0))
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append(pid))
+    said: list[str] = []
+    assert run.remove_leftovers(said.append)
+    assert (killed, looks) == ([61], [])
+    assert "waiting" in said[0]
+    assert "haproxy (pid 61)" in said[1]
 
 
 STUB = """

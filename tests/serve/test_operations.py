@@ -16,7 +16,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common import ROOT
-from benchmarks.common.live import Server, default_config, serving
+from benchmarks.common.live import Server, default_config, serving, serving_again
+from deploy import processes, run
 from deploy.metrics import METRICS
 from deploy.published import CURRENT, Publication
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
@@ -239,7 +240,7 @@ def test_a_log_in_json_has_a_line_for_every_request_with_its_ids_and_counts(serv
 
 
 def test_a_second_replica_comes_with_load_and_goes_after_it(server: Server) -> None:
-    """And no answer is lost on the way. The last test of this server: it gets another config."""
+    """And no answer is lost on the way. The server gets another config: only the test of its death comes after this."""
     config = copy.deepcopy(server.config)
     config["applications"][0]["args"]["engine"]["max_rows"] = 4
     deployment = config["applications"][0]["deployments"][0]
@@ -263,3 +264,25 @@ def test_a_second_replica_comes_with_load_and_goes_after_it(server: Server) -> N
     assert until(lambda: len(server.replicas()) == 1)
     assert streams.errors == []
     assert all(len(answer.tokens) == streams.max_tokens for answer in streams.answers)
+
+
+def test_a_session_that_is_killed_hard_is_cleared_away_by_the_next_start(server: Server) -> None:
+    """As when memory runs out. `serve run` leaves an HAProxy that holds its ports; `tide serve` leaves nothing."""
+    assert server.haproxies()
+    server.process.kill()
+    server.process.wait()
+    assert until(lambda: not any("/raylet --" in command for command in server.commands_of_session()))
+    with serving_again(server, command=("tide", "serve")) as again:
+        assert re.search(r"ending haproxy \(pid \d+\), which a session that is gone left behind", again.log)
+        assert server.haproxies() == []
+        assert again.post({"model": "tiny", "prompt": "the cat", "max_tokens": 2})[0] == 200
+        for driver in again.drivers():
+            driver.kill()
+        again.process.kill()
+        again.process.wait()
+        assert until(lambda: not again.haproxies() and not again.replicas())
+        assert until(lambda: not any(processes.is_taken(host, port) for _, host, port in ports_of(again)))
+
+
+def ports_of(server: Server) -> list[tuple[str, str, int]]:
+    return list(run.ports_of(server.config, server.environment))
