@@ -91,6 +91,9 @@ def second_turn(at: Service) -> None:
     first = _chat(at).choices[0].message
     expect(_chat(at, [*QUESTION, first, {"role": "user", "content": "Why these?"}]).choices[0].message.content, first)
     expect(_chat(at, [*QUESTION, first.model_dump(), *QUESTION]).choices[0].message.content, first)
+    parts = [{"type": "text", "text": "Name a color "}, {"type": "text", "text": "and a number."}]
+    as_parts = _chat(at, [{"role": "user", "content": parts}]).choices[0].message.content
+    expect(as_parts == first.content, (as_parts, first))
 
 
 @check("stop")
@@ -115,6 +118,13 @@ def logprobs(at: Service) -> None:
     for token in tokens:
         expect(token.logprob == token.top_logprobs[0].logprob <= 0 and len(token.top_logprobs) == 3, token)
         expect(bytes(token.bytes).decode(errors="replace") == token.token, token)
+    chunks = list(_chat(at, logprobs=True, top_logprobs=3, stream=True))
+    streamed = [token for c in chunks if c.choices[0].logprobs for token in c.choices[0].logprobs.content]
+    expect([token.token for token in streamed] == [token.token for token in tokens], streamed)
+    asked: Any = {"model": at.model, "input": "Name a color.", "max_output_tokens": 6, "temperature": 0}
+    included = _client(at).responses.create(**asked, include=["message.output_text.logprobs"], top_logprobs=2)
+    [part] = included.output[0].content
+    expect("".join(token.token for token in part.logprobs) == part.text, part)
 
 
 @check("usage")

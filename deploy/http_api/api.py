@@ -30,7 +30,7 @@ from deploy.http_api.openai_requests import (
 )
 from deploy.http_api.openapi import describe
 from deploy.http_api.pages import playground_page, start_page
-from deploy.http_api.reply_objects import DONE_EVENT, error_object, invalid_body, sse_event
+from deploy.http_api.reply_objects import DONE_EVENT, error_object, invalid_body, sse_event, stats_object, token_name
 from deploy.http_api.responses.replies import ResponseReply, response_events
 from deploy.http_api.responses.requests import ResponseRequest
 from deploy.keys import Caller
@@ -39,7 +39,6 @@ from deploy.tools.calls import call_reading
 from deploy.tools.formats import tool_format
 from tide_core import __version__
 from tide_core.request import RequestOutput
-from tide_core.stats import EngineStats
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Prompt
@@ -71,7 +70,7 @@ def build_api(
 
     api = FastAPI(title="TIDE Serve", version=__version__, docs_url=None, redoc_url=None)
     optional_paths = {"/playground": playground, "/metrics": metrics is not None}
-    open_paths = frozenset({"/", "/health", *(path for path, is_there in optional_paths.items() if is_there)})
+    open_paths = frozenset({"/", "/health", "/ping", *(path for path, is_there in optional_paths.items() if is_there)})
     api.add_middleware(Guard, service=service, open_paths=open_paths)
     if cors_origins:  # before the guard: a browser asks without a key whether it may ask
         api.add_middleware(
@@ -115,7 +114,7 @@ def build_api(
         body = read(ResponseRequest, request)
         calls = call_reading(body.tool_plan(), call_format, service.engine.tokenizer, other_grammar=body.grammar)
         answers = _begin(service, request, body, [body.chat], **calls.params)
-        reply = ResponseReply(answers[0], body, service.model, calls.parser())
+        reply = ResponseReply(answers[0], body, service.model, service.engine.tokenizer, calls.parser())
 
         def whole(outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
             return reply.whole(outputs[0])
@@ -139,7 +138,10 @@ def build_api(
         prompt, plain = body.engine_prompt, body.add_special_tokens is False
         named = service.engine.tokenizer.added_id(prompt) if plain and isinstance(prompt, str) else None
         ids = [named] if named is not None else await service.tokenize(prompt, add_special_tokens=not plain)
-        return JSONResponse({"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids})
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = [token_name(service.engine.tokenizer.token_bytes(each)) for each in ids]
+        return JSONResponse(found)
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -155,7 +157,7 @@ def build_api(
 
     @api.get("/exit_stats")
     async def exit_stats() -> Response:
-        return JSONResponse({**_stats_object(service.engine.stats()), "policy_refused": service.policy_refused})
+        return JSONResponse({**stats_object(service.engine.stats()), "policy_refused": service.policy_refused})
 
     @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def start() -> Response:
@@ -166,6 +168,15 @@ def build_api(
     async def health() -> Response:
         service.check()
         return JSONResponse({"status": "ok"})
+
+    @api.post("/ping", include_in_schema=False)
+    @api.get("/ping")
+    async def ping() -> Response:
+        return await health()
+
+    @api.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": service.num_open})
 
     @api.get("/version")
     async def version() -> Response:
@@ -316,30 +327,6 @@ def _model_object(service: Service, caller: Caller, created: int) -> dict[str, A
             "modes": service.modes_for(caller),
             "artefact": about.artefact,
         },
-    }
-
-
-def _stats_object(stats: EngineStats) -> dict[str, Any]:
-    audits = {
-        name: {
-            "tokens": audit.num_tokens,
-            "disagreements": audit.num_disagreements,
-            "rate": audit.rate,
-            "lower": audit.lower,
-            "upper": audit.upper,
-            "epsilon": audit.epsilon,
-            "delta": audit.delta,
-            "broken": audit.broken,
-        }
-        for name, audit in stats.audits.items()
-    }
-    return {
-        **stats.exits,
-        "contracts": audits,
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "kv_usage": stats.kv_usage,
-        "artefact": stats.artefact,
     }
 
 

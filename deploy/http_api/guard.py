@@ -83,12 +83,12 @@ class Guard:
         known = {bytes(name).lower(): bytes(value) for name, value in headers}
         if sum(bytes(name).lower() == b"authorization" for name, _ in headers) > 1:
             raise HttpError(400, "at most one Authorization header")
-        caller = Caller()
-        if _route_path(scope) not in self._open_paths:
+        caller, is_open = Caller(), _route_path(scope) in self._open_paths
+        if not is_open:
             authorization = known.get(b"authorization")
             caller = self._service.keys.caller(None if authorization is None else authorization.decode("latin-1"))
         scope["tide"] = {"caller": caller}
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and not is_open:  # POST /ping has no body
             body = await self._body(known, receive)
             if len(body) > LARGE_BODY_BYTES:
                 scope["tide"]["body"] = await asyncio.to_thread(json_body.parse, body, limits.json_depth)

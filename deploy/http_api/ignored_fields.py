@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
 
 from deploy.strict.schema import model_in
 
@@ -36,6 +37,11 @@ class Body(BaseModel):
     def refused_names(cls) -> frozenset[str]:
         """Fields that others have and that are not supported here."""
         return cls.unsupported | cls.neutral.keys()
+
+
+def unsupported(text: str) -> PydanticCustomError:
+    """The error of a validator for what would change the answer and is not supported."""
+    return PydanticCustomError("unsupported", "{text}", {"text": f"this is not supported here: {text}"})
 
 
 def without_ignored(model: type[Body], value: Any, *, strict: bool) -> tuple[Any, list[str]]:

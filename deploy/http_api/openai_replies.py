@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.answer import Answer
 from deploy.http_api.openai_requests import StreamOptions, TideOptions
-from deploy.http_api.reply_objects import finite, tide_object, token_counts, token_name
+from deploy.http_api.reply_objects import finite, logprob_object, tide_object, token_counts, token_name
 from deploy.tools.call_parser import ToolParser
 from tide_core.request import PromptToken, RequestOutput, TokenOutput, Usage
 
@@ -204,8 +204,7 @@ class ChatChoice(Choice):
         }
 
     def _logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        raw = self.tokenizer.token_bytes(token_id)
-        return {"token": token_name(raw), "logprob": logprob, "bytes": list(raw)}
+        return logprob_object(self.tokenizer.token_bytes(token_id), logprob)
 
 
 @dataclass(slots=True)

@@ -6,25 +6,21 @@ would change the answer and is not supported is refused by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
+from deploy.http_api.chat_fields import ChatPrompt, Message
 from deploy.http_api.ignored_fields import Body
-from deploy.http_api.tool_fields import ChatTools, MessageTools
+from deploy.http_api.structured_fields import StructuredFields
 from tide_core.errors import RequestError
-from tide_core.request import Chat, Grammar
+from tide_core.request import Chat
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions. A chat's default is the server's limit."""
 DEFAULT_TEMPERATURE = 1.0
 MAX_COMPLETION_LOGPROBS = 20
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""Fields of vLLM's that would change the answer."""
-STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
-ANY_OBJECT = '{"type": "object"}'
 
 
 class TideOptions(Body):
@@ -57,45 +53,11 @@ class StreamOptions(Body):
     """With `include_usage`: every chunk has the usage so far."""
 
 
-class ResponseFormat(Body):
-    """OpenAI's way to ask for structured output."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-    @property
-    def grammar(self) -> Grammar | None:
-        field = "response_format"
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return Grammar("json_schema", ANY_OBJECT, field)
-        schema = (self.json_schema or {}).get("schema")
-        if not isinstance(schema, (dict, bool)):
-            raise RequestError(f"{field}.json_schema.schema", type(schema).__name__, "a JSON schema")
-        return Grammar("json_schema", json.dumps(schema), field)
-
-
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _grammar(name: str, value: Any) -> Grammar:
-    """The grammar in a field of vLLM's: `guided_json`, `structured_outputs.regex` and so on."""
-    kind = name.removeprefix("guided_").removeprefix("structured_outputs.")
-    if kind == "json_object":
-        return Grammar("json_schema", ANY_OBJECT, name)
-    if kind == "json" and isinstance(value, (dict, bool)):
-        value = json.dumps(value)
-    if kind == "choice" and isinstance(value, list) and all(isinstance(one, str) and one for one in value):
-        value = json.dumps(value)
-    elif kind == "choice" or not isinstance(value, str):
-        expected = {"json": "a JSON schema", "choice": "a list of texts"}.get(kind, "text")
-        raise RequestError(name, type(value).__name__, expected)
-    return Grammar("json_schema" if kind == "json" else kind, value, name)
-
-
-class Sampling(Body):
+class Sampling(StructuredFields):
     """Fields of both kinds of completion. `SamplingParams` checks their ranges."""
 
     unread: ClassVar[frozenset[str]] = frozenset(
@@ -135,13 +97,6 @@ class Sampling(Body):
     truncate_prompt_tokens: int | None = None
     """Most tokens of the prompt, its last ones; -1: as many as leave place for the answer."""
     stop_token_ids: list[int] | None = None
-    response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """vLLM's newer way: one of json, regex, choice, grammar and json_object."""
     tide: TideOptions | None = None
 
     @property
@@ -161,22 +116,6 @@ class Sampling(Body):
         """Whether the reply counts or has the ids of the prompt."""
         return self.usage_options.continuous_usage_stats
 
-    @property
-    def grammar(self) -> Grammar | None:
-        """What the text must be, in whichever way it was asked for."""
-        given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
-        given |= {
-            f"structured_outputs.{name}": value
-            for name, value in (self.structured_outputs or {}).items()
-            if name in STRUCTURED and value not in (None, False)
-        }
-        found = [_grammar(name, value) for name, value in given.items()]
-        if self.response_format is not None and (asked := self.response_format.grammar) is not None:
-            found.append(asked)
-        if len(found) > 1:
-            raise RequestError(found[0].field, found[1].field, "only one way to structure the output")
-        return found[0] if found else None
-
     def params(self) -> dict[str, Any]:
         """Fields of `SamplingParams`; None for the server's default."""
         if self.stream_options is not None and not self.stream:
@@ -186,7 +125,7 @@ class Sampling(Body):
             "max_tokens": self.max_tokens,
             "temperature": DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's older way to keep all
             "min_p": self.min_p,
             "seed": self.seed,
             "stop": None if self.stop is None else tuple(self.stop),
@@ -274,35 +213,7 @@ class CompletionRequest(Generation):
         }
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(MessageTools):
-    unread: ClassVar[frozenset[str]] = frozenset(
-        {"refusal", "annotations", "reasoning", "reasoning_content", "provider_specific_fields"}
-    )
-    unsupported: ClassVar[frozenset[str]] = frozenset({"audio", "function_call"})
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    """None only of the assistant, whose answer may have been empty."""
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"a message of role {self.role} needs content")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        parts = self.content or ""
-        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content, **self.tool_fields(role)}
-
-
-class ChatRequest(ChatTools, Generation):
+class ChatRequest(ChatPrompt, Generation):
     """Body of POST /v1/chat/completions."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -310,6 +221,7 @@ class ChatRequest(ChatTools, Generation):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
+        "documents": ([],),
     }
     unsupported: ClassVar[frozenset[str]] = Sampling.unsupported | {
         *("audio", "prediction", "web_search_options", "chat_template", "documents")
@@ -320,34 +232,23 @@ class ChatRequest(ChatTools, Generation):
     """Goes before `max_tokens`, its older name."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    """Whether the prompt ends where an answer of the assistant begins; default true."""
-    continue_final_message: bool | None = None
-    """Whether the answer continues the last message; only without `add_generation_prompt`."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the model's chat template."""
 
     @property
     def chat(self) -> Chat:
-        if self.add_generation_prompt is not False and self.continue_final_message:
-            raise RequestError("continue_final_message", True, "add_generation_prompt: false with it")
-        return Chat(
-            [message.for_template() for message in self.messages],
-            self.tool_plan().template_tools or (),
-            add_generation_prompt=self.add_generation_prompt is not False,
-            continue_final_message=bool(self.continue_final_message),
-            template_kwargs=self.chat_template_kwargs or {},
-        )
+        return self.chat_of(self.messages)
 
     def params(self) -> dict[str, Any]:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", self.top_logprobs, "logprobs: true as well")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return {**super().params(), "max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
 
-class TokenizeRequest(Body):
-    """Body of POST /tokenize: exactly one of `prompt` and `messages`."""
+class TokenizeRequest(ChatPrompt):
+    """Body of POST /tokenize: exactly one of `prompt` and `messages`. The fields of a chat change its prompt as they do
+    in a chat."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"chat_template"})
 
     model: str | None = None
     prompt: str | None = None
@@ -355,14 +256,16 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     """Whether a prompt begins with the beginning-of-text id, if the tokenizer puts one there; default true. Where it is
     false, the text of one special token alone, such as the `eos_token` of /tokenizer_info, gives its id."""
+    return_token_strs: bool | None = None
+    """Return the text of each token, too."""
 
     @property
-    def engine_prompt(self) -> str | list[dict[str, Any]]:
+    def engine_prompt(self) -> str | Chat:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt", "neither" if self.prompt is None else "both", "one of prompt and messages")
         if self.prompt is not None:
             return self.prompt
-        return [message.for_template() for message in self.messages or ()]
+        return self.chat_of(self.messages or ())
 
 
 class DetokenizeRequest(Body):

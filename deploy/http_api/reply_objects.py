@@ -10,6 +10,7 @@ from deploy.answer import Answer
 from deploy.failures import Failure
 from deploy.http_api.openai_requests import TideOptions
 from tide_core.request import TokenOutput, Usage
+from tide_core.stats import EngineStats
 
 DONE_EVENT = b"data: [DONE]\n\n"
 MAX_SHOWN_ERRORS = 3
@@ -27,6 +28,11 @@ def token_name(raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def logprob_object(raw: bytes, logprob: float | None) -> dict[str, Any]:
+    """A token and its log-probability, as chats and responses have it."""
+    return {"token": token_name(raw), "logprob": logprob, "bytes": list(raw)}
 
 
 def token_object(token: TokenOutput) -> dict[str, Any]:
@@ -64,6 +70,30 @@ def exits_object(usage: Usage) -> dict[str, Any]:
         "queue_s": usage.queue_s,
         "first_token_s": usage.first_token_s,
         "total_s": usage.total_s,
+    }
+
+
+def stats_object(stats: EngineStats) -> dict[str, Any]:
+    audits = {
+        name: {
+            "tokens": audit.num_tokens,
+            "disagreements": audit.num_disagreements,
+            "rate": audit.rate,
+            "lower": audit.lower,
+            "upper": audit.upper,
+            "epsilon": audit.epsilon,
+            "delta": audit.delta,
+            "broken": audit.broken,
+        }
+        for name, audit in stats.audits.items()
+    }
+    return {
+        **stats.exits,
+        "contracts": audits,
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "kv_usage": stats.kv_usage,
+        "artefact": stats.artefact,
     }
 
 

@@ -66,7 +66,7 @@ class ChatTools(Body):
     )
     """Default: auto."""
     parallel_tool_calls: bool | None = None
-    """False: a forced answer has one call."""
+    """False: an answer has one call at most."""
 
     def tool_plan(self) -> ToolPlan:
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None

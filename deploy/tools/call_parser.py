@@ -66,7 +66,8 @@ class Answer:
 
 
 class ToolParser:
-    """Base of the parsers. One object reads one answer: `feed` its text, then `finish`."""
+    """Base of the parsers. One object reads one answer: `feed` its text, then `finish`. With `one_call` it leaves out
+    every call after the first."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Strings that the format needs. Where one is a special token, the text must show it."""
@@ -75,8 +76,9 @@ class ToolParser:
     stop_marker: ClassVar[str] = ""
     """Ends arguments that are not JSON. Empty: the end of the text does."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_call: bool = False) -> None:
         self.num_calls = 0
+        self._one_call = one_call
         self._deltas: list[Delta] = []
         self._pending = ""  # text that was not looked at yet, or not enough of it
         self._held = ""  # text of what may still become a call; it stands before `_pending`
@@ -226,6 +228,8 @@ class ToolParser:
         """Deltas since the last call, neighbours of one kind as one."""
         joined: list[Delta] = []
         for delta in self._deltas:
+            if self._one_call and isinstance(delta, CallDelta) and delta.index > 0:
+                continue
             last = joined[-1] if joined else None
             if isinstance(delta, str) and isinstance(last, str):
                 joined[-1] = last + delta

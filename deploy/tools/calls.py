@@ -28,10 +28,12 @@ class CallReading:
     parser_class: type[ToolParser] | None = None
     params: dict[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams`."""
+    one_call: bool = False
+    """Whether an answer has one call at most."""
 
     def parser(self) -> ToolParser | None:
         """For one answer; None where all of it is content."""
-        return None if self.parser_class is None else self.parser_class()
+        return None if self.parser_class is None else self.parser_class(one_call=self.one_call)
 
 
 def call_reading(
@@ -52,4 +54,4 @@ def call_reading(
             raise RequestError("tool_choice", "a call", f"no {other_grammar.field} with a call that is required")
         lark = forced_call(tool_format, plan.forced, one_call=plan.one_call, token_ids=ids)
         params["grammar"] = Grammar("lark", lark, "tools")
-    return CallReading(parser, params)
+    return CallReading(parser, params, plan.one_call)

@@ -22,8 +22,8 @@ class HermesParser(ToolParser):
     markers = (start, end)
     stop_marker = end
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, one_call: bool = False) -> None:
+        super().__init__(one_call=one_call)
         self._in_block = False
 
     def finish(self) -> list[Delta]:
@@ -53,8 +53,8 @@ class Llama3JsonParser(ToolParser):
     separators = ";"
     keys = frozenset({"name", "type", "id", *ARGUMENT_KEYS})
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, one_call: bool = False) -> None:
+        super().__init__(one_call=one_call)
         self._other = ObjectEnd()
 
     def _open_markers(self) -> Sequence[str]:
@@ -92,8 +92,8 @@ class MistralParser(ToolParser):
     separators = ","
     stop_marker = start
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, one_call: bool = False) -> None:
+        super().__init__(one_call=one_call)
         self._in_list = False
 
     def new_id(self) -> str:

@@ -49,14 +49,14 @@ class ToolPlan:
     forced: tuple[Tool, ...]
     """One of these must be called. Empty: the model decides."""
     one_call: bool
-    """Whether a forced answer has exactly one call."""
+    """Whether an answer has one call at most; a forced one has exactly one."""
 
 
 def tool_plan(
     tools: Sequence[Tool], choice: str | None = None, *, named: str | None = None, parallel: bool | None = None
 ) -> ToolPlan:
     """The checked plan. `choice`: none, auto or required; default: auto. `named`: the function that must be called,
-    instead of a choice. `parallel` false: a forced answer has one call.
+    instead of a choice. `parallel` false: an answer has one call at most.
 
     As with vLLM, the model is told of the tools also where it may not call them."""
     forced = tuple(tool for tool in tools if choice == REQUIRED or tool.name == named)

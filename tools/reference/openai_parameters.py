@@ -23,12 +23,12 @@ from tools.reference.markdown import code, table
 BEGIN, END = "<!-- parameters: python tools/reference_docs.py -->", "<!-- end of the parameters -->"
 TAKEN, IGNORED, REFUSED, UNKNOWN = "taken", "ignored", "refused", "–"
 
-CHECKED_ONLY = {(ResponseRequest, "include"), (ResponseRequest, "stream_options")}
+CHECKED_ONLY = {(ResponseRequest, "stream_options")}
 """Fields of a body that change nothing once they are checked."""
 NOTES = {
     "function_call": "use `tool_choice`",
     "functions": "use `tools`",
-    "include": "refused with `message.output_text.logprobs`",
+    "include": "`message.output_text.logprobs`; others are ignored",
     "input": "text, or items: messages, function calls and their results",
     "logprobs": "chats: true or false; completions: up to 20",
     "max_completion_tokens": "goes before `max_tokens`",
@@ -37,17 +37,19 @@ NOTES = {
     "metadata": "responses repeat it",
     "moderation": "there is no filter",
     "n": "choices of each prompt; a response has one",
-    "parallel_tool_calls": "for forced calls",
+    "parallel_tool_calls": "`false`: one call at most",
     "prompt": "completions: text, ids, or a list of either",
     "prompt_logprobs": "up to 20, not streamed; only the likeliest tokens have a rank",
     "response_format": "`text`, `json_object`, `json_schema`",
     "stop": "up to 16",
+    "structured_outputs": "one of json, regex, choice, grammar, json_object",
     "store": "nothing is stored",
     "stream_options": "`include_usage`, `continuous_usage_stats`; a streamed response always ends with its usage",
     "text": "`format`; `verbosity` is ignored",
     "tide": "`mode`, `epsilon`, `threshold`, `min_layers`, `timeout_s`, `exit_layers`, `tokens`; no others",
     "tools": "of type function",
-    "top_logprobs": "up to 20, with the token's bytes",
+    "top_logprobs": "up to 20, with the token's bytes; responses: where they are included",
+    "top_k": "`-1` or `0`: all",
     "truncate_prompt_tokens": "keeps the end; `-1`: what leaves place for the answer",
     "truncation": "a prompt that does not fit is refused",
 }

@@ -13,7 +13,8 @@ from typing import Any
 from deploy.answer import Answer
 from deploy.choices import Outputs
 from deploy.failures import Failure, report
-from deploy.http_api.reply_objects import sse_event, tide_object
+from deploy.http_api.openai_replies import TokenTexts
+from deploy.http_api.reply_objects import logprob_object, sse_event, tide_object
 from deploy.http_api.responses.requests import ResponseRequest
 from deploy.tools.call_parser import CallDelta, Delta, ToolParser
 from tide_core.request import FinishReason, RequestOutput, TokenOutput, Usage
@@ -31,6 +32,7 @@ class ResponseReply:
     answer: Answer
     body: ResponseRequest
     model: str
+    tokenizer: TokenTexts
     parser: ToolParser | None = None
     """Looks for tool calls in the answer."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -78,10 +80,11 @@ class ResponseReply:
     def _on_delta(self, delta: Delta) -> list[Event]:
         if isinstance(delta, str):
             events = [] if self._writes("message") else self._open_message()
-            item = self._items[-1]
-            item["content"][0]["text"] += delta
+            part, logprobs = self._items[-1]["content"][0], self._logprobs()
+            part["text"] += delta
+            part["logprobs"] += logprobs
             place = self._place(content_index=0)
-            return [*events, self._delta("response.output_text.delta", delta, logprobs=[], **place)]
+            return [*events, self._delta("response.output_text.delta", delta, logprobs=logprobs, **place)]
         events = self._open_call(delta) if delta.id is not None else []
         if delta.arguments:
             self._items[-1]["arguments"] += delta.arguments
@@ -120,13 +123,26 @@ class ResponseReply:
         if item["type"] == "message":
             (part,), place = item["content"], self._place(content_index=0)
             events = [
-                self._event("response.output_text.done", **place, text=part["text"], logprobs=[]),
+                self._event("response.output_text.done", **place, **{key: part[key] for key in ("text", "logprobs")}),
                 self._event("response.content_part.done", **place, part=part),
             ]
         else:
             kind, call = "response.function_call_arguments.done", {key: item[key] for key in ("name", "arguments")}
             events = [self._event(kind, **self._place(), **call)]
         return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
+
+    def _logprobs(self) -> list[dict[str, Any]]:
+        """Of the tokens that came since the event before."""
+        if self.answer.params.logprobs is None:
+            return []
+        named = self.tokenizer.token_bytes
+        return [
+            {
+                **logprob_object(named(token.token_id), token.logprob),
+                "top_logprobs": [logprob_object(named(each), logprob) for each, logprob in token.top_logprobs],
+            }
+            for token in self._tokens[self._num_shown :]
+        ]
 
     def _place(self, **more: int) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}

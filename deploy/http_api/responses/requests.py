@@ -12,14 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from deploy.http_api.ignored_fields import Body
-from deploy.http_api.openai_requests import (
-    Message,
-    ResponseFormat,
-    Sampling,
-    StreamOptions,
-    TextPart,
-)
+from deploy.http_api.chat_fields import Message, TextPart
+from deploy.http_api.ignored_fields import Body, unsupported
+from deploy.http_api.openai_requests import Sampling, StreamOptions
+from deploy.http_api.structured_fields import ResponseFormat
 from deploy.http_api.tool_fields import (
     CalledFunction,
     ChatTools,
@@ -35,48 +31,26 @@ from tide_core.request import Chat, Grammar
 
 MAX_ITEMS = 1000
 CHOICES = 'none, auto, required or {"type": "function", "name": "…"}'
-TEXT_PARTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 STATE = "the server keeps no state; send all earlier items in input"
 NEEDS = {"message": ("role", "content"), "function_call": ("call_id", "name"), "function_call_output": ("call_id",)}
 """Fields that an item must have, by its type."""
 
 
-def _unsupported(text: str) -> PydanticCustomError:
-    return PydanticCustomError("unsupported", "{text}", {"text": f"this is not supported here: {text}"})
-
-
 def _refuse(text: str) -> Callable[[object], NoReturn]:
     """A check of a field that may only be null or missing."""
 
     def refuse(_: object) -> NoReturn:
-        raise _unsupported(text)
+        raise unsupported(text)
 
     return refuse
-
-
-class Part(Body):
-    """A part of content: text alone."""
-
-    unread: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in TEXT_PARTS:
-            raise _unsupported(f"content is text (input_text or output_text), not {kind[:40]}")
-        return value
 
 
 def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Content = Annotated[list[Part] | None, BeforeValidator(_parts, json_schema_input_type=str | list[Part] | None)]
+Content = Annotated[list[TextPart] | None, BeforeValidator(_parts, json_schema_input_type=str | list[TextPart] | None)]
 """Text, or parts with text."""
 
 
@@ -100,9 +74,9 @@ class Item(CalledFunction):
     def _is_known(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind == "item_reference":
-            raise _unsupported(STATE)
+            raise unsupported(STATE)
         if isinstance(kind, str) and kind not in NEEDS:
-            raise _unsupported(f"items are {', '.join(NEEDS)}, not {kind[:40]}")
+            raise unsupported(f"items are {', '.join(NEEDS)}, not {kind[:40]}")
         return value
 
     @model_validator(mode="after")
@@ -118,12 +92,8 @@ class Item(CalledFunction):
             function = CalledFunction(name=self.name, arguments=self.arguments)
             return Message(role="assistant", tool_calls=[ToolCall(id=self.call_id, function=function)])
         if self.type == "function_call_output":
-            return Message(role="tool", tool_call_id=self.call_id, content=_texts(self.output))
-        return Message(role=self.role or "user", content=_texts(self.content))
-
-
-def _texts(parts: Sequence[Part] | None) -> list[TextPart]:
-    return [TextPart(type="text", text=part.text) for part in parts or ()]
+            return Message(role="tool", tool_call_id=self.call_id, content=self.output or [])
+        return Message(role=self.role or "user", content=self.content or [])
 
 
 def _items(value: object) -> object:
@@ -144,7 +114,7 @@ class FunctionTool(Function):
     @classmethod
     def _is_function(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("type") != "function":
-            raise _unsupported("tools are of type function")
+            raise unsupported("tools are of type function")
         return value
 
 
@@ -159,7 +129,7 @@ def _known_choice(value: object) -> object:
     if isinstance(value, str) and value not in ("none", "auto", "required"):
         raise PydanticCustomError("choice", "{text}", {"text": f"Input should be {CHOICES}"})
     if isinstance(value, dict) and value.get("type") != "function":
-        raise _unsupported(f"the choice is {CHOICES}")
+        raise unsupported(f"the choice is {CHOICES}")
     return value
 
 
@@ -197,15 +167,9 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
 
-def _without_logprobs(value: object) -> object:
-    if isinstance(value, list) and LOGPROBS in value:
-        raise _unsupported(f"{LOGPROBS}; chat completions have log-probabilities")
-    return value
-
-
 def _in_foreground(value: object) -> object:
     if value is True:
-        raise _unsupported("the server keeps no state, so that nobody could fetch the response later")
+        raise unsupported("the server keeps no state, so that nobody could fetch the response later")
     return value
 
 
@@ -216,7 +180,6 @@ class ResponseRequest(Sampling):
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
         **Sampling.neutral,
         "truncation": ("disabled", "auto"),
-        "top_logprobs": (0,),
     }
     unsupported: ClassVar[frozenset[str]] = Sampling.unsupported | {"context_management"}
 
@@ -236,14 +199,16 @@ class ResponseRequest(Sampling):
     ] = None
     """Default: auto."""
     parallel_tool_calls: bool | None = None
-    """False: a forced answer has one call."""
+    """False: an answer has one call at most."""
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     """Repeated in the response."""
     stream_options: Annotated[StreamOptions | None, BeforeValidator(lambda _: None)] = None
     """Changes nothing: every stream ends with the usage."""
-    include: Annotated[list[str] | None, BeforeValidator(_without_logprobs)] = None
-    """Changes nothing."""
+    include: list[str] | None = None
+    """With `message.output_text.logprobs` the text has log-probabilities; others change nothing."""
+    top_logprobs: int | None = None
+    """Log-probabilities of so many likeliest tokens for each token, where they are included."""
     background: Annotated[Literal[False] | None, BeforeValidator(_in_foreground)] = None
     previous_response_id: Annotated[None, BeforeValidator(_refuse(STATE))] = None
     conversation: Annotated[None, BeforeValidator(_refuse(STATE))] = None
@@ -288,7 +253,8 @@ class ResponseRequest(Sampling):
 
     def params(self) -> dict[str, Any]:
         most = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
-        return {**super().params(), "max_tokens": most}
+        logprobs = (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+        return {**super().params(), "max_tokens": most, "logprobs": logprobs}
 
     def echo(self) -> dict[str, Any]:
         """Settings as a response repeats them."""
@@ -304,5 +270,6 @@ class ResponseRequest(Sampling):
             "text": {"format": self.text_format.echo()},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
         }

@@ -67,6 +67,17 @@ async def test_streamed_pieces_join_to_the_whole_calls(size: int) -> None:
     ] * 2
 
 
+async def test_without_parallel_calls_only_the_first_one_is_returned() -> None:
+    text, asked = CALL + CALL.replace("Rome", "Oslo"), request(parallel_tool_calls=False)
+    [made] = (await api_of(engine_saying(text)).Generate(asked, Context())).tool_calls
+    assert json.loads(made.arguments)["city"] == "Rome"
+    chunks = await all_of(api_of(engine_saying(text, 7)).GenerateStream(asked, Context()))
+    assert {delta.tool_call.index for chunk in chunks for delta in chunk.deltas if delta.HasField("tool_call")} == {0}
+    assert "".join(token.text for chunk in chunks for token in chunk.tokens) == text, (
+        "tokens are as the model wrote them"
+    )
+
+
 @pytest.mark.parametrize("values", [{"tool_choice": NONE}, {"chat": pb.Chat(messages=[ASKED])}])
 async def test_where_nothing_may_be_called_all_is_text(values: Any) -> None:
     asked = request(**{key: value for key, value in values.items() if key != "chat"})

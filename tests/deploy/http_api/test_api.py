@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -13,6 +14,7 @@ from deploy.config.policy import LivePolicy
 from deploy.keys import Caller, KeyRing
 from deploy.service import Service
 from tests.deploy.in_process import Http, make_service
+from tests.deploy.scripted import FOREVER, HEL, ScriptedEngine
 
 BODY = {"model": "tiny", "prompt": "hello there", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CHAT = {
@@ -297,6 +299,26 @@ async def test_metrics_are_there_only_if_the_setting_is_on(service: Service) -> 
     shown = await Http(service, metrics=lambda: b"tide_requests_total 1\n").ask("GET", "/metrics")
     assert shown.body == b"tide_requests_total 1\n"
     assert shown.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+async def test_the_load_is_the_number_of_open_answers() -> None:
+    engine = ScriptedEngine(HEL, FOREVER)
+    http = Http(Service(engine, model="tiny"))  # type: ignore[arg-type]
+    running = asyncio.ensure_future(http.ask("POST", "/v1/completions", BODY))
+    await engine.waits_forever.wait()
+    assert (await http.ask("GET", "/load")).json == {"server_load": 1}
+    running.cancel()
+    await asyncio.wait([running])
+    assert (await http.ask("GET", "/load")).json == {"server_load": 0}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_ping_needs_neither_key_nor_body(
+    service: Service, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(service, "keys", KeyRing({b"x" * 32: Caller("someone")}))
+    reply = await Http(service).send(method, "/ping", [], [b""])
+    assert (reply.status, reply.json) == (200, {"status": "ok"})
 
 
 async def test_health_answers_head_requests(http: Http) -> None:

@@ -254,8 +254,6 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "http
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "keeps no state"),
         ({"input": [{"type": "computer_call", "id": "c"}]}, "input.0", "not computer_call"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "none, auto, required"),
-        ({"top_logprobs": 2}, "top_logprobs", "not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
         ({"truncation": "middle"}, "truncation", "not supported"),
     ],
 )
