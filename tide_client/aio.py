@@ -220,6 +220,8 @@ class AsyncStream:
         ask = self._retry.needs_ids(num_kept)
         if ask is not None:
             self._retry.take_ids(await self._start("Tokenize", ask, self._attempts.left_s))
+            if self._closed.is_set():  # meanwhile: nobody would cancel another call
+                return
         self._builder.restart(num_kept)
         self._call = self._start("GenerateStream", self._retry.next(tokens[:num_kept]), self._attempts.left_s)
 

@@ -11,7 +11,8 @@ from tide_client.errors import BadValueError
 from tide_client.tools import call_of, choice_of, tools_of
 
 Chat = Sequence[Mapping[str, Any]]
-"""Messages with `role` and `content`; of an assistant also with `tool_calls`, of role tool with `tool_call_id`."""
+"""Messages with `role` and `content`, which is text or a list of OpenAI's parts of text; of an assistant also with
+`tool_calls`, of role tool with `tool_call_id`."""
 Tools = Sequence[Mapping[str, Any]]
 """Functions as OpenAI's API has them: `{"type": "function", "function": {"name": …, "parameters": {…}}}`."""
 Prompt = str | Sequence[int] | Chat
@@ -143,11 +144,22 @@ def _message(message: Mapping[str, Any], index: int) -> pb.ChatMessage:
         raise BadValueError(f"message {index} has {', '.join(sorted(message))}, expected {expected}")
     return pb.ChatMessage(
         role=message["role"],
-        content=message.get("content") or "",
+        content=_text_of(message.get("content"), f"message {index}, content"),
         tool_calls=[call_of(call, f"message {index}, tool_calls[{at}]") for at, call in enumerate(calls)],
         tool_call_id=message.get("tool_call_id") or "",
         name=message.get("name") or "",
     )
+
+
+def _text_of(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
+    for at, part in enumerate(parts):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise BadValueError(f'{where}[{at}] is {found!r}, expected text or {{"type": "text", "text": …}}')
+    return "".join(part["text"] for part in parts)
 
 
 def tokenize_request_of(prompt: str | Chat, tools: Tools = ()) -> pb.TokenizeRequest:

@@ -125,6 +125,8 @@ class Script(tide_pb2_grpc.TideServiceServicer):
         self.ends: queue.Queue[str] = queue.Queue()
         """For each call that ended: answered, or gone if its client went first."""
         self.released = threading.Event()
+        self.on_tokenize: Callable[[], object] = lambda: None
+        """Runs before a call of `Tokenize` is answered."""
 
     def until_asked(self, num: int = 1) -> None:
         """Wait until so many requests have come."""
@@ -171,6 +173,7 @@ class Script(tide_pb2_grpc.TideServiceServicer):
         return pb.AbortResponse(aborted=request.request_id == "r-1")
 
     def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        self.on_tokenize()
         text = request.text or "".join(message.content for message in request.chat.messages)
         return pb.TokenizeResponse(ids=[ord(letter) for letter in text])
 

@@ -134,9 +134,21 @@ def test_a_prompt_is_text_ids_or_a_chat() -> None:
     assert [message.content for message in request_of(CHAT, {}, 1.0).chat.messages] == ["Be kind.", "Hi"]
 
 
+def test_content_may_be_openais_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]
+    turns: Any = [{"role": "user", "content": parts}, {"role": "user", "content": []}]
+    assert [message.content for message in request_of(turns, {}, 1.0).chat.messages] == ["Hi there", ""]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "said"),
     [
+        ([{"role": "user", "content": [IMAGE]}], {}, r"message 0, content\[0\] is 'image_url', expected text"),
+        ([{"role": "user", "content": ["Hi"]}], {}, r"message 0, content\[0\] is 'str', expected text"),
+        ([{"role": "user", "content": 5}], {}, r"message 0, content\[0\] is 'int', expected text"),
         ("Say", {"mode": "quick"}, "mode is 'quick', expected full, verified, bounded, fast"),
         ("Say", {"max_tokens": 2**40}, "max_tokens is 1099511627776"),
         ("Say", {"timeout_s": 0}, "timeout_s is 0, expected seconds above 0"),

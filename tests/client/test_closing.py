@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from tests.client import scripted
 from tests.client.scripted import PATIENCE_S, TEXT, GrpcServer, Script, fails, hangs
-from tide_client import AsyncTideClient, BrokenStreamError, StatusError, TideClient, TideClientError, settings
+from tests.client.test_resume import answers
+from tide_client import (
+    AsyncStream,
+    AsyncTideClient,
+    BrokenStreamError,
+    StatusError,
+    TideClient,
+    TideClientError,
+    Token,
+    settings,
+)
 
 LONG_PAUSE_S = 100.0
 """Below the deadline of a call, so that the pause is made."""
@@ -157,6 +168,31 @@ async def test_another_task_may_close_a_stream_that_waits(server: GrpcServer, sc
         asyncio.get_running_loop().call_later(0.2, stream.close)
         assert [token async for token in stream] == []
         assert await asyncio.to_thread(script.ends.get, timeout=PATIENCE_S) == "gone"
+
+
+async def test_an_async_stream_closed_while_it_resumes_starts_no_call(server: GrpcServer, script: Script) -> None:
+    script.acts.append(answers(dies_after=3))
+    asked, go_on = threading.Event(), threading.Event()
+    script.on_tokenize = lambda: (asked.set(), go_on.wait(PATIENCE_S))
+    async with AsyncTideClient(server.address, resume=True) as client:
+        stream, started = client.stream("Say"), list[str]()
+        start = stream._start
+
+        def noted(method: str, *rest: Any) -> Any:
+            started.append(method)
+            return start(method, *rest)
+
+        stream._start = noted
+        reading = asyncio.create_task(_all_of(stream))
+        assert await asyncio.to_thread(asked.wait, PATIENCE_S)
+        stream.close()
+        go_on.set()
+        assert len(await reading) == 3
+    assert started == ["Tokenize"]
+
+
+async def _all_of(stream: AsyncStream) -> list[Token]:
+    return [token async for token in stream]
 
 
 async def test_a_cancelled_task_ends_its_stream_on_the_server_and_is_cancelled(

@@ -166,14 +166,16 @@ def test_grpc_gives_the_choices_and_the_required_call_of_http(server: Server, cl
 
 
 def test_the_examples_for_grpc_run_as_they_stand(server: Server) -> None:
-    """docs/clients.md: a stream, choices, tools and the turn after them."""
+    """docs/clients.md: a stream, choices, tools and the turn after them, a schema, a deadline."""
     text = (ROOT / "docs" / "clients.md").read_text()
     found: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:3]:
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:5]:
         exec(block.replace("127.0.0.1:9000", server.address), found)
     assert len({choice.text for choice in found["drawn"].choices}) == 3
     assert json.loads(found["call"].arguments)["city"] in ("Rome", "Oslo")
     assert found["answer"].usage.completion_tokens > 0
+    assert json.loads(found["structured"].text)["number"] in range(100)
+    assert found["late"].code == "DEADLINE_EXCEEDED"
 
 
 def test_reflection_alone_is_enough_to_call(server: Server) -> None:
