@@ -67,7 +67,7 @@ def remove_leftovers(say: Say) -> bool:
     uid = os.getuid()
     found = bool(processes.ending(processes.all_processes(), uid))
     if found:
-        say("waiting for the end of a session that was killed")
+        say("waiting for the processes of a session that has ended")
         _wait(lambda: not processes.ending(processes.all_processes(), uid), ENDING_S)
     left = processes.left_behind(processes.all_processes(), uid)
     for process in left:

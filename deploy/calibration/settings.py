@@ -66,7 +66,7 @@ class JobSettings(BaseModel):
     workers: Workers = Field(default_factory=Workers)
     """The worker processes and their resources."""
     train_workers: int = Field(default=1, ge=1, le=1024)
-    """Processes that train add_worker_times, each with the resources of a worker."""
+    """Processes that train together, each with the resources of a worker."""
 
     @field_validator("dtype")
     @classmethod

@@ -33,7 +33,8 @@ class LivePolicy(BaseModel):
     min_threshold: float = Field(default=0.0, ge=0.0, le=2.0)
     """Least threshold that requests may give."""
     artefact: str | None = Field(default=None, min_length=1)
-    """Folder of the calibrated exits; None: the one in the engine's settings. Changes without a restart."""
+    """The calibrated exits: a folder, a URL, or a pointer to a published artefact; None: those in the settings of the
+    engine. Changes without a restart."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> LivePolicy:

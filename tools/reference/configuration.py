@@ -46,7 +46,9 @@ def configuration() -> str:
         "### `args.engine`",
         lines(
             "The same settings are keyword arguments of `tide_core.Engine`. `max_batch_tokens` must be at least",
-            "`max_rows`, and `drafts` at most `max_pending`.",
+            "`max_rows`, and `drafts` at most `max_pending`. In a Serve config `model` and `artefact` may also be",
+            "[URLs](../kubernetes.md#object-stores), and `artefact` a",
+            "[pointer](../upgrade.md#a-new-policy-or-artefact) to a published one.",
         ),
         settings_table(of_dataclass(EngineConfig)),
         "### Limits\n\n`args.limits`: limits of one request.",
