@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 from deploy import processes
 from deploy.config.serve_config import HA_PROXY, check_file
 from deploy.processes import Process
+from deploy.status import AUTH_MODE, TOKEN_FILE, TOKEN_VARIABLES
 from deploy.strict import yaml_file
 from tide_core.errors import ConfigError
 
@@ -55,6 +57,8 @@ def serve(path: Path, say: Say) -> int:
         refuse_taken_ports(config, os.environ)
     for warning in check_file(path):
         say(f"warning: {warning}")
+    if here:
+        make_token()
     code = _run(path, say)
     if here:
         remove_leftovers(say)
@@ -82,6 +86,23 @@ def _wait(condition: Callable[[], bool], timeout_s: float = ENDED_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def make_token() -> None:
+    """Make Ray's token for its owner alone, or take the rights of others from the one that is there: Ray makes one that
+    every user of the machine may read. Another choice of the user stays."""
+    if os.environ.get(AUTH_MODE, "token") != "token" or any(os.environ.get(name) for name in TOKEN_VARIABLES):
+        return
+    file = Path.home() / TOKEN_FILE
+    with contextlib.suppress(OSError):  # Ray names the file that it cannot use
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            file.chmod(0o600)
+            return
+        with os.fdopen(descriptor, "w") as out:
+            out.write(secrets.token_hex(32))
 
 
 def refuse_taken_ports(config: Mapping[str, Any], environment: Mapping[str, str]) -> None:

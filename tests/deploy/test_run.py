@@ -75,6 +75,43 @@ def test_the_command_stops_at_once_with_one_line_that_names_the_port_and_its_hol
     assert f"(pid {os.getpid()}) holds it" in line
 
 
+def no_choice_of_a_token(monkeypatch: pytest.MonkeyPatch, home: Path) -> Path:
+    for name in (run.AUTH_MODE, *run.TOKEN_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    return home / ".ray" / "auth_token"
+
+
+def test_rays_token_is_made_once_and_for_its_owner_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = no_choice_of_a_token(monkeypatch, tmp_path)
+    run.make_token()
+    token = file.read_text()
+    assert len(bytes.fromhex(token)) == 32
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o644)  # as Ray leaves it
+    run.make_token()
+    assert (file.read_text(), file.stat().st_mode & 0o777) == (token, 0o600)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "x"), ("RAY_AUTH_TOKEN_PATH", "/x")]
+)
+def test_another_choice_of_the_user_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str
+) -> None:
+    file = no_choice_of_a_token(monkeypatch, tmp_path)
+    monkeypatch.setenv(name, value)
+    run.make_token()
+    assert not file.exists()
+
+
+def test_a_home_that_cannot_be_written_is_left_to_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = no_choice_of_a_token(monkeypatch, tmp_path)
+    (tmp_path / ".ray").write_text("a file")
+    run.make_token()
+    assert not file.exists()
+
+
 def test_a_running_service_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     config = f"/tmp/haproxy-serve/{'0a' * 28}/haproxy.cfg"
     proxy = Process(60, 50, os.getuid(), ("/venv/bin/haproxy", "-db", "-f", config))
@@ -109,6 +146,7 @@ def test_a_port_that_a_dead_session_still_holds_is_waited_for(monkeypatch: pytes
     held = [True, True]
     monkeypatch.setattr(run, "remove_leftovers", lambda say: True)
     monkeypatch.setattr(run, "check_file", lambda path: [])
+    monkeypatch.setattr(run, "make_token", lambda: None)
     monkeypatch.setattr(run, "_run", lambda path, say: 0)
     monkeypatch.setattr(processes, "is_taken", lambda host, port: bool(held and held.pop()))
     assert run.serve(tmp_path / "config.yaml", pytest.fail) == 0

@@ -267,13 +267,13 @@ def test_a_second_replica_comes_with_load_and_goes_after_it(server: Server) -> N
 
 
 def test_a_session_that_is_killed_hard_is_cleared_away_by_the_next_start(server: Server) -> None:
-    """As when memory runs out. `serve run` leaves an HAProxy that holds its ports; `tide serve` leaves nothing."""
+    """As when memory runs out. `serve run` leaves an HAProxy that holds its ports; `tide serve` leaves nothing. What is
+    left may also be ended by another start of this user, so no line of the log is asked for."""
     assert server.haproxies()
     server.process.kill()
     server.process.wait()
     assert until(lambda: not any("/raylet --" in command for command in server.commands_of_session()))
     with serving_again(server, command=("tide", "serve")) as again:
-        assert re.search(r"ending haproxy \(pid \d+\), which a session that is gone left behind", again.log)
         assert server.haproxies() == []
         assert again.post({"model": "tiny", "prompt": "the cat", "max_tokens": 2})[0] == 200
         for driver in again.drivers():

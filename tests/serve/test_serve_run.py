@@ -283,6 +283,7 @@ def documented_commands() -> tuple[str, str, str]:
 
 def test_the_commands_of_the_guide_show_the_state_of_a_cluster_that_asks_for_a_token(server: Server) -> None:
     assert server.token
+    assert (Path(server.environment["HOME"]) / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
     export, status, _ = documented_commands()
     done = server.shell(f"{export}\n{status}", server.folder)
     assert done.returncode == 0, done.stderr[-2000:]
