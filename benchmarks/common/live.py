@@ -269,7 +269,7 @@ def free_ports(num: int) -> list[int]:
 
 def wait_until_healthy(server: Server, path: str = "/health") -> None:
     deadline = time.monotonic() + START_S
-    while not (server.replicas() and server.is_healthy(path)):  # a server before this one may still answer
+    while not (server.is_healthy(path) and server.replicas()):  # a server before this one may still answer
         assert server.process.poll() is None, f"serve run ended:\n{server.log[-4000:]}"
         assert time.monotonic() < deadline, f"not healthy in {START_S} s:\n{server.log[-4000:]}"
         time.sleep(0.25)
