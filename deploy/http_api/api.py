@@ -311,7 +311,6 @@ def _model_object(service: Service, caller: Caller, created: int) -> dict[str, A
         "tide": {
             "num_layers": about.num_layers,
             "checkpoint_layers": list(about.checkpoint_layers),
-            "epsilons": list(about.epsilons),
             "modes": service.modes_for(caller),
             "artefact": about.artefact,
         },
@@ -326,9 +325,7 @@ def _stats_object(stats: EngineStats) -> dict[str, Any]:
             "rate": audit.rate,
             "lower": audit.lower,
             "upper": audit.upper,
-            "epsilon": audit.epsilon,
             "delta": audit.delta,
-            "broken": audit.broken,
         }
         for name, audit in stats.audits.items()
     }

@@ -36,6 +36,7 @@ def token_object(token: TokenOutput) -> dict[str, Any]:
         "exit_layer": token.exit_layer,
         "score": token.score,
         "audit": token.audit.value,
+        "gap": token.gap,
         "mode": token.mode,
     }
 
@@ -60,6 +61,7 @@ def exits_object(usage: Usage) -> dict[str, Any]:
         "tokens_per_deep_pass": usage.tokens_per_deep_pass,
         "drafts": usage.num_drafts,
         "accepted": usage.num_accepted,
+        "differing": usage.num_differing,
         "tokens_per_layer": {str(layer): count for layer, count in sorted(usage.exits.items())},
         "queue_s": usage.queue_s,
         "first_token_s": usage.first_token_s,

@@ -67,11 +67,11 @@ def test_every_option_reaches_the_engine(tide: Tide, use_engine: UseEngine) -> N
     )
     assert (settings.max_rows, settings.artefact, settings.drafts) == (700, "some/exits", 5)
     assert params.min_layers == 3
-    assert tide("generate", "Say", "--mode", "bounded", "--epsilon", "0.05")[0] == 0
+    assert tide("generate", "Say", "--mode", "bounded", "--epsilon", "0.05", "--margin", "0.5")[0] == 0
     assert tide("generate", "Say", "--mode", "fast", "--threshold", "0.7")[0] == 0
-    assert [(p.mode, p.epsilon, p.threshold) for p in engine.params[1:]] == [
-        ("bounded", 0.05, None),
-        ("fast", None, 0.7),
+    assert [(p.mode, p.epsilon, p.margin, p.threshold) for p in engine.params[1:]] == [
+        ("bounded", 0.05, 0.5, None),
+        ("fast", None, None, 0.7),
     ]
 
 
@@ -169,6 +169,7 @@ def test_none_or_two_prompt_sources_are_refused(tide: Tide, use_engine: UseEngin
         ("--mode", "quick"),
         ("--logprobs", "1"),
         ("--epsilon", "0.1"),
+        ("--margin", "0.1"),
         ("--threshold", "3"),
         ("--drafts", "99"),
     ],

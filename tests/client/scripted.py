@@ -158,13 +158,12 @@ class Script(tide_pb2_grpc.TideServiceServicer):
             model="scripted",
             num_layers=NUM_LAYERS,
             checkpoint_layers=[1],
-            epsilons=[0.02],
             modes=[pb.MODE_FULL, pb.MODE_BOUNDED],
             default_exits=pb.ExitParams(mode=pb.MODE_VERIFIED),
         )
 
     def GetExitStats(self, request: pb.GetExitStatsRequest, context: Any) -> pb.GetExitStatsResponse:
-        audit = pb.AuditReport(contract="bounded:0.02", tokens=10, epsilon=0.02)
+        audit = pb.AuditReport(contract="fast", tokens=10, delta=0.05)
         return pb.GetExitStatsResponse(total_tokens=9, tokens_per_layer={4: 2, 1: 7}, audits=[audit])
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
