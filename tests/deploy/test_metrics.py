@@ -106,7 +106,7 @@ WANTED = {
     "tide_prompt_tokens": "counter",
     "tide_generation_tokens": "counter",
     "tide_layers_saved": "counter",
-    "tide_mode_fallbacks": "counter",
+    "tide_differing_tokens": "counter",
     "tide_num_requests_running": "gauge",
     "tide_num_requests_waiting": "gauge",
     "tide_kv_cache_usage_perc": "gauge",

@@ -150,7 +150,6 @@ def result(**changes: Any) -> ContractResult:
         "seconds": 1.0,
         "tokens_per_s": 20.0,
         "speedup": 1.5,
-        "num_fallback_tokens": 0,
     }
     return ContractResult(**{**values, **changes})
 

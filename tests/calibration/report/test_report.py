@@ -184,7 +184,7 @@ def test_without_matplotlib_the_report_has_no_plots_and_a_note(
 
 
 def test_a_model_whose_exits_do_not_pay_has_a_report_too(data: ReportData) -> None:
-    empty = replace(data, fast=None, reliability=(), risk=(), acceptance=(0.0, math.nan))
+    empty = replace(data, fast=None, reliability=(), acceptance=(0.0, math.nan))
     files = render_report(empty)
     assert "reliability.png" not in files
     assert "the mode is not offered" in files["report.md"].decode()
