@@ -191,7 +191,7 @@ class Run {
     const score = token.score === null ? "none" : token.score.toFixed(3);
     const as = token.mode === this.mode ? "" : ", as " + token.mode;
     const where = token.exit_layer ? "layer " + token.exit_layer + " of " : "from the text, before any of ";
-    const gap = token.gap === null ? "" : ", full depth's choice was " + token.gap.toFixed(3) + " nats likelier";
+    const gap = token.gap == null ? "" : ", full depth's choice was " + token.gap.toFixed(3) + " nats likelier";
     return where + model.layers + ", score " + score + ", audit " + token.audit + gap + as;
   }
 

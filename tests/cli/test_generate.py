@@ -92,7 +92,7 @@ def test_json_lines_hold_each_token_and_a_final_object(tide: Tide, use_engine: U
     code, out, err = tide("generate", "Say", "--json")
     *tokens, final = lines_of(out)
     assert (code, err) == (0, "")
-    about = {"exit_layer": 4, "score": None, "audit": "verified", "mode": "full"}
+    about = {"exit_layer": 4, "score": None, "audit": "verified", "gap": None, "mode": "full"}
     assert tokens == [
         {"type": "token", "request": 0, "index": 0, "id": 100, "text": "Hel", **about},
         {"type": "token", "request": 0, "index": 1, "id": 101, "text": "lo", **about},
@@ -111,6 +111,7 @@ def test_json_lines_hold_each_token_and_a_final_object(tide: Tide, use_engine: U
             "tokens_per_deep_pass": 2.0,
             "drafts": 3,
             "accepted": 1,
+            "differing": 0,
             "acceptance": 0.3333,
         },
         "timings": {"queue_s": 0.1, "first_token_s": 0.2, "total_s": 0.5, "tokens_per_s": 4.0},

@@ -49,7 +49,6 @@ def test_everything_an_artefact_holds_is_printed(tide: Tide, artefact: Path) -> 
         "up to 6 tokens back",
         "4 query and 2 KV heads of size 12",
         "0.800 0.750",
-        "0.02    0.05     0.8000        200  0.0100     0.400",
         "3.10 layers a token",
         "report.md",
         loaded.manifest.files["heads.safetensors"].sha256,

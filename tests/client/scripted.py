@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 TOKENS = (
     pb.Token(id=5, text="The", exit_layer=4, audit=pb.AUDIT_VERIFIED, mode=pb.MODE_BOUNDED),
     pb.Token(id=6, text=" cat", exit_layer=1, score=0.75, audit=pb.AUDIT_AGREED, mode=pb.MODE_BOUNDED),
-    pb.Token(id=7, text=" sat", exit_layer=1, score=0.5, audit=pb.AUDIT_DISAGREED, mode=pb.MODE_BOUNDED),
+    pb.Token(id=7, text=" sat", exit_layer=1, score=0.5, audit=pb.AUDIT_DISAGREED, gap=0.125, mode=pb.MODE_BOUNDED),
     pb.Token(id=8, text=".", exit_layer=4, audit=pb.AUDIT_VERIFIED, mode=pb.MODE_BOUNDED),
 )
 TEXT = "The cat sat."
@@ -29,7 +29,7 @@ FINAL = pb.Final(
     finish_reason=pb.FINISH_REASON_STOP,
     usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=1, queue_s=0.5, first_token_s=1.0, total_s=2.0),
     exits=pb.ExitSummary(
-        layers_per_token=2.5, tokens_per_deep_pass=2.0, drafts=3, accepted=2, tokens_per_layer={4: 2, 1: 2}
+        layers_per_token=2.5, tokens_per_deep_pass=2.0, drafts=3, accepted=2, tokens_per_layer={4: 2, 1: 2}, differing=1
     ),
     artefact_digest="d" * 64,
     model="scripted",

@@ -51,6 +51,7 @@ def test_json_is_one_object_a_token_and_one_for_the_end(server: GrpcServer, tide
         "audit": "agreed",
         "mode": "bounded",
         "choice": 0,
+        "gap": None,
     }
     assert [token["index"] for token in tokens] == [0, 1, 2, 3]
     assert (final["type"], final["text"], final["finish_reason"]) == ("final", TEXT, "stop")

@@ -406,7 +406,8 @@ def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.M
         monkeypatch.setattr(f"ray.serve.metrics.{kind}", stub(kind, verb))
     exporter = RayExporter()
     assert [each[1] for each in made] == [metric.name for metric in METRICS]
-    assert ("Gauge", "tide_audit_bound", "The certified bound on disagreement.", ("contract",)) in made
+    described = BY_NAME["tide_differing_tokens"].text
+    assert ("Counter", "tide_differing_tokens", described, ("mode",)) in made
     assert ("Histogram", "tide_queue_seconds", BY_NAME["tide_queue_seconds"].text, list(LATENCIES_S), ("mode",)) in made
     for name, tags in (("tide_requests", {"finish": "stop"}), ("tide_exit_layer", {}), ("tide_predicted_gain", {})):
         exporter.add(name, 3, tags)

@@ -36,26 +36,25 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "mode": "bounded", **changes})
 
 
-def gaps_by_library(prompt: list[int], answer: Completion, model: Any = None) -> list[float]:
+def gaps_by_library(prompt: list[int], answer: Completion) -> list[float]:
     """By how many nats the library's forward finds its own choice likelier than each token of an answer."""
     tokens = [*prompt, *ids(answer)]
     with torch.inference_mode():
-        model = easy_model(share=0.3) if model is None else model
-        of_places = model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        of_places = easy_model(share=0.3)(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     chosen = of_places.gather(1, torch.tensor(ids(answer)).unsqueeze(1)).squeeze(1)
     return (of_places.max(-1).values - chosen).tolist()
 
 
-def check(prompt: list[int], answer: Completion, epsilon: float, margin: float, model: Any = None) -> int:
+def check(prompt: list[int], answer: Completion, epsilon: float, margin: float, rounding: float = ROUNDING) -> int:
     """The budget holds at every moment and each token says what the library finds; returns how many differ."""
     num = 0
-    for place, (token, gap) in enumerate(zip(answer.tokens, gaps_by_library(prompt, answer, model), strict=True)):
+    for place, (token, gap) in enumerate(zip(answer.tokens, gaps_by_library(prompt, answer), strict=True)):
         if token.gap is None:
-            assert gap <= ROUNDING
+            assert gap <= rounding
             assert token.audit is Audit.VERIFIED
         else:
             num += 1
-            assert token.gap == pytest.approx(gap, abs=ROUNDING)
+            assert token.gap == pytest.approx(gap, abs=rounding)
             assert token.gap <= margin
             assert token.audit is Audit.DISAGREED
         assert num <= epsilon * (place + 1)

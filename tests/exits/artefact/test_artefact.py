@@ -802,3 +802,10 @@ def test_thresholds_that_bounded_once_needed_are_ignored_with_one_note(
     ]
     assert old.manifest == new.manifest
     assert old.digest != new.digest
+
+
+def test_the_shipped_artefact_loads_though_an_earlier_version_wrote_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="tide"):
+        artefact = load_artefact(Path(__file__).parents[3] / "deploy" / "artefacts" / "demo", None)
+    assert artefact.manifest.checkpoints[0].layer == 2
+    assert sum("thresholds of mode bounded" in record.message for record in caplog.records) == 1
