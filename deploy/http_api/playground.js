@@ -174,7 +174,7 @@ class Run {
     this.textBox.setAttribute("aria-busy", "false");
     this.draw();
     if (!this.end) return;
-    const differing = this.end.differing ? [this.end.differing + " differ from full depth"] : [];
+    const differing = this.end.differing ? ["differing from full depth: " + this.end.differing] : [];
     this.part(".summary").textContent = [this.tokens.length + " tokens, ended by " + this.end.reason, ...differing,
       "first after " + (this.first ?? 0).toFixed(2) + " s",
       this.end.tokens_per_deep_pass.toFixed(2) + " tokens per deep pass",
