@@ -38,7 +38,7 @@ class CalibrationConfig:
     seed: int = 0
     """Seed of every random choice: the split, the sampled answers, the order of training."""
     calibration_share: float = 0.14
-    """Share of all sequences on which thresholds are certified; nothing else uses them."""
+    """Share of all sequences on which the stated figures are measured; nothing else uses them."""
     test_share: float = 0.06
     """Share of all sequences on which exit, threshold and draft length are chosen."""
     min_calibration: int = 64
