@@ -19,7 +19,7 @@ DATA = "report.json"
 
 CAPTIONS = {
     "agreement_by_distance.png": "Agreement of the exits with full depth, by distance to the last deep state",
-    "precision_coverage.png": "Tokens that score enough and the share of them that agrees; the threshold of fast marked",
+    "precision_coverage.png": "Tokens that score enough and the share of them that agrees; that of `fast` marked",
     "speedup.png": "Speed-up over full depth by batch size, mode `verified`",
     "reliability.png": "What the router's score means",
 }
