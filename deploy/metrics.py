@@ -74,10 +74,10 @@ METRICS = (
     Metric("tide_layers_saved", "counter", "Sequential layers that full depth would have run, minus those that ran."),
     Metric("tide_non_finite_scores", "counter", "Router scores that were NaN or infinite; their tokens did not exit."),
     Metric(
-        "tide_mode_fallbacks",
+        "tide_differing_tokens",
         "counter",
-        "Bounds found broken; their requests continue in mode verified.",
-        ("contract",),
+        "Output tokens that full depth would not have chosen: in bounded all, in fast those that an audit found.",
+        ("mode",),
     ),
     Metric("tide_num_requests_running", "gauge", "Running requests."),
     Metric("tide_num_requests_waiting", "gauge", "Waiting requests."),
@@ -91,7 +91,7 @@ METRICS = (
     Metric("tide_predicted_gain", "gauge", "Predicted speed-up of the last plan over full depth, by the cost table."),
     Metric("tide_config_refused", "gauge", "1 while the last user_config is refused and the previous one is in force."),
     Metric(
-        "tide_audit_disagreement", "gauge", "Audited rate of disagreement with full depth, per token.", ("contract",)
+        "tide_audit_disagreement", "gauge", "Rate of disagreement with full depth, of audited tokens.", ("contract",)
     ),
     Metric(
         "tide_audit_disagreement_lower",
@@ -105,7 +105,6 @@ METRICS = (
         "Upper end of the confidence interval of the disagreement rate.",
         ("contract",),
     ),
-    Metric("tide_audit_bound", "gauge", "The certified bound on disagreement.", ("contract",)),
     Metric(
         "tide_time_to_first_token_seconds", "histogram", "Time from arrival to the first token.", ("mode",), LATENCIES_S
     ),
@@ -197,7 +196,6 @@ class Meter:
         self._before: Counter[str] = Counter()
         self._exits_before: Counter[int] = Counter()
         self._saved = 0
-        self._broken: set[str] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -215,6 +213,8 @@ class Meter:
             self._recorded.append(("tide_queue_seconds", mode, output.usage.queue_s))
             if output.usage.cached_tokens:
                 self._recorded.append(("tide_cached_prompt_tokens", "", output.usage.cached_tokens))
+            if output.usage.num_differing:
+                self._recorded.append(("tide_differing_tokens", mode, output.usage.num_differing))
             record_spans(answer, output.usage)
 
     def on_end(self, answer: Answer, reason: str) -> None:
@@ -332,11 +332,6 @@ class Meter:
             self._exporter.add("tide_audit_disagreement", audit.rate, tags)
             self._exporter.add("tide_audit_disagreement_lower", audit.lower, tags)
             self._exporter.add("tide_audit_disagreement_upper", audit.upper, tags)
-            if audit.epsilon is not None:
-                self._exporter.add("tide_audit_bound", audit.epsilon, tags)
-            if audit.broken and contract not in self._broken:
-                self._exporter.add("tide_mode_fallbacks", 1, tags)
-        self._broken = {contract for contract, audit in stats.audits.items() if audit.broken}
 
 
 def thinned(values: Iterable[float], most: int = MAX_SAMPLES) -> list[float]:

@@ -44,7 +44,11 @@ def client(
         str | None, typer.Option(help="The contract: full, verified, bounded or fast. Default: the server's.")
     ] = None,
     epsilon: Annotated[
-        float | None, typer.Option(help="With mode bounded: most disagreement with full depth, per token.")
+        float | None,
+        typer.Option(help="With mode bounded: most tokens that full depth would not have chosen, as a share."),
+    ] = None,
+    margin: Annotated[
+        float | None, typer.Option(help="With mode bounded: nats by which such a token may be less likely.")
     ] = None,
     threshold: Annotated[float | None, typer.Option(help="Least router score at which a token exits.")] = None,
     show_exits: Annotated[
@@ -111,7 +115,8 @@ def client(
     if not _is_unicode(text):
         raise RequestError("prompt", "bytes that are not UTF-8", "text")
     options: Options = {"max_tokens": max_tokens, "temperature": temperature, "timeout_s": timeout_s}
-    for name, value in (("seed", seed), ("mode", mode), ("epsilon", epsilon), ("threshold", threshold)):
+    of_exits = ("mode", mode), ("epsilon", epsilon), ("margin", margin), ("threshold", threshold)
+    for name, value in (("seed", seed), *of_exits):
         if value is not None:
             options[name] = value  # type: ignore[literal-required]
     if n > 1:

@@ -11,7 +11,7 @@ from tide_client.errors import BadValueError, BrokenStreamError, StatusError, co
 from tide_client.requests import Options, Prompt, given_options, is_chat
 from tide_client.results import Answer, ExitSummary, Token, Usage
 
-EXITS = ("mode", "epsilon", "threshold", "min_layers")
+EXITS = ("mode", "epsilon", "margin", "threshold", "min_layers")
 NOT_OVER_HTTP = ("request_id", "logprobs", "n", "tools", "tool_choice", "parallel_tool_calls")
 HTTP_NAMES = {
     "json_schema": "guided_json",
@@ -94,7 +94,8 @@ def _bytes(body: Mapping[str, Any]) -> bytes:
 
 
 def _token(value: Mapping[str, Any]) -> Token:
-    return Token(value["id"], value["text"], value["exit_layer"], value["score"], value["audit"], value["mode"])
+    decided = value["exit_layer"], value["score"], value["audit"], value["mode"]
+    return Token(value["id"], value["text"], *decided, gap=value.get("gap"))
 
 
 def _answer(tokens: Sequence[Token], last: Mapping[str, Any], usage: Mapping[str, Any]) -> Answer:
@@ -119,6 +120,7 @@ def _answer(tokens: Sequence[Token], last: Mapping[str, Any], usage: Mapping[str
             tide["drafts"],
             tide["accepted"],
             {int(layer): count for layer, count in tide["tokens_per_layer"].items()},
+            tide.get("differing", 0),
         ),
         artefact_digest=tide["artefact"],
         model=last["model"],

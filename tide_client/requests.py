@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     mode: str
     """full, verified, bounded or fast."""
     epsilon: float
+    margin: float
     threshold: float
     min_layers: int
     n: int
@@ -62,7 +63,7 @@ class Options(TypedDict, total=False):
     """Seconds for the whole call, on both sides; default: the client's."""
 
 
-EXITS = ("epsilon", "threshold", "min_layers")
+EXITS = ("epsilon", "margin", "threshold", "min_layers")
 OWN = ("request_id", "model", "n", "parallel_tool_calls")
 TOOL_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 """Fields of a message besides role and content, by its role."""

@@ -29,6 +29,8 @@ class Token:
     """Id, text and log-probability of the likeliest tokens at this position."""
     choice: int = 0
     """Number of the choice that it belongs to."""
+    gap: float | None = None
+    """Where bounded kept it though full depth would have chosen another: by how many nats that one was likelier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class ExitSummary:
     drafts: int
     accepted: int
     tokens_per_layer: Mapping[int, int]
+    differing: int = 0
+    """Tokens that full depth would not have chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,6 @@ class ModelInfo:
     device: str
     version: str
     checkpoint_layers: tuple[int, ...]
-    epsilons: tuple[float, ...]
     artefact_digest: str | None
     modes: tuple[str, ...]
     default_mode: str
@@ -118,9 +121,7 @@ class AuditReport:
     rate: float
     lower: float
     upper: float
-    epsilon: float | None
     delta: float
-    broken: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ def token_of(message: pb.Token, choice: int = 0) -> Token:
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple((top.token_id, top.text, top.logprob) for top in message.top_logprobs),
         choice=choice,
+        gap=message.gap if message.HasField("gap") else None,
     )
 
 
@@ -181,6 +183,7 @@ def answer_of(
             exits.drafts,
             exits.accepted,
             dict(sorted(exits.tokens_per_layer.items())),
+            exits.differing,
         ),
         artefact_digest=final.artefact_digest or None,
         model=final.model,
@@ -217,7 +220,6 @@ def model_info_of(message: pb.GetModelInfoResponse) -> ModelInfo:
         device=message.device,
         version=message.version,
         checkpoint_layers=tuple(message.checkpoint_layers),
-        epsilons=tuple(message.epsilons),
         artefact_digest=message.artefact_digest or None,
         modes=tuple(_name(MODE_NAMES, mode) for mode in message.modes),
         default_mode=_name(MODE_NAMES, message.default_exits.mode),
@@ -243,9 +245,7 @@ def exit_stats_of(message: pb.GetExitStatsResponse) -> ExitStats:
                 audit.rate,
                 audit.lower,
                 audit.upper,
-                audit.epsilon if audit.HasField("epsilon") else None,
                 audit.delta,
-                audit.broken,
             )
             for audit in message.audits
         ),

@@ -69,6 +69,7 @@ def summary(answer: Answer, num_layers: int, paint: ExitPaint) -> str:
         (layer, f"all {layer} layers" if layer == num_layers else f"layer {layer}") for layer in exits.tokens_per_layer
     )
     shares = ", ".join(f"{exits.tokens_per_layer[layer]} after {paint.label(layer, name)}" for layer, name in layers)
+    shares += f"; differing from full depth: {exits.differing}" if exits.differing else ""
     rate = tokens_per_s(usage.completion_tokens, usage.total_s)
     return (
         f"{usage.completion_tokens} tokens ({answer.finish_reason}): {shares}; "

@@ -32,6 +32,8 @@ class RowStep(NamedTuple):
     """Most tokens the row may draft before its deep pass; its table has blocks for them."""
     suffix_drafts: Sequence[int] = ()
     """Suffix drafts, as many as `num_drafts`: these are its drafts, and no exit makes any."""
+    num_differing: int = 0
+    """How many of the tokens generated so far full depth would not have chosen, in mode bounded."""
 
     @property
     def start(self) -> int:
@@ -74,6 +76,8 @@ class TokenResult:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     score: float | None = None
     audit: Audit = Audit.VERIFIED
+    gap: float | None = None
+    """Of a token that a budget kept."""
 
 
 class DraftCounts(NamedTuple):
@@ -94,11 +98,12 @@ NOTHING_DRAFTED = (DraftCounts(),)
 
 
 class TokenNote(NamedTuple):
-    """What most tokens do not have: log-probabilities, and an audit other than verified."""
+    """What most tokens do not have: log-probabilities, an audit other than verified, and the gap of a difference."""
 
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     audit: Audit = Audit.VERIFIED
+    gap: float | None = None
 
 
 NO_NOTE = TokenNote()
@@ -133,7 +138,7 @@ class RowResult(NamedTuple):
         error: str | None = None,
     ) -> RowResult:
         """From tokens made one by one."""
-        notes = [TokenNote(token.logprob, token.top_logprobs, token.audit) for token in tokens]
+        notes = [TokenNote(token.logprob, token.top_logprobs, token.audit, token.gap) for token in tokens]
         return cls(
             tuple([token.token_id for token in tokens]),
             tuple([token.exit_layer for token in tokens]),
@@ -151,9 +156,14 @@ class RowResult(NamedTuple):
         notes = self.notes or [NO_NOTE] * len(self.token_ids)
         columns = self.token_ids, self.exit_layers, self.scores, notes
         return [
-            TokenResult(token_id, exit_layer, note.logprob, note.top_logprobs, score, note.audit)
+            TokenResult(token_id, exit_layer, note.logprob, note.top_logprobs, score, note.audit, note.gap)
             for token_id, exit_layer, score, note in zip(*columns, strict=True)
         ]
+
+    @property
+    def num_differing(self) -> int:
+        """Tokens that a budget kept."""
+        return sum([note.gap is not None for note in self.notes])
 
     def first(self, num: int) -> RowResult:
         """The first `num` tokens alone: valid length, passes and layers are reduced to theirs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,7 +12,7 @@ from tide_core.errors import RequestError
 
 MODES = ("full", "verified", "bounded", "fast")
 GRAMMARS = ("json_schema", "regex", "choice", "grammar", "lark")
-DEFAULT_EPSILON = 0.02
+DEFAULT_EPSILON, DEFAULT_MARGIN = 0.05, 0.2
 MAX_THRESHOLD = 2.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
@@ -123,9 +124,12 @@ class SamplingParams:
     """The contract: full, verified, bounded or fast. None: verified where the engine has an artefact or suffix drafts,
     else full."""
     epsilon: float | None = None
-    """For bounded: most disagreement with full depth, per token; 0.02 if not given. The artefact must have it."""
+    """For bounded: most tokens of an answer that full depth would not have chosen, as a share; 0.05 if not given."""
+    margin: float | None = None
+    """For bounded: how many nats less likely such a token may be than full depth's own choice; 0.2 if not given."""
     threshold: float | None = None
-    """Least router score of a draft (verified) or of an exit (fast); above 1 nothing leaves early. None: calibrated."""
+    """Least router score of a draft (verified, bounded) or of an exit (fast); above 1 nothing leaves early. None:
+    calibrated."""
     min_layers: int = 0
     """No exit before this many layers have run."""
 
@@ -150,7 +154,8 @@ class SamplingParams:
             raise RequestError("grammar", type(self.grammar).__name__, "a Grammar")
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _check_exits(self.mode, self.epsilon, self.threshold, self.min_layers)
+        _check_budget(self.mode, self.epsilon, self.margin)
+        _check_exits(self.mode, self.threshold, self.min_layers)
         _check_stop(self.stop)
         _check_stop_ids(self.stop_ids)
         _check_logit_bias(self.logit_bias)
@@ -182,11 +187,11 @@ class Audit(StrEnum):
     """How a token compares with full depth."""
 
     VERIFIED = "verified"
-    """It is the full-depth token: it ran all layers, or a catch-up agreed before it was emitted."""
+    """It is the full-depth token: it ran all layers, or the deep pass agreed before it was emitted."""
     AGREED = "agreed"
-    """Emitted at its exit; the catch-up agreed afterwards."""
+    """Emitted at its exit; full depth chose it, too."""
     DISAGREED = "disagreed"
-    """Emitted at its exit; the catch-up would have chosen another token."""
+    """Full depth would have chosen another token: kept within the budget of mode bounded, or emitted at its exit."""
     UNAUDITED = "unaudited"
     """Emitted at its exit; no deep layer ever saw it."""
 
@@ -201,29 +206,35 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """Which tokens that full depth would not have chosen mode bounded may emit. `exits.accept` has the rule."""
+
+    epsilon: float
+    """Most of them, as a share of the tokens of the answer, at every moment."""
+    margin: float
+    """Most nats by which one is less likely than full depth's choice."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExitPolicy:
     """What the contract of a request means at each checkpoint layer, shallow to deep. What every step reads of every
     row is computed once."""
 
     mode: str = "full"
     draft_thresholds: tuple[float, ...] = ()
-    """Least score at which a token is drafted from the checkpoint; infinite where the request may not leave."""
-    exit_thresholds: tuple[float, ...] = ()
-    """Least score at which a draft is emitted whatever full depth chooses; infinite in mode verified."""
-    epsilon: float | None = None
+    """Least score at which a token is drafted from the checkpoint, and in mode fast emitted; infinite where the request
+    may not leave."""
+    budget: Budget | None = None
+    """Of mode bounded."""
     may_exit: bool = field(init=False, repr=False, compare=False)
     """Whether it may be drafted from any checkpoint."""
     skips_layers: bool = field(init=False, repr=False, compare=False)
     """Whether tokens that exit never run the deep layers."""
-    is_lossless: bool = field(init=False, repr=False, compare=False)
-    """Whether every token it emits is the full-depth token."""
 
     def __post_init__(self) -> None:
         may_exit = any(threshold <= 1.0 for threshold in self.draft_thresholds)
-        verified = self.epsilon is None and all(threshold > 1.0 for threshold in self.exit_thresholds)
         object.__setattr__(self, "may_exit", may_exit)
         object.__setattr__(self, "skips_layers", self.mode == "fast")
-        object.__setattr__(self, "is_lossless", not may_exit or verified)
 
 
 NO_EXITS = ExitPolicy()
@@ -281,7 +292,10 @@ class TokenOutput:
     """The router's, where one was asked."""
     audit: Audit = Audit.VERIFIED
     mode: str = "full"
-    """The contract in force when it was decided; a broken bound turns bounded into verified."""
+    """The contract in force: a request for bounded with a temperature is served as verified."""
+    gap: float | None = None
+    """Of a token that the budget of mode bounded kept: by how many nats full depth's choice was likelier, penalties and
+    the like included. None for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +325,8 @@ class Usage:
     num_drafts: int = 0
     num_accepted: int = 0
     """Drafts that became output."""
+    num_differing: int = 0
+    """Output tokens that full depth would not have chosen: in bounded all of them, in fast those an audit found."""
     exits: Mapping[int, int] = field(default_factory=dict)
     """Output tokens by exit layer."""
     queue_s: float = 0.0
@@ -362,18 +378,26 @@ def _number(name: str, value: object, low: float, high: float, *, above: bool = 
         raise RequestError(name, value, f"a finite number {'above' if above else 'from'} {low} up to {high}")
 
 
-def _check_exits(mode: object, epsilon: object, threshold: object, min_layers: object) -> None:
+def _check_budget(mode: object, epsilon: object, margin: object) -> None:
+    for name, value, limit, expected in (
+        ("epsilon", epsilon, 1.0, "a number above 0 and below 1"),
+        ("margin", margin, math.inf, "a finite number above 0"),
+    ):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < limit:
+            raise RequestError(name, value, expected)
+        if mode != "bounded":
+            raise RequestError(name, value, f"mode bounded with it; the mode is {mode or 'not given'}")
+
+
+def _check_exits(mode: object, threshold: object, min_layers: object) -> None:
     if mode is not None and mode not in MODES:
         raise RequestError("mode", mode, f"one of {', '.join(MODES)}")
-    if epsilon is not None:
-        _number("epsilon", epsilon, 0.0, 1.0, above=True)
-        if mode != "bounded":
-            raise RequestError("epsilon", epsilon, f"mode bounded with it; the mode is {mode or 'not given'}")
     if threshold is not None:
         _number("threshold", threshold, 0.0, MAX_THRESHOLD)
-        if mode in ("full", "bounded"):
-            expected = "none: full depth has no exits" if mode == "full" else "epsilon instead, which sets the bound"
-            raise RequestError("threshold", threshold, expected)
+        if mode == "full":
+            raise RequestError("threshold", threshold, "none: full depth has no exits")
     _integer("min_layers", min_layers, 0, 2**16)
 
 

@@ -20,13 +20,17 @@ class Row:
     namespace: bytes | None
     """First parent of its prefix keys: model, policy and salt. None: it shares no blocks."""
     table: BlockTable
-    policy: ExitPolicy
-    """In force now: that of the request, unless its bound has broken since."""
     acceptance: RowAcceptance
     """Of its drafts, in steps of few rows."""
     output_ids: list[int] = field(default_factory=list)
+    num_differing: int = 0
+    """Of the output, tokens that a budget kept."""
     cached_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def policy(self) -> ExitPolicy:
+        return self.request.policy
 
     @property
     def num_tokens(self) -> int:

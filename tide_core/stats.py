@@ -9,16 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class AuditSnapshot:
-    """Audit results of one contract: disagreements with full depth, and the confidence interval of their rate."""
+    """Audit results of mode fast: disagreements with full depth, and the confidence interval of their rate."""
 
     num_tokens: int
     num_disagreements: int
     rate: float
     lower: float
     upper: float
-    epsilon: float | None
     delta: float
-    broken: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,6 @@ class ModelFacts:
     version: str
     checkpoint_layers: tuple[int, ...]
     """Layers after which a token may exit."""
-    epsilons: tuple[float, ...]
-    """Certified bounds of mode bounded."""
     modes: tuple[str, ...]
     artefact: str | None
 
@@ -66,7 +62,7 @@ class EngineStats:
     exits: Mapping[str, Any] = field(default_factory=dict)
     """Exit layers of output tokens and layers run for them: `ExitStats.summary()` over all requests."""
     audits: Mapping[str, AuditSnapshot] = field(default_factory=dict)
-    """Audit results by mode and bound."""
+    """Audit results by mode; empty before the first audit."""
     predicted_gain: float = 1.0
     """Predicted speed-up of the last plan over full depth."""
     num_plans: int = 0

@@ -23,13 +23,11 @@ from tide_core.engine.assemble import Parts, assemble
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import RequestError
 from tide_core.evaluation.full_depth import FullDepthScores, read_logits
-from tide_core.exits.audit import AuditBook
 from tide_core.models.loader import load_model
 from tide_core.models.resolver import resolve
 from tide_core.request import SamplingParams
 
 LOGIT_ROWS = 128
-NEVER_BREAKS = 1e-300
 AMPLE_TOKENS = 16384
 NO_EXITS_THRESHOLD = 1.5
 """A threshold that no router score reaches."""
@@ -211,15 +209,13 @@ class Bench:
 
     @contextlib.contextmanager
     def untied_rows(self) -> Iterator[None]:
-        """Rows are independent: no bound breaks, which would make all rows of its mode fall back, and no token budget
-        runs out, which would leave fewer drafts next to prompts."""
-        core = self.parts.core
-        before = core.audits, core.scheduler.max_batch_tokens
-        core.audits, core.scheduler.max_batch_tokens = AuditBook(delta=NEVER_BREAKS), AMPLE_TOKENS
+        """Rows are independent: no token budget runs out, which would leave fewer drafts next to prompts."""
+        scheduler = self.parts.core.scheduler
+        before, scheduler.max_batch_tokens = scheduler.max_batch_tokens, AMPLE_TOKENS
         try:
             yield
         finally:
-            core.audits, core.scheduler.max_batch_tokens = before
+            scheduler.max_batch_tokens = before
 
     def check(self, params: SamplingParams) -> None:
         """Refuse, before anything is measured, a contract that the artefact cannot serve."""
@@ -252,13 +248,6 @@ class Library:
         """Largest logit of all tokens minus the smallest logit of `tokens`."""
         [(_, logits)] = self._logits(context, 1)
         return float(logits[0].max() - logits[0, list(tokens)].min())
-
-    @torch.inference_mode()
-    def margin(self, context: Sequence[int]) -> float:
-        """Largest logit minus the second largest."""
-        [(_, logits)] = self._logits(context, 1)
-        first, second = logits[0].topk(2).values.tolist()
-        return float(first - second)
 
     def _logits(self, tokens: Sequence[int], last: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Logits of the `last` positions in chunks: (index of the first, [n, V])."""

@@ -7,7 +7,6 @@ pass takes the same time for up to 8 pending tokens. A deep pass is a cycle minu
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,7 +126,7 @@ def cycle(session: Session) -> Measures:
     found.add("shallow", shallow / floor, f"{1e3 * shallow:.3f} ms against {1e3 * floor:.3f} ms")
     found.add("deep", deep / none, f"{1e3 * deep:.3f} against {1e3 * none:.3f} ms")
     sizes = 1, subject.shape.context, session.sizes.steps, max(1, session.sizes.repeats // 6)
-    drafting = ExitPolicy("verified", (0.0,), (math.inf,))
+    drafting = ExitPolicy("verified", (0.0,))
     plain, kept = (step_time(subject.exits, *sizes, policy=policy) for policy in (NO_EXITS, drafting))
     found.figures |= {"steps_ms": 1e3 * plain, "steps_with_routers_ms": 1e3 * kept}
     shown = f"{1e3 * kept:.3f} against {1e3 * plain:.3f} ms; a router that refuses: {asked / full:.2f}×"
@@ -143,7 +142,7 @@ def split(few_s: float, many_s: float) -> tuple[float, float]:
 
 def refused(tables: Any) -> ScheduledBatch:
     """Rows that run the router once, with a threshold that no score reaches."""
-    policy = ExitPolicy("verified", (1.0,), (math.inf,))
+    policy = ExitPolicy("verified", (1.0,))
     request = Request("refused", (0,), SamplingParams(max_tokens=4, ignore_eos=True), seed=0)
     return ScheduledBatch(tuple(RowStep(request, table, (0,), (), True, policy, 1) for table in tables))
 

@@ -174,7 +174,7 @@ def _rates(
     """Tokens per second of full depth and of replayed cycles."""
     assert parts.planner is not None
     parts.planner.max_drafts = drafts  # without a cost table every plan is this one
-    verified = ExitPolicy("verified", (0.0,), (float("inf"),))
+    verified = ExitPolicy("verified", (0.0,))
     prompt, run = session.subject.shape.context - session.sizes.tokens // 2, runner_of(parts)
     sizes = rows, prompt, session.sizes.tokens
     full = decode_rate(core_of(parts, run), NO_EXITS, *sizes)

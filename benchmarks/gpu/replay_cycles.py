@@ -68,6 +68,8 @@ class ReplayedCycles:
         drafted: Tensor,
         scores: Tensor,
         following: Tensor,
+        logits: Tensor,
+        gaps: Tensor,
         branches: int,
         device_state: Tensor,
         next_state: Tensor,
@@ -77,4 +79,4 @@ class ReplayedCycles:
         begins = begins.clamp(max=len(following) - 1)  # padding
         at = (begins + accepted).clamp(max=len(following) - 1)
         next_state.copy_(torch.stack((following[at], positions[begins] + accepted + 1)))
-        device_state[:, : len(rows)] = next_state
+        device_state[:2, : len(rows)] = next_state

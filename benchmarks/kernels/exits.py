@@ -85,7 +85,7 @@ class ExitOps(Inputs):
         blocks = -(-(shape.context + DRAFTS + 1) // BLOCK)
         row_meta = self._decoding_rows(shape, rows)[0][: cycle_plan.NUM_PLANNED]
         tables = torch.arange(rows * blocks, dtype=torch.int32, device=self.device).view(rows, blocks)
-        next_state = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
+        next_state = torch.zeros((3, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
         wide, narrow = cycle_plan.sizes(rows, DRAFTS)
 
         def buffers() -> tuple[Tensor, Tensor]:
@@ -122,11 +122,14 @@ class ExitOps(Inputs):
         row_meta, starts, positions, drafted = self._decoding_rows(shape, rows)
         counting, scores = row_meta[cycle_plan.DRAFTS], torch.rand(DRAFTS, rows, device=self.device)
         following = torch.randint(0, 2, (len(positions),), device=self.device)
-        device_state = torch.zeros((2, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
+        logits = self._randn(len(positions), shape.vocabulary)
+        gaps = torch.zeros(len(positions), device=self.device)
+        device_state = torch.zeros((3, cycle_plan.MOST_ROWS), dtype=torch.int32, device=self.device)
         ours, plain = (torch.zeros((2, rows), dtype=torch.int64, device=self.device) for _ in range(2))
 
         def accept(op: Any, into: Tensor) -> Tensor:
-            op(row_meta, counting, starts, positions, drafted, scores, following, 1, device_state, into)
+            of_drafts = drafted, scores, following, logits, gaps
+            op(row_meta, counting, starts, positions, *of_drafts, 1, device_state, into)
             return into
 
         return Calls(

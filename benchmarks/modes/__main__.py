@@ -6,7 +6,7 @@
 
     a  verified against full, batch 1, by the clock        d  no exits allowed against full
     b  verified emits the tokens of full                   e  batches of 8 and 32, verified against full
-    c  bounded and fast: disagreement, speed, layers       f  a row's tokens and exit layers alone and in a batch
+    c  bounded: budget, speed; fast: layers, errors        f  a row's tokens and exit layers alone and in a batch
 
 Prompts are those of benchmarks/common/prompts.jsonl in the model's chat template; no artefact is calibrated on them.
 Modes run in turns on one engine, and every ratio is the median of the ratios within each repeat. Generation is greedy
@@ -51,7 +51,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="timed one at a time in a, c and d")
     parser.add_argument("--identity", type=int, default=200, help="prompts of b")
     parser.add_argument("--identity-tokens", type=int, default=64)
-    parser.add_argument("--quality", type=int, default=64, help="prompts of c whose disagreement is counted")
+    parser.add_argument("--quality", type=int, default=200, help="prompts of c whose answers the library judges")
     parser.add_argument("--batch", type=int, default=8, help="prompts at once in b and c")
     parser.add_argument("--batches", default="8,32", help="prompts at once in e")
     parser.add_argument("--needles", type=int, default=20)

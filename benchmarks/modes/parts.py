@@ -6,19 +6,19 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common.bars import Bar, Part
 from benchmarks.common.prompts import Prompt, different_kinds
 from benchmarks.common.runs import NO_EXITS_THRESHOLD, Bench, Runs, greedy, output_ids, usage_of
 from tide_core.engine.engine import Completion
-from tide_core.exits.audit import AuditBook
-from tide_core.request import Audit, SamplingParams
+from tide_core.request import SamplingParams
 
 SPEEDUP = {"cpu": 1.5, "cuda": 1.6}
 NOISE = 0.97
 """At most 3 % slower."""
-EPSILON = 0.02
+EPSILON, MARGIN = 0.05, 0.2
+"""The budget of bounded."""
 MOST_LAYERS = 0.7
 TIE = 1e-4
 """Two tokens whose logits differ by less are a tie: either token is correct."""
@@ -46,7 +46,10 @@ def contracts_for(parts: Sequence[str], tokens: int) -> dict[str, SamplingParams
     """The contracts that parts a, c and d time in one run."""
     contracts = {"full": greedy("full", tokens), "verified": greedy("verified", tokens)}
     if "c" in parts:
-        contracts |= {"bounded": greedy("bounded", tokens, epsilon=EPSILON), "fast": greedy("fast", tokens)}
+        contracts |= {
+            "bounded": greedy("bounded", tokens, epsilon=EPSILON, margin=MARGIN),
+            "fast": greedy("fast", tokens),
+        }
     if "d" in parts:
         contracts["no exits"] = greedy("verified", tokens, threshold=NO_EXITS_THRESHOLD)
     return contracts
@@ -70,10 +73,9 @@ def speed(bench: Bench, parts: Sequence[str], sizes: Sizes) -> Part:
         _add_differences(part, bench, prompts, full.answers, verified.answers, "verified equals full, batch 1")
     if "c" in parts:
         share = usage_of(runs["fast"].answers)["layers_per_token"] / bench.num_layers
-        part.bars.append(Bar(f"bounded({EPSILON:g}) over verified, batch 1", runs["bounded"].over(verified), NOISE))
+        name = f"bounded({EPSILON:g}, {MARGIN:g}) over verified, batch 1"
+        part.bars.append(Bar(name, runs["bounded"].over(verified), NOISE))
         part.bars.append(Bar("layers of fast over all layers", share, MOST_LAYERS, at_least=False))
-        if any(audit.broken for audit in bench.engine.stats().audits.values()):
-            part.lines.append("a bound broke: some answers of mode bounded fell back to verified")
     if "d" in parts:
         part.bars.append(Bar("no exits allowed over full, batch 1", runs["no exits"].over(full), NOISE))
     return part
@@ -94,35 +96,63 @@ def identity(bench: Bench, sizes: Sizes) -> Part:
 
 
 def quality(bench: Bench, sizes: Sizes) -> Part:
-    """c: disagreement of bounded and fast with full depth, by the engine's audits and by the library's forward."""
+    """c: bounded keeps its budget, and how often fast disagrees with full depth, by the library's forward."""
     prompts = bench.spread(sizes.quality_prompts)
     part = Part(f"c: disagreement with full depth, {len(prompts)} prompts")
     ends = {"max_tokens": sizes.tokens}  # the model ends its answers, as in service
-    contracts = {
-        "bounded": SamplingParams(mode="bounded", epsilon=EPSILON, **ends),
-        "fast": SamplingParams(mode="fast", **ends),
-    }
-    bench.parts.core.audits = AuditBook()  # after a broken bound there would be nothing to count
     with bench.fixed_drafts() as drafts:
-        for name, params in contracts.items():
-            figures = _disagreement(bench, prompts, bench.run_batched(prompts, params, sizes.batch))
-            part.data[name] = {**figures, "drafts": drafts, "batch": sizes.batch}
-            part.lines.append(
-                f"{name:8} {100 * figures['disagreement']:.2f} % by the library's forward, "
-                f"{_percent(figures['audited_disagreement'])} of {figures['num_audited']} tokens by engine audits; "
-                f"{100 * figures['exit_rate']:.1f} % of {figures['num_tokens']} tokens exited early"
-            )
-    bounded = part.data["bounded"]
-    if bounded["num_fallback_tokens"]:
-        part.lines.append(f"bound broken: {bounded['num_fallback_tokens']} tokens were verified and are not counted")
-    for how, value in (("the library", bounded["disagreement"]), ("audits", bounded["audited_disagreement"])):
-        name = f"bounded({EPSILON:g}) disagreement by {how}"
-        part.bars.append(Bar(name, 0.0 if value is None else value, EPSILON, at_least=False))
-    if bench.config.dtype == "float32":
-        wrong = float(bounded["num_false_audits"])
-        part.bars.append(Bar("audits of bounded the library contradicts", wrong, 0.0, at_least=False))
+        answers = {
+            "bounded": bench.run_batched(
+                prompts, SamplingParams(mode="bounded", epsilon=EPSILON, margin=MARGIN, **ends), sizes.batch
+            ),
+            "fast": bench.run_batched(prompts, SamplingParams(mode="fast", **ends), sizes.batch),
+        }
+    for name, mine in answers.items():
+        figures = _disagreement(bench, prompts, mine)
+        part.data[name] = {**figures, "drafts": drafts, "batch": sizes.batch}
+        part.lines.append(
+            f"{name:8} {100 * figures['disagreement']:.2f} % by the library's forward; "
+            f"{100 * figures['exit_rate']:.1f} % of {figures['num_tokens']} tokens exited early, "
+            f"{figures['tokens_per_deep_pass']:.2f} tokens per deep pass"
+        )
+    budgets = [_budget(bench, prompt, answer) for prompt, answer in zip(prompts, answers["bounded"], strict=True)]
+    kept = [gap for budget in budgets for gap in budget.gaps]
+    part.data["bounded"] |= {"num_differing": len(kept), "widest_gap": max(kept, default=0.0)}
+    part.lines.append(f"bounded: {len(kept)} tokens kept, {max(kept, default=0.0):.3f} nats below at most")
+    over = sum(not budget.holds for budget in budgets)
+    part.bars.append(Bar(f"answers of bounded({EPSILON:g}) over their budget", float(over), 0.0, at_least=False))
+    if bench.config.dtype == "float32":  # the library's own rounding is far wider in a narrower type
+        name = f"widest gap that bounded(margin {MARGIN:g}) kept, by the library"
+        part.bars.append(Bar(name, max(kept, default=0.0), MARGIN + TIE, at_least=False))
+        untold = float(sum(budget.num_untold for budget in budgets))
+        part.bars.append(Bar("tokens of bounded that differ and do not say so", untold, 0.0, at_least=False))
     part.data["engine_audits"] = {key: asdict(value) for key, value in bench.engine.stats().audits.items()}
     return part
+
+
+class Budget(NamedTuple):
+    """What one answer of bounded spent."""
+
+    holds: bool
+    """At every moment."""
+    gaps: tuple[float, ...]
+    """Of the tokens that it kept, by the library."""
+    num_untold: int
+    """Tokens that differ by more than a tie and do not say so."""
+
+
+def _budget(bench: Bench, prompt: Prompt, answer: Completion) -> Budget:
+    output = output_ids(answer)
+    agreed = bench.library.score(prompt, output).agreed(output)
+    holds, gaps, num_untold = True, list[float](), 0
+    for at, (token, agrees) in enumerate(zip(answer.tokens, agreed, strict=True)):
+        gap = 0.0 if agrees else bench.library.gap([*prompt.ids, *output[:at]], [output[at]])
+        if token.gap is not None:
+            gaps.append(gap)
+            holds &= len(gaps) <= EPSILON * (at + 1)
+        else:
+            num_untold += gap > TIE
+    return Budget(holds, tuple(gaps), num_untold)
 
 
 def batches(bench: Bench, sizes: Sizes) -> Part:
@@ -188,31 +218,16 @@ def _among(bench: Bench, prompt: Prompt, mode: str, tokens: int, num_mates: int,
 
 
 def _disagreement(bench: Bench, prompts: Sequence[Prompt], answers: Sequence[Completion]) -> dict[str, Any]:
-    """Over the tokens that were decided under the requested mode."""
-    tokens = disagreements = exits = audited = audited_wrong = false_audits = fallback = 0
+    tokens = disagreements = exits = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         output = output_ids(answer)
-        agreed = bench.library.score(prompt, output).agreed(output)
-        for at, (token, agrees) in enumerate(zip(answer.tokens, agreed, strict=True)):
-            if token.mode not in ("bounded", "fast"):
-                fallback += 1
-                continue
-            tokens += 1
-            disagreements += not agrees
-            exits += token.exit_layer < bench.num_layers
-            if token.mode == "bounded" or token.audit in (Audit.AGREED, Audit.DISAGREED):
-                audited += 1
-                audited_wrong += token.audit is Audit.DISAGREED
-                if (token.audit is Audit.DISAGREED) == agrees and token.mode == "bounded":
-                    false_audits += bench.library.margin([*prompt.ids, *output[:at]]) > TIE
+        tokens += len(output)
+        disagreements += bench.library.score(prompt, output).agreed(output).count(False)
+        exits += sum(token.exit_layer < bench.num_layers for token in answer.tokens)
     return {
         "num_tokens": tokens,
         "disagreement": disagreements / tokens,
         "exit_rate": exits / tokens,
-        "num_audited": audited,
-        "audited_disagreement": audited_wrong / audited if audited else None,
-        "num_false_audits": false_audits,
-        "num_fallback_tokens": fallback,
         **{key: value for key, value in usage_of(answers).items() if key != "num_tokens"},
     }
 
@@ -262,7 +277,3 @@ def _speed_line(name: str, mine: Runs, full: Runs) -> str:
         f"{usage['layers_per_token']:6.2f} layers/token  {usage['tokens_per_deep_pass']:5.2f} tokens/deep pass  "
         f"accepted {accepted}"
     )
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"

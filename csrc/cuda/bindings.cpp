@@ -314,13 +314,16 @@ void verify_drawn(int dtype, Address logits, Address sources, Address num_tokens
     tide::cuda::verify_drawn(dtype_of(dtype), params, stream_of(stream));
 }
 
-void accept_drafts(Address row_meta, Address counting, Address starts, Address positions, Address drafted,
-                   Address scores, Address following, Address device_state, Address next_state, int64_t rows,
-                   int64_t drafts, int64_t branches, Address stream) {
-    tide::cuda::accept_drafts({in<int32_t>(row_meta), in<int32_t>(counting), in<int32_t>(starts),
-                               in<int64_t>(positions), in<int64_t>(drafted), in<float>(scores), in<int64_t>(following),
-                               out<int32_t>(device_state), out<int64_t>(next_state), rows, drafts, branches},
-                              stream_of(stream));
+void accept_drafts(int dtype, Address row_meta, Address counting, Address starts, Address positions, Address drafted,
+                   Address scores, Address following, Address logits, Address gaps, Address device_state,
+                   Address next_state, int64_t rows, int64_t drafts, int64_t branches, int64_t logits_stride,
+                   Address stream) {
+    tide::cuda::accept_drafts(
+        dtype_of(dtype),
+        {in<int32_t>(row_meta), in<int32_t>(counting), in<int32_t>(starts), in<int64_t>(positions),
+         in<int64_t>(drafted), in<float>(scores), out<int64_t>(following), in(logits), out<float>(gaps),
+         out<int32_t>(device_state), out<int64_t>(next_state), rows, drafts, branches, logits_stride},
+        stream_of(stream));
 }
 
 void draw_numbers(Address keys, Address starts, Address positions, Address row_meta, Address numbers, int64_t rows,

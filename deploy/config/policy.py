@@ -23,7 +23,9 @@ class LivePolicy(BaseModel):
     mode: str | None = None
     """Mode of a request that gives none. None: verified with an artefact or suffix drafts, else full."""
     epsilon: float | None = None
-    """Bound of such a request if `mode` is bounded."""
+    """Share of tokens of such a request that may differ from full depth's choice, if `mode` is bounded."""
+    margin: float | None = None
+    """Nats by which such a token may be less likely than that choice."""
     threshold: float | None = None
     """Least score at which its tokens exit; None: as calibrated."""
     min_layers: int = Field(default=0, ge=0, le=2**16)
@@ -38,8 +40,8 @@ class LivePolicy(BaseModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> LivePolicy:
-        """A checked policy; a ConfigError names a bad field. Checks that need an engine, such as whether its artefact
-        has this bound, are left to `Service.apply`."""
+        """A checked policy; a ConfigError names a bad field. Checks that need an engine, such as whether it has this
+        mode, are left to `Service.apply`."""
         refuse_unknown("user_config", values, list(cls.model_fields))
         try:
             policy = cls.model_validate(dict(values))
@@ -65,7 +67,12 @@ class LivePolicy(BaseModel):
         values = {name: value for name, value in given.items() if value is not None}
         allowed = [mode for mode in self.modes if mode in caller.modes]
         if "mode" not in values:
-            values = {**self._contract(allowed, natural_mode, caller, named_bound="epsilon" in values), **values}
+            values = {
+                **self._contract(
+                    allowed, natural_mode, caller, named_budget=bool({"epsilon", "margin"} & values.keys())
+                ),
+                **values,
+            }
         params = SamplingParams(**values)
         if params.mode not in allowed:
             raise ForbiddenError("mode", params.mode, f"one of {', '.join(allowed) or 'none'}: others are not allowed")
@@ -74,15 +81,15 @@ class LivePolicy(BaseModel):
             raise ForbiddenError("threshold", params.threshold, f"at least {least:g}: less is not allowed")
         return replace(params, min_layers=self.min_layers) if params.min_layers < self.min_layers else params
 
-    def _contract(self, allowed: Sequence[str], natural: str, caller: Caller, *, named_bound: bool) -> dict[str, Any]:
-        """Mode, bound and threshold of a request that gives no mode."""
-        if self.mode is None and named_bound:
-            return {}  # `SamplingParams` refuses a bound without its mode
+    def _contract(self, allowed: Sequence[str], natural: str, caller: Caller, *, named_budget: bool) -> dict[str, Any]:
+        """Mode, budget and threshold of a request that gives no mode."""
+        if self.mode is None and named_budget:
+            return {}  # `SamplingParams` refuses a budget without its mode
         mode = self.mode or _first(self.modes, natural)
-        if mode not in allowed:  # not for this caller; bound and threshold belong to the other mode
+        if mode not in allowed:  # not for this caller; budget and threshold belong to the other mode
             return {"mode": _first(allowed, natural)}
         threshold = None if self.threshold is None else max(self.threshold, caller.min_threshold)
-        return {"mode": mode, "epsilon": self.epsilon, "threshold": threshold}
+        return {"mode": mode, "epsilon": self.epsilon, "margin": self.margin, "threshold": threshold}
 
 
 def _first(allowed: Sequence[str], natural: str) -> str:

@@ -180,12 +180,12 @@ class GrpcApi:
             device=about.device,
             version=about.version,
             checkpoint_layers=about.checkpoint_layers,
-            epsilons=about.epsilons,
             artefact_digest=about.artefact or "",
             modes=[messages.MODES[mode] for mode in service.modes_for(caller)],
             default_exits=pb.ExitParams(
                 mode=messages.MODES[default.mode or service.natural_mode],
                 epsilon=default.epsilon,
+                margin=default.margin,
                 threshold=default.threshold,
                 min_layers=default.min_layers,
             ),

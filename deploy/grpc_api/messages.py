@@ -153,7 +153,7 @@ def _grammar(params: pb.SamplingParams) -> Grammar | None:
 
 def _exits(exits: pb.ExitParams) -> dict[str, Any]:
     values: dict[str, Any] = {
-        name: getattr(exits, name) for name in ("epsilon", "threshold", "min_layers") if exits.HasField(name)
+        name: getattr(exits, name) for name in ("epsilon", "margin", "threshold", "min_layers") if exits.HasField(name)
     }
     if exits.mode != pb.MODE_UNSPECIFIED:
         if exits.mode not in MODE_NAMES:
@@ -183,9 +183,7 @@ def stats_of(stats: EngineStats) -> pb.GetExitStatsResponse:
                 rate=audit.rate,
                 lower=audit.lower,
                 upper=audit.upper,
-                epsilon=audit.epsilon,
                 delta=audit.delta,
-                broken=audit.broken,
             )
             for contract, audit in stats.audits.items()
         ],

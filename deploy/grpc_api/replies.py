@@ -91,6 +91,7 @@ class ChoiceReply:
                 tokens_per_deep_pass=usage.tokens_per_deep_pass,
                 drafts=usage.num_drafts,
                 accepted=usage.num_accepted,
+                differing=usage.num_differing,
                 tokens_per_layer=dict(usage.exits),
             ),
             artefact_digest=self.answer.artefact or "",
@@ -121,6 +122,7 @@ def token_of(token: TokenOutput, tokenizer: Tokenizer) -> pb.Token:
             for token_id, logprob in token.top_logprobs
         ],
         mode=MODES[token.mode],
+        gap=token.gap,
     )
 
 

@@ -323,7 +323,6 @@ def _model_object(service: Service, caller: Caller, created: int) -> dict[str, A
         "tide": {
             "num_layers": about.num_layers,
             "checkpoint_layers": list(about.checkpoint_layers),
-            "epsilons": list(about.epsilons),
             "modes": service.modes_for(caller),
             "artefact": about.artefact,
         },

@@ -31,15 +31,17 @@ class TideOptions(Body):
     mode: Literal["full", "verified", "bounded", "fast"] | None = None
     """The contract; default: the server's policy."""
     epsilon: float | None = None
-    """For bounded: most disagreement with full depth, per token."""
+    """For bounded: most tokens of the answer that full depth would not have chosen, as a share (0.05)."""
+    margin: float | None = None
+    """For bounded: how many nats less likely such a token may be than full depth's choice (0.2)."""
     threshold: float | None = None
-    """For verified and fast: least score at which a token exits. Above 1 none does."""
+    """Not for full: least score at which a token exits. Above 1 none does."""
     min_layers: int | None = None
     """No exit before this many layers."""
     exit_layers: bool = False
     """Return the exit layer of each token."""
     tokens: bool = False
-    """Return id, text, exit layer, score and audit of each token."""
+    """Return id, text, exit layer, score, audit and gap of each token."""
     timeout_s: float | None = None
     """Seconds until the request ends with status 408."""
 
@@ -141,6 +143,7 @@ class Sampling(StructuredFields):
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "mode": options.mode,
             "epsilon": options.epsilon,
+            "margin": options.margin,
             "threshold": options.threshold,
             "min_layers": options.min_layers,
         }

@@ -5,7 +5,7 @@ const model = { name: null, layers: 0, checkpoints: [], modes: [] };
 const HINTS = {
   full: "Every token runs all layers.",
   verified: "Early exits are drafts, and full depth verifies each: at temperature 0 the text equals that of full.",
-  bounded: "Disagrees with full depth on at most this share of tokens, as certified; every early exit is audited.",
+  bounded: "As verified, but keeps near ties: at most this share of tokens differs from full depth's choice, each within the margin.",
   fast: "Fewest layers. Disagreement with full depth is measured, not bounded.",
 };
 let running = null;
@@ -32,7 +32,6 @@ async function connect() {
     byId("about").textContent = about.id + ", " + model.layers + " layers" +
       (model.checkpoints.length ? ", exits after " + model.checkpoints.join(", ") : ", no exits");
     fill("mode", tide.modes, tide.modes.includes("verified") ? "verified" : tide.modes[0]);
-    fill("epsilon", tide.epsilons, tide.epsilons[0]);
     byId("tokens").max = Math.min(4096, about.max_model_len);
     showControls();
   } catch (error) {
@@ -47,8 +46,9 @@ function fill(id, values, chosen) {
 
 function showControls() {
   const mode = byId("mode").value, score = Number(byId("threshold").value);
-  byId("epsilonLabel").hidden = mode !== "bounded";
-  byId("thresholdLabel").hidden = !["verified", "fast"].includes(mode);
+  byId("epsilonLabel").hidden = byId("marginLabel").hidden = mode !== "bounded";
+  byId("epsilon").disabled = byId("margin").disabled = mode !== "bounded";
+  byId("thresholdLabel").hidden = mode === "full";
   const text = score < 0 ? "calibrated" : score > 1 ? "no exit" : score.toFixed(2);
   byId("thresholdText").textContent = text;
   byId("threshold").setAttribute("aria-valuetext", text);
@@ -57,8 +57,8 @@ function showControls() {
 
 function requestBody(mode, seed) {
   const tide = { mode, tokens: true }, score = Number(byId("threshold").value), prompt = byId("prompt").value;
-  if (mode === "bounded") tide.epsilon = Number(byId("epsilon").value);
-  if (["verified", "fast"].includes(mode) && score >= 0) tide.threshold = score;
+  if (mode === "bounded") for (const name of ["epsilon", "margin"]) tide[name] = Number(byId(name).value);
+  if (mode !== "full" && score >= 0) tide.threshold = score;
   const input = byId("chat").checked ? { messages: [{ role: "user", content: prompt }] } : { prompt };
   return { model: model.name, ...input, max_tokens: Number(byId("tokens").value), seed,
     temperature: Number(byId("temperature").value), stream: true, stream_options: { include_usage: true }, tide };
@@ -174,7 +174,8 @@ class Run {
     this.textBox.setAttribute("aria-busy", "false");
     this.draw();
     if (!this.end) return;
-    this.part(".summary").textContent = [this.tokens.length + " tokens, ended by " + this.end.reason,
+    const differing = this.end.differing ? ["differing from full depth: " + this.end.differing] : [];
+    this.part(".summary").textContent = [this.tokens.length + " tokens, ended by " + this.end.reason, ...differing,
       "first after " + (this.first ?? 0).toFixed(2) + " s",
       this.end.tokens_per_deep_pass.toFixed(2) + " tokens per deep pass",
       this.end.layers_per_token.toFixed(1) + " layers run per token"].join(" · ");
@@ -190,7 +191,8 @@ class Run {
     const score = token.score === null ? "none" : token.score.toFixed(3);
     const as = token.mode === this.mode ? "" : ", as " + token.mode;
     const where = token.exit_layer ? "layer " + token.exit_layer + " of " : "from the text, before any of ";
-    return where + model.layers + ", score " + score + ", audit " + token.audit + as;
+    const gap = token.gap == null ? "" : ", full depth's choice was " + token.gap.toFixed(3) + " nats likelier";
+    return where + model.layers + ", score " + score + ", audit " + token.audit + gap + as;
   }
 
   show(span) {

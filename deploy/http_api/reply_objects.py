@@ -42,6 +42,7 @@ def token_object(token: TokenOutput) -> dict[str, Any]:
         "exit_layer": token.exit_layer,
         "score": token.score,
         "audit": token.audit.value,
+        "gap": token.gap,
         "mode": token.mode,
     }
 
@@ -66,6 +67,7 @@ def exits_object(usage: Usage) -> dict[str, Any]:
         "tokens_per_deep_pass": usage.tokens_per_deep_pass,
         "drafts": usage.num_drafts,
         "accepted": usage.num_accepted,
+        "differing": usage.num_differing,
         "tokens_per_layer": {str(layer): count for layer, count in sorted(usage.exits.items())},
         "queue_s": usage.queue_s,
         "first_token_s": usage.first_token_s,
@@ -81,9 +83,7 @@ def stats_object(stats: EngineStats) -> dict[str, Any]:
             "rate": audit.rate,
             "lower": audit.lower,
             "upper": audit.upper,
-            "epsilon": audit.epsilon,
             "delta": audit.delta,
-            "broken": audit.broken,
         }
         for name, audit in stats.audits.items()
     }

@@ -39,7 +39,7 @@ from tide_core.kv.block_manager import BlockTable
 from tide_core.request import NO_EXITS, ExitPolicy
 
 NEEDS_A_GPU = {"attention_512", "attention_8192", "attention_32768", "router"}
-DRAFTING = ExitPolicy("verified", (0.0,), (float("inf"),))
+DRAFTING = ExitPolicy("verified", (0.0,))
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
 

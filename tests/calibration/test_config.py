@@ -9,7 +9,7 @@ from tide_core.errors import ConfigError
 
 
 def test_settings_survive_json_and_keep_their_digest() -> None:
-    config = CalibrationConfig(checkpoints=(2, 5), heads=("block", "affine"), epsilons=(0.01,), shortlist_size=None)
+    config = CalibrationConfig(checkpoints=(2, 5), heads=("block", "affine"), max_drafts=3, shortlist_size=None)
 
     again = CalibrationConfig.from_mapping(config.to_mapping())
 
@@ -44,10 +44,6 @@ def test_compare_steps_are_refused_with_what_replaces_them() -> None:
         {"heads": ()},
         {"heads": ("block", "block")},
         {"heads": ("tall",)},
-        {"epsilons": (0.1, 0.1)},
-        {"epsilons": (1.0,)},
-        {"delta": 0.0},
-        {"delta": float("nan")},
         {"deep_inputs": 1},
         {"generation_batch": 0},
         {"max_drafts": 65},
@@ -73,3 +69,9 @@ def test_a_checkpoint_is_never_the_last_layer() -> None:
         CalibrationConfig(checkpoints=(1, 4)).checkpoints_for(4)
     with pytest.raises(ConfigError, match="at least 2"):
         CalibrationConfig().checkpoints_for(1)
+
+
+@pytest.mark.parametrize("name", ["epsilons", "delta"])
+def test_settings_of_the_former_bound_are_refused_with_what_took_their_place(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*mode bounded needs no calibration"):
+        CalibrationConfig.from_mapping({name: 0.05})

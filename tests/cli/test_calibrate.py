@@ -101,7 +101,7 @@ def test_a_taken_output_is_refused_before_the_model_is_loaded(
         (["--set", "stepps=3"], "did you mean steps?"),
         (["--set", "steps"], "KEY=VALUE"),
         (["--set", "delta=high"], "a JSON value"),
-        (["--epsilon", "2"], "epsilons: got 2"),
+        (["--set", "epsilons=[0.05]"], "epsilons: got [0.05]"),
         (["--dtype", "int8"], "dtype: got 'int8'"),
         (["--data", "missing.jsonl"], "nothing was found at this path"),
     ],

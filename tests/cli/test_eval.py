@@ -46,7 +46,7 @@ def command(tide: Tide, model: Path, artefact: Path, prompt_file: Path, tmp_path
 def test_all_modes_and_thresholds_are_measured_and_written(command: Tide, tmp_path: Path) -> None:
     code, out, err = command("--thresholds", "0.9,0.3", "--ignore-eos")
     assert (code, err) == (0, "")
-    names = ["full", "verified", "bounded 0.01", "bounded 0.02", "bounded 0.05", "fast", "fast at 0.3", "fast at 0.9"]
+    names = ["full", "verified", "bounded 0.02", "bounded 0.05", "bounded 0.1", "fast", "fast at 0.3", "fast at 0.9"]
     for name in names:
         assert f"\n{name} " in out
     folder = tmp_path / "out"

@@ -67,11 +67,11 @@ def test_every_option_reaches_the_engine(tide: Tide, use_engine: UseEngine) -> N
     )
     assert (settings.max_rows, settings.artefact, settings.drafts) == (700, "some/exits", 5)
     assert params.min_layers == 3
-    assert tide("generate", "Say", "--mode", "bounded", "--epsilon", "0.05")[0] == 0
+    assert tide("generate", "Say", "--mode", "bounded", "--epsilon", "0.05", "--margin", "0.5")[0] == 0
     assert tide("generate", "Say", "--mode", "fast", "--threshold", "0.7")[0] == 0
-    assert [(p.mode, p.epsilon, p.threshold) for p in engine.params[1:]] == [
-        ("bounded", 0.05, None),
-        ("fast", None, 0.7),
+    assert [(p.mode, p.epsilon, p.margin, p.threshold) for p in engine.params[1:]] == [
+        ("bounded", 0.05, 0.5, None),
+        ("fast", None, None, 0.7),
     ]
 
 
@@ -92,7 +92,7 @@ def test_json_lines_hold_each_token_and_a_final_object(tide: Tide, use_engine: U
     code, out, err = tide("generate", "Say", "--json")
     *tokens, final = lines_of(out)
     assert (code, err) == (0, "")
-    about = {"exit_layer": 4, "score": None, "audit": "verified", "mode": "full"}
+    about = {"exit_layer": 4, "score": None, "audit": "verified", "gap": None, "mode": "full"}
     assert tokens == [
         {"type": "token", "request": 0, "index": 0, "id": 100, "text": "Hel", **about},
         {"type": "token", "request": 0, "index": 1, "id": 101, "text": "lo", **about},
@@ -111,6 +111,7 @@ def test_json_lines_hold_each_token_and_a_final_object(tide: Tide, use_engine: U
             "tokens_per_deep_pass": 2.0,
             "drafts": 3,
             "accepted": 1,
+            "differing": 0,
             "acceptance": 0.3333,
         },
         "timings": {"queue_s": 0.1, "first_token_s": 0.2, "total_s": 0.5, "tokens_per_s": 4.0},
@@ -169,6 +170,7 @@ def test_none_or_two_prompt_sources_are_refused(tide: Tide, use_engine: UseEngin
         ("--mode", "quick"),
         ("--logprobs", "1"),
         ("--epsilon", "0.1"),
+        ("--margin", "0.1"),
         ("--threshold", "3"),
         ("--drafts", "99"),
     ],

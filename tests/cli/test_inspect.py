@@ -13,7 +13,7 @@ import pytest
 from tests.exits.artefact.artefact_factory import make_artefact
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.exits.artefact.artefact import RiskThreshold, load_artefact
+from tide_core.exits.artefact.artefact import load_artefact
 
 Tide = Callable[..., tuple[int, str, str]]
 
@@ -49,7 +49,6 @@ def test_everything_an_artefact_holds_is_printed(tide: Tide, artefact: Path) -> 
         "up to 6 tokens back",
         "4 query and 2 KV heads of size 12",
         "0.800 0.750",
-        "0.02    0.05     0.8000        200  0.0100     0.400",
         "3.10 layers a token",
         "report.md",
         loaded.manifest.files["heads.safetensors"].sha256,
@@ -61,17 +60,12 @@ def test_everything_an_artefact_holds_is_printed(tide: Tide, artefact: Path) -> 
 
 @pytest.mark.parametrize("kind", ["identity", "affine", "mlp"])
 def test_every_kind_of_head_is_shown(kind: str, tide: Tide, tmp_path: Path) -> None:
-    make_artefact(tmp_path / "a", kind=kind, fast=None, thresholds=())
+    make_artefact(tmp_path / "a", kind=kind, fast=None)
     code, out, _ = tide("inspect", str(tmp_path / "a"))
     assert code == 0
     assert f"head      {kind}, " in out
     assert "bounded" not in out
     assert "fast" not in out
-
-
-def test_a_threshold_that_lets_nothing_pass_is_shown_as_such(tide: Tide, tmp_path: Path) -> None:
-    make_artefact(tmp_path / "a", kind="affine", thresholds=(RiskThreshold(0.001, 0.05, 2.0, 10, 0.0, 0.0),))
-    assert "no exit" in tide("inspect", str(tmp_path / "a"))[1]
 
 
 def test_json_is_one_object_with_the_manifest_and_the_digest(tide: Tide, artefact: Path) -> None:
@@ -82,7 +76,7 @@ def test_json_is_one_object_with_the_manifest_and_the_digest(tide: Tide, artefac
     assert values["path"] == str(artefact)
     assert [checkpoint["layer"] for checkpoint in values["checkpoints"]] == [1, 3]
     assert values["checkpoints"][0]["num_head_parameters"] == loaded.heads[0].num_parameters
-    assert values["checkpoints"][0]["thresholds"][0]["epsilon"] == 0.01
+    assert values["checkpoints"][0]["fast"]["threshold"] == 0.7
     assert "matches" not in values
 
 

@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 TOKENS = (
     pb.Token(id=5, text="The", exit_layer=4, audit=pb.AUDIT_VERIFIED, mode=pb.MODE_BOUNDED),
     pb.Token(id=6, text=" cat", exit_layer=1, score=0.75, audit=pb.AUDIT_AGREED, mode=pb.MODE_BOUNDED),
-    pb.Token(id=7, text=" sat", exit_layer=1, score=0.5, audit=pb.AUDIT_DISAGREED, mode=pb.MODE_BOUNDED),
+    pb.Token(id=7, text=" sat", exit_layer=1, score=0.5, audit=pb.AUDIT_DISAGREED, gap=0.125, mode=pb.MODE_BOUNDED),
     pb.Token(id=8, text=".", exit_layer=4, audit=pb.AUDIT_VERIFIED, mode=pb.MODE_BOUNDED),
 )
 TEXT = "The cat sat."
@@ -29,7 +29,7 @@ FINAL = pb.Final(
     finish_reason=pb.FINISH_REASON_STOP,
     usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=1, queue_s=0.5, first_token_s=1.0, total_s=2.0),
     exits=pb.ExitSummary(
-        layers_per_token=2.5, tokens_per_deep_pass=2.0, drafts=3, accepted=2, tokens_per_layer={4: 2, 1: 2}
+        layers_per_token=2.5, tokens_per_deep_pass=2.0, drafts=3, accepted=2, tokens_per_layer={4: 2, 1: 2}, differing=1
     ),
     artefact_digest="d" * 64,
     model="scripted",
@@ -160,13 +160,12 @@ class Script(tide_pb2_grpc.TideServiceServicer):
             model="scripted",
             num_layers=NUM_LAYERS,
             checkpoint_layers=[1],
-            epsilons=[0.02],
             modes=[pb.MODE_FULL, pb.MODE_BOUNDED],
             default_exits=pb.ExitParams(mode=pb.MODE_VERIFIED),
         )
 
     def GetExitStats(self, request: pb.GetExitStatsRequest, context: Any) -> pb.GetExitStatsResponse:
-        audit = pb.AuditReport(contract="bounded:0.02", tokens=10, epsilon=0.02)
+        audit = pb.AuditReport(contract="fast", tokens=10, delta=0.05)
         return pb.GetExitStatsResponse(total_tokens=9, tokens_per_layer={4: 2, 1: 7}, audits=[audit])
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:

@@ -13,7 +13,7 @@ from tests.client.scripted import NUM_LAYERS
 TOKENS = (
     {"id": 5, "text": "The", "exit_layer": 4, "score": None, "audit": "verified", "mode": "bounded"},
     {"id": 6, "text": " cat", "exit_layer": 1, "score": 0.75, "audit": "agreed", "mode": "bounded"},
-    {"id": 7, "text": " sat", "exit_layer": 1, "score": 0.5, "audit": "disagreed", "mode": "bounded"},
+    {"id": 7, "text": " sat", "exit_layer": 1, "score": 0.5, "audit": "disagreed", "gap": 0.125, "mode": "bounded"},
     {"id": 8, "text": ".", "exit_layer": 4, "score": None, "audit": "verified", "mode": "bounded"},
 )
 SUMMARY = {
@@ -23,6 +23,7 @@ SUMMARY = {
     "tokens_per_deep_pass": 2.0,
     "drafts": 3,
     "accepted": 2,
+    "differing": 1,
     "tokens_per_layer": {"1": 2, "4": 2},
     "queue_s": 0.5,
     "first_token_s": 1.0,

@@ -68,7 +68,7 @@ def test_the_other_calls_give_plain_records(server: GrpcServer, call: Call) -> N
     assert (info.default_mode, info.artefact_digest) == ("verified", None)
     stats = call(server.address, "exit_stats")
     assert (stats.total_tokens, stats.tokens_per_layer) == (9, {1: 7, 4: 2})
-    assert (stats.audits[0].contract, stats.audits[0].epsilon) == ("bounded:0.02", 0.02)
+    assert (stats.audits[0].contract, stats.audits[0].delta) == ("fast", 0.05)
     assert call(server.address, "abort", "r-1") is True
     assert call(server.address, "abort", "r-2") is False
     assert call(server.address, "tokenize", "ab") == [97, 98]
@@ -109,10 +109,10 @@ def test_every_option_reaches_the_schema() -> None:
         "grammar": 'root ::= "a"',
     }
     request = request_of(
-        "Say", {**options, "mode": "bounded", "epsilon": 0.02, "min_layers": 2, "request_id": "r"}, 5.0
+        "Say", {**options, "mode": "bounded", "epsilon": 0.02, "margin": 0.3, "min_layers": 2, "request_id": "r"}, 5.0
     )
     assert request.sampling_params == pb.SamplingParams(**options)  # type: ignore[arg-type]
-    assert request.exits == pb.ExitParams(mode=pb.MODE_BOUNDED, epsilon=0.02, min_layers=2)
+    assert request.exits == pb.ExitParams(mode=pb.MODE_BOUNDED, epsilon=0.02, margin=0.3, min_layers=2)
     assert (request.request_id, request.timeout_s, request.prompt) == ("r", 5.0, "Say")
     assert set(options) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
 

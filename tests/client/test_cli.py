@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
 SUMMARY = (
-    "tide: 4 tokens (stop): 2 after layer 1, 2 after all 4 layers; 2.00 tokens per deep pass, "
-    "2.5 layers run per token; first token after 1.00 s, all after 2.00 s (2.0 tok/s)\n"
+    "tide: 4 tokens (stop): 2 after layer 1, 2 after all 4 layers; differing from full depth: 1; "
+    "2.00 tokens per deep pass, 2.5 layers run per token; first token after 1.00 s, all after 2.00 s (2.0 tok/s)\n"
 )
 
 

@@ -23,12 +23,15 @@ def test_every_option_reaches_the_server(
     stdin(b"Say\n")
     key_file = tmp_path / "key"
     key_file.write_text("s3cret\n")
-    options = "--plain --max-tokens 7 --temperature 0.5 --seed 3 --mode bounded --epsilon 0.02 --application big"
+    options = (
+        "--plain --max-tokens 7 --temperature 0.5 --seed 3 --mode bounded --epsilon 0.02 --margin 0.3 --application big"
+    )
     more = ("--timeout", "9", "--api-key-file", str(key_file))
     assert tide("client", "-", "--address", server.address, *options.split(), *more)[:2] == (0, TEXT)
     [request] = script.requests
     assert (request.prompt, request.sampling_params.max_tokens, request.sampling_params.seed) == ("Say", 7, 3)
     assert (request.sampling_params.temperature, request.exits.epsilon, request.exits.mode) == (0.5, 0.02, 3)
+    assert request.exits.margin == 0.3
     assert request.timeout_s == 9
     for metadata in script.metadata:
         assert (metadata["authorization"], metadata["application"]) == ("Bearer s3cret", "big")
@@ -48,6 +51,7 @@ def test_json_is_one_object_a_token_and_one_for_the_end(server: GrpcServer, tide
         "audit": "agreed",
         "mode": "bounded",
         "choice": 0,
+        "gap": None,
     }
     assert [token["index"] for token in tokens] == [0, 1, 2, 3]
     assert (final["type"], final["text"], final["finish_reason"]) == ("final", TEXT, "stop")

@@ -45,13 +45,13 @@ def test_a_whole_stream_is_its_tokens_in_order_and_then_the_answer(http_server: 
 
 def test_text_and_chat_go_to_their_routes_greedy_unless_said(http_server: HttpServer) -> None:
     client = HttpClient(f"{http_server.url}/prefix/v1/", api_key="s3cret", timeout_s=9)
-    list(client.stream("Say", max_tokens=4, mode="bounded", epsilon=0.02))
+    list(client.stream("Say", max_tokens=4, mode="bounded", epsilon=0.02, margin=0.3))
     list(client.stream(CHAT, temperature=0.5, seed=3))
     assert http_server.paths == ["/prefix/v1/completions", "/prefix/v1/chat/completions"]
     assert http_server.keys == ["Bearer s3cret"] * 2
     text, chat = http_server.bodies
     assert (text["prompt"], text["max_tokens"], text["temperature"]) == ("Say", 4, 0.0)
-    assert text["tide"] == {"mode": "bounded", "epsilon": 0.02, "tokens": True, "timeout_s": 9}
+    assert text["tide"] == {"mode": "bounded", "epsilon": 0.02, "margin": 0.3, "tokens": True, "timeout_s": 9}
     assert (chat["messages"], chat["temperature"], chat["seed"]) == (CHAT, 0.5, 3)
 
 

@@ -21,11 +21,11 @@ Read = Callable[..., Outcome]
 def test_a_whole_stream_is_its_tokens_in_order_and_then_the_answer(server: GrpcServer, read: Read) -> None:
     seen = read(server.address)
     assert seen.text == TEXT
-    assert [(token.id, token.exit_layer, token.score, token.audit, token.mode) for token in seen.tokens] == [
-        (5, 4, None, "verified", "bounded"),
-        (6, 1, 0.75, "agreed", "bounded"),
-        (7, 1, 0.5, "disagreed", "bounded"),
-        (8, 4, None, "verified", "bounded"),
+    assert [(t.id, t.exit_layer, t.score, t.audit, t.gap, t.mode) for t in seen.tokens] == [
+        (5, 4, None, "verified", None, "bounded"),
+        (6, 1, 0.75, "agreed", None, "bounded"),
+        (7, 1, 0.5, "disagreed", 0.125, "bounded"),
+        (8, 4, None, "verified", None, "bounded"),
     ]
     answer = seen.answer
     assert answer is not None
@@ -33,6 +33,7 @@ def test_a_whole_stream_is_its_tokens_in_order_and_then_the_answer(server: GrpcS
     assert (answer.request_id, answer.model, answer.artefact_digest) == ("r-1", "scripted", "d" * 64)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_s) == (3, 4, 2.0)
     assert answer.exits.tokens_per_layer == {1: 2, 4: 2}
+    assert answer.exits.differing == 1
     assert list(answer.exits.tokens_per_layer) == [1, 4]
 
 

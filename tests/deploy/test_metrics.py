@@ -81,8 +81,8 @@ def stats_of(exit_stats: ExitStats | None = None, **values: Any) -> EngineStats:
     return EngineStats(**{**known, **values})
 
 
-def audit(*, broken: bool = False, epsilon: float | None = 0.02) -> AuditSnapshot:
-    return AuditSnapshot(1000, 9, 0.009, 0.004, 0.015, epsilon, 0.05, broken)
+def audit() -> AuditSnapshot:
+    return AuditSnapshot(1000, 9, 0.009, 0.004, 0.015, 0.05)
 
 
 def piece(num_tokens: int = 1, usage: Usage | None = None) -> RequestOutput:
@@ -107,7 +107,7 @@ WANTED = {
     "tide_prompt_tokens": "counter",
     "tide_generation_tokens": "counter",
     "tide_layers_saved": "counter",
-    "tide_mode_fallbacks": "counter",
+    "tide_differing_tokens": "counter",
     "tide_num_requests_running": "gauge",
     "tide_num_requests_waiting": "gauge",
     "tide_kv_cache_usage_perc": "gauge",
@@ -216,24 +216,24 @@ def test_a_dead_engine_is_told_as_long_as_its_replica_lives(meter: Meter, sink: 
         assert sink.gauges["tide_engine_dead", ""] == dead
 
 
-def test_audits_show_the_rate_its_interval_and_the_bound(meter: Meter, sink: Sink) -> None:
-    meter.flush(stats_of(audits={"bounded 0.02": audit(), "fast": audit(epsilon=None)}), 0)
+def test_audits_show_the_rate_and_its_interval(meter: Meter, sink: Sink) -> None:
+    meter.flush(stats_of(audits={"fast": audit()}), 0)
     shown = {name: value for name, value in sink.gauges.items() if "audit" in name[0]}
     assert shown == {
-        ("tide_audit_disagreement", "bounded 0.02"): 0.009,
-        ("tide_audit_disagreement_lower", "bounded 0.02"): 0.004,
-        ("tide_audit_disagreement_upper", "bounded 0.02"): 0.015,
-        ("tide_audit_bound", "bounded 0.02"): 0.02,
         ("tide_audit_disagreement", "fast"): 0.009,
         ("tide_audit_disagreement_lower", "fast"): 0.004,
         ("tide_audit_disagreement_upper", "fast"): 0.015,
     }
 
 
-def test_a_bound_that_breaks_counts_once_and_again_if_it_breaks_again(meter: Meter, sink: Sink) -> None:
-    for broken in (False, True, True, False, True):
-        meter.flush(stats_of(audits={"bounded 0.02": audit(broken=broken), "bounded 0.05": audit()}), 0)
-    assert sink.counts == {("tide_mode_fallbacks", "bounded 0.02"): 2}
+def test_tokens_that_differ_are_counted_by_mode(meter: Meter, sink: Sink) -> None:
+    for mode, num in (("bounded", 3), ("bounded", 2), ("fast", 1), ("verified", 0)):
+        meter.on_output(make_answer(mode=mode), piece(1, Usage(3, 9, num_differing=num)))
+    meter.flush(stats_of(), 0)
+    assert {key: count for key, count in sink.counts.items() if key[0] == "tide_differing_tokens"} == {
+        ("tide_differing_tokens", "bounded"): 5,
+        ("tide_differing_tokens", "fast"): 1,
+    }
 
 
 def test_a_request_is_timed_by_mode_from_its_arrival_to_its_end(
@@ -407,7 +407,8 @@ def test_ray_takes_every_metric_of_the_table_with_its_tags(monkeypatch: pytest.M
         monkeypatch.setattr(f"ray.serve.metrics.{kind}", stub(kind, verb))
     exporter = RayExporter()
     assert [each[1] for each in made] == [metric.name for metric in METRICS]
-    assert ("Gauge", "tide_audit_bound", "The certified bound on disagreement.", ("contract",)) in made
+    described = BY_NAME["tide_differing_tokens"].text
+    assert ("Counter", "tide_differing_tokens", described, ("mode",)) in made
     assert ("Histogram", "tide_queue_seconds", BY_NAME["tide_queue_seconds"].text, list(LATENCIES_S), ("mode",)) in made
     for name, tags in (("tide_requests", {"finish": "stop"}), ("tide_exit_layer", {}), ("tide_predicted_gain", {})):
         exporter.add(name, 3, tags)
@@ -422,4 +423,4 @@ def test_rays_own_classes_take_the_table_and_what_a_meter_says() -> None:
     meter = Meter(RayExporter(), model="tiny", max_queued=9)
     meter.on_end(make_answer(), "stop")
     meter.on_output(make_answer(), piece(1, Usage(3, 1)))
-    meter.flush(stats_of(exits(left={2: 3, 8: 1}, drafts=3, accepted=3), audits={"fast": audit(broken=True)}), 1)
+    meter.flush(stats_of(exits(left={2: 3, 8: 1}, drafts=3, accepted=3), audits={"fast": audit()}), 1)

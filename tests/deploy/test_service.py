@@ -194,8 +194,8 @@ async def test_a_mode_that_is_not_allowed_is_forbidden_to_those_who_name_it(serv
 
 async def test_a_policy_that_the_artefact_cannot_keep_is_refused_and_the_old_one_stays(service: Service) -> None:
     before = service.policy
-    with pytest.raises(ConfigError, match=r"user_config\.epsilon"):
-        await service.apply(LivePolicy.read({"mode": "bounded", "epsilon": 0.0001}))
+    with pytest.raises(ConfigError, match=r"user_config\.min_layers"):
+        await service.apply(LivePolicy.read({"min_layers": 99}))
     assert service.policy is before
 
 
@@ -458,7 +458,7 @@ class SwappingEngine(ScriptedEngine):
 
     def check_params(self, params: SamplingParams) -> None:
         if params.epsilon is not None:
-            raise RequestError("epsilon", params.epsilon, "one that was certified")
+            raise RequestError("epsilon", params.epsilon, "another one")
 
 
 async def test_exits_come_with_their_policy_and_go_with_it() -> None:

@@ -68,7 +68,7 @@ def exit_parts(
 
 def exit_engine(family: str = "llama", **settings: Any) -> Engine:
     parts = exit_parts(family, **settings)
-    plain = {key: value for key, value in settings.items() if key not in ("easy", "artefact")}
+    plain = {key: value for key, value in settings.items() if key not in ("easy", "share", "artefact")}
     return Engine.from_parts(make_config(**{"drafts": 4, **plain}), parts)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -133,7 +132,7 @@ def test_blocks_are_shared_only_within_one_model_and_policy(change: str) -> None
     if change == "model":
         core._namespace = "other weights"
     elif change == "policy":
-        policy = ExitPolicy("verified", draft_thresholds=(0.5,), exit_thresholds=(math.inf,))
+        policy = ExitPolicy("verified", draft_thresholds=(0.5,))
     assert cached() == (32 if change == "nothing" else 0)
 
 

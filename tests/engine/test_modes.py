@@ -17,7 +17,6 @@ from tests.factories import make_config, make_engine, make_parts, random_prompts
 from tests.tiny_models import tiny_model
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import ConfigError, RequestError
-from tide_core.exits.audit import AuditBook
 from tide_core.request import Audit, SamplingParams
 
 PROMPTS = random_prompts(6, 11)
@@ -39,17 +38,6 @@ OTHER_FAMILIES = (
 
 def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **changes})
-
-
-def unbreakable_audits() -> AuditBook:
-    """No number of disagreements makes it fall back, which would tie rows to one another."""
-    return AuditBook(delta=1e-300)
-
-
-def unbreakable(**settings: Any) -> Engine:
-    engine = exit_engine(**settings)
-    engine._parts.core.audits = unbreakable_audits()
-    return engine
 
 
 def answers(engine: Engine, **changes: Any) -> list[Completion]:
@@ -138,9 +126,8 @@ def test_a_request_gets_exactly_as_many_tokens_as_it_may() -> None:
 
 @pytest.mark.parametrize("mode", ["verified", "bounded"])
 def test_a_freed_page_is_never_read(mode: str) -> None:
-    expected = all_ids(answers(unbreakable(artefact={"kind": "block"}), mode=mode))
+    expected = all_ids(answers(exit_engine(artefact={"kind": "block"}), mode=mode))
     parts = exit_parts(artefact={"kind": "block"})
-    parts.core.audits = unbreakable_audits()
     with poisoned(parts, drafts=4) as engine:
         for _ in range(2):
             assert all_ids(engine.generate(PROMPTS, params(mode=mode))) == expected
@@ -158,11 +145,11 @@ def test_a_rejected_draft_leaves_no_trace_in_the_cache() -> None:
 def test_tokens_and_exit_layers_do_not_depend_on_mates(mode: str) -> None:
     needle = PROMPTS[0]
     settings: dict[str, Any] = {"artefact": {"kind": "block"}, "max_rows": 16, "max_batch_tokens": 128}
-    with unbreakable(**settings) as engine:
+    with exit_engine(**settings) as engine:
         [alone] = engine.generate([needle], params(mode=mode))
     for num_mates in (1, 5, 15):
         mates = random_prompts(num_mates, 7, seed=num_mates)
-        with unbreakable(**settings) as engine:
+        with exit_engine(**settings) as engine:
             together = engine.generate([*mates[: num_mates // 2], needle, *mates[num_mates // 2 :]], params(mode=mode))
         got = together[num_mates // 2]
         assert ids(got) == ids(alone)
@@ -173,8 +160,8 @@ def test_modes_mix_in_one_batch_and_each_keeps_its_contract() -> None:
     modes = ("full", "verified", "bounded", "fast", "verified", "full")
     expected = {}
     for mode in set(modes):
-        expected[mode] = all_ids(answers(unbreakable(), mode=mode))
-    with unbreakable() as engine:
+        expected[mode] = all_ids(answers(exit_engine(), mode=mode))
+    with exit_engine() as engine:
         got = engine.generate(PROMPTS, [params(mode=mode) for mode in modes])
     for index, (mode, answer) in enumerate(zip(modes, got, strict=True)):
         assert ids(answer) == expected[mode][index], mode
@@ -235,47 +222,6 @@ def test_a_cached_prefix_of_full_depth_requests_is_not_taken_for_one_with_head_m
         [got] = engine.generate([prompt], params(mode="verified"))
     assert got.usage is not None
     assert got.usage.cached_tokens == 0
-
-
-def test_bounded_emits_exits_whatever_full_depth_chooses_and_audits_every_one() -> None:
-    parts = exit_parts(artefact={"thresholds": (), "draft_threshold": 0.0})
-    got = _bounded(parts, exit_threshold=0.0)
-    tokens = [token for answer in got for token in answer.tokens]
-    exits = [token for token in tokens if token.exit_layer == 1]
-    assert {token.audit for token in exits} == {Audit.AGREED, Audit.DISAGREED}
-    assert all(token.audit is Audit.VERIFIED for token in tokens if token.exit_layer == NUM_LAYERS)
-    for prompt, answer in zip(PROMPTS, got, strict=True):
-        assert _true_audits(prompt, answer) == [token.audit is not Audit.DISAGREED for token in answer.tokens], (
-            "an audit says what full depth says, given the text as it was emitted"
-        )
-
-
-def test_bounded_with_an_unreachable_exit_threshold_is_verified() -> None:
-    expected = all_ids(at_full_depth())
-    got = _bounded(exit_parts(artefact={"draft_threshold": 0.0}), exit_threshold=math.inf)
-    assert all_ids(got) == expected
-
-
-def test_a_broken_bound_falls_back_to_verified_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    settings: dict[str, Any] = {"artefact": {"draft_threshold": 0.0, "thresholds": _always(0.02)}, "easy": False}
-    with exit_engine(**settings) as engine:
-        for _ in range(8):
-            engine.generate(PROMPTS, params(mode="bounded", max_tokens=64))
-        late = engine.generate(PROMPTS, params(mode="bounded"))
-        stats = engine.stats()
-    assert "is broken" in caplog.text
-    assert stats.audits["bounded:0.02"].broken
-    assert {token.mode for answer in late for token in answer.tokens} == {"verified"}
-    full = answers(make_engine(), max_tokens=24)
-    assert all_ids(late) == all_ids(full)
-
-
-def test_an_epsilon_the_artefact_was_not_calibrated_for_is_refused_by_name() -> None:
-    with exit_engine() as engine:
-        with pytest.raises(RequestError, match="epsilon") as refusal:
-            engine.make_request(PROMPTS[0], params(mode="bounded", epsilon=0.001))
-        assert "0.01, 0.02, 0.05" in str(refusal.value)
-        assert engine.make_request(PROMPTS[0], params(mode="bounded", epsilon=0.03)).policy.exit_thresholds == (0.8,)
 
 
 def test_fast_skips_layers_and_says_which_tokens_nobody_checked() -> None:
@@ -386,49 +332,8 @@ def test_every_family_runs_with_a_block_head(family: str, mode: str) -> None:
         assert all_ids(got) == all_ids(answers(make_engine(family)))
 
 
-def _always(epsilon: float) -> tuple[Any, ...]:
-    from tide_core.exits.artefact.artefact import RiskThreshold
-
-    return (RiskThreshold(epsilon, 0.05, 0.0, 200, epsilon / 2, 1.0),)
-
-
-def _bounded(parts: Any, *, exit_threshold: float) -> list[Completion]:
-    """Mode bounded with an exit threshold of our own and no fall-back."""
-    from dataclasses import replace
-
-    checkpoints = tuple(replace(c, exit_thresholds={0.02: exit_threshold}) for c in parts.checkpoints)
-    parts = replace(parts, checkpoints=checkpoints)
-    parts.core.audits = unbreakable_audits()
-    with Engine.from_parts(make_config(drafts=4), parts) as engine:
-        return engine.generate(PROMPTS, params(mode="bounded"))
-
-
-def _true_audits(prompt: list[int], answer: Completion) -> list[bool]:
-    """Whether each token of an answer is what the library's forward chooses after the text before it."""
-    tokens = [*prompt, *ids(answer)]
-    with torch.inference_mode():
-        model = easy_model()
-        choices = model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
-    return [choices[len(prompt) + i - 1] == token for i, token in enumerate(ids(answer))]
-
-
 def test_the_easy_model_is_not_the_tiny_one() -> None:
     assert easy_model() is not tiny_model("llama")
-
-
-def test_an_epsilon_between_calibrated_ones_gets_the_ledger_of_the_one_below() -> None:
-    with exit_engine() as engine:
-        for epsilon in (0.02, 0.02000001, 0.03):
-            engine.generate(PROMPTS, params(mode="bounded", epsilon=epsilon))
-        assert list(engine.stats().audits) == ["bounded:0.02"]
-
-
-@pytest.mark.parametrize("changes", [{"temperature": 0.8}, {"repetition_penalty": 1.2}, {"logit_bias": {383: 50.0}}])
-def test_bounded_requests_that_do_not_choose_the_largest_logit_are_verified(changes: dict[str, Any]) -> None:
-    with exit_engine(artefact={"draft_threshold": 0.0, "thresholds": _always(0.02)}) as engine:
-        got = engine.generate(PROMPTS, params(mode="bounded", **changes))
-        assert {token.mode for answer in got for token in answer.tokens} == {"verified"}
-        assert not engine.stats().audits
 
 
 def test_fast_leaves_at_one_checkpoint_only() -> None:
@@ -480,8 +385,8 @@ def test_the_default_mode_is_verified_where_anything_can_be_drafted() -> None:
     parts = replace(make_parts(), suffix_drafts=True)
     with Engine.from_parts(make_config(), parts) as engine:
         assert engine.default_mode == "verified"
-        assert engine.describe().modes == ("full", "verified")
+        assert engine.describe().modes == ("full", "verified", "bounded")
         [answer] = engine.generate([[2, 3, 4]], SamplingParams(max_tokens=2))
         assert {token.mode for token in answer.tokens} == {"verified"}
         with pytest.raises(RequestError, match="no artefact"):
-            engine.generate([[2, 3, 4]], SamplingParams(mode="bounded"))
+            engine.generate([[2, 3, 4]], SamplingParams(mode="fast"))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from tide_core.row import Row
 pytestmark = pytest.mark.unit
 
 SPACE = b"space"
-EXITS = ExitPolicy("verified", draft_thresholds=(0.5,), exit_thresholds=(math.inf,))
-FAST = ExitPolicy("fast", draft_thresholds=(0.5,), exit_thresholds=(0.5,))
+EXITS = ExitPolicy("verified", draft_thresholds=(0.5,))
+FAST = ExitPolicy("fast", draft_thresholds=(0.5,))
 
 
 def add(scheduler: Scheduler, name: str, prompt_len: int, first: int = 2, **params: Any) -> Row:
@@ -239,18 +238,6 @@ def test_rows_that_skip_layers_draft_what_they_can_whatever_is_planned() -> None
     step(scheduler)
     _, batch = scheduler.schedule()
     assert [share.num_drafts for share in batch.rows] == [4, 2, 0]
-
-
-def test_a_row_drafts_by_the_policy_in_force_not_by_that_of_its_request() -> None:
-    scheduler = make_scheduler(drafts=3)
-    row = add(scheduler, "r", 3, policy=EXITS)
-    step(scheduler)
-    row.policy = ExitPolicy()
-    _, batch = scheduler.schedule()
-    assert [(share.num_drafts, share.policy) for share in batch.rows] == [(0, ExitPolicy())]
-    row.policy = EXITS
-    _, batch = scheduler.schedule()
-    assert batch.rows[0].num_drafts == 3
 
 
 def test_a_row_that_gives_way_after_it_was_given_its_share_does_not_run() -> None:

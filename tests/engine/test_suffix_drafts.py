@@ -4,6 +4,7 @@ one go, where the CUDA kernels' twin stands in."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,3 +154,18 @@ def test_samples_have_the_distribution_of_full_depth(path: str, table: CostTable
     assert exits.tokens_per_layer[0] > 0.05 * num_draws, "some were accepted"
     assert exits.accepted < 0.95 * exits.drafts, "and some were rejected"
     assert chi_square_p(observed, chances) > LEAST_P
+
+
+def test_a_budget_keeps_suffix_drafts_too_and_without_an_artefact(path: str) -> None:
+    """Some wrong and a few right; all that the budget allows of the first are kept."""
+    prompts = random_prompts(3, 9)
+    engine = poisoned(with_suffixes(make_parts(suffix_drafts=True), ALONE, Certain([5, 6])))
+    engine._parts = replace(engine._parts, suffix_drafts=True)
+    with engine:
+        verified = engine.generate(prompts, asked(mode="verified"))
+        answers = engine.generate(prompts, asked(mode="bounded", epsilon=0.25, margin=9.0))
+    assert all_ids(verified) != all_ids(answers)
+    for answer in answers:
+        kept = [token for token in answer.tokens if token.gap is not None]
+        assert len(kept) == answer.usage.num_differing == 9, "a quarter of those before the last, which no draft is"
+        assert all(token.exit_layer == 0 and token.token_id in (5, 6) for token in kept)

@@ -87,16 +87,6 @@ def test_verified_disagrees_nowhere_and_its_answers_are_those_of_full_depth() ->
     assert verified.exit_rate > 0.1
 
 
-def test_a_broken_bound_is_shown_with_the_tokens_it_did_not_cover() -> None:
-    from tide_core.exits.artefact.artefact import RiskThreshold
-
-    always = (RiskThreshold(0.02, 0.05, 0.0, 200, 0.01, 1.0),)
-    contracts = [Contract("full", "full"), Contract("bounded 0.02", "bounded", epsilon=0.02)]
-    _, bounded = run(contracts, artefact={"thresholds": always, "draft_threshold": 0.0}, max_tokens=60)
-    assert 0 < bounded.num_fallback_tokens < bounded.num_tokens
-    assert "its bound broke" in table([bounded])
-
-
 def test_an_answer_that_fails_ends_the_measurement_with_its_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     from tide_core.execution.runner import ModelRunner
 
@@ -108,18 +98,29 @@ def test_an_answer_that_fails_ends_the_measurement_with_its_contract(monkeypatch
         run([Contract("full", "full")])
 
 
-def policy(layer: int = 1, *, epsilons: tuple[float, ...] = (0.01, 0.05), fast: float | None = 0.7) -> CheckpointPolicy:
-    return CheckpointPolicy(layer, 0.0, dict.fromkeys(epsilons, 0.9), fast)
+def policy(layer: int = 1, *, fast: float | None = 0.7) -> CheckpointPolicy:
+    return CheckpointPolicy(layer, 0.0, fast)
 
 
 def test_contracts_are_all_that_every_checkpoint_is_calibrated_for() -> None:
     names = [contract.name for contract in contracts_of([policy()], 4, [0.5, 0.9])]
-    assert names == ["full", "verified", "bounded 0.01", "bounded 0.05", "fast", "fast at 0.5", "fast at 0.9"]
-    two = [policy(), policy(2, epsilons=(0.05,), fast=None)]
+    assert names == [
+        "full",
+        "verified",
+        "bounded 0.02",
+        "bounded 0.05",
+        "bounded 0.1",
+        "fast",
+        "fast at 0.5",
+        "fast at 0.9",
+    ]
+    two = [policy(), policy(2, fast=None)]
     assert [contract.name for contract in contracts_of(two, 4, [0.5])] == [
         "full",
         "verified",
+        "bounded 0.02",
         "bounded 0.05",
+        "bounded 0.1",
         "fast at 0.5",
     ]
 
@@ -149,7 +150,6 @@ def result(**changes: Any) -> ContractResult:
         "seconds": 1.0,
         "tokens_per_s": 20.0,
         "speedup": 1.5,
-        "num_fallback_tokens": 0,
     }
     return ContractResult(**{**values, **changes})
 

@@ -16,7 +16,6 @@ from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Completion, Engine
-from tide_core.exits.audit import AuditBook
 from tide_core.exits.head_cpu import unsupported_reason
 from tide_core.exits.propose import Exits, Proposal
 from tide_core.exits.row_cycle import RowCycle
@@ -64,7 +63,6 @@ def make_twin(*, programs: bool, **settings: Any) -> Twin:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "bind_exits", functools.partial(assemble.bind_exits, programs=programs))
         parts = exit_parts(**settings)
-    parts.core.audits = AuditBook(delta=1e-300)
     exits = parts.runner.exits
     assert exits is not None
     assert bool(exits._programs) is programs

@@ -124,6 +124,6 @@ def test_the_rejection_rule_turns_any_draft_distribution_into_that_of_full_depth
     for seed in range(NUM_DRAWS):
         row = SamplingRow(params, seed, (), (), ())
         drafted = int(draw(weights, [uniform(seed, 0, DRAFT_STREAM)])[0])
-        verdict = rejects(Draft(drafted, 0, 1.0, False, proposal), logits, Target(target, row))
+        verdict = rejects(Draft(drafted, 0, 1.0, proposal), logits, Target(target, row))
         observed[drafted if verdict.agrees else verdict.instead.token_id] += 1
     assert chi_square_p(observed, dict(enumerate(target.tolist()))) > LEAST_P

@@ -22,7 +22,7 @@ def index_of(tokens: list[int]) -> TokenIndex:
 def row_of(prompt: list[int], *outputs: int, salt: str = "", end_ids: tuple[int, ...] = ()) -> Row:
     params = SamplingParams(max_tokens=1000, stop_ids=end_ids)
     request = Request("r", tuple(prompt), params, 0, cache_salt=salt)
-    return Row(request, None, BlockTable(), request.policy, RowAcceptance(), list(outputs))
+    return Row(request, None, BlockTable(), RowAcceptance(), list(outputs))
 
 
 def test_two_tokens_are_no_match() -> None:

@@ -14,6 +14,7 @@ from tests.kernels.row_cases import (
     RowCase,
     adjust_case,
     adjust_logits_of,
+    continued,
     keys_of,
     logprobs_case,
     next_state_of,
@@ -31,17 +32,19 @@ from tide_core.kernels.reference.adjust import AdjustState
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("num_rows", "places", "drafts", "branches"), [*SHAPES, *BRANCHED_SHAPES])
 def test_drafts_are_accepted_as_the_reference_accepts_them(
-    num_rows: int, places: int, drafts: int, branches: int, seed: int
+    num_rows: int, places: int, drafts: int, branches: int, seed: int, dtype: torch.dtype
 ) -> None:
-    case = row_case(seed, num_rows, places, drafts, branches)
+    case = continued(row_case(seed, num_rows, places, drafts, branches), branches)
+    case = case._replace(logits=case.logits.to(dtype))
     expected = next_state_of(case)
-    found = [part.cuda() for part in expected]
-    cuda_cycle.accept_drafts(*(part.cuda() for part in case), branches, *found)
+    found, theirs = [part.cuda() for part in expected], [part.cuda() for part in case]
+    cuda_cycle.accept_drafts(*theirs, branches, *found)
     cycle.accept_drafts(*case, branches, *expected)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip([*found, *theirs], [*expected, *case], strict=True):
         assert torch.equal(one.cpu(), other)
 
 
@@ -188,7 +191,7 @@ def test_a_captured_cycle_gives_what_the_ops_give_one_by_one() -> None:
     device_state, next_state = (part.cuda() for part in next_state_of(case))
     numbers = torch.full((draw_plan.NUM_STREAMS, 5, 10), 77.0, dtype=torch.float64, device="cuda")
     adjusted = torch.full((len(sources), 3000), 77.0, device="cuda")
-    before = given[0].counts.clone()
+    before, following = given[0].counts.clone(), parts.following.clone()
 
     def run() -> None:
         of_rows = parts.starts, parts.positions, parts.drafted, parts.row_meta
@@ -205,9 +208,9 @@ def test_a_captured_cycle_gives_what_the_ops_give_one_by_one() -> None:
     with torch.cuda.graph(graph):
         run()
     assert torch.equal(given[0].counts, before)
-    for part in (numbers, adjusted, device_state, next_state):
+    for part in (numbers, adjusted, device_state[:, :10], next_state):
         part.fill_(78)
-    device_state[:, 10:] = 77
+    parts.following.copy_(following)  # drafts that a budget kept are in it
     graph.replay()
     for one, other in zip((numbers, adjusted, device_state, next_state, given[0].counts), expected, strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.engine.exit_engines import all_ids, exit_engine, exit_layers
+from tests.engine.test_bounded import HARD, check
 from tests.factories import random_prompts
 from tide_core.request import SamplingParams
 
@@ -39,7 +41,7 @@ def test_tokens_leave_early_and_every_request_ends(mode: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("mode", ["full", "verified", "bounded", "fast"])
+@pytest.mark.parametrize("mode", ["full", "verified", "fast"])
 def test_the_kernels_give_the_tokens_of_plain_torch(mode: str, family: str) -> None:
     """In float32, on the same device: tokens, and where they left unless drafts are checked and no router is asked."""
     settings: dict[str, Any] = {"family": family, "artefact": {"draft_threshold": 0.3}}
@@ -47,6 +49,22 @@ def test_the_kernels_give_the_tokens_of_plain_torch(mode: str, family: str) -> N
     assert all_ids(ours) == all_ids(plain)
     if mode != "verified":
         assert [exit_layers(answer) for answer in ours] == [exit_layers(answer) for answer in plain]
+
+
+@pytest.mark.parametrize(("epsilon", "margin"), [(0.05, 0.2), (0.3, 0.4), (0.9, 3.0)])
+def test_every_answer_of_bounded_keeps_its_budget_by_the_librarys_forward(epsilon: float, margin: float) -> None:
+    """The drafts of cycles are others than those of the plain path, and so are the near ties that are kept."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, mode="bounded", epsilon=epsilon, margin=margin)
+    with exit_engine(device="cuda", **HARD) as engine:
+        got = engine.generate(PROMPTS, params)
+    assert sum(check(prompt, answer, epsilon, margin, 1e-3) for prompt, answer in zip(PROMPTS, got, strict=True))
+
+
+def test_a_budget_that_never_allows_anything_is_verified() -> None:
+    tight = SamplingParams(max_tokens=60, ignore_eos=True, mode="bounded", epsilon=1e-3, margin=9.0)
+    with exit_engine(device="cuda", **HARD) as engine:
+        verified = engine.generate(PROMPTS, replace(tight, mode="verified", epsilon=None, margin=None))
+        assert all_ids(engine.generate(PROMPTS, tight)) == all_ids(verified)
 
 
 def test_a_cost_table_is_measured_and_planned_by() -> None:

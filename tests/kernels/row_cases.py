@@ -30,11 +30,14 @@ class RowCase(NamedTuple):
     drafted: Tensor
     scores: Tensor
     following: Tensor
+    logits: Tensor
+    gaps: Tensor
 
 
 def row_case(seed: int, num_rows: int, places: int, drafts: int, branches: int = 1, vocab_size: int = 2) -> RowCase:
     """The first `num_rows` exist; one in eight is so near its end that not all its drafts count. With few tokens in the
-    vocabulary many drafts equal what full depth chooses. Scores are sixteenths, so that some equal a threshold."""
+    vocabulary many drafts equal what full depth chooses. Scores are sixteenths, so that some equal a threshold, and
+    logits, so that some gaps equal a margin. Half of the rows have a budget."""
     random = np.random.default_rng(seed)
     counts = np.full(places, -1)
     counts[:num_rows] = drafts if branches > 1 else np.sort(random.integers(0, drafts + 1, num_rows))[::-1]
@@ -46,11 +49,14 @@ def row_case(seed: int, num_rows: int, places: int, drafts: int, branches: int =
     meta[cycle.NEWEST] = random.integers(0, vocab_size, places)[groups]
     meta[cycle.START] = starts_at[groups]
     meta[cycle.DRAFTS] = counts
-    meta[cycle.LEAVES] = random.integers(0, 3, places)[groups]
-    limits = [-math.inf, 0.25, 0.5], [math.inf, 0.75, -math.inf]
-    for part, values in zip((cycle.MIN_SCORE, cycle.EXIT_SCORE), limits, strict=True):
+    meta[cycle.LEAVES] = random.integers(0, 2, places)[groups]
+    limits = [-math.inf, 0.25, 0.5], [0.0, 0.125, 1.0]
+    for part, values in zip((cycle.MIN_SCORE, cycle.MARGIN), limits, strict=True):
         chosen = random.choice(np.array(values, dtype=np.float32), places)[groups]
         meta[part] = chosen.astype(np.float32).view(np.int32)
+    epsilons = random.choice([0.0, 0.0, 0.0, 0.02, 0.05, 0.9], places)[groups]
+    meta[cycle.EPSILON : cycle.EPSILON + 2] = epsilons.view(np.int32).reshape(places, 2).T
+    meta[cycle.DIFFERING] = random.integers(0, 6, places)[groups]
     meta[cycle.PROMPT_LEN] = prompt_lens[groups]
     meta[cycle.ADJUST_SLOT] = meta[cycle.LOGPROBS] = -1
     near_end = np.where(random.random(places) < 0.125, random.integers(0, drafts + 1, places), drafts)[groups]
@@ -65,10 +71,11 @@ def row_case(seed: int, num_rows: int, places: int, drafts: int, branches: int =
     scores[random.random(scores.shape) < 0.05] = math.nan
     scores[random.random(scores.shape) < 0.05] = math.inf
     drafted = random.integers(0, vocab_size, (drafts, places))
-    following = random.integers(0, vocab_size, tokens)
-    return RowCase(
-        *(torch.from_numpy(part) for part in (meta, counting, starts, positions, drafted, scores, following))
-    )
+    logits = (random.integers(-32, 33, (tokens, vocab_size)) / 16).astype(np.float32)
+    logits[random.random(logits.shape) < 0.02] = -math.inf
+    logits[:, 0] = np.maximum(logits[:, 0], -2.0)  # no token without any choice
+    parts = meta, counting, starts, positions, drafted, scores, logits.argmax(-1), logits
+    return RowCase(*(torch.from_numpy(part) for part in parts), torch.full((tokens,), 77.0))
 
 
 def keys_of(seed: int, places: int) -> Tensor:
@@ -80,7 +87,18 @@ def keys_of(seed: int, places: int) -> Tensor:
 
 def next_state_of(case: RowCase) -> tuple[Tensor, Tensor]:
     """Buffers for `accept_drafts`, filled with numbers that it must replace or leave."""
-    return torch.full((2, cycle.MOST_ROWS), 77, dtype=torch.int32), torch.full((2, case.starts.numel() - 1), 77)
+    device_state = torch.full((3, cycle.MOST_ROWS), 77, dtype=torch.int32)
+    device_state[2] = torch.arange(cycle.MOST_ROWS) % 7
+    return device_state, torch.full((2, case.starts.numel() - 1), 77)
+
+
+def continued(case: RowCase, branches: int) -> RowCase:
+    """The case with every other row at another place of the cycle before, whose next state it continues with."""
+    meta = case.row_meta.clone()
+    for r in range(meta.shape[1]):
+        if r // branches % 2 == 0:
+            meta[cycle.START, r] = -1 - (r - r % branches + 5) % cycle.MOST_ROWS
+    return case._replace(row_meta=meta)
 
 
 ADJUSTMENTS: list[dict[str, Any]] = [

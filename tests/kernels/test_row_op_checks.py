@@ -77,11 +77,11 @@ def test_a_tensor_that_is_on_no_gpu_is_refused(op: str) -> None:
 @pytest.mark.parametrize(
     ("row_meta", "message"),
     [
-        (torch.zeros(4, 3, dtype=INT32), r"row_meta: got shape \[4, 3\], expected \[10, R\]"),
-        (torch.zeros(10, 3, dtype=INT64), "row_meta: got torch.int64"),
-        (torch.zeros(3, 10, dtype=INT32).T, "row_meta: got strides"),
-        (torch.zeros(10, dtype=INT32), "row_meta: got shape"),
-        (torch.zeros(10, 257, dtype=INT32), "row_meta.*at most 256 rows"),
+        (torch.zeros(4, 3, dtype=INT32), r"row_meta: got shape \[4, 3\], expected \[13, R\]"),
+        (torch.zeros(13, 3, dtype=INT64), "row_meta: got torch.int64"),
+        (torch.zeros(3, 13, dtype=INT32).T, "row_meta: got strides"),
+        (torch.zeros(13, dtype=INT32), "row_meta: got shape"),
+        (torch.zeros(13, 257, dtype=INT32), "row_meta.*at most 256 rows"),
     ],
 )
 def test_row_metadata_is_refused_by_name(launches: list[Any], op: str, row_meta: torch.Tensor, message: str) -> None:
@@ -100,7 +100,10 @@ def test_row_metadata_is_refused_by_name(launches: list[Any], op: str, row_meta:
         ("accept_drafts", {"scores": torch.zeros(2, 3).double()}, "scores: got torch.float64"),
         ("accept_drafts", {"scores": torch.zeros(1, 3)}, r"scores.*\[K, R\]"),
         ("accept_drafts", {"branches": 2}, "branches: got 2, expected a divisor of 3 rows"),
-        ("accept_drafts", {"device_state": torch.zeros(2, 3, dtype=INT32)}, r"device_state.*\[2, MOST_ROWS\]"),
+        ("accept_drafts", {"device_state": torch.zeros(2, 256, dtype=INT32)}, r"device_state.*\[3, MOST_ROWS\]"),
+        ("accept_drafts", {"logits": torch.zeros(8, 50)}, r"logits.*\[T, V\] with 9 rows"),
+        ("accept_drafts", {"logits": torch.zeros(9, 50).double()}, "logits: got torch.float64"),
+        ("accept_drafts", {"gaps": torch.zeros(8)}, r"gaps.*\[T\]"),
         ("accept_drafts", {"next_state": torch.zeros(2, 3, dtype=INT32)}, "next_state: got torch.int32"),
         ("accept_drafts", {"counting": torch.zeros(3, dtype=INT64)}, "counting: got torch.int64"),
         ("top_logprobs", {"logits": torch.zeros(9, 50).double()}, "logits: got torch.float64"),
@@ -143,7 +146,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 SIZES = {
-    "accept_drafts": (3, 2, 1),
+    "accept_drafts": (3, 2, 1, 50),
     "top_logprobs": (9, 3, 50, 60, 5),
     "draw_numbers": (3, 3),
     "adjust_logits": (4, 50, 60, 3, 4, 50, 320),

@@ -16,47 +16,47 @@ from tests.kernels.row_cases import (
     RowCase,
     adjust_case,
     adjust_logits_of,
+    continued,
     logprobs_case,
     next_state_of,
     row_case,
     same_bits,
     sources_of,
 )
+from tide_core.exits.accept import Compared, accept
 from tide_core.kernels.reference import adjust, cycle
 from tide_core.kernels.reference import draw as draw_plan
-from tide_core.request import SamplingParams
+from tide_core.request import Budget, SamplingParams
 from tide_core.sampling.adjust import adjusted
 from tide_core.sampling.draw import ACCEPT_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, stream_key, uniform
 from tide_core.sampling.rows import SamplingRow
 from tide_core.sampling.sampler import with_logprobs
 
 
-def thresholds(case: RowCase, r: int) -> tuple[float, float]:
-    low, high = case.row_meta[[cycle.MIN_SCORE, cycle.EXIT_SCORE]].view(torch.float32)[:, r].tolist()
-    return low, high
-
-
-def accepted_by_rule(case: RowCase, r: int, row: int) -> int:
-    """Drafts of place `row` that row r keeps."""
-    min_score, exit_score = thresholds(case, r)
+def accepted_by_rule(case: RowCase, r: int, row: int, differing: int) -> list[float | None]:
+    """Of the drafts of place `row` that row r keeps the gap, None where full depth agrees."""
+    min_score, margin = case.row_meta[[cycle.MIN_SCORE, cycle.MARGIN]].view(torch.float32)[:, r].tolist()
+    [epsilon] = case.row_meta[cycle.EPSILON : cycle.EPSILON + 2, r].clone().view(torch.float64).tolist()
     begin = int(case.starts[row])
+    drafts = []
     for distance in range(int(case.counting[r])):
-        score = float(case.scores[distance, row])
-        if not math.isfinite(score) or score < min_score:
-            return distance
-        if score < exit_score and case.drafted[distance, row] != case.following[begin + distance]:
-            return distance
-    return int(case.counting[r])
+        draft, chosen = int(case.drafted[distance, row]), int(case.following[begin + distance])
+        gap = float(case.logits[begin + distance, chosen] - case.logits[begin + distance, draft])
+        drafts.append(Compared(float(case.scores[distance, row]), draft == chosen, gap, min_score))
+    emitted = int(case.positions[begin]) + 1 - int(case.row_meta[cycle.PROMPT_LEN, r])
+    return accept(drafts, Budget(epsilon, margin) if epsilon else None, emitted, differing)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("num_rows", "places", "drafts", "branches"), [*SHAPES, *BRANCHED_SHAPES])
-def test_rows_accept_drafts_by_their_own_thresholds(
+def test_rows_accept_drafts_by_their_own_thresholds_and_budgets(
     num_rows: int, places: int, drafts: int, branches: int, seed: int
 ) -> None:
-    case = row_case(seed, num_rows, places, drafts, branches)
+    case = continued(row_case(seed, num_rows, places, drafts, branches), branches)
     device_state, next_state = next_state_of(case)
-    cycle.accept_drafts(*case, branches, device_state, next_state)
+    before, after = device_state.clone(), RowCase(*(part.clone() for part in case))
+    cycle.accept_drafts(*after, branches, device_state, next_state)
+    following, gaps = case.following.clone(), case.gaps.clone()
     for r in range(places):
         row = first = r - r % branches
         if r >= num_rows:
@@ -67,41 +67,45 @@ def test_rows_accept_drafts_by_their_own_thresholds(
                 b for b in range(first, first + branches) if case.drafted[0, b] == case.following[case.starts[first]]
             ]
             row = right[0] if right else first
-        accepted, begin = accepted_by_rule(case, r, row), int(case.starts[row])
-        assert next_state[0, r] == case.following[begin + accepted]
-        assert next_state[1, r] == case.row_meta[cycle.START, r] + accepted + 1
-    assert torch.equal(device_state[:, :places].long(), next_state)
-    assert (device_state[:, places:] == 77).all()
+        start, differing = int(case.row_meta[cycle.START, r]), int(case.row_meta[cycle.DIFFERING, r])
+        differing = int(before[2, -1 - start]) if start < 0 else differing
+        kept, begin = accepted_by_rule(case, r, row, differing), int(case.starts[row])
+        assert next_state[0, r] == case.following[begin + len(kept)]
+        assert next_state[1, r] == case.positions[begin] + len(kept) + 1
+        assert device_state[2, r] == differing + sum(gap is not None for gap in kept)
+        following[begin : begin + len(kept)] = case.drafted[: len(kept), row]
+        if case.row_meta[cycle.EPSILON + 1, r]:
+            gaps[begin : begin + int(case.counting[r]) + 1] = cycle.AGREES
+            gaps[begin : begin + len(kept)] = torch.tensor([cycle.AGREES if gap is None else gap for gap in kept])
+    assert torch.equal(device_state[:2, :places].long(), next_state)
+    assert torch.equal(device_state[:, places:], before[:, places:])
+    assert torch.equal(after.following, following)
+    assert torch.equal(after.gaps, gaps)
 
 
-def one_row(scores: list[float], min_score: float, exit_score: float, right: list[bool]) -> RowCase:
+def one_row(scores: list[float], min_score: float, right: list[bool]) -> RowCase:
     case = row_case(1, 1, 1, len(scores), vocab_size=100)
     case.counting[0] = len(scores)
-    case.row_meta[[cycle.MIN_SCORE, cycle.EXIT_SCORE], 0] = torch.tensor([min_score, exit_score]).view(torch.int32)
-    case.row_meta[cycle.LEAVES] = cycle.FOR_GOOD
+    case.row_meta[cycle.MIN_SCORE, 0] = torch.tensor(min_score).view(torch.int32)
+    case.row_meta[cycle.EPSILON : cycle.EPSILON + 2] = 0
     case.scores[:, 0] = torch.tensor(scores)
     case.following[:-1] = case.drafted[:, 0] + torch.tensor([0 if equal else 1 for equal in right])
     return case
 
 
 @pytest.mark.parametrize(
-    ("scores", "min_score", "exit_score", "right", "accepted"),
+    ("scores", "min_score", "right", "accepted"),
     [
-        ([0.1, 0.1, 0.1], -math.inf, math.inf, [True, True, True], 3),
-        ([0.9, 0.9, 0.9], -math.inf, math.inf, [True, False, True], 1),
-        ([0.9, 0.4, 0.9], 0.5, math.inf, [True, True, True], 1),
-        ([0.5, 0.5, 0.4], 0.5, math.inf, [True, True, True], 2),
-        ([0.9, 0.9, 0.9], -math.inf, 0.9, [False, False, False], 3),
-        ([0.9, 0.8, 0.9], -math.inf, 0.9, [False, False, False], 1),
-        ([0.9, 0.8, 0.9], -math.inf, 0.9, [False, True, False], 3),
-        ([0.9, math.nan, 0.9], -math.inf, 0.5, [True, True, True], 1),
-        ([math.inf, 0.9, 0.9], -math.inf, 0.5, [True, True, True], 0),
+        ([0.1, 0.1, 0.1], -math.inf, [True, True, True], 3),
+        ([0.9, 0.9, 0.9], -math.inf, [True, False, True], 1),
+        ([0.9, 0.4, 0.9], 0.5, [True, True, True], 1),
+        ([0.5, 0.5, 0.4], 0.5, [True, True, True], 2),
+        ([0.9, math.nan, 0.9], -math.inf, [True, True, True], 1),
+        ([math.inf, 0.9, 0.9], -math.inf, [True, True, True], 0),
     ],
 )
-def test_a_draft_needs_its_least_score_and_a_high_one_needs_no_comparison(
-    scores: list[float], min_score: float, exit_score: float, right: list[bool], accepted: int
-) -> None:
-    case = one_row(scores, min_score, exit_score, right)
+def test_a_draft_needs_its_least_score(scores: list[float], min_score: float, right: list[bool], accepted: int) -> None:
+    case = one_row(scores, min_score, right)
     device_state, next_state = next_state_of(case)
     cycle.accept_drafts(*case, 1, device_state, next_state)
     assert next_state[1, 0] == case.row_meta[cycle.START, 0] + accepted + 1

@@ -10,7 +10,7 @@ from tools.promql_syntax import Aggregate, Binary, Node, Selector, parse, walk
 OF_EVERY_REPLICA = ("application", "deployment", "replica")
 RARE = {
     "ray_tide_non_finite_scores_total": "a router gave no number: never on sound weights",
-    "ray_tide_mode_fallbacks_total": "a bound was broken",
+    "ray_tide_differing_tokens_total": "mode bounded kept a near tie, or an audit of mode fast found a difference",
     "ray_tide_artefact_moves_total": "a pointer to a published artefact was moved",
     "ray_tide_ignored_fields_total": "a client sent a field that is not known here",
     "ray_tide_failed_authentications_total": "a call had no known key",

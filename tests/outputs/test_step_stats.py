@@ -79,9 +79,9 @@ def test_a_request_knows_what_it_did_itself() -> None:
     for each in (CYCLE, CYCLE, PLAIN, CUT):
         pending.add(each, mine)
     pending.add(PLAIN, others)
-    assert totals(mine) == ({2: 3, 30: 3}, 62 + 62 + 30 + 66, 4, 5, 3)
-    assert totals(others) == ({30: 1}, 30, 1, 0, 0)
-    assert totals({}) == ({}, 0, 0, 0, 0)
+    assert totals(mine) == ({2: 3, 30: 3}, 62 + 62 + 30 + 66, 4, 5, 3, 0)
+    assert totals(others) == ({30: 1}, 30, 1, 0, 0, 0)
+    assert totals({}) == ({}, 0, 0, 0, 0, 0)
 
 
 def test_of_several_passes_drafts_are_accepted_up_to_the_end_of_the_text() -> None:
@@ -93,6 +93,7 @@ def test_of_several_passes_drafts_are_accepted_up_to_the_end_of_the_text() -> No
         2,
         3,
         2,
+        0,
     )
 
 

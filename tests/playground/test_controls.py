@@ -31,7 +31,10 @@ CHOICES: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({"Mode": "verified", "Threshold": "0.5"}, {"mode": "verified", "threshold": 0.5}),
     ({"Mode": "fast", "Threshold": "1.05"}, {"mode": "fast", "threshold": 1.05}),
     ({"Mode": "fast", "Threshold": "0"}, {"mode": "fast", "threshold": 0}),
-    ({"Mode": "bounded", "Bound per token": "0.05"}, {"mode": "bounded", "epsilon": 0.05}),
+    (
+        {"Mode": "bounded", "Threshold": "-0.05", "May differ": "0.1"},
+        {"mode": "bounded", "epsilon": 0.1, "margin": 0.2},
+    ),
 ]
 
 
@@ -48,11 +51,11 @@ def test_mode_bound_and_threshold_are_in_the_request_only_where_they_apply(playg
 
 
 def test_controls_that_do_not_apply_to_a_mode_are_not_shown(playground: Playground) -> None:
-    shown = {"full": (False, False), "verified": (True, False), "bounded": (False, True), "fast": (True, False)}
+    shown = {"full": (False, False), "verified": (True, False), "bounded": (True, True), "fast": (True, False)}
     for mode, (threshold, bound) in shown.items():
         playground.set(Mode=mode)
         assert playground.control("Threshold").is_visible() is threshold
-        assert playground.control("Bound per token").is_visible() is bound
+        assert playground.control("May differ").is_visible() is bound
         assert playground.control("API key").is_visible() is False
 
 

@@ -14,7 +14,6 @@ from tests.engine.exit_engines import exit_engine
 from tests.factories import tiny_tokenizer
 from tide_core.engine.engine import Engine
 from tide_core.errors import RequestError
-from tide_core.exits.policy import CheckpointPolicy, resolve_policy
 from tide_core.request import FinishReason, Grammar, SamplingParams
 from tide_core.sampling.grammar import MAX_MASKS, GrammarMatcher, Grammars
 
@@ -161,16 +160,6 @@ def test_greedy_verified_answers_are_those_of_full_depth_and_drafts_are_accepted
     assert all(re.fullmatch("[a-z ,.]*", answer.text) for answer in full)
     accepted = sum(answer.usage.num_accepted for answer in verified if answer.usage is not None)
     assert accepted > 0, "exits go on under a grammar"
-
-
-def test_a_bound_is_not_certified_under_a_grammar_so_the_request_is_served_as_verified() -> None:
-    checkpoint = CheckpointPolicy(2, 0.1, {0.1: 0.5}, None)
-    free, bound = (
-        resolve_policy(params("bounded", grammar=grammar), [checkpoint], 4)
-        for grammar in (None, Grammar("regex", "[a-z]+"))
-    )
-    assert (free.mode, bound.mode) == ("bounded", "verified")
-    assert bound.is_lossless
 
 
 def test_batch_mates_without_a_grammar_are_untouched(engine: Engine) -> None:

@@ -67,7 +67,8 @@ def test_settings_of_decoding_become_parameters_of_requests() -> None:
     params = SamplingParams(**config.request_settings())
     assert (params.mode, params.threshold, params.min_layers, params.epsilon) == ("fast", 0.9, 3, None)
     assert SamplingParams(**TIDEConfig().request_settings()) == SamplingParams()
-    assert TIDEConfig(mode="bounded", epsilon=0.05).request_settings()["epsilon"] == 0.05
+    asked = TIDEConfig(mode="bounded", epsilon=0.05, margin=0.5).request_settings()
+    assert (asked["epsilon"], asked["margin"]) == (0.05, 0.5)
 
 
 def test_an_exit_threshold_of_one_lets_no_score_pass() -> None:
@@ -102,7 +103,8 @@ def test_a_checkpoint_interval_as_long_as_the_model_is_refused() -> None:
         ({"exit_threshold": math.nan}, "exit_threshold"),
         ({"exit_threshold": True}, "exit_threshold"),
         ({"exit_threshold": 0.5, "mode": "full"}, "exit_threshold"),
-        ({"exit_threshold": 0.5, "mode": "bounded"}, "exit_threshold"),
+        ({"margin": 0.2}, "margin"),
+        ({"margin": 0.0, "mode": "bounded"}, "margin"),
         ({"epsilon": 0.02}, "epsilon"),
         ({"epsilon": 2.0, "mode": "bounded"}, "epsilon"),
         ({"mode": "quick"}, "mode"),

@@ -191,16 +191,18 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choices: _Optional[_Iterable[str]] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class ExitParams(_message.Message):
-    __slots__ = ("mode", "epsilon", "threshold", "min_layers")
+    __slots__ = ("mode", "epsilon", "threshold", "min_layers", "margin")
     MODE_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     MIN_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
     mode: Mode
     epsilon: float
     threshold: float
     min_layers: int
-    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., epsilon: _Optional[float] = ..., threshold: _Optional[float] = ..., min_layers: _Optional[int] = ...) -> None: ...
+    margin: float
+    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., epsilon: _Optional[float] = ..., threshold: _Optional[float] = ..., min_layers: _Optional[int] = ..., margin: _Optional[float] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "text", "logprob")
@@ -213,7 +215,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Token(_message.Message):
-    __slots__ = ("id", "text", "exit_layer", "score", "audit", "logprob", "top_logprobs", "mode")
+    __slots__ = ("id", "text", "exit_layer", "score", "audit", "logprob", "top_logprobs", "mode", "gap")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     EXIT_LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +224,7 @@ class Token(_message.Message):
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
     id: int
     text: str
     exit_layer: int
@@ -230,7 +233,8 @@ class Token(_message.Message):
     logprob: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprob]
     mode: Mode
-    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., exit_layer: _Optional[int] = ..., score: _Optional[float] = ..., audit: _Optional[_Union[Audit, str]] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., mode: _Optional[_Union[Mode, str]] = ...) -> None: ...
+    gap: float
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., exit_layer: _Optional[int] = ..., score: _Optional[float] = ..., audit: _Optional[_Union[Audit, str]] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., mode: _Optional[_Union[Mode, str]] = ..., gap: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "tokens", "final", "tool_calls", "other_choices")
@@ -331,7 +335,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., queue_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
 
 class ExitSummary(_message.Message):
-    __slots__ = ("layers_per_token", "tokens_per_deep_pass", "drafts", "accepted", "tokens_per_layer")
+    __slots__ = ("layers_per_token", "tokens_per_deep_pass", "drafts", "accepted", "tokens_per_layer", "differing")
     class TokensPerLayerEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -344,19 +348,21 @@ class ExitSummary(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_LAYER_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELD_NUMBER: _ClassVar[int]
     layers_per_token: float
     tokens_per_deep_pass: float
     drafts: int
     accepted: int
     tokens_per_layer: _containers.ScalarMap[int, int]
-    def __init__(self, layers_per_token: _Optional[float] = ..., tokens_per_deep_pass: _Optional[float] = ..., drafts: _Optional[int] = ..., accepted: _Optional[int] = ..., tokens_per_layer: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    differing: int
+    def __init__(self, layers_per_token: _Optional[float] = ..., tokens_per_deep_pass: _Optional[float] = ..., drafts: _Optional[int] = ..., accepted: _Optional[int] = ..., tokens_per_layer: _Optional[_Mapping[int, int]] = ..., differing: _Optional[int] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "architecture", "num_layers", "vocab_size", "max_model_len", "max_tokens", "max_timeout_s", "dtype", "device", "version", "checkpoint_layers", "epsilons", "artefact_digest", "modes", "default_exits")
+    __slots__ = ("model", "architecture", "num_layers", "vocab_size", "max_model_len", "max_tokens", "max_timeout_s", "dtype", "device", "version", "checkpoint_layers", "artefact_digest", "modes", "default_exits")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -368,7 +374,6 @@ class GetModelInfoResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    EPSILONS_FIELD_NUMBER: _ClassVar[int]
     ARTEFACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODES_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_EXITS_FIELD_NUMBER: _ClassVar[int]
@@ -383,11 +388,10 @@ class GetModelInfoResponse(_message.Message):
     device: str
     version: str
     checkpoint_layers: _containers.RepeatedScalarFieldContainer[int]
-    epsilons: _containers.RepeatedScalarFieldContainer[float]
     artefact_digest: str
     modes: _containers.RepeatedScalarFieldContainer[Mode]
     default_exits: ExitParams
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_timeout_s: _Optional[float] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., checkpoint_layers: _Optional[_Iterable[int]] = ..., epsilons: _Optional[_Iterable[float]] = ..., artefact_digest: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[Mode, str]]] = ..., default_exits: _Optional[_Union[ExitParams, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_timeout_s: _Optional[float] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., checkpoint_layers: _Optional[_Iterable[int]] = ..., artefact_digest: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[Mode, str]]] = ..., default_exits: _Optional[_Union[ExitParams, _Mapping]] = ...) -> None: ...
 
 class GetExitStatsRequest(_message.Message):
     __slots__ = ()
@@ -433,26 +437,22 @@ class GetExitStatsResponse(_message.Message):
     def __init__(self, total_tokens: _Optional[int] = ..., exited_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., tokens_per_layer: _Optional[_Mapping[int, int]] = ..., layers_per_token: _Optional[float] = ..., tokens_per_deep_pass: _Optional[float] = ..., drafts: _Optional[int] = ..., accepted: _Optional[int] = ..., non_finite_scores: _Optional[int] = ..., audits: _Optional[_Iterable[_Union[AuditReport, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., artefact_digest: _Optional[str] = ...) -> None: ...
 
 class AuditReport(_message.Message):
-    __slots__ = ("contract", "tokens", "disagreements", "rate", "lower", "upper", "epsilon", "delta", "broken")
+    __slots__ = ("contract", "tokens", "disagreements", "rate", "lower", "upper", "delta")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISAGREEMENTS_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
     LOWER_FIELD_NUMBER: _ClassVar[int]
     UPPER_FIELD_NUMBER: _ClassVar[int]
-    EPSILON_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
-    BROKEN_FIELD_NUMBER: _ClassVar[int]
     contract: str
     tokens: int
     disagreements: int
     rate: float
     lower: float
     upper: float
-    epsilon: float
     delta: float
-    broken: bool
-    def __init__(self, contract: _Optional[str] = ..., tokens: _Optional[int] = ..., disagreements: _Optional[int] = ..., rate: _Optional[float] = ..., lower: _Optional[float] = ..., upper: _Optional[float] = ..., epsilon: _Optional[float] = ..., delta: _Optional[float] = ..., broken: bool = ...) -> None: ...
+    def __init__(self, contract: _Optional[str] = ..., tokens: _Optional[int] = ..., disagreements: _Optional[int] = ..., rate: _Optional[float] = ..., lower: _Optional[float] = ..., upper: _Optional[float] = ..., delta: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -17,7 +17,12 @@ from tide_core.errors import ConfigError, refuse_unknown
 HEADS = ("identity", "affine", "mlp", "block")
 OPTIMISERS = ("muon", "adamw")
 SELF_DATA = "self"
-REMOVED = {"compare_steps": "no such key: it was removed; `candidates` lists all heads, simple ones too"}
+_BUDGET = "no such key: it was removed; mode bounded needs no calibration, a request names its epsilon and margin"
+REMOVED = {
+    "compare_steps": "no such key: it was removed; `candidates` lists all heads, simple ones too",
+    "epsilons": _BUDGET,
+    "delta": _BUDGET,
+}
 """Settings of earlier versions, and why they are gone."""
 
 
@@ -33,7 +38,7 @@ class CalibrationConfig:
     seed: int = 0
     """Seed of every random choice: the split, the sampled answers, the order of training."""
     calibration_share: float = 0.14
-    """Share of all sequences on which thresholds are certified; nothing else uses them."""
+    """Share of all sequences on which the stated figures are measured; nothing else uses them."""
     test_share: float = 0.06
     """Share of all sequences on which exit, threshold and draft length are chosen."""
     min_calibration: int = 64
@@ -106,12 +111,6 @@ class CalibrationConfig:
     max_drafts: int = 5
     """Maximum number of drafts in a row for which heads are trained and measured."""
 
-    # risk
-    epsilons: tuple[float, ...] = (0.01, 0.02, 0.05)
-    """Bounds on the disagreement per token for which thresholds are certified."""
-    delta: float = 0.05
-    """Each bound holds with confidence 1 - delta."""
-
     # measure
     measure_batches: tuple[int, ...] = (1, 8, 32)
     """Batch sizes at which the published exits are timed against full depth; none: no timing."""
@@ -136,7 +135,7 @@ class CalibrationConfig:
         self._check_tuples()
 
     def _check_tuples(self) -> None:
-        layers, heads, epsilons, batches = self.checkpoints, self.heads, self.epsilons, self.measure_batches
+        layers, heads, batches = self.checkpoints, self.heads, self.measure_batches
         for name, counts in (("checkpoints", layers), ("taps", () if self.taps is None else self.taps)):
             whole = isinstance(counts, tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in counts)
             if not whole or any(i < 1 for i in counts) or list(counts) != sorted(set(counts)):
@@ -145,10 +144,6 @@ class CalibrationConfig:
             raise ConfigError("heads", heads, f"different ones of {', '.join(HEADS)}, at least one")
         if not isinstance(self.candidates, tuple) or any(not isinstance(text, str) for text in self.candidates):
             raise ConfigError("candidates", self.candidates, "texts such as 2:block:deep:muon")
-        if not isinstance(epsilons, tuple) or len(set(epsilons)) < len(epsilons):
-            raise ConfigError("epsilons", epsilons, "different numbers above 0 and below 1")
-        for epsilon in epsilons:
-            _number("epsilons", epsilon, 1e-6, 0.999999)
         if not isinstance(batches, tuple) or len(set(batches)) < len(batches):
             raise ConfigError("measure_batches", batches, "different batch sizes, or none")
         for batch in batches:
@@ -217,7 +212,6 @@ _NUMBERS = {
     "learning_rate": (1e-9, 10.0),
     "final_learning_rate": (0.0, 1.0),
     "weight_decay": (0.0, 10.0),
-    "delta": (1e-9, 0.999999),
     "measure_seconds": (0.001, 86400.0),
     "minutes": (0.01, 100000.0),
 }

@@ -47,10 +47,6 @@ def calibrate(
         typer.Option(help="Time for the whole calibration; training ends early if it must. Default: no limit."),
     ] = SETTINGS.minutes,
     max_drafts: Annotated[int, typer.Option(help="Longest draft.")] = SETTINGS.max_drafts,
-    epsilon: Annotated[
-        list[float] | None, typer.Option(help="A bound on disagreement to certify; may be repeated.")
-    ] = None,
-    delta: Annotated[float, typer.Option(help="Bounds hold with confidence 1 - delta.")] = SETTINGS.delta,
     seed: Annotated[int, typer.Option(help="Same seed, same run.")] = SETTINGS.seed,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as JSON; overrides its option.")
@@ -61,9 +57,9 @@ def calibrate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
-    """Train exit heads for a model, certify their thresholds, write both as an artefact, and time it.
+    """Train exit heads for a model, choose their thresholds, write both as an artefact, and time it.
 
-    Prints whether exits pay, which bounds are certified, and the speed-up measured on this machine. The same command
+    Prints whether exits pay, and the speed-up measured on this machine. The same command
     resumes an interrupted run.
     """
     console.prepare(verbose=verbose)
@@ -76,8 +72,6 @@ def calibrate(
         "steps": steps,
         "minutes": minutes,
         "max_drafts": max_drafts,
-        "epsilons": list(epsilon or SETTINGS.epsilons),
-        "delta": delta,
         "seed": seed,
     }
     config = CalibrationConfig.from_mapping(values | extra_settings(settings or []))

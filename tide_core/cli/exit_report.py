@@ -121,7 +121,7 @@ class Comparison:
 
 
 def at_full_depth(params: SamplingParams) -> SamplingParams:
-    return replace(params, mode="full", epsilon=None, threshold=None, min_layers=0)
+    return replace(params, mode="full", epsilon=None, margin=None, threshold=None, min_layers=0)
 
 
 def warm_up(engine: Engine, prompt: Prompt, params: SamplingParams) -> None:

@@ -54,11 +54,15 @@ def generate(
         ),
     ] = PARAMS.mode,
     epsilon: Annotated[
-        float | None, typer.Option(help="With mode bounded: most disagreement with full depth, per token.")
+        float | None,
+        typer.Option(help="With mode bounded: most tokens that full depth would not have chosen, as a share; 0.05."),
     ] = PARAMS.epsilon,
+    margin: Annotated[
+        float | None, typer.Option(help="With mode bounded: nats by which such a token may be less likely; 0.2.")
+    ] = PARAMS.margin,
     threshold: Annotated[
         float | None,
-        typer.Option(help="Least router score to draft (verified) or to exit (fast); default: as calibrated."),
+        typer.Option(help="Least router score to draft (verified, bounded) or to exit (fast); default: as calibrated."),
     ] = PARAMS.threshold,
     min_layers: Annotated[int, typer.Option(help="No exit before this many layers.")] = PARAMS.min_layers,
     artefact: Annotated[
@@ -111,6 +115,7 @@ def generate(
         stop=tuple(stop or ()),
         mode=mode,
         epsilon=epsilon,
+        margin=margin,
         threshold=threshold,
         min_layers=min_layers,
         logprobs=logprobs,

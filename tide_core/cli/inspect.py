@@ -130,11 +130,6 @@ def _measured(checkpoint: Checkpoint) -> Iterator[str]:
     shares = " ".join(f"{share:.3f}" for share in checkpoint.acceptance)
     yield f"  drafting  while the score is at least {checkpoint.draft_threshold:.4g}"
     yield f"            right at distance 1, 2, …: {shares}"
-    if checkpoint.thresholds:
-        yield "  bounded    epsilon   delta  threshold  sequences    risk  coverage"
-    for point in checkpoint.thresholds:
-        measured = f"{point.num_sequences:>9,}  {point.risk:>6.4f}  {point.coverage:>8.3f}"
-        yield f"            {point.epsilon:>8.4g}  {point.delta:>6.4g}  {_threshold(point.threshold):>9}  {measured}"
     if checkpoint.fast is not None:
         fast = checkpoint.fast
         share = f"{fast.disagreement:.4f} disagree, {fast.layers_per_token:.2f} layers a token"

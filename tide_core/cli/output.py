@@ -179,6 +179,7 @@ def _token(token: TokenOutput) -> dict[str, Any]:
         "exit_layer": token.exit_layer,
         "score": None if token.score is None else _number(token.score),
         "audit": token.audit.value,
+        "gap": token.gap,
         "mode": token.mode,
     }
     if token.logprob is not None:
@@ -218,6 +219,7 @@ def _exits(usage: Usage) -> dict[str, Any]:
         "tokens_per_deep_pass": round(usage.tokens_per_deep_pass, 4),
         "drafts": usage.num_drafts,
         "accepted": usage.num_accepted,
+        "differing": usage.num_differing,
         "acceptance": None if usage.acceptance is None else round(usage.acceptance, 4),
     }
 

@@ -310,7 +310,7 @@ def build_planner(
         most = min(config.max_pending, artefact.manifest.max_drafts)
         acceptance, digest = artefact.manifest.checkpoints[0].acceptance, artefact.digest
         if config.drafts is not None and config.drafts > artefact.manifest.max_drafts:
-            expected = f"at most the artefact's {artefact.manifest.max_drafts}: nothing longer was trained or certified"
+            expected = f"at most the artefact's {artefact.manifest.max_drafts}: nothing longer was trained"
             raise ConfigError("drafts", config.drafts, expected)
         if config.drafts is not None:
             return DraftPlanner(config.drafts, Acceptance.prior(acceptance, max(config.drafts, 1)))
@@ -359,7 +359,6 @@ def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
         CheckpointPolicy(
             layer=checkpoint.layer,
             draft_threshold=checkpoint.draft_threshold,
-            exit_thresholds={point.epsilon: point.threshold for point in checkpoint.thresholds},
             fast_threshold=None if checkpoint.fast is None else checkpoint.fast.threshold,
         )
         for checkpoint in artefact.manifest.checkpoints

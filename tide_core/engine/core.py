@@ -7,8 +7,7 @@ A fault of one row ends that row alone. A fault of a whole batch runs its rows a
 that cause it end with an error. If all of them fail, one token of no request decides: if that fails too, the engine is
 broken and raises.
 
-Every token that left early and was compared with full depth is audited. When the bound of mode bounded breaks, its rows
-continue in mode verified.
+In mode fast every token that was compared with full depth after it left is audited.
 """
 
 from __future__ import annotations
@@ -23,21 +22,17 @@ from typing import Protocol
 from tide_core.batch import DraftCounts, RowResult, RowStep, Runner, RunningStep, ScheduledBatch, StepResult
 from tide_core.engine.scheduler import Scheduler
 from tide_core.errors import EngineError, RequestError
-from tide_core.exits.audit import AuditBook
+from tide_core.exits.audit import AuditLedger
 from tide_core.exits.cost import ROWS_APART, RowAcceptance
-from tide_core.exits.policy import without_exits
 from tide_core.kv.block_manager import BlockTable
 from tide_core.outputs.exit_stats import ExitStats
 from tide_core.outputs.request_state import RequestState, StepOutput
 from tide_core.outputs.step_stats import ALL_VERIFIED, DraftStats, PendingStats, StepRecord
 from tide_core.outputs.tokenizer import Tokenizer
-from tide_core.request import Audit, ExitPolicy, FinishReason, Request, RequestOutput, SamplingParams
+from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams
 from tide_core.row import Row
 
 logger = logging.getLogger("tide")
-
-AUDITED_MODES = ("bounded", "fast")
-"""Modes whose steps are counted at commit: an audit may change the next step. Others are counted when emitted."""
 
 
 @dataclass(slots=True)
@@ -77,7 +72,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.counters = Counters()
         self.exits = ExitStats(num_layers)
-        self.audits = AuditBook()
+        self.audits = AuditLedger()
+        """Of mode fast."""
         self._num_layers = num_layers
         self._stats = PendingStats(num_layers)
         self._planner = planner
@@ -109,11 +105,7 @@ class EngineCore:
             skip_special_tokens=params.skip_special_tokens,
             include_stop=params.include_stop_str_in_output,
         )
-        epsilon = request.policy.epsilon
-        is_broken = epsilon is not None and self.audits.ledger(f"bounded:{epsilon:g}", epsilon).broken
         row = self.scheduler.add(request, self._cache_namespace(request))
-        if is_broken:
-            row.policy = without_exits(row.policy)
         self._open[request.request_id] = RequestState(row, text, request.end_ids, time.monotonic())
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -260,11 +252,9 @@ class EngineCore:
         if num < len(result.token_ids):
             result = result.first(num)
         self.counters.num_output_tokens += num
-        is_counted = policy.mode in AUDITED_MODES
-        if is_counted:
-            self._record(state, step, result)
+        row.num_differing += result.num_differing
         self.scheduler.advance(row, result.num_valid, result.token_ids)
-        self._pending.append(StepOutput(state, step, result, tokens, reason, None, is_counted))
+        self._pending.append(StepOutput(state, step, result, tokens, reason))
         if reason is not None:
             self._close(state)
 
@@ -274,8 +264,7 @@ class EngineCore:
         request_id = step.request.request_id
         try:
             if result is not None:
-                if not output.is_counted:
-                    self._record(state, step, result)
+                self._record(state, step, result)
                 if tokens is None and reason is None:
                     emitted = state.token_outputs(result, step.policy.mode)
                     return RequestOutput(request_id, emitted, prompt_logprobs=state.take_prompt_logprobs())
@@ -309,33 +298,14 @@ class EngineCore:
         self._stats.add(record, state.steps)
         if self._planner is not None and len(self.scheduler.running) <= ROWS_APART:
             self._planner.observe_row(state.row.acceptance, result.counts)
-        if step.policy.mode in AUDITED_MODES:
-            self._flush_stats()
-            self._audit(step.policy, len(result.token_ids), audits)
+        if step.policy.skips_layers:
+            agreed, disagreed = audits.count(Audit.AGREED), audits.count(Audit.DISAGREED)
+            self.audits.observe(agreed + disagreed, disagreed)
 
     def _flush_stats(self) -> None:
         drafts = self._stats.flush(self.exits)
         if drafts and self._planner is not None:
             self._planner.observe(drafts)
-
-    def _audit(self, policy: ExitPolicy, num_tokens: int, audits: Sequence[Audit]) -> None:
-        """Record what full depth chose where tokens left before it ran."""
-        if policy.mode == "bounded" and policy.epsilon is not None:
-            ledger = self.audits.ledger(f"bounded:{policy.epsilon:g}", policy.epsilon)
-            was_broken = ledger.broken
-            ledger.observe(num_tokens, audits.count(Audit.DISAGREED))
-            if ledger.broken and not was_broken:
-                logger.warning("bound %g is broken: bounded requests continue as verified", policy.epsilon)
-                self._fall_back(policy.epsilon)
-        elif policy.mode == "fast":
-            agreed, disagreed = audits.count(Audit.AGREED), audits.count(Audit.DISAGREED)
-            if agreed or disagreed:
-                self.audits.ledger("fast").observe(agreed + disagreed, disagreed)
-
-    def _fall_back(self, epsilon: float) -> None:
-        for row in (*self.scheduler.running, *self.scheduler.waiting):
-            if row.policy.epsilon == epsilon:
-                row.policy = without_exits(row.policy)
 
     def _fail(self, state: RequestState, step: RowStep, error: Exception) -> None:
         """End a request with an error; its last output follows those that are pending."""

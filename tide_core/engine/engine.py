@@ -209,7 +209,7 @@ class Engine:
             last_step_age_s=time.monotonic() - self._loop.last_beat,
             artefact=self._parts.artefact_digest,
             exits=core.exits.summary(),
-            audits={str(key): snapshot for key, snapshot in core.audits.snapshots().items()},
+            audits={"fast": audit} if (audit := core.audits.snapshot()).num_tokens else {},
             **({} if planner is None else _plan_stats(planner)),
         )
 
@@ -227,9 +227,9 @@ class Engine:
         """What is served, for people and clients."""
         parts = self._parts
         adapter = parts.runner.adapter
-        epsilons = sorted({epsilon for checkpoint in parts.checkpoints for epsilon in checkpoint.exit_thresholds})
-        modes = [mode for mode in MODES if mode == "full" or (parts.checkpoints and (mode != "bounded" or epsilons))]
-        modes = ["full", "verified"] if parts.suffix_drafts and not parts.checkpoints else modes
+        modes: tuple[str, ...] = ("full",)
+        if parts.checkpoints or parts.suffix_drafts:
+            modes = MODES if parts.checkpoints else ("full", "verified", "bounded")
         return ModelFacts(
             name=self.model_name,
             architecture=type(adapter.model).__name__,
@@ -240,13 +240,12 @@ class Engine:
             device=str(adapter.device),
             version=__version__,
             checkpoint_layers=tuple(checkpoint.layer for checkpoint in parts.checkpoints),
-            epsilons=tuple(epsilons),
-            modes=tuple(modes),
+            modes=modes,
             artefact=parts.artefact_digest,
         )
 
     def check_params(self, params: SamplingParams) -> None:
-        """Refuse what no request of this engine could be asked for, such as a bound that was not certified."""
+        """Refuse what no request of this engine could be asked for, such as a mode it does not have."""
         _check_params(params, self._parts)
 
     def use_artefact(self, artefact: str, wanted: Callable[[str], SamplingParams] | None = None) -> None:

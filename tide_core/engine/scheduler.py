@@ -52,7 +52,7 @@ class SuffixSource:
             return planned, {}
         found: dict[Row, SuffixDraft] = {}
         for row, num in missing.items():
-            if num == 1 and row.policy.mode == "verified" and row.request.may_copy:
+            if num == 1 and row.policy.mode in ("verified", "bounded") and row.request.may_copy:
                 draft = self.drafts.propose(row)
                 if draft is not None:
                     found[row] = draft
@@ -101,7 +101,7 @@ class Scheduler:
 
     def add(self, request: Request, namespace: bytes | None) -> Row:
         """Put a request at the end of the queue. It must fit the pool alone: the caller has checked."""
-        row = Row(request, namespace, BlockTable(), request.policy, RowAcceptance())
+        row = Row(request, namespace, BlockTable(), RowAcceptance())
         self.waiting.append(row)
         return row
 
@@ -313,4 +313,5 @@ def _step(row: Row, share: int, num_missing: int, num_drafts: int, suffix_drafts
         row.policy,
         num_drafts,
         suffix_drafts[:num_drafts],
+        row.num_differing,
     )

@@ -1,6 +1,6 @@
 """Compare full depth with every contract that the artefact supports: the same prompts, on one engine, interleaved.
 
-A contract is a mode with its bound or threshold. Interleaving spreads the noise of the machine over all contracts.
+A contract is a mode with its budget or threshold. Interleaving spreads the noise of the machine over all contracts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from tide_core.errors import ConfigError, EngineError, RequestError
 from tide_core.evaluation.full_depth import FullDepth, FullDepthScores
 from tide_core.evaluation.results import ContractResult
 from tide_core.exits.policy import CheckpointPolicy, resolve_policy
-from tide_core.request import SamplingParams
+from tide_core.request import DEFAULT_EPSILON, DEFAULT_MARGIN, SamplingParams
 
 FULL = "full"
+BUDGETS = (0.02, DEFAULT_EPSILON, 0.1)
+"""Shares of tokens that may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """A mode with its bound or threshold; the name is for tables."""
+    """A mode with its budget or threshold; the name is for tables."""
 
     name: str
     mode: str
     epsilon: float | None = None
     threshold: float | None = None
+    margin: float | None = None
 
     def params(self, *, max_tokens: int, ignore_eos: bool = False) -> SamplingParams:
         """Greedy, so that tokens can be compared."""
@@ -36,6 +39,7 @@ class Contract:
             ignore_eos=ignore_eos,
             mode=self.mode,
             epsilon=self.epsilon,
+            margin=self.margin,
             threshold=self.threshold,
         )
 
@@ -43,14 +47,13 @@ class Contract:
 def contracts_of(
     checkpoints: Sequence[CheckpointPolicy], num_layers: int, thresholds: Sequence[float] = ()
 ) -> list[Contract]:
-    """Full depth first, then verified, bounded at each certified bound, fast as calibrated and at each threshold."""
+    """Full depth first, then verified, bounded with some budgets, fast as calibrated and at each threshold."""
     if not checkpoints:
         raise ConfigError("artefact", "none", "an artefact with exits: without one there is nothing to compare")
-    bounds = sorted({epsilon for checkpoint in checkpoints for epsilon in checkpoint.exit_thresholds})
     wanted = [
         Contract(FULL, FULL),
         Contract("verified", "verified"),
-        *(Contract(f"bounded {epsilon:g}", "bounded", epsilon=epsilon) for epsilon in bounds),
+        *(Contract(f"bounded {epsilon:g}", "bounded", epsilon=epsilon, margin=DEFAULT_MARGIN) for epsilon in BUDGETS),
         Contract("fast", "fast"),
         *(Contract(f"fast at {threshold:g}", "fast", threshold=threshold) for threshold in thresholds),
     ]
@@ -80,7 +83,6 @@ class ContractTotals:
     num_disagreements: int = 0
     num_exact: int = 0
     num_exits: int = 0
-    num_fallback_tokens: int = 0
     logprob: float = 0.0
     seconds: float = 0.0
     layers_run: int = 0
@@ -99,7 +101,6 @@ class ContractTotals:
         self.num_disagreements += scores.agreed(output_ids).count(False)
         self.num_exact += output_ids == token_ids(full)
         self.num_exits += sum(token.exit_layer < num_layers for token in answer.tokens)
-        self.num_fallback_tokens += sum(token.mode != self.contract.mode for token in answer.tokens)
         self.logprob += math.fsum(scores.logprobs)
         self.layers_run += usage.layers_run
         self.deep_passes += usage.deep_passes
@@ -135,7 +136,7 @@ class ContractTotals:
             seconds=self.seconds,
             tokens_per_s=self.tokens_per_s,
             speedup=self.tokens_per_s / full.tokens_per_s,
-            num_fallback_tokens=self.num_fallback_tokens,
+            margin=self.contract.margin,
         )
 
 

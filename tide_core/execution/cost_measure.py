@@ -195,7 +195,7 @@ def decode_batch(
     policy = ExitPolicy()
     if drafts >= 0:  # every score passes at the first checkpoint; the others are not asked
         never = (float("inf"),) * count
-        policy = ExitPolicy("verified", (0.0, *never[1:]), never)
+        policy = ExitPolicy("verified", (0.0, *never[1:]))
     # Nothing ends the text, so that every row makes all its drafts.
     params = SamplingParams(max_tokens=2 * max(drafts, 1), ignore_eos=True)
     request = Request("cost", (0,), params, seed=0)

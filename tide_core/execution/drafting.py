@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 
 from tide_core.execution.depth_loop import DepthLoop, Ran
-from tide_core.exits.accept import drafting_thresholds
+from tide_core.exits.accept import counts
 from tide_core.exits.propose import Exits, Proposal
 from tide_core.exits.row_cycle import Draft, RowCycle
 from tide_core.sampling.adjust import needs_adjusting
@@ -82,9 +82,8 @@ class Drafter:
             return
         self._depth.run(prompts, 0, 1)
         for row, scores in zip(prompts, self._score_all(prompts), strict=True):
-            thresholds = drafting_thresholds(row.step, 0)
             for token, score in enumerate(scores[:-1]):
-                if thresholds.leaves(score):  # never true for NaN
+                if counts(score, row.step.policy.draft_thresholds[0]):
                     row.left_at[token] = 0
 
     def _score_all(self, rows: Sequence[RowCycle]) -> list[list[float]]:
@@ -118,7 +117,7 @@ class Drafter:
         for index, row in enumerate(asked):
             row.headed[checkpoint] = len(row.tokens)
             row.last_score = scores[index]
-            if drafting_thresholds(row.step, checkpoint).counts(scores[index]):
+            if counts(scores[index], row.step.policy.draft_thresholds[checkpoint]):
                 leaving.append(index)
             elif not math.isfinite(scores[index]):
                 row.non_finite += 1
@@ -154,8 +153,7 @@ class Drafter:
 
     def _take(self, row: RowCycle, checkpoint: int, score: float, choice: Choice) -> None:
         newest = len(row.tokens) - 1
-        leaves = drafting_thresholds(row.step, checkpoint).leaves(score)
-        draft = Draft(choice.token_id, checkpoint, score, leaves, choice.probabilities, choice.logits)
+        draft = Draft(choice.token_id, checkpoint, score, choice.probabilities, choice.logits)
         if row.step.policy.skips_layers:
             row.left_at[newest] = checkpoint
             # By token and position, not by seed: an audit changes K and V of its position, and greedy text has no seed.

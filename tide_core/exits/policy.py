@@ -1,18 +1,18 @@
 """From the contract a request names to thresholds at the checkpoint layers of the artefact. No torch here.
 
 A request in mode fast leaves at one checkpoint only, the first it may: tokens that skip layers from different ones
-would leave holes in the memory of the deeper heads. A request in mode bounded whose parameters change what full depth
-would choose (a temperature, penalties, a bias, a grammar) is served in mode verified: no bound was certified for it.
+would leave holes in the memory of the deeper heads. Modes verified and bounded need no checkpoint where there are
+suffix drafts. A sampled request has no choice of full depth to differ from: for bounded it is served as verified.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tide_core.errors import RequestError
-from tide_core.request import DEFAULT_EPSILON, NO_EXITS, ExitPolicy, SamplingParams
+from tide_core.request import DEFAULT_EPSILON, DEFAULT_MARGIN, NO_EXITS, Budget, ExitPolicy, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,6 @@ class CheckpointPolicy:
 
     layer: int
     draft_threshold: float
-    exit_thresholds: dict[float, float]
-    """Epsilon to the least score that keeps it."""
     fast_threshold: float | None
 
 
@@ -33,61 +31,32 @@ def resolve_policy(
     *,
     suffix_drafts: bool = False,
 ) -> ExitPolicy:
-    """The policy of one request; refused by name if this engine cannot keep it. With `suffix_drafts` mode verified
-    needs no checkpoint."""
+    """The policy of one request; refused by name if this engine cannot keep it."""
     if params.min_layers > num_layers:
         raise RequestError("min_layers", params.min_layers, f"at most the model's {num_layers} layers")
     mode = params.mode or ("verified" if checkpoints or suffix_drafts else "full")
     if mode == "full":
         return NO_EXITS
-    if not checkpoints and mode == "verified" and suffix_drafts:
-        return ExitPolicy(mode)
-    if not checkpoints:
+    if not checkpoints and (mode == "fast" or not suffix_drafts):
         raise RequestError("mode", mode, "full: the engine has no artefact with exits")
-    asked = (params.epsilon or DEFAULT_EPSILON) if mode == "bounded" else None
-    epsilon = None if asked is None else _certified(asked, checkpoints)
+    if mode == "bounded" and not params.is_greedy:
+        mode = "verified"
+    budget = Budget(params.epsilon or DEFAULT_EPSILON, params.margin or DEFAULT_MARGIN) if mode == "bounded" else None
     drafts: list[float] = []
-    exits: list[float] = []
     for checkpoint in checkpoints:
-        draft, leave = _thresholds(mode, epsilon, params.threshold, checkpoint)
-        used_up = mode == "fast" and any(threshold <= 1.0 for threshold in drafts)
-        if checkpoint.layer < params.min_layers or draft > 1.0 or used_up:
-            draft = leave = math.inf
-        drafts.append(draft)
-        exits.append(leave)
-    policy = ExitPolicy(mode, tuple(drafts), tuple(exits), epsilon)
-    return without_exits(policy) if mode == "bounded" and changes_the_choice(params) else policy
+        threshold = _threshold(mode, params.threshold, checkpoint)
+        used_up = mode == "fast" and any(each <= 1.0 for each in drafts)
+        drafts.append(math.inf if checkpoint.layer < params.min_layers or threshold > 1.0 or used_up else threshold)
+    return ExitPolicy(mode, tuple(drafts), budget)
 
 
-def changes_the_choice(params: SamplingParams) -> bool:
-    """Whether full depth chooses by anything but its largest logit: no bound is certified for such requests."""
-    return not params.is_greedy or params.changes_logits or params.grammar is not None
-
-
-def without_exits(policy: ExitPolicy) -> ExitPolicy:
-    """The policy a broken bound falls back to: drafts as before, each verified before it is emitted."""
-    return replace(policy, mode="verified", exit_thresholds=(math.inf,) * len(policy.exit_thresholds), epsilon=None)
-
-
-def _thresholds(
-    mode: str, epsilon: float | None, asked: float | None, checkpoint: CheckpointPolicy
-) -> tuple[float, float]:
-    """Least scores to draft and to leave at one checkpoint."""
-    if mode == "fast":
-        leave = checkpoint.fast_threshold if asked is None else asked
-        if leave is None:
-            expected = f"a threshold as well: the artefact has none for fast at layer {checkpoint.layer}"
-            raise RequestError("mode", mode, expected)
-        return leave, leave
-    draft = checkpoint.draft_threshold if asked is None else asked
-    return draft, math.inf if epsilon is None else checkpoint.exit_thresholds[epsilon]
-
-
-def _certified(epsilon: float, checkpoints: Sequence[CheckpointPolicy]) -> float:
-    """The largest epsilon every checkpoint is calibrated for that is at most the asked one."""
-    known = set.intersection(*(set(checkpoint.exit_thresholds) for checkpoint in checkpoints))
-    kept = [value for value in known if value <= epsilon + 1e-12]
-    if not kept:
-        listed = ", ".join(f"{value:g}" for value in sorted(known)) or "none"
-        raise RequestError("epsilon", epsilon, f"at least one the artefact is calibrated for: {listed}")
-    return max(kept)
+def _threshold(mode: str, asked: float | None, checkpoint: CheckpointPolicy) -> float:
+    """Least score to draft at one checkpoint, and in mode fast to leave."""
+    if asked is not None:
+        return asked
+    if mode != "fast":
+        return checkpoint.draft_threshold
+    if checkpoint.fast_threshold is None:
+        expected = f"a threshold as well: the artefact has none for fast at layer {checkpoint.layer}"
+        raise RequestError("mode", mode, expected)
+    return checkpoint.fast_threshold

@@ -25,13 +25,11 @@ FROM_SUFFIX = -1
 
 @dataclass(slots=True)
 class Draft:
-    """A token proposed at a checkpoint, and what its exit means; or a suffix draft."""
+    """A token proposed at a checkpoint; or a suffix draft."""
 
     token_id: int
     checkpoint: int
     score: float | None
-    leaves: bool
-    """Emitted whatever full depth chooses."""
     probabilities: torch.Tensor | None = None
     """The distribution it was sampled from, [V] float64; None when greedy, and for a suffix draft, which is certain."""
     logits: torch.Tensor | None = None
@@ -68,7 +66,7 @@ class RowCycle:
         row = cls(step, list(step.token_ids), list(zeros), [[] for _ in zeros], headed=list(zeros))
         if step.suffix_drafts:
             row.tokens += step.suffix_drafts
-            row.drafts = [Draft(token_id, FROM_SUFFIX, None, leaves=False) for token_id in step.suffix_drafts]
+            row.drafts = [Draft(token_id, FROM_SUFFIX, None) for token_id in step.suffix_drafts]
             row.stopped = True
         return row
 

@@ -3,8 +3,9 @@
 Greedy rows: full depth agrees with a draft that equals its token, after penalties and masks. Sampled rows: it agrees
 with draft x with probability min(1, p(x) / q(x)), where full depth and the exit draw from p and q after all filters; a
 rejected draft is replaced by a draw from what p has more than q. A suffix draft has a q of 1. The tokens then have
-exactly the distribution p (Leviathan et al., 2023; Chen et al., 2023). `accept` decides what is kept; a draft that
-leaves in mode bounded is emitted either way, and its audit records whether full depth agreed.
+exactly the distribution p (Leviathan et al., 2023; Chen et al., 2023). Where a greedy row of mode bounded differs, the
+gap of the draft is how much larger the logit of full depth's token is. `accept` decides what is kept. In mode fast each
+draft leaves: it is emitted either way, and its audit records whether full depth agreed.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ from math import inf
 import torch
 
 from tide_core.batch import DraftCounts, RowResult, TokenResult
-from tide_core.exits.accept import Thresholds, accept, drafting_thresholds
+from tide_core.exits.accept import Compared, accept
 from tide_core.exits.row_cycle import FROM_SUFFIX, Draft, RowCycle
 from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
+from tide_core.sampling.adjust import adjusted, needs_adjusting
 from tide_core.sampling.draw import ACCEPT_STREAM, RESIDUAL_STREAM, draw, uniform
 from tide_core.sampling.rows import SampledToken, SamplingRow
 from tide_core.sampling.sampler import probabilities_of, sample, with_logprobs
-
-ANY_SCORE = Thresholds()
-"""Of suffix drafts: nothing scores them, and full depth must agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,8 @@ class Verdict:
     agrees: bool
     instead: SampledToken
     """The token to emit if the draft is dropped."""
+    gap: float = inf
+    """By how many nats that token is likelier, where a budget asks for it."""
 
 
 class Verifier:
@@ -97,12 +98,14 @@ class Verifier:
     def _row(self, row: RowCycle, deep: dict[int, FullDepth]) -> RowResult:
         """The tokens of a row: its accepted drafts, then the token that full depth adds or puts in place of a draft."""
         verdicts: list[Verdict | None] = []
-        accepted = accept(self._compared(row, deep, verdicts))
+        step = row.step
+        gaps = accept(self._compared(row, deep, verdicts), step.policy.budget, len(step.output_ids), step.num_differing)
+        accepted = len(gaps)
         tokens = [
             self._unaudited(row, position, draft)
             if verdict is None
-            else self._accepted(row, position, draft, deep[position].logits, agrees=verdict.agrees)
-            for position, (draft, verdict) in enumerate(zip(row.drafts[:accepted], verdicts, strict=False))
+            else self._accepted(row, position, draft, deep[position].logits, agrees=verdict.agrees, gap=gap)
+            for position, (draft, verdict, gap) in enumerate(zip(row.drafts, verdicts, gaps, strict=False))
         ]
         if accepted < len(row.drafts):
             rejected = verdicts[accepted]
@@ -121,16 +124,24 @@ class Verifier:
 
     def _compared(
         self, row: RowCycle, deep: dict[int, FullDepth], verdicts: list[Verdict | None]
-    ) -> Iterator[tuple[float, bool, Thresholds]]:
+    ) -> Iterator[Compared]:
         """Drafts as `accept` takes them; the verdict of each that is looked at is kept, None where no deep layer
         ran."""
+        policy = row.step.policy
         for position, draft in enumerate(row.drafts):
-            thresholds = ANY_SCORE if draft.score is None else drafting_thresholds(row.step, draft.checkpoint)
-            verdict = agreement(draft, deep[position]) if position in deep else None
+            if draft.score is None:  # nothing scores a suffix draft
+                score, min_score = 0.0, -inf
+            else:
+                score, min_score = draft.score, policy.draft_thresholds[draft.checkpoint]
+            if position not in deep:
+                verdicts.append(None)
+                yield Compared(score, policy.skips_layers, min_score=min_score)
+                continue
+            verdict = agreement(draft, deep[position], row, position)
             verdicts.append(verdict)
-            if verdict is not None and verdict.instead.error is not None:
-                thresholds = Thresholds(inf, inf)  # nothing is known of this draft or of those after it
-            yield draft.score or 0.0, verdict is not None and verdict.agrees, thresholds
+            if verdict.instead.error is not None:
+                min_score = inf  # nothing is known of this draft or of those after it
+            yield Compared(score, verdict.agrees or policy.skips_layers, verdict.gap, min_score)
 
     def _failed(self, row: RowCycle, tokens: Sequence[TokenResult], error: str) -> RowResult:
         """Tokens decided before the failure are kept: the text may end with them. If not, the next step fails too."""
@@ -139,11 +150,13 @@ class Verifier:
         return self._result(row, tokens, accepted=len(tokens), still_to_run=1)
 
     def _accepted(
-        self, row: RowCycle, position: int, draft: Draft, logits: torch.Tensor, *, agrees: bool
+        self, row: RowCycle, position: int, draft: Draft, logits: torch.Tensor, *, agrees: bool, gap: float | None
     ) -> TokenResult:
-        audit = (Audit.AGREED if agrees else Audit.DISAGREED) if draft.leaves else Audit.VERIFIED
+        audit = Audit.DISAGREED
+        if agrees:
+            audit = Audit.AGREED if row.step.policy.skips_layers else Audit.VERIFIED
         token = with_logprobs(logits, row.sampling_row(position), draft.token_id)
-        return self._exit(draft, token, audit)
+        return self._exit(draft, token, audit, gap)
 
     def _unaudited(self, row: RowCycle, position: int, draft: Draft) -> TokenResult:
         token = SampledToken(draft.token_id)
@@ -151,9 +164,9 @@ class Verifier:
             token = with_logprobs(draft.logits, row.sampling_row(position), draft.token_id)
         return self._exit(draft, token, Audit.UNAUDITED)
 
-    def _exit(self, draft: Draft, token: SampledToken, audit: Audit) -> TokenResult:
+    def _exit(self, draft: Draft, token: SampledToken, audit: Audit, gap: float | None = None) -> TokenResult:
         layer = FROM_TEXT if draft.checkpoint == FROM_SUFFIX else self._layers[draft.checkpoint]
-        return TokenResult(draft.token_id, layer, token.logprob, token.top_logprobs, draft.score, audit)
+        return TokenResult(draft.token_id, layer, token.logprob, token.top_logprobs, draft.score, audit, gap)
 
     def _full_depth(self, token: SampledToken, score: float | None) -> TokenResult:
         return TokenResult(token.token_id, self._num_layers, token.logprob, token.top_logprobs, score)
@@ -184,11 +197,19 @@ def _sampled_draft(row: RowCycle, token: int) -> Draft | None:
     return None if draft is None or row.step.request.params.is_greedy else draft
 
 
-def agreement(draft: Draft, deep: FullDepth) -> Verdict:
+def agreement(draft: Draft, deep: FullDepth, row: RowCycle, position: int) -> Verdict:
+    """The verdict on the draft at a position of its row."""
     if deep.target is not None:
         return rejects(draft, deep.logits, deep.target)
-    assert deep.chosen is not None
-    return Verdict(deep.chosen.token_id == draft.token_id, deep.chosen)
+    chosen = deep.chosen
+    assert chosen is not None
+    if chosen.token_id == draft.token_id or row.step.policy.budget is None or chosen.error is not None:
+        return Verdict(chosen.token_id == draft.token_id, chosen)
+    sampling, logits = row.sampling_row(position), deep.logits
+    if needs_adjusting(sampling):
+        [logits] = adjusted(logits.float().unsqueeze(0), [sampling])
+    likelier, drafted = (logits[token_id].float() for token_id in (chosen.token_id, draft.token_id))
+    return Verdict(False, chosen, float(likelier - drafted))  # both log-probabilities have the same normaliser
 
 
 def rejects(draft: Draft, logits: torch.Tensor, target: Target) -> Verdict:

@@ -71,7 +71,7 @@ class CudaKernels(Kernels):
     scatter_rows: Callable[[Tensor, Tensor, Tensor], None]
     plan_cycle: Callable[..., None]
     pending_tokens: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+    accept_drafts: Callable[..., None]
     top_logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     """Defined in `tide_core.kernels.reference.cycle`."""
     nth_best: Callable[..., Tensor]

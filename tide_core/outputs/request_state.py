@@ -54,7 +54,7 @@ class RequestState:
             noted = zip(result.token_ids, texts, result.exit_layers, result.scores, result.notes, strict=True)
             return tuple(
                 [
-                    TokenOutput(i, text, layer, note.logprob, note.top_logprobs, score, note.audit, mode)
+                    TokenOutput(i, text, layer, note.logprob, note.top_logprobs, score, note.audit, mode, note.gap)
                     for i, text, layer, score, note in noted
                 ]
             )
@@ -108,6 +108,7 @@ class RequestState:
             deep_passes=sums.deep_passes,
             num_drafts=sums.num_drafts,
             num_accepted=sums.num_accepted,
+            num_differing=sums.num_differing,
             exits=sums.exits,
             queue_s=(now if self.started_at is None else self.started_at) - self.arrived_at,
             first_token_s=(now if self.first_token_at is None else self.first_token_at) - self.arrived_at,
@@ -127,10 +128,8 @@ class StepOutput:
     """Tokens with their texts, where stop strings needed them at commit."""
     reason: FinishReason | None = None
     error: Exception | None = None
-    is_counted: bool = True
-    """Whether its statistics are recorded already."""
 
 
 def _output(token: TokenResult, text: str, mode: str) -> TokenOutput:
     columns = token.exit_layer, token.logprob, token.top_logprobs, token.score, token.audit
-    return TokenOutput(token.token_id, text, *columns, mode)
+    return TokenOutput(token.token_id, text, *columns, mode, token.gap)

@@ -56,6 +56,7 @@ class Totals(NamedTuple):
     deep_passes: int
     num_drafts: int
     num_accepted: int
+    num_differing: int
 
 
 class PendingStats:
@@ -88,7 +89,7 @@ class PendingStats:
 
 def totals(all_times: Mapping[StepStats, int]) -> Totals:
     exits: dict[int, int] = {}
-    layers_run = deep_passes = num_drafts = num_accepted = 0
+    layers_run = deep_passes = num_drafts = num_accepted = num_differing = 0
     for stats, times in all_times.items():
         for layer, num in stats.per_layer.items():
             exits[layer] = exits.get(layer, 0) + num * times
@@ -97,7 +98,8 @@ def totals(all_times: Mapping[StepStats, int]) -> Totals:
         deep_passes += passes * times
         num_drafts += drafted * times
         num_accepted += accepted * times
-    return Totals(exits, layers_run, deep_passes, num_drafts, num_accepted)
+        num_differing += stats.audits.get(Audit.DISAGREED, 0) * times
+    return Totals(exits, layers_run, deep_passes, num_drafts, num_accepted, num_differing)
 
 
 @functools.lru_cache(maxsize=CACHED_RECORDS)

@@ -36,7 +36,7 @@ def calibrate(
     quiet: bool = False,
     **options: Any,
 ) -> Path:
-    """Train exits for a model, certify their thresholds, and write both to the folder `save_path`, which is returned.
+    """Train exits for a model, choose their thresholds, and write both to the folder `save_path`, which is returned.
 
     `model`: a model loaded by transformers, with its tokenizer; or a name, loaded with `dtype` on `device`. `options`
     are fields of `CalibrationConfig`. The run keeps its state in `run_dir` (default: next to `save_path`): the same
@@ -97,8 +97,6 @@ def _settings(config: TIDEConfig, model: Any, options: dict[str, Any]) -> Calibr
     """Settings of the config and the options together; a setting given in both is refused."""
     num_layers = 0 if config.checkpoint_interval is None else _num_layers(model)
     values = config.calibration_settings(num_layers)
-    if config.epsilon is not None:
-        values["epsilons"] = tuple(sorted({*CalibrationConfig().epsilons, config.epsilon}))
     for name in options:
         if name in values:
             raise ConfigError(f"calibrate({name}=...)", options[name], "either this or its setting in TIDEConfig")

@@ -21,7 +21,7 @@ EXIT_STRATEGIES = ("identity", "affine", "mlp", "block")
 
 REFUSED = {
     "convergence_threshold": "none: exits are trained on agreement with the full-depth token, not on the cosine of "
-    "states; to bound disagreement, use mode='bounded' with an epsilon",
+    "states; to bound disagreement, use mode='bounded' with an epsilon and a margin",
     "compaction_threshold": "none: a pass runs only the tokens that still need its layers, however few have exited; "
     "max_pending of the engine bounds how long a token waits for its deep pass",
 }
@@ -34,9 +34,11 @@ class TIDEConfig:
     mode: str | None = None
     """The contract: full, verified, bounded or fast. None: verified with an artefact or suffix drafts, else full."""
     epsilon: float | None = None
-    """For mode bounded: most disagreement with full depth, per token. `calibrate` certifies it next to its own."""
+    """For mode bounded: most tokens of an answer that full depth would not have chosen, as a share; None: 0.05."""
+    margin: float | None = None
+    """For mode bounded: how many nats less likely such a token may be than full depth's choice; None: 0.2."""
     exit_threshold: float | None = None
-    """Least router score of a draft (verified) or of an exit (fast); at 1 no token exits. None: calibrated."""
+    """Least router score of a draft (verified, bounded) or of an exit (fast); at 1 no token exits. None: calibrated."""
     min_layers: int = 0
     """No exit before this many layers have run."""
     kv_cache_strategy: str | None = None
@@ -136,6 +138,7 @@ class TIDEConfig:
         return {
             "mode": self.mode,
             "epsilon": self.epsilon,
+            "margin": self.margin,
             "threshold": threshold,
             "min_layers": self.min_layers,
         }

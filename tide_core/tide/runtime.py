@@ -142,8 +142,8 @@ class TIDE:
         """Continue every row: [B, S] ids to [B, S + N] ids, N the most new tokens of any row; shorter rows are padded.
 
         `attention_mask` is 0 at padding; without a mask every id counts. Row i samples with `seed` + i. `options` are
-        the other fields of `SamplingParams`. Mode, threshold and epsilon come from the config, unless the call gives a
-        `mode`, which replaces all three, or its own `threshold` or `epsilon`."""
+        the other fields of `SamplingParams`. Mode, threshold, epsilon and margin come from the config, unless the call
+        gives a `mode`, which replaces all four, or its own value."""
         rows = rows_of(input_ids, attention_mask)
         for name in options:
             if name not in OPTIONS:

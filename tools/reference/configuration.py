@@ -56,7 +56,8 @@ def configuration() -> str:
         "### `user_config`",
         lines(
             "Of the deployment `TideServer`. Applies to new requests without a restart. `threshold` is for modes",
-            "`verified` and `fast`, `epsilon` for `bounded`. `tide status` shows one that replicas refuse, and why.",
+            "`verified`, `bounded` and `fast`, `epsilon` and `margin` for `bounded`. `tide status` shows a policy that",
+            "replicas refuse, and why.",
         ),
         settings_table(policy),
         "## Calibration",

@@ -46,7 +46,7 @@ NOTES = {
     "store": "nothing is stored",
     "stream_options": "`include_usage`, `continuous_usage_stats`; a streamed response always ends with its usage",
     "text": "`format`; `verbosity` is ignored",
-    "tide": "`mode`, `epsilon`, `threshold`, `min_layers`, `timeout_s`, `exit_layers`, `tokens`; no others",
+    "tide": "`mode`, `epsilon`, `margin`, `threshold`, `min_layers`, `timeout_s`, `exit_layers`, `tokens`; no others",
     "tools": "of type function",
     "top_logprobs": "up to 20, with the token's bytes; responses: where they are included",
     "top_k": "`-1` or `0`: all",

@@ -13,9 +13,10 @@ constexpr int kMostCycleRows = 256;
 constexpr int kBlocksPerBranch = 2;  // a branch has fewer drafts than a block has slots
 
 struct PlanCycleParams {
-    // [5, rows]: newest token, its position, drafts (-1: no row), how it may leave early, where its answer ends
+    // [5, rows]: newest token, its position, drafts (-1: no row), whether it may leave early, where its answer ends
     const int32_t* row_meta;
-    const int32_t* next_state;  // [2, kMostCycleRows]: tokens and positions, for rows whose own are not known yet
+    const int32_t* next_state;  // [3, kMostCycleRows]: tokens, positions, numbers of differing tokens, for rows whose
+                                // own are not known yet
     int32_t* tables;            // [rows, blocks]; branches get blocks of their own here
     int64_t* wide;              // the 64-bit parts, one after another
     int32_t* narrow;            // the 32-bit parts

@@ -16,17 +16,21 @@ enum RowMeta : int {
     kNewest,      // token id
     kStart,       // its position
     kDrafts,      // -1: no row
-    kLeaves,      // how the row may leave early
+    kLeaves,      // whether the row may leave early
     kEnd,         // the position after the last that the answer can have
     kMinScore,    // float32 bits: a draft with a lower score does not count
-    kExitScore,   // float32 bits: a draft with this score or a higher one is accepted without a comparison
     kPromptLen,   // tokens
     kAdjustSlot,  // of the state below, -1: none
     kLogprobs,    // the likeliest tokens to list with log-probabilities, -1: none, and no log-probability either
+    kDiffering,   // tokens of the answer that full depth would not have chosen
+    kMargin,      // float32 bits, of the row's budget
+    kEpsilonLow,  // float64 bits, 0: the row has no budget
+    kEpsilonHigh,
     kNumRowMeta,
 };
 
-// The token that follows the accepted drafts of each row, and its position.
+// The token that follows the accepted drafts of each row, its position, and how many tokens of the answer differ from
+// what full depth would have chosen. A draft that a budget keeps takes its place in `following`.
 struct AcceptDraftsParams {
     const int32_t* row_meta;
     const int32_t* counting;   // [rows] drafts that may count, -1: no row
@@ -34,15 +38,18 @@ struct AcceptDraftsParams {
     const int64_t* positions;  // [tokens]
     const int64_t* drafted;    // [drafts, rows]
     const float* scores;       // [drafts, rows]
-    const int64_t* following;  // [tokens]
-    int32_t* device_state;     // [2, kMostCycleRows]
-    int64_t* next_state;       // [2, rows], the same in 64 bits
+    int64_t* following;        // [tokens]
+    const void* logits;        // [tokens, vocabulary]
+    float* gaps;               // [tokens] of rows with a budget: of a kept draft, -1 for other tokens
+    int32_t* device_state;     // [3, kMostCycleRows]
+    int64_t* next_state;       // [2, rows], token and position in 64 bits
     int64_t rows;
     int64_t drafts;
     int64_t branches;
+    int64_t logits_stride;
 };
 
-void accept_drafts(const AcceptDraftsParams& params, cudaStream_t stream);
+void accept_drafts(DType dtype, const AcceptDraftsParams& params, cudaStream_t stream);
 
 constexpr int kDrawStreams = 4;  // of random numbers that a row has
 constexpr int kDraftStream = 1;  // the one that drafts are drawn with

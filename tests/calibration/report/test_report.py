@@ -21,9 +21,8 @@ from tide_core.calibration.report.data import (
     reliability,
 )
 from tide_core.calibration.report.report import CAPTIONS, add_measured, render_report
-from tide_core.calibration.risk.certify import certify_threshold, measure_risk, threshold_grid
 from tide_core.calibration.risk.costs import CostModel, predict_speedups
-from tide_core.calibration.risk.decide import choose_fast, plan_candidates, plan_drafts, verdict_lines
+from tide_core.calibration.risk.decide import choose_fast, plan_candidates, plan_drafts, threshold_grid, verdict_lines
 from tide_core.calibration.risk.simulate import acceptance_by_distance, pack
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.errors import ConfigError
@@ -43,7 +42,6 @@ def made_report() -> ReportData:
     best = next(candidate for candidate in candidates if candidate.name == chosen.name)
     traces = pack(best.sequences)
     drafting = {"draft_threshold": chosen.draft_threshold, "max_drafts": chosen.max_drafts}
-    curve = measure_risk(traces, **drafting)
     by_name = {plan.name: plan for plan in plans}
     return ReportData(
         model="tiny|llama",
@@ -55,7 +53,7 @@ def made_report() -> ReportData:
         tokenizer_digest="b" * 64,
         tool_version="0.1.0",
         command="tide calibrate --model tiny",
-        settings={"seed": 0, "delta": 0.05, "data": "self", "shortlist_size": None},
+        settings={"seed": 0, "data": "self", "shortlist_size": None},
         parts=(PartSize("train", 9000, 1_000_000, "c" * 64), PartSize("test", 200, 10_000, "d" * 64)),
         shortlist_size=200,
         shortlist_coverage=0.975,
@@ -63,7 +61,6 @@ def made_report() -> ReportData:
         chosen=best.name,
         acceptance=acceptance_by_distance(traces, **drafting),
         tokens_per_deep_pass=chosen.counts.tokens_per_deep_pass,
-        risk=tuple(certify_threshold(curve, epsilon, 0.05) for epsilon in (0.001, 0.02, 0.05)),
         fast=choose_fast(traces, layer=best.layer, num_layers=30, max_drafts=chosen.max_drafts),
         predicted=speedups,
         reliability=reliability(best),
@@ -95,9 +92,6 @@ def test_the_report_states_model_data_tables_verdict_and_how_to_repeat_it(
         "200 tokens, 97.5% of those emitted",
         f"**{data.verdict[0]}**",
         f"**{data.chosen}**",
-        "| 0.001 | 0.05 | none |",
-        "no threshold could be certified, mode bounded is refused",
-        f"| 0.05 | 0.05 | {data.risk[2].threshold:.4f} |",
         f"of 30 layers a token, {data.fast.coverage:.1%} exits" if data.fast else "",
         f"| 8 | ×{data.predicted[8]:.2f} |",
         "nothing was timed yet",
@@ -132,15 +126,13 @@ def test_axes_have_labels_with_units(data: ReportData) -> None:
         assert axes.has_data(), name
 
 
-def test_the_certified_thresholds_are_marked_on_the_curve(data: ReportData) -> None:
+def test_the_threshold_of_fast_is_marked_on_the_curve(data: ReportData) -> None:
     figure = pytest.importorskip("matplotlib.figure")
     from tide_core.calibration.report.plots import PLOTS
 
     axes = figure.Figure().add_subplot()
     PLOTS["precision_coverage.png"][0](axes, data)
-    marked = {text.get_text() for text in axes.texts}
-    assert marked == {f"ε = {choice.epsilon:g}" for choice in data.risk if choice.threshold is not None}
-    assert "ε = 0.05" in marked
+    assert [text.get_text() for text in axes.texts] == ["fast"]
 
 
 def test_the_same_data_gives_the_same_bytes(data: ReportData, files: dict[str, bytes]) -> None:
@@ -192,7 +184,7 @@ def test_without_matplotlib_the_report_has_no_plots_and_a_note(
 
 
 def test_a_model_whose_exits_do_not_pay_has_a_report_too(data: ReportData) -> None:
-    empty = replace(data, fast=None, reliability=(), risk=(), acceptance=(0.0, math.nan))
+    empty = replace(data, fast=None, reliability=(), acceptance=(0.0, math.nan))
     files = render_report(empty)
     assert "reliability.png" not in files
     assert "the mode is not offered" in files["report.md"].decode()

@@ -173,3 +173,13 @@ def test_a_policy_that_cannot_be_kept_is_refused_by_name(policy: dict[str, Any],
 def test_a_policy_cannot_be_changed_after_it_was_checked() -> None:
     with pytest.raises(ValueError, match="frozen"):
         LivePolicy().mode = "fast"  # type: ignore[misc]
+
+
+def test_the_margin_of_a_policy_goes_with_its_epsilon() -> None:
+    policy = LivePolicy.read({"mode": "bounded", "epsilon": 0.1, "margin": 0.5})
+    params = policy.params({}, ANYONE)
+    assert (params.mode, params.epsilon, params.margin) == ("bounded", 0.1, 0.5)
+    assert policy.params({"margin": 1.0}, ANYONE).margin == 1.0
+    assert policy.params({"mode": "verified"}, ANYONE).margin is None
+    with pytest.raises(ConfigError, match=r"user_config\.margin"):
+        LivePolicy.read({"mode": "verified", "margin": 0.5})

@@ -259,12 +259,12 @@ def test_a_key_file_that_is_there_must_be_one(tmp_path: Path) -> None:
     assert "a file of keys" in refusal_of(config).expected
 
 
-def test_the_artefact_that_a_config_names_is_opened_and_its_bounds_are_known(tmp_path: Path) -> None:
+def test_the_artefact_that_a_config_names_is_opened_and_its_layers_are_known(tmp_path: Path) -> None:
     folder = save_artefact_for_it(tmp_path / "artefact")
     at = f"{ONE}.user_config"
     assert check(changed(f"{at}.artefact", str(folder))) == []
-    refused = refusal_of(changed(at, {"artefact": str(folder), "mode": "bounded", "epsilon": 1e-9}))
-    assert refused.field == f"{at}.epsilon"
+    refused = refusal_of(changed(at, {"artefact": str(folder), "min_layers": 99}))
+    assert refused.field == f"{at}.min_layers"
     heads = folder / "heads.safetensors"
     heads.write_bytes(heads.read_bytes()[:-1] + b"x")
     for path in (f"{at}.artefact", f"{APP}.args.engine.artefact"):

@@ -122,7 +122,8 @@ def test_tokens_tell_of_themselves_only_if_asked() -> None:
     assert "tide" not in completion().chunks(0, HEL)[0]
     assert completion(exit_layers=True).chunks(0, HEL)[0]["tide"] == {"exit_layers": [30]}
     [token] = completion(tokens=True).chunks(0, HEL)[0]["tide"]["tokens"]
-    assert token == {"id": 1, "text": "Hel", "exit_layer": 30, "score": None, "audit": "verified", "mode": "full"}
+    decided = {"exit_layer": 30, "score": None, "audit": "verified", "gap": None, "mode": "full"}
+    assert token == {"id": 1, "text": "Hel", **decided}
     whole = completion(exit_layers=True).whole([[HEL, LO]])["tide"]
     assert whole["exit_layers"] == [30, 12]
     assert (whole["layers_per_token"], whole["tokens_per_deep_pass"]) == (21.0, 2.0)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
+from tests.engine.exit_engines import all_ids, exit_parts, poisoned
 from tests.factories import random_prompts
 from tests.kernels.twin import twin_kernels
-from tide_core.engine import assemble, core
+from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import branches, in_flight
 from tide_core.execution.graphs.branches import MAX_TOKENS, SPARE_BLOCKS, Branches, branches_for
@@ -100,15 +100,15 @@ def test_more_branches_make_more_tokens_of_a_deep_pass() -> None:
     assert passes[0] > passes[1] >= passes[2]
 
 
-def test_a_bounded_row_leaves_with_the_likeliest_token_alone(
-    brought_back: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core, "without_exits", lambda policy: policy)  # its bound breaks here
-    bounded = {"mode": "bounded", "epsilon": 0.05}
-    alone, branched = generate(1, most=1, **bounded), generate(1, most=4, **bounded)
-    assert all_ids(alone) == all_ids(branched)
-    assert [exit_layers(answer) for answer in alone] == [exit_layers(answer) for answer in branched]
-    assert not brought_back
+def test_a_budget_keeps_the_likeliest_draft_where_no_branch_is_right(brought_back: list[int]) -> None:
+    bounded = {"mode": "bounded", "epsilon": 0.3, "margin": 0.5}
+    full = generate(1, most=1, mode="full")
+    [answer] = generate(1, most=4, **bounded)
+    kept = [place for place, token in enumerate(answer.tokens) if token.gap is not None]
+    assert kept
+    assert all(number + 1 <= 0.3 * (place + 1) for number, place in enumerate(kept))
+    assert brought_back, "and a branch that is right goes before the budget"
+    assert all_ids([answer]) != all_ids(full)
 
 
 @pytest.mark.parametrize("start", [0, 5, 15, 16, 31, 40])

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from tide_core.batch import RowStep
 from tide_core.execution.graphs.cycle_shape import CycleInputs, CycleShape, RowPlace
-from tide_core.kernels.reference.cycle import END, EXIT_SCORE, MIN_SCORE
+from tide_core.kernels.reference.cycle import DIFFERING, END, EPSILON, MARGIN, MIN_SCORE, PROMPT_LEN
 from tide_core.kv.block_manager import BlockTable
-from tide_core.request import ExitPolicy, Request, SamplingParams
+from tide_core.request import Budget, ExitPolicy, Request, SamplingParams
 from tide_core.sampling.draw import stream_key
 
 BLOCK_SIZE = 16
 
 
-def step(token: int, start: int, drafts: int = 2, *, leaves_at: float = np.inf, exits: bool = True) -> RowStep:
+def step(token: int, start: int, drafts: int = 2, *, budget: Budget | None = None, exits: bool = True) -> RowStep:
     request = Request(f"r{token}", (1,), SamplingParams(), seed=0)
     table = BlockTable(start, [token, token + 1, token + 2])
-    policy = ExitPolicy("verified", (0.5,), (leaves_at,)) if exits else ExitPolicy()
-    return RowStep(request, table, (token,), (), True, policy, drafts)
+    policy = ExitPolicy("verified", (0.5,), budget) if exits else ExitPolicy()
+    request = dataclasses.replace(request, policy=policy)
+    return RowStep(request, table, (token,), (), True, policy, drafts, num_differing=token)
 
 
 def filled(shape: CycleShape, *fills: list[RowStep]) -> tuple[np.ndarray, ...]:
@@ -42,13 +45,17 @@ def test_a_row_of_an_earlier_cycle_is_no_row_of_the_next(after: int) -> None:
 
 
 def test_every_branch_has_the_row_its_blocks_and_how_the_row_may_leave() -> None:
-    meta, tables = filled(CycleShape(6, 2, 3, 2), [step(1, 14, leaves_at=0.9), step(3, 15), step(7, 0, exits=False)])
-    assert meta[:4].tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [2, 2, 1, 1, 0, 0]]
-    min_scores, exit_scores = meta[[MIN_SCORE, EXIT_SCORE]].view(np.float32)
-    assert min_scores.tolist() == [-np.inf] * 6
-    assert exit_scores.tolist() == [pytest.approx(0.9)] * 2 + [np.inf] * 4
+    budget = Budget(0.05, 0.25)
+    meta, tables = filled(CycleShape(6, 2, 3, 2), [step(1, 14, budget=budget), step(3, 15), step(7, 0, exits=False)])
+    assert meta[:4].tolist() == [[1, 1, 3, 3, 7, 7], [14, 14, 15, 15, 0, 0], [2] * 6, [1, 1, 1, 1, 0, 0]]
+    assert meta[MIN_SCORE].view(np.float32).tolist() == [-np.inf] * 6
+    assert meta[DIFFERING].tolist() == [1, 1, 3, 3, 7, 7]
+    assert meta[MARGIN].view(np.float32).tolist() == [0.25] * 2 + [0.0] * 4
+    assert meta[EPSILON : EPSILON + 2].T.copy().view(np.float64)[:, 0].tolist() == [0.05] * 2 + [0.0] * 4
     assert meta[END].tolist() == [1 + 128] * 6, "the prompt and the most tokens"
-    assert meta[7:].tolist() == [[1] * 6, [-1] * 6, [-1] * 6], "prompt length, no adjustments, no log-probabilities"
+    assert meta[PROMPT_LEN:DIFFERING].tolist() == [[1] * 6, [-1] * 6, [-1] * 6], (
+        "prompt length, no adjustments, no log-probabilities"
+    )
     assert tables.tolist() == [[1, 2, 3], [1, 2, 3], [3, 4, 5], [3, 4, 5], [7, 8, 9], [7, 8, 9]]
 
 
@@ -83,7 +90,7 @@ def test_the_tables_are_those_of_the_rows_whatever_stood_there_before() -> None:
 
 def test_a_threshold_never_lets_a_lower_score_pass_though_it_is_rounded() -> None:
     threshold = 0.1 + 1e-9
-    policy = ExitPolicy("verified", (threshold,), (np.inf,))
+    policy = ExitPolicy("verified", (threshold,))
     request = Request("r", (1,), SamplingParams(threshold=threshold), seed=0, policy=policy)
     row = RowStep(request, BlockTable(3, [5]), (1,), (), True, policy, 1)
     meta, _ = filled(CycleShape(1, 1, 1), [row])

@@ -10,6 +10,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from tests.factories import make_request, random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine import assemble
-from tide_core.engine import core as core_module
 from tide_core.engine.assemble import Parts
 from tide_core.execution.graphs import cycle as graph_cycle
 from tide_core.execution.graphs import in_flight
@@ -297,7 +297,8 @@ def test_a_step_that_fails_leaves_nothing_in_flight(
 
 KINDS: list[dict[str, Any]] = [
     {"threshold": 0.6},
-    {"mode": "bounded", "epsilon": 0.05},
+    {"mode": "bounded", "epsilon": 0.3, "margin": 1.0},
+    {"mode": "bounded", "epsilon": 0.3, "margin": 1.0, "logprobs": 2, "repetition_penalty": 1.1},
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0.8, "seed": 1, "repetition_penalty": 1.3, "logprobs": 2},
     {"logprobs": 3},
@@ -326,7 +327,6 @@ def test_rows_of_every_kind_are_launched_ahead_and_so_are_those_next_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A threshold of its own, a bound, a temperature, log-probabilities, penalties, a bias, fewest tokens."""
-    monkeypatch.setattr(core_module, "without_exits", lambda policy: policy)  # when a bound breaks depends on the order
     prompts, usual = random_prompts(4, 11), {"max_tokens": 40, "ignore_eos": True}
     wishes = [SamplingParams(**{**usual, **(params if row < num_special else {})}) for row in range(4)]
     found = []
@@ -494,7 +494,7 @@ def lookahead_step(row: RowStep, *, token: int, position: int) -> InFlightStep:
     """A cycle after one that leaves the row at this token and position."""
     host: Any = None
     step = InFlightStep([RowPlace(row, 2, list(row.table.block_ids), previous=0)], 1, host, [0], Layers(1, 4), 2)
-    step.learn_starts(CycleOutput([], (), [[token], [position]], [], []))
+    step.learn_starts(CycleOutput([], (), [[token], [position]], [], [], np.empty(0)))
     return step
 
 
@@ -512,7 +512,6 @@ def test_a_row_that_continues_as_the_device_ran_it_is_found() -> None:
         {"token_ids": (6,)},
         {"token_ids": (5, 6)},
         {"request": make_request(request_id="another")},
-        {"policy": ExitPolicy("verified", (0.5,), (0.9,))},
         {"table": BlockTable(21, [4, 7, 9])},
     ],
     ids=str,
@@ -550,7 +549,7 @@ def test_results_are_the_same_token_by_token_and_by_the_fast_way(spoiled: bool) 
         drafts = sorted([random.randint(0, 3) for _ in range(5)], reverse=True)
         steps = [
             make_step(max_tokens=40, request_id=str(row))._replace(
-                table=BlockTable(20 + row, [4, 7, 9]), policy=ExitPolicy("verified", (0.2,), (math.inf,))
+                table=BlockTable(20 + row, [4, 7, 9]), policy=ExitPolicy("verified", (0.2,))
             )
             for row in range(5)
         ]
@@ -566,7 +565,8 @@ def test_results_are_the_same_token_by_token_and_by_the_fast_way(spoiled: bool) 
                 positions[row] += kept + 1
                 last.append(following[begins[row] + kept])
             scores = [[random.random() for _ in range(5)] for _ in range(drafts[0])]
-            outputs.append(CycleOutput(drafted, following, [last, list(positions)], scores, [1.0] * len(following)))
+            numbers = [last, list(positions)], scores, [1.0] * len(following), np.empty(0)
+            outputs.append(CycleOutput(drafted, following, *numbers))
         if spoiled:
             outputs[1].best[random.randrange(len(outputs[1].best))] = math.nan
         host: Any = SimpleNamespace(read=lambda outputs=outputs: outputs)

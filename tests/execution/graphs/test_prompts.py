@@ -129,7 +129,7 @@ def test_what_is_kept_of_a_piece_stands_behind_the_token_before_it_and_nowhere_f
     parts = exit_parts(artefact=BLOCK)
     prompts, size = parts.runner.prompts, parts.runner.cache.block_size
     assert prompts is not None
-    exits = ExitPolicy("verified", (0.3,), (float("inf"),))
+    exits = ExitPolicy("verified", (0.3,))
     steps = []
     for start, num, policy in ((0, 5, exits), (size + 3, 4, exits), (2, 6, NO_EXITS)):
         table = BlockTable()

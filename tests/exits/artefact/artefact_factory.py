@@ -10,13 +10,12 @@ import torch
 
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
-from tide_core.exits.artefact.artefact import Checkpoint, DataSummary, FastPoint, Manifest, RiskThreshold, save_artefact
+from tide_core.exits.artefact.artefact import Checkpoint, DataSummary, FastPoint, Manifest, save_artefact
 from tide_core.exits.artefact.heads import ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.identity import ModelIdentity
 from tide_core.models.identity import identify
 
-THRESHOLDS = {0.01: 0.9, 0.02: 0.8, 0.05: 0.6}
 MAX_DISTANCE = 6
 
 
@@ -52,7 +51,6 @@ def make_manifest(identity: ModelIdentity, specs: Mapping[int, HeadSpec], **sett
         "router_bottleneck": 16,
         "acceptance": tuple(0.8 - 0.05 * distance for distance in range(MAX_DISTANCE)),
         "draft_threshold": 0.0,
-        "thresholds": tuple(RiskThreshold(eps, 0.05, tau, 200, eps / 2, 0.4) for eps, tau in THRESHOLDS.items()),
         "fast": FastPoint(0.7, 0.04, 3.1, 200),
     }
     point |= {name: values.pop(name) for name in point if name in values}
@@ -84,7 +82,7 @@ def make_artefact(
     """Write an artefact for a loaded model or for the tiny model of a family; its folder.
 
     `layers` for several checkpoints, `sizes` of `make_spec`. `settings` are those of `make_manifest`, such as
-    draft_threshold or thresholds."""
+    draft_threshold or fast."""
     model = tiny_model(model) if isinstance(model, str) else model
     identity = identify(model, tiny_tokenizer(), None)
     where = tuple(layers) or (layer,)

@@ -36,7 +36,6 @@ from tide_core.exits.artefact.artefact import (
     Checkpoint,
     FastPoint,
     FileEntry,
-    RiskThreshold,
     load_artefact,
     replace_reports,
     save_artefact,
@@ -443,10 +442,6 @@ BAD_VALUES: list[tuple[tuple[Any, ...], object]] = [
     (("checkpoints", 0, "acceptance", 0), None),
     (("checkpoints", 0, "draft_threshold"), -0.1),
     (("checkpoints", 0, "draft_threshold"), "0.5"),
-    (("checkpoints", 0, "thresholds", 0, "epsilon"), 1.5),
-    (("checkpoints", 0, "thresholds", 1, "epsilon"), 0.01),  # the same pair twice
-    (("checkpoints", 0, "thresholds", 0, "threshold"), 10**400),
-    (("checkpoints", 0, "thresholds", 0, "num_sequences"), 0),
     (("checkpoints", 0, "fast", "disagreement"), -1),
     (("checkpoints", 0, "fast"), []),
     (("max_drafts",), 0),
@@ -579,8 +574,6 @@ def test_what_could_not_be_loaded_is_not_saved(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: RiskThreshold(0.01, 0.05, float("nan"), 10, 0.0, 0.5),
-        lambda: RiskThreshold(0.01, 0.05, 0.5, 10, 0.0, 1.5),
         lambda: FastPoint(0.5, 0.1, float("inf"), 10),
         lambda: Checkpoint(1, make_spec("affine"), 16, [0.5], 0.5),  # type: ignore[arg-type]
         lambda: FileEntry("0", 1),
@@ -788,3 +781,31 @@ def test_a_record_names_the_place_of_what_it_refuses() -> None:
     sample = plain(identity()) | {"weights_sample": {"w": [1, 10**400]}}
     with pytest.raises(ArtefactError, match="a finite number"):
         read(ModelIdentity, sample, "model")
+
+
+def test_thresholds_that_bounded_once_needed_are_ignored_with_one_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An artefact as an earlier version wrote it: the demo model's has them, too."""
+    path = make_artefact(tmp_path / "a", layers=(1, 2))
+    new = load_artefact(path, None)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    for checkpoint in manifest["checkpoints"]:
+        assert "thresholds" not in checkpoint, "new artefacts have none"
+        risk = {"num_sequences": 200, "risk": 0.01, "coverage": 0.4}
+        checkpoint["thresholds"] = [{"epsilon": 0.02, "delta": 0.05, "threshold": 0.8, **risk}]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with caplog.at_level("INFO", logger="tide"):
+        old = load_artefact(path, None)
+    assert [record.message for record in caplog.records if "bounded" in record.message] == [
+        "the artefact has thresholds of mode bounded, which needs none any more: they are ignored"
+    ]
+    assert old.manifest == new.manifest
+    assert old.digest != new.digest
+
+
+def test_the_shipped_artefact_loads_though_an_earlier_version_wrote_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="tide"):
+        artefact = load_artefact(Path(__file__).parents[3] / "deploy" / "artefacts" / "demo", None)
+    assert artefact.manifest.checkpoints[0].layer == 2
+    assert sum("thresholds of mode bounded" in record.message for record in caplog.records) == 1

@@ -3,7 +3,7 @@
 The model answers prompts and continues the beginnings of documents; some documents of the train part are used as they
 are, cut into pieces. `plan` lists the units of this work, the same for the same settings. Each unit becomes one shard,
 so a killed run resumes with the units that have no shard. The held-out parts are always decoded greedily, because the
-certified bound is about greedy decoding, and they never contain documents as they are.
+stated figures are about greedy decoding, and they never contain documents as they are.
 
 The shortlist holds the tokens that an exit head can emit: those that the model itself emits most often.
 """

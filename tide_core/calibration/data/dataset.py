@@ -112,8 +112,8 @@ def source_of(config: CalibrationConfig) -> dict[str, str]:
 def split(lines: Iterable[str], config: CalibrationConfig, given: Collection[str] = ()) -> dict[str, list[str]]:
     """Lines by part, each part in the order of its hashes.
 
-    If `given` are few among the lines, they are a part of their own and in no other part: promises certified on
-    prompts of the model are then tested on prompts written by people as well."""
+    If `given` are few among the lines, they are a part of their own and in no other part: what is stated of
+    prompts of the model is then measured on prompts written by people as well."""
     every = set(lines)
     given = every.intersection(given)
     if len(every) < GIVEN_AMONG * len(given):

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from tide_core.calibration.ledger import WorkerTime
-from tide_core.calibration.risk.certify import Certification, threshold_grid
 from tide_core.calibration.risk.costs import Considered
-from tide_core.calibration.risk.decide import DraftPlan, FastChoice
+from tide_core.calibration.risk.decide import DraftPlan, FastChoice, threshold_grid
 from tide_core.calibration.risk.traces import CandidateTraces, agreement
 from tide_core.errors import ConfigError
 
@@ -114,7 +113,6 @@ class ReportData:
     acceptance: tuple[float, ...]
     """Of drafts by distance, under the chosen plan."""
     tokens_per_deep_pass: float
-    risk: tuple[Certification, ...]
     fast: FastChoice | None
     predicted: Mapping[int, float]
     """Speed-up over full depth in mode verified, by batch size."""

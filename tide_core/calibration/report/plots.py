@@ -91,10 +91,8 @@ def _precision_coverage(axes: Axes, data: ReportData) -> None:
             continue
         axes.plot(*zip(*pairs, strict=True), color=colour, label=_label(candidate))
         lowest = min(lowest, *(p for _, p in pairs))
-        if candidate.name == data.chosen:
-            for choice in data.risk:
-                if choice.threshold is not None:
-                    _mark(axes, candidate, choice.threshold, f"ε = {choice.epsilon:g}", colour)
+        if candidate.name == data.chosen and data.fast is not None:
+            _mark(axes, candidate, data.fast.threshold, "fast", colour)
     axes.set(
         xlabel="coverage (share of tokens that score enough, distance 1)",
         ylabel="precision (share of them that agree)",

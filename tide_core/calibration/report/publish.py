@@ -34,7 +34,6 @@ from tide_core.exits.artefact.artefact import (
     DataSummary,
     FastPoint,
     Manifest,
-    RiskThreshold,
     replace_reports,
     save_artefact,
 )
@@ -46,8 +45,8 @@ NOTE = (
     "which nothing before had seen."
 )
 GIVEN_NOTE = (
-    "Thresholds of `bounded` were certified on two parts, each alone: answers to prompts of the model's own and"
-    " answers to prompts that people wrote. The stricter result counts, and its numbers are those of its part."
+    "Mode `fast` was measured on two parts, each alone: answers to prompts of the model's own and answers to prompts"
+    " that people wrote. Its numbers are those of the part on which more tokens disagree."
 )
 
 
@@ -118,11 +117,6 @@ def _names(reports: Mapping[str, bytes]) -> tuple[str, ...]:
 
 def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Manifest:
     best, fast, shards = decision.best, decision.fast, findings.shards
-    thresholds = [
-        RiskThreshold(each.epsilon, each.delta, each.threshold, each.num_sequences, each.risk, each.coverage)
-        for each in decision.certifications
-        if each.threshold is not None
-    ]
     point = None
     if fast is not None:
         point = FastPoint(fast.threshold, fast.disagreement, fast.layers_per_token, fast.num_sequences)
@@ -132,7 +126,6 @@ def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Ma
         router_bottleneck=chosen.router.out.in_features,
         acceptance=decision.acceptance,
         draft_threshold=best.draft_threshold,
-        thresholds=tuple(thresholds),
         fast=point,
     )
     digests = "".join(f"{part} {shards[part].digest}\n" for part in PARTS)
@@ -179,7 +172,6 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         chosen=best.name,
         acceptance=decision.acceptance,
         tokens_per_deep_pass=best.counts.tokens_per_deep_pass,
-        risk=decision.certifications,
         fast=decision.fast,
         predicted=decision.speedups,
         reliability=reliability(stated),

@@ -19,7 +19,7 @@ DATA = "report.json"
 
 CAPTIONS = {
     "agreement_by_distance.png": "Agreement of the exits with full depth, by distance to the last deep state",
-    "precision_coverage.png": "Tokens that score enough and the share of them that agrees; certified thresholds marked",
+    "precision_coverage.png": "Tokens that score enough and the share of them that agrees; that of `fast` marked",
     "speedup.png": "Speed-up over full depth by batch size, mode `verified`",
     "reliability.png": "What the router's score means",
 }
@@ -61,7 +61,7 @@ def report_text(data: ReportData, plots: Sequence[str] = ()) -> str:
         _considered(data) if data.considered else "",
         _candidates(data),
         _drafting(data),
-        _promises(data),
+        _fast(data),
         _speedups(data),
         _workers(data) if data.workers else "",
         _pictures(plots),
@@ -144,30 +144,13 @@ def _drafting(data: ReportData) -> str:
     return f"## Drafting\n\n{text}\n\n{_table(('distance', 'accepted, of drafts made'), rows)}"
 
 
-def _promises(data: ReportData) -> str:
-    rows = [
-        (
-            f"{c.epsilon:g}",
-            f"{c.delta:g}",
-            "none" if c.threshold is None else f"{c.threshold:.4f}",
-            f"{c.risk:.3%}",
-            f"{c.coverage:.1%}",
-            f"{c.p_value:.2g}",
-            str(c.num_sequences),
-        )
-        for c in data.risk
-    ]
-    head = ("ε", "δ", "threshold", "disagreement", "exits", "p-value", "sequences")
-    lines = ["## Mode `bounded`", "", _table(head, rows), ""]
-    text = "Disagreement (a mean over sequences) and exits: per generated token, teacher-forced, on held-out sequences."
-    lines += [f"{text} The p-value is that of a betting test."]
-    lines += [f"- {choice}" for choice in data.risk if choice.threshold is None]
+def _fast(data: ReportData) -> str:
     fast = "No threshold keeps the disagreement low enough; the mode is not offered."
     if data.fast is not None:
         fast = f"Threshold {data.fast.threshold:.4f}: {data.fast.disagreement:.2%} of tokens disagree, teacher-forced; "
         fast += f"{data.fast.layers_per_token:.1f} of {data.num_layers} layers a token, {data.fast.coverage:.1%} exits "
         fast += f"({data.fast.num_sequences} sequences). Not a promise."
-    return "\n".join(lines) + f"\n\n## Mode `fast`\n\n{fast}"
+    return f"## Mode `fast`\n\n{fast}"
 
 
 def _speedups(data: ReportData) -> str:

@@ -1,12 +1,12 @@
-"""From traces to a decision: the exit to serve, its thresholds, and the promises about it. Numpy only.
+"""From traces to a decision: the exit to serve, its thresholds, and the figures of it. Numpy only.
 
 The test part selects: candidate, draft threshold, draft length, threshold of mode `fast`. Every candidate (checkpoint
 layer and head kind) is replayed on its traces for a grid of draft thresholds and draft lengths and priced: a shallow
 exit that is right often enough beats a deep one that is right more often.
 
-The calibration part, which no earlier choice used, certifies the thresholds of mode `bounded` (`certify`) and gives all
-stated numbers. Where prompts written by people form a part of their own (`given`), a threshold must be certified on
-that part as well, and the stricter of the two results counts: the model's own prompts are slightly easier.
+The calibration part, which no earlier choice used, gives all stated numbers. Where prompts written by people form a
+part of their own (`given`), mode `fast` is measured on that part as well, and the worse of the two results is stated:
+the model's own prompts are slightly easier.
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.calibration.risk.certify import (
-    Certification,
-    certify_threshold,
-    measure_risk,
-    strictest,
-    threshold_grid,
-)
 from tide_core.calibration.risk.costs import Costs, draft_share, predict_speedup, predict_speedups
 from tide_core.calibration.risk.simulate import CycleCounts, PackedTraces, acceptance_by_distance, pack, simulate_all
 from tide_core.calibration.risk.traces import CandidateTraces
@@ -64,14 +59,13 @@ class FastChoice:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The exit to serve and the promises about it."""
+    """The exit to serve and the figures of it."""
 
     plans: tuple[DraftPlan, ...]
     """One per candidate, best first, with the counts of the test part."""
     best: DraftPlan
     """The first plan, with the counts of the calibration part."""
     acceptance: tuple[float, ...]
-    certifications: tuple[Certification, ...]
     fast: FastChoice | None
     speedups: Mapping[int, float]
     """Predicted over full depth in mode `verified`, by batch size."""
@@ -79,7 +73,7 @@ class Decision:
     @property
     def verdict(self) -> tuple[str, ...]:
         """Lines for the report and the terminal."""
-        return (*verdict_lines(self.best, self.speedups), *(f"bounded, {each}" for each in self.certifications))
+        return verdict_lines(self.best, self.speedups)
 
 
 def decide(
@@ -90,7 +84,7 @@ def decide(
     *,
     in_cycles: bool = False,
 ) -> Decision:
-    """Select on the test part, certify on the calibration part and on `given` if there is one.
+    """Select on the test part, measure on the calibration part, mode `fast` also on `given` if there is one.
 
     `traces` are by part, `costs` by candidate name. `in_cycles`: speed-ups are predicted for an engine that runs whole
     cycles in one launch, as on a GPU."""
@@ -100,22 +94,15 @@ def decide(
     layer, max_drafts = chosen.layer, chosen.max_drafts
     fast = choose_fast(packed["test"], layer=layer, num_layers=num_layers, max_drafts=max_drafts)
     if fast is not None:
-        unseen = packed["calibration"]
-        fast = measure_fast(unseen, fast.threshold, layer=layer, num_layers=num_layers, max_drafts=max_drafts)
-    curves = [
-        measure_risk(packed[part], draft_threshold=chosen.draft_threshold, max_drafts=max_drafts)
-        for part in ("calibration", "given")
-        if part in packed
-    ]
+        unseen = [packed[part] for part in ("calibration", "given") if part in packed]
+        sizes = {"layer": layer, "num_layers": num_layers, "max_drafts": max_drafts}
+        found = [measure_fast(part, fast.threshold, **sizes) for part in unseen]
+        fast = max(found, key=lambda each: each.disagreement)
     counts = measure_plan(chosen, packed["calibration"])
     return Decision(
         plans=plans,
         best=replace(chosen, counts=counts),
         acceptance=acceptance_by_distance(packed["calibration"], chosen.draft_threshold, max_drafts),
-        certifications=tuple(
-            strictest([certify_threshold(curve, epsilon, config.delta) for curve in curves])
-            for epsilon in config.epsilons
-        ),
         fast=fast,
         speedups=cycle_speedups(packed["calibration"], costs[chosen.name], max_drafts)
         if in_cycles
@@ -210,6 +197,12 @@ def verdict_lines(best: DraftPlan, speedups: Mapping[int, float]) -> tuple[str, 
     if losing := [str(batch) for batch, speedup in by_batch if speedup <= LEAST_GAIN]:
         lines.append(f"no gain predicted at batch {', '.join(losing)}: `full` is as fast or faster there")
     return tuple(lines)
+
+
+def threshold_grid() -> tuple[float, ...]:
+    """Thresholds from strict to loose, evenly spaced in the logit of the score; the same for every model."""
+    logits = np.arange(10.0, -3.01, -0.0625)
+    return tuple(float(score) for score in (1.0 / (1.0 + np.exp(-logits))).astype(np.float32))
 
 
 def choose_fast(

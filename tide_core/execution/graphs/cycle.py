@@ -62,7 +62,7 @@ class GraphCycles:
         self._graphs: dict[CycleShape, CycleGraph] = {}
         self._pool: Any = None
         self._branches = None if exits is None else Branches(cache, kernels)
-        self._next_state = torch.zeros((2, MOST_ROWS), dtype=torch.int32, device=cache.device)
+        self._next_state = torch.zeros((3, MOST_ROWS), dtype=torch.int32, device=cache.device)
         self._layers = Layers(adapter.num_layers if exits is None else exits.checkpoints[0].layer, adapter.num_layers)
         self._max_positions = adapter.max_positions if max_positions is None else max_positions
         self._in_flight: InFlightStep | None = None
@@ -109,17 +109,15 @@ class GraphCycles:
     @staticmethod
     def supports(row: RowStep) -> bool:
         """Whether this row decodes, and the device can decide all that follows."""
-        policy, request = row.policy, row.request
+        request = row.request
         return (
             len(row.token_ids) == 1
             and row.samples
             and not row.scores_prompt
             and row.num_drafts < FEW_QUERIES
-            and not policy.skips_layers
-            and (policy.is_lossless or request.params.logprobs is None)
+            and not row.policy.skips_layers
             and (not request.adjusts_logits or adjust.supports(request))
-            # Drafts are not masked, so full depth must agree with each. A grammar goes before fewest tokens.
-            and (request.mask is None or (policy.is_lossless and not request.params.min_tokens))
+            and (request.mask is None or not request.params.min_tokens)  # a grammar goes before fewest tokens
         )
 
     @staticmethod

@@ -95,7 +95,7 @@ class CycleGraph(Graph):
         next_state: torch.Tensor,
         slots: AdjustSlots | None,
     ) -> None:
-        """`next_state` [2, MOST_ROWS] passes from one cycle to the next, whatever their shapes. `slots`: where shapes
+        """`next_state` [3, MOST_ROWS] passes from one cycle to the next, whatever their shapes. `slots`: where shapes
         that adjust logits find their rows' adjustments."""
         self._adapter, self._cache, self._kernels, self._exits = adapter, cache, kernels, exits
         self.shape, self._branches, self._next_state = shape, branches if shape.branches > 1 else None, next_state
@@ -234,14 +234,14 @@ class CycleGraph(Graph):
         if shape.samples:  # a draft whose score is too low is not verified
             _join(self._score_stream)
         self._choice.choose(adjusted, output)
-        if shape.logprobs:  # under the model itself
-            kernels.top_logprobs(logits, parts.sources, parts.starts, self._row_meta, output.following, *output.top)
         if not shape.samples:
             _join(self._score_stream)
         begins = parts.starts, parts.positions
-        drafted = output.drafted, output.scores, output.following
+        drafted = output.drafted, output.scores, output.following, adjusted, output.gaps
         after = self._next_state, output.next_state
         kernels.accept_drafts(self._row_meta, parts.counting, *begins, *drafted, shape.branches, *after)
+        if shape.logprobs:  # under the model itself
+            kernels.top_logprobs(logits, parts.sources, parts.starts, self._row_meta, output.following, *output.top)
         if self._slots is not None:
             counts = self._slots.state.counts
             kernels.count_outputs(self._row_meta, *begins, output.following, output.next_state, counts)

@@ -43,14 +43,17 @@ class CycleOutput(NamedTuple):
     drafted: list[list[int]]
     """[K][R] token ids."""
     following: tuple[int, ...]
-    """[T] the token after each token of the deep pass, at full depth. A draft is accepted if it equals this token; for
-    sampled rows the rejection rule has decided that."""
+    """[T] the token after each token of the deep pass: at full depth, or the draft that a budget kept instead. A draft
+    is accepted if it equals this token; for sampled rows the rejection rule has decided that."""
     next_state: list[list[int]]
     """[2][R] the token each row continues with, and its position: drafts before it are accepted."""
     scores: list[list[float]]
     """[K][R] of the drafts."""
     best: list[float]
     """[T] the largest logits at full depth."""
+    gaps: Array
+    """[T] of rows with a budget: the gap of a draft that it kept, negative for all other tokens. A view, as in
+    `TopLogprobs`."""
     top: TopLogprobs | None = None
     """Where log-probabilities are wanted."""
 
@@ -66,9 +69,11 @@ class OutputBuffer:
         """`num_logprobs`: how many of the likeliest tokens are reported; 0 for none."""
         tokens, self._shape, self._num_logprobs = rows * (drafts + 1), (drafts, rows), num_logprobs
         top = 12 * tokens * num_logprobs + (4 * tokens if num_logprobs else 0)
-        self._size = 12 * (drafts * rows + tokens) + 16 * rows + top
+        self._size = 12 * drafts * rows + 16 * (tokens + rows) + top
         self._device = torch.zeros(self._size, dtype=torch.uint8, device=device)
-        self.drafted, self.following, self.next_state, self.scores, self.best, *self.top = self._split(self._device)
+        self.drafted, self.following, self.next_state, self.scores, self.best, self.gaps, *self.top = self._split(
+            self._device
+        )
         self.places = torch.zeros(self._shape, dtype=torch.int64, device=device)
         """Indices of the drafts in the shortlist."""
         self._top2 = [torch.zeros(self._shape, device=device) for _ in range(3)]
@@ -84,8 +89,9 @@ class OutputBuffer:
         wide, narrow = buffer[:border].view(torch.int64), buffer[border:].view(torch.float32)
         sizes = [count, tokens, 2 * rows, tokens * num]
         drafted, following, next_state, top_ids = torch.split(wide, sizes)
-        scores, best, top, chosen = torch.split(narrow, [count, tokens, tokens * num, tokens if num else 0])
-        parts = [drafted.view(self._shape), following, next_state.view(2, rows), scores.view(self._shape), best]
+        sizes = [count, tokens, tokens, tokens * num, tokens if num else 0]
+        scores, best, gaps, top, chosen = torch.split(narrow, sizes)
+        parts = [drafted.view(self._shape), following, next_state.view(2, rows), scores.view(self._shape), best, gaps]
         return [*parts, top_ids.view(tokens, num), top.view(tokens, num), chosen] if num else parts
 
     def top2_of(self, distance: int) -> Top2:
@@ -123,5 +129,6 @@ class HostCopy:
     def read(self) -> CycleOutput:
         """Once the copy is done."""
         drafted, following, next_state, scores, best = (part.tolist() for part in self._parts[:5])
-        top = self._parts[5:]
-        return CycleOutput(drafted, tuple(following), next_state, scores, best, TopLogprobs(*top) if top else None)
+        gaps, *top = self._parts[5:]
+        numbers = drafted, tuple(following), next_state, scores, best, gaps
+        return CycleOutput(*numbers, TopLogprobs(*top) if top else None)

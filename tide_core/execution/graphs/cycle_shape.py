@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tide_core.batch import RowStep
-from tide_core.exits.accept import cycle_thresholds
-from tide_core.kernels.reference.cycle import FOR_GOOD, IF_RIGHT, NEVER, NUM_META
+from tide_core.exits.accept import cycle_min_score
+from tide_core.kernels.reference.cycle import IF_RIGHT, NEVER, NUM_META
 from tide_core.kernels.reference.draw import NUM_SETTINGS
-from tide_core.request import ExitPolicy, Request
+from tide_core.request import Budget, ExitPolicy, Request
 from tide_core.sampling.draw import ACCEPT_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, stream_key
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ PLAIN_STREAM = 0
 STREAMS = (PLAIN_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM)
 """Random numbers of a sampled row: one stream each to draw a token, to draw a draft, to accept it, to replace it."""
 MAX_END = 2**31 - 1
-NO_ROW = (0, 0, -1, 0, 0, 0, 0, 0, -1, -1)
+NO_ROW = (0, 0, -1, 0, 0, 0, 0, -1, -1, 0, 0, 0, 0)
 """Row metadata of a place without a row."""
 
 
@@ -68,7 +68,7 @@ class CycleShape:
         return self._sampling_words + self.rows * (NUM_META + self.blocks + (self.drafts if self.has_suffix else 0))
 
     def split(self, buffer: Any) -> tuple[Any, Any]:
-        """Of an array or a tensor: row metadata [10, R], and the rows' blocks [R, B]."""
+        """Of an array or a tensor: row metadata [13, R], and the rows' blocks [R, B]."""
         first = self._sampling_words
         border = first + NUM_META * self.rows
         meta, tables = buffer[first:border], buffer[border : border + self.rows * self.blocks]
@@ -135,7 +135,8 @@ class CycleInputs:
             start = step.table.length if previous < 0 else -1 - previous
             slot = -1 if slots is None else slots[number]
             constants, logprobs = _constants(step.request, step.policy), step.request.params.logprobs
-            of_row = step.token_ids[0], start, drafts, *constants, slot, -1 if logprobs is None else logprobs
+            budget = step.num_differing, *_budget_bits(step.policy.budget)
+            of_row = step.token_ids[0], start, drafts, *constants, slot, -1 if logprobs is None else logprobs, *budget
             for _ in range(self._branches):
                 if written[place] != blocks:  # a few times quicker than to write them again
                     self._tables[place, : len(blocks)] = written[place] = blocks
@@ -161,7 +162,7 @@ class CycleInputs:
             written = self._sampled[place]
             if written is not None and written[0] is request and written[1] is policy:
                 continue
-            params, min_score = request.params, cycle_thresholds(request, policy).min_score
+            params, min_score = request.params, cycle_min_score(request)
             settings[:, place] = params.temperature, params.top_k, params.top_p, params.min_p, min_score
             keys[:, place].view(np.uint64)[:] = [stream_key(request.seed, stream) for stream in STREAMS]
             self._sampled[place] = request, policy
@@ -171,17 +172,10 @@ class CycleInputs:
                 self._sampled[place] = None
 
 
-def _constants(request: Request, policy: ExitPolicy) -> tuple[int, int, int, int, int]:
-    """Row metadata that a request does not change while its policy stays."""
-    min_score, prompt_len = request.params.threshold, len(request.prompt_ids)
-    end = end_of(request)
-    if policy.is_lossless and min_score is None:
-        return (IF_RIGHT if policy.may_exit else NEVER), end, NO_MIN_SCORE, NO_EXIT_SCORE, prompt_len
-    thresholds = cycle_thresholds(request, policy)
-    leaves = NEVER
-    if policy.may_exit:
-        leaves = IF_RIGHT if policy.exit_thresholds[0] > 1.0 else FOR_GOOD
-    return leaves, end, _bits(thresholds.min_score), _bits(thresholds.exit_score), prompt_len
+def _constants(request: Request, policy: ExitPolicy) -> tuple[int, int, int, int]:
+    """Row metadata that a request does not change."""
+    leaves = IF_RIGHT if policy.may_exit else NEVER
+    return leaves, end_of(request), _bits(cycle_min_score(request)), len(request.prompt_ids)
 
 
 def end_of(request: Request) -> int:
@@ -198,4 +192,14 @@ def _bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", single))[0])
 
 
-NO_MIN_SCORE, NO_EXIT_SCORE = _bits(-math.inf), _bits(math.inf)
+@functools.lru_cache(maxsize=256)
+def _budget_bits(budget: Budget | None) -> tuple[int, int, int]:
+    """Margin and epsilon as row metadata. The margin is rounded down: a gap is a float32 and stays below either."""
+    if budget is None:
+        return 0, 0, 0
+    with np.errstate(over="ignore"):
+        margin = np.float32(budget.margin)
+    if float(margin) > budget.margin:
+        margin = np.nextafter(margin, np.float32(-math.inf))
+    margin_bits, low, high = struct.unpack("<iii", struct.pack("<fd", margin, budget.epsilon))
+    return margin_bits, low, high

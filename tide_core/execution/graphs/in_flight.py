@@ -15,12 +15,12 @@ from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
-from tide_core.batch import DraftCounts, RowResult, RowStep, TokenNote, TokenResult
+from tide_core.batch import NO_NOTE, DraftCounts, RowResult, RowStep, TokenNote, TokenResult
 from tide_core.execution.graphs.cycle_graph import HostBuffer
 from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace, end_of
 from tide_core.execution.graphs.launch_depth import LaunchDepth
-from tide_core.exits.accept import Thresholds, cycle_thresholds
+from tide_core.exits.accept import counts, cycle_min_score
 from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
 
@@ -132,35 +132,43 @@ class InFlightStep:
         results = []
         for index, number in wanted.items():
             step = rows[index]
-            params, policy = step.request.params, step.policy
+            params = step.request.params
             near_end = end_of(step.request) - step.table.length - 1 < most_gained
-            if near_end or not finite or not policy.is_lossless or params.threshold is not None:
-                results.append(self._any_result(step, number, outputs, by_place))
-                continue
-            result = self._usual_result(step, number, outputs, by_place)
-            if params.logprobs is not None:
-                result = result._replace(notes=self._notes(step, number, outputs, params.logprobs))
+            if near_end or not finite or params.threshold is not None:
+                result = self._any_result(step, number, outputs, by_place)
+            else:
+                result = self._usual_result(step, number, outputs, by_place)
+            if params.logprobs is not None or step.policy.budget is not None:
+                notes = self._notes(step, number, outputs)[: len(result.token_ids)]
+                if any([note is not NO_NOTE for note in notes]):
+                    result = result._replace(notes=tuple(notes))
             results.append(result)
         return results
 
-    def _notes(
-        self, step: RowStep, number: int, outputs: Sequence[CycleOutput], num_logprobs: int
-    ) -> tuple[TokenNote, ...]:
-        """Log-probabilities of the tokens of `_usual_result`."""
-        start, notes = step.table.length, list[TokenNote]()
+    def _notes(self, step: RowStep, number: int, outputs: Sequence[CycleOutput]) -> list[TokenNote]:
+        """Log-probabilities of the tokens of a row, and gaps of those that its budget kept."""
+        num_logprobs, start, notes = step.request.params.logprobs, step.table.length, list[TokenNote]()
         for output in outputs:
             place = self._place(number, output)
             position, begin = output.next_state[1][place], self.begins[place]
-            assert output.top is not None
-            notes += output.top.notes(begin, begin + position - start, num_logprobs)
+            end = begin + position - start
+            if num_logprobs is None:
+                mine = [NO_NOTE] * (end - begin)
+            else:
+                assert output.top is not None
+                mine = output.top.notes(begin, end, num_logprobs)
+            if step.policy.budget is not None:
+                for index, gap in enumerate(output.gaps[begin:end].tolist()):
+                    if gap >= 0.0:
+                        mine[index] = mine[index]._replace(audit=Audit.DISAGREED, gap=gap)
+            notes += mine
             start = position
-        return tuple(notes)
+        return notes
 
     def _usual_result(
         self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
     ) -> RowResult:
-        """Where all drafts count and each accepted one is the full-depth token: `_any_result` without a loop over
-        tokens."""
+        """Where all drafts count: `_any_result` without a loop over tokens."""
         drafts, start, from_suffix = self.rows[number].drafts, step.table.length, bool(self.rows[number].suffix_drafts)
         token_ids: tuple[int, ...] = ()
         scores: tuple[float | None, ...] = ()
@@ -184,22 +192,21 @@ class InFlightStep:
     def _any_result(
         self, step: RowStep, number: int, outputs: Sequence[CycleOutput], by_place: Sequence[ByPlace]
     ) -> RowResult:
-        """Token by token: thresholds, audits, drafts that would be the last token, and numbers that are not finite."""
+        """Token by token: thresholds, drafts that would be the last token, and numbers that are not finite."""
         drafts, start, end = self.rows[number].drafts, step.table.length, end_of(step.request)
         from_suffix = bool(self.rows[number].suffix_drafts)
         exit_layer = FROM_TEXT if from_suffix else self.layers.exit_layer
-        thresholds = cycle_thresholds(step.request, step.policy)
+        min_score = cycle_min_score(step.request)
         tokens: list[TokenResult] = []
-        counts: list[DraftCounts] = []
+        passes: list[DraftCounts] = []
         layers_run, error = 0, None
         for output, drafted in zip(outputs, by_place, strict=True):
             place = self._place(number, output)
-            scores, draft_ids = drafted[place] if drafts else ((), ())
-            scores = (0.0,) * drafts if from_suffix else scores
+            scores = drafted[place][0] if drafts and not from_suffix else (0.0,) * drafts
             begin, position = self.begins[place], output.next_state[1][place]
             allowed = max(0, min(drafts, end - start - 2))  # as `counting` of the cycle's plan
             accepted, start = position - start - 1, position
-            counted = _num_counted(scores[:allowed], thresholds)
+            counted = _num_counted(scores[:allowed], min_score)
             is_fault = counted < allowed and not isfinite(scores[counted])
             layers_run += self._outcome(drafts, (1,), from_suffix=from_suffix)[1]
             for distance in range(accepted + 1):
@@ -209,25 +216,14 @@ class InFlightStep:
                     accepted = distance
                     break
                 score = scores[distance] if distance < allowed and not from_suffix else None
-                following = output.following[begin + distance]
-                token = TokenResult(following, self.layers.num_layers, score=score)
-                if distance < accepted:
-                    draft = draft_ids[distance]
-                    audit = Audit.VERIFIED
-                    if score is not None and thresholds.leaves(score):
-                        audit = Audit.AGREED if draft == following else Audit.DISAGREED
-                    token = TokenResult(draft, exit_layer, score=score, audit=audit)
-                tokens.append(token)
-            counts.append(DraftCounts(counted, accepted, int(is_fault), allowed, from_suffix))
+                layer = exit_layer if distance < accepted else self.layers.num_layers
+                tokens.append(TokenResult(output.following[begin + distance], layer, score=score))
+            passes.append(DraftCounts(counted, accepted, int(is_fault), allowed, from_suffix))
             if error is not None:
                 break
         if tokens:  # after an error the text may end with these; if not, the next step fails too
             error = None
-        result = RowResult.of(tokens, max(len(tokens), 1), layers_run, tuple(counts), error)
-        num_logprobs = step.request.params.logprobs
-        if num_logprobs is not None:
-            result = result._replace(notes=self._notes(step, number, outputs, num_logprobs)[: len(tokens)])
-        return result
+        return RowResult.of(tokens, max(len(tokens), 1), layers_run, tuple(passes), error)
 
     def _outcome(
         self, drafts: int, gains: tuple[int, ...], *, from_suffix: bool
@@ -235,10 +231,9 @@ class InFlightStep:
         return _outcome(self.layers, drafts, min(drafts, self.passes), self.branches, gains, from_suffix)
 
     def _place(self, number: int, output: CycleOutput) -> int:
-        """The place of a row: with branches, of the one whose first draft is the full-depth token, or else the first. A
-        row that may leave for good drafts the likeliest token."""
+        """The place of a row: with branches, of the one whose first draft follows, or else the first."""
         place = number * self.branches
-        if self.branches == 1 or self.rows[number].step.policy.exit_thresholds[0] <= 1.0:
+        if self.branches == 1:
             return place
         return place + branch_of(output.following[self.begins[place]], output.drafted[0][place : place + self.branches])
 
@@ -250,8 +245,7 @@ class InFlightStep:
 
 def is_unchanged(launched: RowStep, blocks: list[int], row: RowStep) -> bool:
     """Whether a row is the one that was launched, and its blocks begin with those that it had."""
-    same = launched.request is row.request and launched.policy is row.policy
-    return same and row.table.block_ids[: len(blocks)] == blocks
+    return launched.request is row.request and row.table.block_ids[: len(blocks)] == blocks
 
 
 def branch_of(token_id: int, tried: Sequence[int]) -> int:
@@ -272,8 +266,8 @@ def _outcome(
     return tuple(exit_layers), layers_run, counts
 
 
-def _num_counted(scores: Sequence[float], thresholds: Thresholds) -> int:
+def _num_counted(scores: Sequence[float], min_score: float) -> int:
     for number, score in enumerate(scores):
-        if not thresholds.counts(score):
+        if not counts(score, min_score):
             return number
     return len(scores)

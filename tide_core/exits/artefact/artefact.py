@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,12 @@ from tide_core.exits.artefact.manifest import (
     FastPoint,
     FileEntry,
     Manifest,
-    RiskThreshold,
 )
 from tide_core.exits.artefact.match import check_identity
 from tide_core.exits.artefact.router import Router
 from tide_core.identity import ModelIdentity
+
+logger = logging.getLogger("tide")
 
 __all__ = [
     "HEADS_FILE",
@@ -53,7 +55,6 @@ __all__ = [
     "FastPoint",
     "FileEntry",
     "Manifest",
-    "RiskThreshold",
     "install_artefact",
     "load_artefact",
     "replace_reports",
@@ -173,6 +174,10 @@ def _read_manifest(raw: bytes) -> Manifest:
     if version != FORMAT_VERSION or isinstance(version, (bool, float)):
         expected = f"{FORMAT_VERSION}, the one this version of TIDE Serve reads"
         raise ArtefactError("manifest.format_version", version, expected)
+    checkpoints = values.get("checkpoints")
+    old = [each for each in checkpoints if isinstance(each, dict)] if isinstance(checkpoints, list) else []
+    if any([each.pop("thresholds", None) for each in old]):
+        logger.info("the artefact has thresholds of mode bounded, which needs none any more: they are ignored")
     return strict_json.read(Manifest, values, "manifest")
 
 

@@ -30,29 +30,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class RiskThreshold:
-    """A threshold of the mode `bounded`: exits disagree at most `epsilon` of the time, at confidence 1 - `delta`."""
-
-    epsilon: float
-    delta: float
-    threshold: float
-    num_sequences: int
-    """Calibration sequences behind it."""
-    risk: float
-    """Measured there: disagreements per token."""
-    coverage: float
-    """Measured there: share of the tokens that were emitted at the exit."""
-
-    def __post_init__(self) -> None:
-        _number("epsilon", self.epsilon, 0, 1)
-        _number("delta", self.delta, 0, 1)
-        _number("threshold", self.threshold, 0, 1e9)
-        _integer("num_sequences", self.num_sequences, 1, MAX_COUNT)
-        _number("risk", self.risk, 0, 1)
-        _number("coverage", self.coverage, 0, 1)
-
-
-@dataclass(frozen=True, slots=True)
 class FastPoint:
     """The threshold of the mode `fast`, with what was estimated for it on teacher-forced text."""
 
@@ -80,7 +57,6 @@ class Checkpoint:
     """[j - 1]: how often a draft at distance j is right, where it was drafted and all before it were right."""
     draft_threshold: float
     """Drafting goes on while the router's score is at least this."""
-    thresholds: tuple[RiskThreshold, ...] = ()
     fast: FastPoint | None = None
 
     def __post_init__(self) -> None:
@@ -90,10 +66,6 @@ class Checkpoint:
         for distance, value in enumerate(self.acceptance, 1):
             _number(f"acceptance[{distance - 1}]", value, 0, 1)
         _number("draft_threshold", self.draft_threshold, 0, 1e9)
-        _tuple("thresholds", self.thresholds)
-        pairs = [(point.epsilon, point.delta) for point in self.thresholds]
-        if len(set(pairs)) < len(pairs):
-            raise ArtefactError("thresholds", pairs, "one threshold for each epsilon and delta")
 
 
 @dataclass(frozen=True, slots=True)

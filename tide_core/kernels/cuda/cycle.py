@@ -41,16 +41,22 @@ def accept_drafts(
     drafted: Tensor,
     scores: Tensor,
     following: Tensor,
+    logits: Tensor,
+    gaps: Tensor,
     branches: int,
     device_state: Tensor,
     next_state: Tensor,
 ) -> None:
-    """The token that follows the accepted drafts of each row and its position, into `device_state` [2, MOST_ROWS],
-    int32, and into `next_state` [2, R], int64."""
+    """The token that follows the accepted drafts of each row, its position and the number of differing tokens, into
+    `device_state` [3, MOST_ROWS], int32, and the first two into `next_state` [2, R], int64. A draft that a budget keeps
+    takes its place in `following`, and `gaps` [T] tells by how much the logit of full depth's choice is larger."""
     device = device_of(row_meta)
     checks.refuse(meta_faults(row_meta, device))
     checks.refuse([checks.dims_fault("drafted", drafted, 2)])
+    checks.refuse(cuda_checks.matrix_faults("logits", logits, device))
     rows, drafts, tokens = row_meta.shape[1], drafted.shape[0], following.numel()
+    if logits.shape[0] != tokens:
+        raise checks.shape_error("logits", logits, f"[T, V] with {tokens} rows")
     if branches < 1 or rows % branches:
         raise ValueError(f"branches: got {branches}, expected a divisor of {rows} rows")
     for name, tensor, kind, shape, letters in (
@@ -60,12 +66,14 @@ def accept_drafts(
         ("drafted", drafted, torch.int64, (drafts, rows), "[K, R]"),
         ("scores", scores, torch.float32, (drafts, rows), "[K, R]"),
         ("following", following, torch.int64, (tokens,), "[T]"),
-        ("device_state", device_state, torch.int32, (2, cycle_plan.MOST_ROWS), "[2, MOST_ROWS]"),
+        ("gaps", gaps, torch.float32, (tokens,), "[T]"),
+        ("device_state", device_state, torch.int32, (3, cycle_plan.MOST_ROWS), "[3, MOST_ROWS]"),
         ("next_state", next_state, torch.int64, (2, rows), "[2, R]"),
     ):
         checks.refuse(checks.exact_faults(name, tensor, kind, shape, letters, device))
-    tensors = row_meta, counting, starts, positions, drafted, scores, following, device_state, next_state
-    launch(device, "accept_drafts", *(ptr(tensor) for tensor in tensors), rows, drafts, branches)
+    tensors = row_meta, counting, starts, positions, drafted, scores, following, logits, gaps, device_state, next_state
+    sizes = rows, drafts, branches, row_stride(logits)
+    launch(device, "accept_drafts", DTYPE_CODES[logits.dtype], *(ptr(tensor) for tensor in tensors), *sizes)
 
 
 def top_logprobs(
@@ -121,14 +129,14 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from `row_meta` [5, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    """Fill both buffers from `row_meta` [5, R], the `next_state` [3, MOST_ROWS] of the previous cycle and the blocks
     [R, B] of the rows, all int32; branches get blocks of their own in `tables`."""
     device = device_of(row_meta)
     checks.refuse(meta_faults(row_meta, device, cycle_plan.NUM_PLANNED))
     checks.refuse([checks.dims_fault("tables", tables, 2)])
     rows, blocks = row_meta.shape[1], tables.shape[1]
     most = cycle_plan.MOST_ROWS
-    checks.refuse(checks.exact_faults("next_state", next_state, torch.int32, (2, most), "[2, MOST_ROWS]", device))
+    checks.refuse(checks.exact_faults("next_state", next_state, torch.int32, (3, most), "[3, MOST_ROWS]", device))
     checks.refuse(checks.exact_faults("tables", tables, torch.int32, (rows, blocks), "[R, B]", device))
     num_wide, num_narrow = cycle_plan.sizes(rows, drafts, block_size if branches > 1 else 0)
     checks.refuse(checks.exact_faults("wide", wide, torch.int64, (num_wide,), "cycle_plan.sizes", device))

@@ -18,18 +18,21 @@ from torch import Tensor
 
 MOST_ROWS = 256
 NEWEST, START, DRAFTS, LEAVES, END = range(5)
-"""Metadata of a row: its newest token, the position of that, the number of drafts (-1: there is no row), how it may
-leave early, and the position after the last that its answer can have. A start of -1 - p means: token and position are
-those that the previous cycle left at index p."""
-NEVER, IF_RIGHT, FOR_GOOD = range(3)
-"""How a row may leave early: not at all; with drafts that full depth agrees with; or with others as well."""
-MIN_SCORE, EXIT_SCORE, PROMPT_LEN, ADJUST_SLOT, LOGPROBS = range(5, 10)
-"""More rows of `row_meta`: the score a draft needs to count and the score that accepts it without a comparison (float32
-bits as int32; -inf and +inf for none), the tokens of the prompt, the slot in an `AdjustState` (-1: none), and how many
-of the likeliest tokens are listed (-1: the row has no log-probabilities)."""
-NUM_META, NUM_PLANNED = 10, 5
+"""Metadata of a row: its newest token, the position of that, the number of drafts (-1: there is no row), whether it may
+leave early, and the position after the last that its answer can have. A start of -1 - p means: token, position and
+number of differing tokens are those that the previous cycle left at index p."""
+NEVER, IF_RIGHT = range(2)
+"""Whether a row may leave early: not at all, or with drafts of an exit that are accepted."""
+MIN_SCORE, PROMPT_LEN, ADJUST_SLOT, LOGPROBS, DIFFERING, MARGIN, EPSILON = range(5, 12)
+"""More rows of `row_meta`: the score a draft needs to count (float32 bits as int32; -inf for none), the tokens of the
+prompt, the slot in an `AdjustState` (-1: none), how many of the likeliest tokens are listed (-1: the row has no
+log-probabilities), how many tokens of the answer differ from full depth's choice, and the budget: `margin` (float32
+bits) and `epsilon` (float64 bits, the lower half first, in two rows; 0: there is none)."""
+NUM_META, NUM_PLANNED = 13, 5
 """Rows of `row_meta`, and how many of them `plan_cycle` reads."""
 MOST_LOGPROBS = 32
+AGREES = -1.0
+"""In place of the gap of a token: full depth chose it."""
 BLOCKS_PER_BRANCH = 2
 """A branch has fewer drafts than a block has slots."""
 
@@ -123,19 +126,30 @@ def accept_drafts(
     drafted: Tensor,
     scores: Tensor,
     following: Tensor,
+    logits: Tensor,
+    gaps: Tensor,
     branches: int,
     device_state: Tensor,
     next_state: Tensor,
 ) -> None:
-    """The token that follows the accepted drafts of each row and its position, into `device_state` [2, MOST_ROWS],
-    int32, and into `next_state` [2, R], int64; zeros where there is no row.
+    """The token that follows the accepted drafts of each row, its position, and how many tokens of the answer differ
+    from full depth's choice, into `device_state` [3, MOST_ROWS], int32, and the first two into `next_state` [2, R],
+    int64; zeros where there is no row.
 
     A draft counts if it is one of the first `counting` [R] of its row, and its score is finite and at least MIN_SCORE.
-    It is accepted if its score is at least EXIT_SCORE or it equals the token in `following`. The first draft that is
-    not accepted ends the row."""
-    device_state[:, : row_meta.shape[1]] = next_state[:] = 0
-    min_scores, exit_scores = (row_meta[part].view(torch.float32) for part in (MIN_SCORE, EXIT_SCORE))
-    counts = scores.isfinite() & (scores >= min_scores)
+    It is accepted if it equals the token in `following`, or if the row has a budget that keeps it
+    (`exits.accept.keeps`): then it takes the place of that token in `following`. The first draft that is not accepted
+    ends the row. For rows with a budget `gaps` [T] gets, after each token up to the last draft that may count, by how
+    much the logit of full depth's choice, of `logits` [T, V], is larger than that of the kept draft, or `AGREES`."""
+    rows = row_meta.shape[1]
+    places = (-1 - row_meta[START]).long()
+    differing = torch.where(places >= 0, device_state[2, places.clamp(min=0)], row_meta[DIFFERING]).tolist()
+    device_state[:, :rows] = next_state[:] = 0
+    counts = scores.isfinite() & (scores >= row_meta[MIN_SCORE].view(torch.float32))
+    margins = row_meta[MARGIN].view(torch.float32).tolist()
+    halves = row_meta[EPSILON : EPSILON + 2].T.clone(memory_format=torch.contiguous_format)
+    epsilons = halves.view(torch.float64).flatten().tolist()
+    final = following.clone()
     for r, (count, leaves) in enumerate(zip(counting.tolist(), row_meta[LEAVES].tolist(), strict=True)):
         if count < 0:
             continue
@@ -144,14 +158,24 @@ def accept_drafts(
             token = following[starts[first]]
             row = next((branch for branch in range(first, first + branches) if drafted[0, branch] == token), first)
         begin, accepted = int(starts[row]), 0
-        while (
-            accepted < count
-            and counts[accepted, row]
-            and (scores[accepted, row] >= exit_scores[r] or drafted[accepted, row] == following[begin + accepted])
-        ):
+        emitted = int(positions[begin]) + 1 - int(row_meta[PROMPT_LEN, r])
+        has_budget = epsilons[r] > 0.0
+        if has_budget:
+            gaps[begin : begin + count + 1] = AGREES
+        while accepted < count and counts[accepted, row]:
+            t, draft = begin + accepted, drafted[accepted, row]
+            if draft != following[t]:
+                if not has_budget or differing[r] + 1 > epsilons[r] * (emitted + accepted + 1):
+                    break
+                gap = logits[t, following[t]].float() - logits[t, draft].float()
+                if not gap <= margins[r]:
+                    break
+                final[t], gaps[t] = draft, gap
+                differing[r] += 1
             accepted += 1
         next_state[:, r] = torch.stack((following[begin + accepted], positions[begin] + accepted + 1))
-        device_state[:, r] = next_state[:, r]
+        device_state[:2, r], device_state[2, r] = next_state[:, r], differing[r]
+    following[:] = final
 
 
 def top_logprobs(
@@ -189,13 +213,13 @@ def plan_cycle(
     branches: int = 1,
     first_spare: int = 0,
 ) -> None:
-    """Fill both buffers from `row_meta` [5, R], the `next_state` [2, MOST_ROWS] of the previous cycle and the blocks
+    """Fill both buffers from `row_meta` [5, R], the `next_state` [3, MOST_ROWS] of the previous cycle and the blocks
     [R, B] of the rows, all int32. With several `branches` of each row, one after another, all but
     the first get blocks of their own in `tables`, from the spare ones."""
     num_rows = row_meta.shape[1]
     out = split(wide, narrow, num_rows, drafts, block_size if branches > 1 else 0)
     place = (-1 - row_meta[START]).long()
-    newest, start = torch.where(place >= 0, next_state[:, place.clamp(min=0)], row_meta[[NEWEST, START]]).long()
+    newest, start = torch.where(place >= 0, next_state[:2, place.clamp(min=0)], row_meta[[NEWEST, START]]).long()
     counts = row_meta[DRAFTS].long()
     every = torch.arange(num_rows, device=row_meta.device)
     if branches > 1:
