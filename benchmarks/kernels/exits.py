@@ -108,9 +108,9 @@ class ExitOps(Inputs):
 
     def _decoding_rows(self, shape: Shape, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Metadata of rows with drafts, logit adjustments and log-probabilities; starts, positions, and drafts."""
-        tokens, none = rows * (DRAFTS + 1), torch.tensor([-math.inf, math.inf]).view(torch.int32).tolist()
+        tokens, none = rows * (DRAFTS + 1), int(torch.tensor(-math.inf).view(torch.int32))
         end = shape.context + 2 * (DRAFTS + 1)
-        facts = [1, shape.context, DRAFTS, 1, end, *none, shape.context // 2, 0, LOGPROBS]
+        facts = [1, shape.context, DRAFTS, 1, end, none, shape.context // 2, 0, LOGPROBS, 0, 0, 0, 0]
         row_meta = torch.tensor(facts, dtype=torch.int32, device=self.device)[:, None].repeat(1, rows)
         row_meta[cycle_plan.ADJUST_SLOT] = torch.arange(rows, device=self.device)
         starts = torch.arange(0, tokens + 1, DRAFTS + 1, dtype=torch.int32, device=self.device)

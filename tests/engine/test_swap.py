@@ -118,9 +118,9 @@ def test_exits_that_cannot_do_what_is_wanted_are_never_taken(engine: Engine, fol
 
     def wanted(default_mode: str) -> SamplingParams:
         asked.append(default_mode)
-        return SamplingParams(mode="bounded", epsilon=1e-9)
+        return SamplingParams(mode="verified", min_layers=99)
 
-    with pytest.raises(RequestError, match="epsilon"):
+    with pytest.raises(RequestError, match="min_layers"):
         engine.use_artefact(str(folders["artefact"]), wanted)
     assert asked == ["verified"]
     assert engine.artefact_digest is None
