@@ -180,6 +180,9 @@ class RowResult(NamedTuple):
         )
 
 
+NOT_READY = RowResult()
+
+
 class StepTiming(NamedTuple):
     """How host and device shared a step whose successor was in flight before it was read."""
 

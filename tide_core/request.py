@@ -57,6 +57,11 @@ class Grammar:
 class TokenMask(Protocol):
     """A grammar while it is followed."""
 
+    masked_at: int
+    """The number of output tokens after which none of the likeliest tokens fits; -1 if that has not been seen."""
+    misfits: float
+    """Share of the latest tokens that full depth chose and that did not fit."""
+
     def allowed(self, output_ids: Sequence[int]) -> Any:
         """Which tokens may follow these: an array [V] of booleans."""
         ...
@@ -66,7 +71,11 @@ class TokenMask(Protocol):
         ...
 
     def num_allowed(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-        """How many of `token_ids` may follow one after another."""
+        """How many of `token_ids` may follow one after another, before the end of the text."""
+        ...
+
+    def num_fitting(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+        """How many of `token_ids` may follow one after another, the end of the text included."""
         ...
 
     def must_end(self, output_ids: Sequence[int]) -> bool:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 """Compiled grammars that are kept; a client mostly sends the same one again."""
 
+FIRST_MISFITS = 0.5
+"""Of a new text: it takes some tokens until a model writes what it was not asked for in words."""
 MAX_MASKS = 16
 """Masks that a matcher keeps: more than a cycle has drafts. Each has a bit for every token of the vocabulary."""
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,20}"}
@@ -89,6 +91,7 @@ class GrammarMatcher:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._only_eos = np.zeros(vocab_size, dtype=np.bool_)
         self._only_eos[list(eos_ids)] = True
+        self.masked_at, self.misfits = -1, FIRST_MISFITS
         self._consumed: list[int] = []
         self._num_matched = 0
         """How many of them the matcher has consumed: none after the end of the text."""
@@ -109,6 +112,14 @@ class GrammarMatcher:
         """How many of `token_ids` may follow one after another, before the end of the text."""
         self._follow(output_ids)
         return 0 if self._matcher.is_stopped() else self._matcher.validate_tokens(list(token_ids))
+
+    def num_fitting(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+        """How many of `token_ids` may follow one after another, the end of the text included. No mask is computed where
+        all may."""
+        fitting = self.num_allowed(output_ids, token_ids)
+        while fitting < len(token_ids) and self.allowed([*output_ids, *token_ids[:fitting]])[token_ids[fitting]]:
+            fitting += 1
+        return fitting
 
     def must_end(self, output_ids: Sequence[int]) -> bool:
         """Whether nothing but the end of the text may follow."""

@@ -1,9 +1,11 @@
-"""Rows that follow a grammar in cycles that run in one go; here on the CPU, where the CUDA kernels' twin stands in."""
+"""Rows that follow a grammar in cycles; here on the CPU, where the CUDA kernels' twin stands in."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,17 @@ import pytest
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.exits.test_sampled_distribution import LEAST_P, chi_square_p
 from tests.factories import make_parts, random_prompts
-from tide_core.batch import RowStep
+from tide_core.batch import RowResult, RowStep
+from tide_core.execution.graphs import cycle_graph, cycle_shape, masks
 from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.in_flight import InFlightStep
+from tide_core.execution.graphs.masks import MaskBuffer
 from tide_core.request import Grammar, SamplingParams
+from tide_core.sampling.grammar import FIRST_MISFITS
 
 BLOCK = {"kind": "block", "taps": (2, 3), "draft_threshold": 0.0}
 WORDS = Grammar("regex", r"[a-z ,.]{60,}")
+HALF = Grammar("regex", "[^a-m]*")
 LISTED = Grammar("regex", r"([a-f]{2,5}, ?){8,}[0-9]{6}")
 KINDS: list[dict[str, Any]] = [
     {"grammar": WORDS, "mode": "full"},
@@ -79,19 +85,126 @@ def test_rows_of_every_kind_share_a_cycle_and_get_what_they_get_alone(cycles: li
     assert all_ids(together) == all_ids(alone)
 
 
-def test_a_row_with_a_grammar_is_never_launched_ahead_and_others_are_once_it_has_ended(
-    cycles: list[list[RowStep]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead: list[list[bool]] = []
+@pytest.fixture
+def num_masks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Cycles that masks were computed for, under `sent`."""
+    count: Counter[str] = Counter()
+    send = MaskBuffer.send
+
+    def counted(self: MaskBuffer, *arguments: Any) -> None:
+        count["sent"] += 1
+        send(self, *arguments)
+
+    monkeypatch.setattr(MaskBuffer, "send", counted)
+    return count
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """Of every attempt to launch ahead: which of its rows follow a grammar."""
+    tried: list[list[bool]] = []
     launch = GraphCycles._launch_ahead
 
     def noted(self: GraphCycles, rows: Any, *more: Any) -> InFlightStep | None:
-        ahead.append([row.request.mask is not None for row in rows])
+        tried.append([row.request.mask is not None for row in rows])
         return launch(self, rows, *more)
 
     monkeypatch.setattr(GraphCycles, "_launch_ahead", noted)
+    return tried
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_greedy_rows_run_without_masks_and_what_does_not_fit_is_replaced(
+    logprobs: int | None, cycles: list[list[RowStep]], num_masks: Counter[str], request: pytest.FixtureRequest
+) -> None:
+    """About half of all tokens fit, drafts among them, so both are seen. Now and then none of the likeliest fits."""
+    prompts, params = random_prompts(3, 11), asked(grammar=HALF, max_tokens=40, logprobs=logprobs)
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
-        engine.generate(random_prompts(2, 11), [asked(max_tokens=40), asked(grammar=WORDS, max_tokens=6)])
+        answers = engine.generate(prompts, params)
+        free = engine.generate(prompts, asked(max_tokens=40))
+    assert num_masks["sent"] < len(cycles) / 8
+    assert all_ids(answers) != all_ids(free)
+    assert all(re.fullmatch("[^a-m]*", answer.text) for answer in answers)
+    assert sum(answer.usage.num_accepted for answer in answers) > 0
+    assert all(len(answer.tokens) == 40 for answer in answers)
+    for answer in answers:
+        assert answer.usage.num_accepted == sum(layer < 4 for layer in exit_layers(answer))
+    del cycles[:]
+    with poisoned(exit_parts(kernels="reference", artefact=BLOCK)) as engine:
+        plain = engine.generate(prompts, params)
+    assert all_ids(answers) == all_ids(plain)
+    for one, other in zip(answers, plain, strict=True):
+        assert [token.logprob for token in one.tokens] == pytest.approx([token.logprob for token in other.tokens])
+        assert [[i for i, _ in token.top_logprobs] for token in one.tokens] == [
+            [i for i, _ in token.top_logprobs] for token in other.tokens
+        ]
+
+
+def test_where_none_of_the_likeliest_tokens_fits_a_mask_chooses(
+    cycles: list[list[RowStep]], num_masks: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = random_prompts(3, 11), asked(grammar=HALF, max_tokens=30)
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        among_many = engine.generate(prompts, params)
+    many = num_masks.pop("sent", 0)
+    for module in (cycle_shape, cycle_graph):
+        monkeypatch.setattr(module, "MAX_LOGPROBS", 2)
+    del cycles[:]
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        among_two = engine.generate(prompts, params)
+    assert many < num_masks["sent"] < len(cycles), "others have none"
+    assert all_ids(among_two) == all_ids(among_many)
+
+
+def test_launched_ahead_or_not_tokens_are_the_same(
+    cycles: list[list[RowStep]], ahead: list[list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was launched ahead with a token that does not fit is lost, for that row alone."""
+    prompts, params = (
+        random_prompts(3, 11),
+        [asked(grammar=HALF, max_tokens=40), asked(max_tokens=40), asked(grammar=WORDS)],
+    )
+    found = []
+    for most in (-1.0, 1.0):
+        monkeypatch.setattr(masks, "MOST_MISFITS", most)
+        with poisoned(exit_parts(artefact=BLOCK)) as engine:
+            found.append(all_ids(engine.generate(prompts, params)))
+        assert any(any(with_grammar) for with_grammar in ahead) == (most > 0)
+    assert found[0] == found[1]
+
+
+def test_rows_are_launched_ahead_once_most_tokens_fit() -> None:
+    row = SimpleNamespace(request=SimpleNamespace(mask=FakeMask()), output_ids=(), policy=None)
+    free = SimpleNamespace(request=SimpleNamespace(mask=None))
+    seen = []
+    for fitting in [True] * 25 + [False, True, False]:
+        row.request.mask.fitting = fitting
+        masks.obeyed(row, RowResult((1,), (4,), (None,), 1), lambda _: ((0,), (-0.5,)), 4)
+        seen.append(masks.fits_mostly([row]))
+    assert seen.index(True) in range(10, 20), "not at the beginning of an answer"
+    assert seen[25], "one that does not fit does not matter"
+    assert not seen[-1]
+    assert masks.fits_mostly([row, free, free]), "and few of many rows do not"
+
+
+class FakeMask:
+    """Allows token 0 alone, or any."""
+
+    masked_at, misfits, fitting = -1, FIRST_MISFITS, True
+
+    def num_fitting(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+        return len(token_ids) if self.fitting else 0
+
+    def allowed(self, output_ids: Sequence[int]) -> list[bool]:
+        return [True, self.fitting]
+
+
+def test_a_sampled_row_with_a_grammar_is_never_launched_ahead_and_others_are_once_it_has_ended(
+    cycles: list[list[RowStep]], ahead: list[list[bool]]
+) -> None:
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        kinds = asked(max_tokens=40), asked(grammar=WORDS, max_tokens=6, temperature=0.7)
+        engine.generate(random_prompts(2, 11), kinds)
     assert ahead, "the other one is, later"
     assert not any(any(masked) for masked in ahead)
 

@@ -29,6 +29,7 @@ from tide_core.execution.graphs.cycle_graph import CycleGraph
 from tide_core.execution.graphs.cycle_shape import CycleShape, RowPlace
 from tide_core.execution.graphs.in_flight import InFlightStep, Launched, Layers, ReadResults
 from tide_core.execution.graphs.launch_depth import MAX_STEPS, LaunchDepth, LaunchDepths
+from tide_core.execution.graphs.masks import fits_mostly, needs_mask
 from tide_core.exits.cost import SUFFIX_SIZES
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
@@ -133,8 +134,8 @@ class GraphCycles:
         step, self._in_flight = self._in_flight, None
         found = {} if step is None else step.find(rows)
         drafts = [row.num_drafts for row in rows]
-        # The host follows grammars, and finds suffix drafts.
-        lookahead = lookahead and all([row.request.mask is None and not row.suffix_drafts for row in rows])
+        # The host computes masks, and finds suffix drafts.
+        lookahead = lookahead and not any([needs_mask(row) or row.suffix_drafts for row in rows]) and fits_mostly(rows)
         groups = _groups(drafts, [index for index in range(len(rows)) if index not in found])
         depth = self.depths.of(len(rows), any(drafts))
         if depth is not self._depth or not found:
@@ -236,14 +237,16 @@ class GraphCycles:
             may_exit=any([row.step.policy.may_exit for row in rows]),
             samples=not all([mine.temperature == 0.0 for mine in params]),
             adjusts=any([row.step.request.adjusts_logits for row in rows]),
-            logprobs=any([mine.logprobs is not None for mine in params]),
-            masks=any([row.step.request.mask is not None for row in rows]),
+            logprobs=any([mine.logprobs is not None for mine in params])
+            or any([row.step.request.mask is not None for row in rows]),
+            masks=any([needs_mask(row.step) for row in rows]),
             has_suffix=any([row.suffix_drafts for row in rows]),
             by_exits=not all([row.suffix_drafts or not row.drafts for row in rows]),
         )
         num_cycles = num_cycles if shape.branches == 1 else 1
         host, begins = self._ready(shape).launch(rows, num_cycles)
-        return InFlightStep(rows, shape.branches, host, begins, self._layers, shape.passes, num_cycles, self._depth)
+        of_shape = shape.branches, host, begins, self._layers, shape.passes, shape.masks
+        return InFlightStep(rows, *of_shape, num_cycles, self._depth)
 
     def _shape(
         self,

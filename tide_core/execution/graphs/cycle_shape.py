@@ -16,7 +16,7 @@ from tide_core.batch import RowStep
 from tide_core.exits.accept import cycle_min_score
 from tide_core.kernels.reference.cycle import IF_RIGHT, NEVER, NUM_META
 from tide_core.kernels.reference.draw import NUM_SETTINGS
-from tide_core.request import Budget, ExitPolicy, Request
+from tide_core.request import MAX_LOGPROBS, Budget, ExitPolicy, Request
 from tide_core.sampling.draw import ACCEPT_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, stream_key
 
 Array = np.ndarray[Any, Any]
@@ -44,9 +44,9 @@ class CycleShape:
     adjusts: bool = False
     """Whether any of the rows has a bias, penalties or fewest tokens. Then there are no branches."""
     logprobs: bool = False
-    """Whether any of the rows wants log-probabilities."""
+    """Whether the likeliest tokens of any of the rows are listed: with log-probabilities, or for its grammar."""
     masks: bool = False
-    """Whether any of the rows follows a grammar. Then there are no branches."""
+    """Whether any of the rows needs a mask (`masks.needs_mask`). Then there are no branches."""
     has_suffix: bool = False
     """Whether any of the rows has suffix drafts. Then there are no branches."""
     by_exits: bool = True
@@ -134,9 +134,9 @@ class CycleInputs:
         for number, (step, drafts, blocks, previous) in enumerate(rows):
             start = step.table.length if previous < 0 else -1 - previous
             slot = -1 if slots is None else slots[number]
-            constants, logprobs = _constants(step.request, step.policy), step.request.params.logprobs
+            constants, num_listed = _constants(step.request, step.policy), _num_listed(step.request)
             budget = step.num_differing, *_budget_bits(step.policy.budget)
-            of_row = step.token_ids[0], start, drafts, *constants, slot, -1 if logprobs is None else logprobs, *budget
+            of_row = step.token_ids[0], start, drafts, *constants, slot, num_listed, *budget
             for _ in range(self._branches):
                 if written[place] != blocks:  # a few times quicker than to write them again
                     self._tables[place, : len(blocks)] = written[place] = blocks
@@ -176,6 +176,12 @@ def _constants(request: Request, policy: ExitPolicy) -> tuple[int, int, int, int
     """Row metadata that a request does not change."""
     leaves = IF_RIGHT if policy.may_exit else NEVER
     return leaves, end_of(request), _bits(cycle_min_score(request)), len(request.prompt_ids)
+
+
+def _num_listed(request: Request) -> int:
+    """Of the likeliest tokens, -1 for none: a grammar chooses among as many as there may be."""
+    logprobs = request.params.logprobs if request.mask is None else MAX_LOGPROBS
+    return -1 if logprobs is None else logprobs
 
 
 def end_of(request: Request) -> int:

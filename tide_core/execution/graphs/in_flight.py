@@ -15,17 +15,17 @@ from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
-from tide_core.batch import NO_NOTE, DraftCounts, RowResult, RowStep, TokenNote, TokenResult
+from tide_core.batch import NO_NOTE, NOT_READY, DraftCounts, RowResult, RowStep, TokenNote, TokenResult
 from tide_core.execution.graphs.cycle_graph import HostBuffer
 from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace, end_of
 from tide_core.execution.graphs.launch_depth import LaunchDepth
+from tide_core.execution.graphs.masks import Likeliest, obeyed
 from tide_core.exits.accept import counts, cycle_min_score
 from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
 
 ReadResults = Callable[[], list[RowResult]]
-NOT_READY = RowResult()
 NO_SCORE = (None,)
 ByPlace = list[tuple[tuple[float, ...], tuple[int, ...]]]
 """Scores and tokens of the drafts of each place."""
@@ -84,6 +84,8 @@ class InFlightStep:
     layers: Layers
     passes: int
     """Draft passes of a cycle."""
+    masked: bool = False
+    """Whether grammars were followed before tokens were chosen."""
     num_cycles: int = 1
     depth: LaunchDepth | None = None
     """The launch depth it was launched with."""
@@ -142,8 +144,24 @@ class InFlightStep:
                 notes = self._notes(step, number, outputs)[: len(result.token_ids)]
                 if any([note is not NO_NOTE for note in notes]):
                     result = result._replace(notes=tuple(notes))
+            if step.request.mask is not None and not self.masked and result.token_ids:
+                likeliest = functools.partial(self._likeliest, step, number, outputs)
+                result = obeyed(step, result, likeliest, self.layers.num_layers)
             results.append(result)
         return results
+
+    def _likeliest(self, step: RowStep, number: int, outputs: Sequence[CycleOutput], index: int) -> Likeliest:
+        """The likeliest tokens and their log-probabilities where a row chose one of its tokens, counted from the first
+        of this launch."""
+        start, wanted = step.table.length, step.table.length + index
+        for output in outputs:
+            place = self._place(number, output)
+            if wanted < (position := output.next_state[1][place]):
+                assert output.top is not None
+                at = self.begins[place] + wanted - start
+                return output.top.ids[at], output.top.logprobs[at]
+            start = position
+        raise AssertionError("a token of this launch")
 
     def _notes(self, step: RowStep, number: int, outputs: Sequence[CycleOutput]) -> list[TokenNote]:
         """Log-probabilities of the tokens of a row, and gaps of those that its budget kept."""
