@@ -30,7 +30,7 @@ def cycle_arguments(device: str, dtype: torch.dtype = torch.float32) -> dict[str
     def integers(values: list[Any], kind: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=kind, device=device)
 
-    row_meta, next_state = integers([[7], [3], [2], [1], [9]], torch.int32), integers([[5] * 256] * 2, torch.int32)
+    row_meta, next_state = integers([[7], [3], [2], [1], [9]], torch.int32), integers([[5] * 256] * 3, torch.int32)
     logits = torch.randn(ROWS, VOCABULARY, device=device).to(dtype)
     pools = [torch.randn(BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, device=device).to(dtype) for _ in range(2)]
     claims = Claims(integers([[0, 0], [1, 1]], torch.int32), integers([5]), integers([4, 5]))

@@ -83,7 +83,7 @@ def verdict(
     by_stream = {ACCEPT_STREAM: float(cycle.accept[ahead, r])}
     monkey.setattr(verify, "uniform", lambda seed, step, stream: by_stream.get(stream, float(cycle.residual[ahead, r])))
     draft = int(cycle.draft_ids[ahead, r])
-    verdict = rejects(Draft(draft, 0, 1.0, False, proposal), logits[token], target)
+    verdict = rejects(Draft(draft, 0, 1.0, proposal), logits[token], target)
     return draft if verdict.agrees else verdict.instead.token_id
 
 
@@ -154,7 +154,7 @@ def test_a_suffix_draft_is_judged_as_one_whose_chance_was_one(monkeypatch: pytes
             monkeypatch.setattr(verify, "uniform", lambda seed, step, stream, numbers=numbers: numbers[stream])
             row = SamplingRow(params[r], 0, (), (), ())
             target = Target(token_probabilities(logits[token], row), row)
-            said = rejects(Draft(draft, FROM_SUFFIX, None, False), logits[token], target)
+            said = rejects(Draft(draft, FROM_SUFFIX, None), logits[token], target)
             assert tokens[token] == (draft if said.agrees else said.instead.token_id)
             stayed += said.agrees
     assert 5 < stayed < 75
