@@ -37,7 +37,7 @@ def branched_case(
 
 def no_row_carried(seed: int = 0) -> torch.Tensor:
     """What the cycle before left, of no matter to rows that are told what they are."""
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 100, (2, 256)).astype(np.int32))
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 100, (3, 256)).astype(np.int32))
 
 
 def carried_case(seed: int, row_meta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +46,7 @@ def carried_case(seed: int, row_meta: torch.Tensor) -> tuple[torch.Tensor, torch
     places = np.random.default_rng(seed).permutation(256)
     for r in range(0, row_meta.shape[1], 2):
         if row_meta[2, r] >= 0:
-            next_state[:, places[r]] = row_meta[:2, r]
+            next_state[:2, places[r]] = row_meta[:2, r]
             told[:2, r] = torch.tensor([0, -1 - places[r]])
     return told, next_state
 

@@ -125,7 +125,7 @@ def test_everything_of_a_token_goes_to_a_branch_and_comes_back(start: int, draft
     there = Branches(cache, twin_kernels())
     of_row = 1, start, drafts, IF_RIGHT, 1000
     row_meta = torch.tensor([of_row, of_row], dtype=torch.int32).T.contiguous()
-    tables, device_state = torch.tensor([own, own], dtype=torch.int32), torch.zeros(2, MOST_ROWS, dtype=torch.int32)
+    tables, device_state = torch.tensor([own, own], dtype=torch.int32), torch.zeros(3, MOST_ROWS, dtype=torch.int32)
     wide, narrow = (
         torch.zeros(n, dtype=kind) for n, kind in zip(sizes(2, drafts, 16), (torch.int64, torch.int32), strict=True)
     )
