@@ -122,7 +122,7 @@ class Cluster:
         url = f"http://{self.head.address}:{DASHBOARD_PORT}/api/serve/applications/"
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
-        return urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=60)
+        return urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=START_S)
 
     def replicas(self) -> list[Replica]:
         app = self.status().get("applications", {}).get(APP, {})
