@@ -4,8 +4,9 @@ Where no layer is skipped, the host decides nothing between the first draft and 
 with the token that the one before chose, and the deep pass runs the newest token and all drafts of every row through
 all layers. The first layers run again there: the newest token needs them anyway, and reading their weights takes as
 long for one token as for several. A row that may not draft has a number of drafts of 0, so a step at full depth is a
-cycle too. Sampling, logit adjustments and the acceptance rule run on the device. Only grammars need the host: it reads
-the drafts and computes what may follow them while the deep pass runs (`masks`).
+cycle too. Sampling, logit adjustments and the acceptance rule run on the device. Only grammars need the host: it
+replaces tokens that do not fit when it reads them, or computes what may follow drafts while the deep pass runs
+(`masks`).
 
 While the device works, the next cycle is launched before this one is read, since its start is known on the device
 (`in_flight`). Where the host is slower than the device, several cycles are launched at once (`launch_depth`).
@@ -229,6 +230,8 @@ class GraphCycles:
         drafts, params = rows[0].drafts, [row.step.request.params for row in rows]
         # Branches try the likeliest tokens, but a sample must not depend on full depth. A row that drafts fewer tokens
         # than another has none either: they would all be the same.
+        masks = any([needs_mask(row.step) for row in rows])
+        lists_for_grammar = not masks and any([row.step.request.mask is not None for row in rows])
         shape = self._shape(
             len(rows),
             drafts,
@@ -237,9 +240,8 @@ class GraphCycles:
             may_exit=any([row.step.policy.may_exit for row in rows]),
             samples=not all([mine.temperature == 0.0 for mine in params]),
             adjusts=any([row.step.request.adjusts_logits for row in rows]),
-            logprobs=any([mine.logprobs is not None for mine in params])
-            or any([row.step.request.mask is not None for row in rows]),
-            masks=any([needs_mask(row.step) for row in rows]),
+            logprobs=lists_for_grammar or any([mine.logprobs is not None for mine in params]),
+            masks=masks,
             has_suffix=any([row.suffix_drafts for row in rows]),
             by_exits=not all([row.suffix_drafts or not row.drafts for row in rows]),
         )
