@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from tide.v1 import tide_pb2 as pb
-from tide.v1 import tide_pb2_grpc
 from tide_client.assembly import AnswerBuilder, num_choices
+from tide_client.connection import Connection
 from tide_client.errors import TideClientError, status_error
 from tide_client.requests import Chat, Options, Prompt, Tools, request_of, tokenize_request_of
 from tide_client.results import (
@@ -33,7 +33,7 @@ from tide_client.settings import (
     Attempts,
     Settings,
 )
-from tide_client.tls import Tls, open_channel
+from tide_client.tls import Tls
 
 Item = TypeVar("Item")
 
@@ -56,8 +56,7 @@ class AsyncTideClient:
         """`resume`: streams that break after their first token are resumed, if their request is greedy or has a seed.
         `channel`: one to use instead of a new one to `address`."""
         self._settings = Settings(api_key, application, timeout_s, retries, resume)
-        self._channel = channel or open_channel(grpc.aio, address, tls)
-        self._stub: Any = tide_pb2_grpc.TideServiceStub(self._channel)
+        self._connection = Connection(grpc.aio, address, tls, channel)
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -69,46 +68,49 @@ class AsyncTideClient:
     async def close(self) -> None:
         """Close the connection; calls that run are cancelled."""
         self._closed = True
-        await self._channel.close()
+        for channel in self._connection.channels:
+            await channel.close()
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Answer:
         """The whole answer at once; with `n`, `answer.choices` has all of them."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
         request = request_of(prompt, options, timeout_s)
-        return response_of(await self._call(self._stub.Generate, request, timeout_s), num_choices(request))
+        return response_of(await self._call("Generate", request, timeout_s), num_choices(request))
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """The tokens as they arrive. Closing the stream, or leaving its `async with`, aborts the request."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
         request = request_of(prompt, options, timeout_s)
-        return AsyncStream(self._start_by_name, request, self._settings, timeout_s)
+        return AsyncStream(self._start, self._connection, request, self._settings, timeout_s)
 
     async def model_info(self) -> ModelInfo:
-        return model_info_of(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+        return model_info_of(await self._call("GetModelInfo", pb.GetModelInfoRequest()))
 
     async def exit_stats(self) -> ExitStats:
-        return exit_stats_of(await self._call(self._stub.GetExitStats, pb.GetExitStatsRequest()))
+        return exit_stats_of(await self._call("GetExitStats", pb.GetExitStatsRequest()))
 
     async def abort(self, request_id: str) -> bool:
         """Abort a running request; False if there is none with this id."""
-        reply: pb.AbortResponse = await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
+        reply: pb.AbortResponse = await self._call("Abort", pb.AbortRequest(request_id=request_id))
         return reply.aborted
 
     async def tokenize(self, prompt: str | Chat, tools: Tools = ()) -> list[int]:
-        reply: pb.TokenizeResponse = await self._call(self._stub.Tokenize, tokenize_request_of(prompt, tools))
+        reply: pb.TokenizeResponse = await self._call("Tokenize", tokenize_request_of(prompt, tools))
         return list(reply.ids)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        reply: pb.DetokenizeResponse = await self._call(self._stub.Detokenize, pb.DetokenizeRequest(ids=ids))
+        reply: pb.DetokenizeResponse = await self._call("Detokenize", pb.DetokenizeRequest(ids=ids))
         return reply.text
 
-    async def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None = None) -> Any:
+    async def _call(self, method: str, request: object, timeout_s: float | None = None) -> Any:
         attempts, first = Attempts(self._settings, timeout_s or self._settings.timeout_s), request
         while True:
             try:
                 return await self._start(method, request, attempts.left_s)
             except grpc.aio.AioRpcError as error:
                 pause_s = attempts.pause_s(status_error(error))
+                if attempts.needs_another_channel:
+                    self._connection.replace()
                 if isinstance(first, pb.GenerateRequest):
                     request = with_own_id(first, attempts.num_retries)
             except asyncio.CancelledError:
@@ -116,13 +118,11 @@ class AsyncTideClient:
                 raise TideClientError("the client was closed") from None
             await asyncio.sleep(pause_s)
 
-    def _start_by_name(self, method: str, request: object, timeout_s: float) -> Any:
-        return self._start(getattr(self._stub, method), request, timeout_s)
-
-    def _start(self, method: Callable[..., Any], request: object, timeout_s: float) -> Any:
+    def _start(self, method: str, request: object, timeout_s: float) -> Any:
         if self._closed:
             raise TideClientError("this client is closed")
-        return method(request, timeout=timeout_s, metadata=self._settings.metadata)
+        start = getattr(self._connection.stub, method)
+        return start(request, timeout=timeout_s, metadata=self._settings.metadata)
 
 
 class AsyncStream:
@@ -130,10 +130,15 @@ class AsyncStream:
     `answer` is complete after the last token. The tokens of several choices come mixed, and each says its own."""
 
     def __init__(
-        self, start: Callable[..., Any], request: pb.GenerateRequest, settings: Settings, timeout_s: float
+        self,
+        start: Callable[..., Any],
+        connection: Connection,
+        request: pb.GenerateRequest,
+        settings: Settings,
+        timeout_s: float,
     ) -> None:
-        """`start`: starts the call with this name, request and timeout."""
-        self._start, self._attempts = start, Attempts(settings, timeout_s)
+        """`start`: starts the call with this name, request and timeout, on the connection."""
+        self._start, self._connection, self._attempts = start, connection, Attempts(settings, timeout_s)
         self._retry = Retry(request, resume=settings.resume)
         self._builder = AnswerBuilder.of(request)
         self._closed = asyncio.Event()
@@ -205,6 +210,8 @@ class AsyncStream:
             tokens = self._builder.tokens
             failure = status_error(error, len(tokens))
             pause_s = self._attempts.pause_s(failure, can_follow=self._retry.can_follow(tokens))
+            if self._attempts.needs_another_channel:
+                self._connection.replace()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), pause_s)
             if not self._closed.is_set():

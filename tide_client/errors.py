@@ -35,6 +35,11 @@ class StatusError(TideClientError):
         """Whether another attempt may succeed."""
         return self.code in TRANSIENT
 
+    @property
+    def was_turned_away(self) -> bool:
+        """Whether the server closed the connection to new calls before it saw this one. gRPC says so in words alone."""
+        return self.code == "UNAVAILABLE" and "GOAWAY received" in self.details
+
 
 class BrokenStreamError(TideClientError):
     """An answer that ended without its final message, or lost a chunk."""

@@ -69,6 +69,8 @@ def check_key(api_key: str | None) -> None:
 def channel_options() -> list[tuple[str, int]]:
     """Allow long messages, reconnect about as soon as a retry happens, and notice a lost server."""
     return [
+        ("grpc.enable_retries", 0),  # see connection.py; the client has its own
+        ("grpc.use_local_subchannel_pool", 1),  # or another channel to this address would have the same connection
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", LAST_RECONNECT_MS),
@@ -84,6 +86,8 @@ def fits_a_header(text: str) -> bool:
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 MAX_DOUBLINGS = 10
+MOST_TURNED_AWAY = 6
+"""Attempts that a call has beside its retries while no server begins with it; they take some five seconds."""
 
 
 class Attempts:
@@ -93,6 +97,12 @@ class Attempts:
         self._ends_at = time.monotonic() + timeout_s
         self._max_retries = settings.retries
         self.num_retries = 0
+        self._num_turned_away = 0
+
+    @property
+    def needs_another_channel(self) -> bool:
+        """Whether the last failure was one that the same channel would repeat."""
+        return self._num_turned_away > 1
 
     @property
     def left_s(self) -> float:
@@ -102,10 +112,16 @@ class Attempts:
     def pause_s(self, failure: StatusError, *, can_follow: bool = True) -> float:
         """Seconds to wait before the next attempt: exponential backoff with jitter. Raises `failure` if the call must
         not be retried; `can_follow`: whether it could be."""
-        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.num_retries, MAX_DOUBLINGS))
+        was_turned_away = failure.was_turned_away and self._num_turned_away < MOST_TURNED_AWAY
+        num_before = self._num_turned_away if was_turned_away else self.num_retries
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_before, MAX_DOUBLINGS))
         pause_s = random.uniform(longest / 2, longest) + (failure.retry_after_s or 0.0)  # noqa: S311  # not a secret
-        may_follow = can_follow and failure.is_transient and self.num_retries < self._max_retries
-        if not may_follow or pause_s >= self.left_s:
+        has_retries = was_turned_away or self.num_retries < self._max_retries
+        if not (can_follow and failure.is_transient and has_retries) or pause_s >= self.left_s:
             raise failure from None
-        self.num_retries += 1
+        if was_turned_away:
+            self._num_turned_away += 1
+        else:
+            self._num_turned_away = 0
+            self.num_retries += 1
         return pause_s

@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from tide.v1 import tide_pb2 as pb
-from tide.v1 import tide_pb2_grpc
 from tide_client.assembly import AnswerBuilder, num_choices
+from tide_client.connection import Connection
 from tide_client.errors import TideClientError, status_error
 from tide_client.requests import Chat, Options, Prompt, Tools, request_of, tokenize_request_of
 from tide_client.results import (
@@ -32,7 +32,7 @@ from tide_client.settings import (
     Attempts,
     Settings,
 )
-from tide_client.tls import Tls, open_channel
+from tide_client.tls import Tls
 
 Item = TypeVar("Item")
 
@@ -55,8 +55,7 @@ class TideClient:
         """`resume`: streams that break after their first token are resumed, if their request is greedy or has a seed.
         `channel`: one to use instead of a new one to `address`."""
         self._settings = Settings(api_key, application, timeout_s, retries, resume)
-        self._channel = channel or open_channel(grpc, address, tls)
-        self._stub: Any = tide_pb2_grpc.TideServiceStub(self._channel)
+        self._connection = Connection(grpc, address, tls, channel)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -68,57 +67,58 @@ class TideClient:
     def close(self) -> None:
         """Close the connection; calls that run are cancelled."""
         self._closed = True
-        self._channel.close()
+        for channel in self._connection.channels:
+            channel.close()
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Answer:
         """The whole answer at once; with `n`, `answer.choices` has all of them."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
         request = request_of(prompt, options, timeout_s)
-        return response_of(self._call(self._stub.Generate, request, timeout_s), num_choices(request))
+        return response_of(self._call("Generate", request, timeout_s), num_choices(request))
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """The tokens as they arrive. Closing the stream, or leaving its `with`, aborts the request."""
         timeout_s = self._settings.timeout_of(options.get("timeout_s"))
         request = request_of(prompt, options, timeout_s)
-        return Stream(self._start_by_name, request, self._settings, timeout_s)
+        return Stream(self._start, self._connection, request, self._settings, timeout_s)
 
     def model_info(self) -> ModelInfo:
-        return model_info_of(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+        return model_info_of(self._call("GetModelInfo", pb.GetModelInfoRequest()))
 
     def exit_stats(self) -> ExitStats:
-        return exit_stats_of(self._call(self._stub.GetExitStats, pb.GetExitStatsRequest()))
+        return exit_stats_of(self._call("GetExitStats", pb.GetExitStatsRequest()))
 
     def abort(self, request_id: str) -> bool:
         """Abort a running request; False if there is none with this id."""
-        reply: pb.AbortResponse = self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
+        reply: pb.AbortResponse = self._call("Abort", pb.AbortRequest(request_id=request_id))
         return reply.aborted
 
     def tokenize(self, prompt: str | Chat, tools: Tools = ()) -> list[int]:
-        reply: pb.TokenizeResponse = self._call(self._stub.Tokenize, tokenize_request_of(prompt, tools))
+        reply: pb.TokenizeResponse = self._call("Tokenize", tokenize_request_of(prompt, tools))
         return list(reply.ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        reply: pb.DetokenizeResponse = self._call(self._stub.Detokenize, pb.DetokenizeRequest(ids=ids))
+        reply: pb.DetokenizeResponse = self._call("Detokenize", pb.DetokenizeRequest(ids=ids))
         return reply.text
 
-    def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None = None) -> Any:
+    def _call(self, method: str, request: object, timeout_s: float | None = None) -> Any:
         attempts, first = Attempts(self._settings, timeout_s or self._settings.timeout_s), request
         while True:
             try:
                 return self._start(method, request, attempts.left_s)
             except grpc.RpcError as error:
                 pause_s = attempts.pause_s(status_error(error))
+                if attempts.needs_another_channel:
+                    self._connection.replace()
                 if isinstance(first, pb.GenerateRequest):
                     request = with_own_id(first, attempts.num_retries)
             time.sleep(pause_s)
 
-    def _start_by_name(self, method: str, request: object, timeout_s: float) -> Any:
-        return self._start(getattr(self._stub, method), request, timeout_s)
-
-    def _start(self, method: Callable[..., Any], request: object, timeout_s: float) -> Any:
+    def _start(self, method: str, request: object, timeout_s: float) -> Any:
         if self._closed:
             raise TideClientError("this client is closed")
-        return method(request, timeout=timeout_s, metadata=self._settings.metadata)
+        start = getattr(self._connection.stub, method)
+        return start(request, timeout=timeout_s, metadata=self._settings.metadata)
 
 
 class Stream:
@@ -127,10 +127,15 @@ class Stream:
     thread than the reading one may close it."""
 
     def __init__(
-        self, start: Callable[..., Any], request: pb.GenerateRequest, settings: Settings, timeout_s: float
+        self,
+        start: Callable[..., Any],
+        connection: Connection,
+        request: pb.GenerateRequest,
+        settings: Settings,
+        timeout_s: float,
     ) -> None:
-        """`start`: starts the call with this name, request and timeout."""
-        self._start, self._attempts = start, Attempts(settings, timeout_s)
+        """`start`: starts the call with this name, request and timeout, on the connection."""
+        self._start, self._connection, self._attempts = start, connection, Attempts(settings, timeout_s)
         self._retry = Retry(request, resume=settings.resume)
         self._builder = AnswerBuilder.of(request)
         self._closed = threading.Event()
@@ -199,6 +204,8 @@ class Stream:
             tokens = self._builder.tokens
             failure = status_error(error, len(tokens))
             pause_s = self._attempts.pause_s(failure, can_follow=self._retry.can_follow(tokens))
+            if self._attempts.needs_another_channel:
+                self._connection.replace()
             if not self._closed.wait(pause_s):
                 self._start_again()
         except grpc.RpcError as next_error:  # of the tokenisation of the prompt

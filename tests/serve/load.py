@@ -11,6 +11,8 @@ from tide_client import Answer, TideClient
 
 PATIENCE_S = 240.0
 """Bounds a hang: whatever a test waits for comes much sooner, even on a busy machine."""
+PAUSE_S = 0.2
+"""After an error: a server that is gone answers thousands of times a second."""
 
 
 def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> bool:
@@ -42,6 +44,7 @@ class Streams:
                 self.answers.append(stream.answer)
             except Exception as error:
                 self.errors.append(error)
+                self._stop.wait(PAUSE_S)
 
     def __enter__(self) -> Streams:
         for thread in self._threads:
