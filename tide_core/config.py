@@ -9,6 +9,7 @@ from typing import Any
 from tide_core.errors import ConfigError, refuse_unknown
 
 DTYPES = ("float32", "float16", "bfloat16")
+QUANTIZATIONS = ("auto", "none")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "reference")
 AUTO = "auto"
@@ -25,6 +26,9 @@ class EngineConfig:
     """`demo`, a folder, a .gguf file, or a Hugging Face id."""
     dtype: str = "float32"
     """Of weights, states and KV: float32, float16 or bfloat16."""
+    quantization: str = "none"
+    """auto: matrices of a GGUF file stay quantised as they are in it, on a CPU with dtype float32 and the native module;
+    none: all weights are widened to `dtype`."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     max_model_len: int | None = None
@@ -70,6 +74,7 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model", self.model, "a model name, folder, .gguf file or Hugging Face id")
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("device", self.device, DEVICES)
         _one_of("kernels", self.kernels, KERNELS)
         if self.max_model_len is not None:

@@ -5,6 +5,7 @@
 
 #include "cpu/ops/instruction_set.h"
 #include "cpu/ops/ops.h"
+#include "cpu/ops/panels.h"
 #include "cpu/ops/thread_pool.h"
 #include "released_gil.h"
 
@@ -29,6 +30,27 @@ void linear(int dtype, int weight_dtype, Address x, Address weight, Address bias
             int64_t in_features, int64_t out_features) {
     tide::linear(static_cast<tide::DType>(dtype), static_cast<tide::DType>(weight_dtype), in(x), in(weight), in(bias),
                  out(y), rows, in_features, out_features);
+}
+
+int64_t panels_bytes(int kind, int64_t in_features, int64_t out_features) {
+    return tide::panels_bytes(static_cast<tide::PanelKind>(kind), in_features, out_features);
+}
+
+void pack_panels(int kind, Address blocks, Address order, int64_t in_features, int64_t out_features, Address panels) {
+    tide::pack_panels(static_cast<tide::PanelKind>(kind), in(blocks), in<int64_t>(order), in_features, out_features,
+                      out(panels));
+}
+
+void unpack_rows(int kind, Address panels, int64_t in_features, int64_t out_features, Address ids, int64_t count,
+                 Address y) {
+    tide::unpack_rows(static_cast<tide::PanelKind>(kind), in(panels), in_features, out_features, in<int64_t>(ids),
+                      count, static_cast<float*>(out(y)));
+}
+
+void quantised_linear(int kind, Address x, Address panels, Address bias, Address y, int64_t rows, int64_t in_features,
+                      int64_t out_features) {
+    tide::quantised_linear(static_cast<tide::PanelKind>(kind), in<float>(x), in(panels), in<float>(bias),
+                           static_cast<float*>(out(y)), rows, in_features, out_features);
 }
 
 void rms_norm(int dtype, Address x, Address weight, Address y, int64_t rows, int64_t width, double eps) {
@@ -81,6 +103,13 @@ PYBIND11_MODULE(_native, m) {
     m.doc() = "CPU kernels on raw addresses; use tide_core.kernels, which checks what it passes here.";
     const auto no_gil = py::call_guard<ReleasedGil>();
     m.def("linear", &linear, no_gil, "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out]; bias 0 means none.");
+    m.def("block_bytes", [](int kind) { return tide::block_bytes(static_cast<tide::PanelKind>(kind)); },
+          "Bytes of one block of a row in a GGUF.");
+    m.def("panels_bytes", &panels_bytes, "Bytes of a block-quantised matrix in panels.");
+    m.def("pack_panels", &pack_panels, no_gil, "Rows of blocks as a GGUF has them to panels; order 0 means none.");
+    m.def("unpack_rows", &unpack_rows, no_gil, "Rows of a matrix in panels as float32.");
+    m.def("quantised_linear", &quantised_linear, no_gil,
+          "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out] in float32, the weight in panels.");
     m.def("rms_norm", &rms_norm, no_gil, "Hugging Face LlamaRMSNorm over rows of `width` elements.");
     m.def("silu_mul", &silu_mul, no_gil, "y = silu(gate) * up over `count` elements.");
     m.def("rotary", &rotary, no_gil, "Rotary positions in halves for T tokens of several heads.");

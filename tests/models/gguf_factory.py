@@ -182,6 +182,7 @@ def make_family_gguf(
     path: Path,
     architecture: str,
     *,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     **config: Any,
@@ -195,7 +196,8 @@ def make_family_gguf(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name and not is_gemma else 0.0
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1) + centre)
+            value = torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1) + centre
+            parameter.copy_(_through(value, kind))
     writer = GGUFWriter(path, architecture)
     sizes = {key.removeprefix("llama."): value for key, value in model_metadata().items()}
     for key, value in {**sizes, **(metadata or {})}.items():
@@ -206,7 +208,11 @@ def make_family_gguf(
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         stored = value.numpy() + (1.0 if is_gemma and "norm" in name else 0.0)
-        writer.add_tensor(gguf_name(name, GEMMA_NAMES if is_gemma else NAMES), stored.astype(np.float32))
+        target, array = gguf_name(name, GEMMA_NAMES if is_gemma else NAMES), stored.astype(np.float32)
+        if array.ndim == 1 or kind == GGMLQuantizationType.F32:
+            writer.add_tensor(target, array)
+        else:
+            writer.add_tensor(target, quantize(array, kind), raw_dtype=kind)
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

@@ -31,7 +31,14 @@ from tide_core.exits.policy import CheckpointPolicy
 from tide_core.exits.propose import BoundCheckpoint, Exits
 from tide_core.exits.suffix import SuffixDrafts
 from tide_core.identity import ModelIdentity
-from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
+from tide_core.kernels import (
+    CudaKernels,
+    Kernels,
+    native_digest,
+    native_unsupported_reason,
+    select_kernels,
+    set_num_threads,
+)
 from tide_core.kv.block_manager import BlockManager
 from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
 from tide_core.kv.sizing import ModelSize, check_one_row, described, pool_bytes
@@ -40,7 +47,7 @@ from tide_core.models.fused_layers import fuse_layers
 from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.layout_probe import probe_layouts
-from tide_core.models.loader import fingerprint, load_model, load_tokenizer
+from tide_core.models.loader import fingerprint, load_model, load_tokenizer, torch_device
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
 from tide_core.outputs.tokenizer import Tokenizer
@@ -97,13 +104,19 @@ class Parts:
 def assemble(config: EngineConfig) -> Parts:
     """Resolve and load the model the settings name and its artefact, and build the engine around them."""
     logger.info("model %s: looking for it", config.model)
-    resolved = resolve(config.model)
+    resolved = resolve(config.model, quantised=keeps_quantised(config))
     logger.info("model %s: loading its weights", resolved.name)
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
     identity = identify(model, tokenizer, resolved)
     key = fingerprint(resolved, identity.weights_sha256)
     return with_artefact(config, Source(model, tokenizer, identity, key, resolved.source == "demo"))
+
+
+def keeps_quantised(config: EngineConfig) -> bool:
+    """Whether the matrices of a GGUF file stay as they are."""
+    on_cpu = torch_device(config.device).type == "cpu" and config.dtype == "float32"
+    return config.quantization == "auto" and on_cpu and native_unsupported_reason("cpu") is None
 
 
 def with_artefact(config: EngineConfig, source: Source, lock: Lock = contextlib.nullcontext) -> Parts:

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from tide_core.kernels.panels import Panels
+
 # The codes of csrc/dtype.h.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CPU = torch.device("cpu")
@@ -46,6 +48,16 @@ def linear_faults(x: Tensor, weight: Tensor, bias: Tensor | None, device: torch.
     if bias is not None:
         yield float_fault("bias", bias, x.dtype, device)
         yield shape_fault("bias", bias, (out_features,), "[N]")
+        yield contiguous_fault("bias", bias)
+
+
+def quantised_linear_faults(x: Tensor, panels: Panels, bias: Tensor | None) -> Faults:
+    yield float_fault("x", x, torch.float32)
+    if x.dim() == 0 or x.shape[-1] != panels.in_features:
+        yield ValueError(f"x: got shape {list(x.shape)}, expected [..., {panels.in_features}]")
+    if bias is not None:
+        yield float_fault("bias", bias, torch.float32)
+        yield shape_fault("bias", bias, (panels.out_features,), "[N]")
         yield contiguous_fault("bias", bias)
 
 

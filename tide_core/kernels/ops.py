@@ -8,12 +8,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tide_core.kernels.panels import Panels
 from tide_core.kernels.reference.branches import CopySlots
 from tide_core.kernels.reference.ops import Top2
 
 
 class LinearOp(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+class QuantisedLinearOp(Protocol):
+    def __call__(self, x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor: ...
 
 
 class PagedAttentionOp(Protocol):
@@ -42,6 +47,8 @@ class Kernels:
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: PagedAttentionOp
+    quantised_linear: QuantisedLinearOp | None
+    """Of float32 and a block-quantised matrix; None on a GPU."""
 
 
 @dataclass(frozen=True)

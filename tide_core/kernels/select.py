@@ -61,6 +61,7 @@ def cuda_kernels() -> CudaKernels:
         rotary=cuda.rotary,
         write_kv=cuda.write_kv,
         paged_attention=cuda.paged_attention,
+        quantised_linear=None,
         fused_linear=cuda.fused_linear_of_any,
         rotary_write=cuda.rotary_write,
         attend=cuda.paged_attention,
@@ -109,7 +110,8 @@ def set_num_threads(count: int) -> None:
 
 
 def _kernels(name: str, ops: ModuleType) -> Kernels:
-    return Kernels(name, ops.linear, ops.rms_norm, ops.silu_mul, ops.rotary, ops.write_kv, ops.paged_attention)
+    of_all = (ops.linear, ops.rms_norm, ops.silu_mul, ops.rotary, ops.write_kv, ops.paged_attention)
+    return Kernels(name, *of_all, quantised_linear=ops.quantised_linear)
 
 
 def native_unsupported_reason(device_type: str) -> str | None:

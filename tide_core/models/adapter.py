@@ -18,6 +18,7 @@ from tide_core.batch import KVView, KVWritten, Rotation
 from tide_core.errors import ModelError
 from tide_core.models.families import Family, falcon_mask, find_family
 from tide_core.models.kernel_modules import is_plain_embedding, is_plain_rms_norm
+from tide_core.models.quantised import weight_rows
 
 ATTENTION = "tide"
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -91,7 +92,7 @@ class ModelAdapter:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._head.weight.shape[0])
+        return int(self._head.out_features)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -282,12 +283,12 @@ class NarrowHead(nn.Module):
     def __init__(self, adapter: ModelAdapter, token_ids: torch.Tensor) -> None:
         super().__init__()
         whole = adapter._head
-        token_ids = token_ids.to(whole.weight.device)
-        bias = getattr(whole, "bias", None)
-        self.linear = nn.Linear(whole.weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
-        self.linear.weight = nn.Parameter(whole.weight.detach()[token_ids].contiguous(), requires_grad=False)
+        rows, bias = weight_rows(whole, token_ids), getattr(whole, "bias", None)
+        self.linear = nn.Linear(rows.shape[1], len(rows), bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(rows, requires_grad=False)
         if bias is not None:
-            self.linear.bias = nn.Parameter(bias.detach()[token_ids].contiguous(), requires_grad=False)
+            added = bias.detach()[token_ids.to(bias.device)].contiguous()
+            self.linear.bias = nn.Parameter(added, requires_grad=False)
         self._finish = adapter.family.finish
         self._backbone = (adapter.backbone,)  # in a tuple, so that it does not count as a part of this module
         self._softcap = adapter._softcap

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tide_core.errors import ModelError
 from tide_core.identity import ModelIdentity
+from tide_core.kernels.panels import Panels
 from tide_core.models import model_cache
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.folder import weight_files
@@ -62,7 +64,8 @@ def identify(model: Any, tokenizer: Any, resolved: ResolvedModel | None) -> Mode
         config_sha256=config_digest(model.config),
         tokenizer_sha256=tokenizer_digest(tokenizer),
         revision=_revision(resolved),
-        weights_sha256=weights_digest(resolved) if resolved is not None else None,
+        # Of weights that stay in their file the artefact may know another form: sampled values tell.
+        weights_sha256=None if resolved is None or resolved.gguf is not None else weights_digest(resolved),
         weights_sample=weights_sample(model),
         dtype=str(adapter.dtype).removeprefix("torch."),
     )
@@ -94,8 +97,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def weights_digest(resolved: ResolvedModel) -> str:
     """Digest over the digests of the weight files, by name: from the checked manifest, else by reading."""
     manifest = model_cache.read_manifest(resolved.path) if resolved.source in ("demo", "gguf") else None
-    listed = manifest["files"] if manifest is not None else {}
     whole = hashlib.sha256()
+    if resolved.gguf is not None and manifest is not None:
+        whole.update(f"as they are in {manifest['source']['sha256']}\n".encode())
+        return whole.hexdigest()
+    listed = manifest["files"] if manifest is not None else {}
     try:
         for path in weight_files(resolved.path):
             digest = listed[path.name]["sha256"] if path.name in listed else model_cache.sha256(path)
@@ -107,14 +113,27 @@ def weights_digest(resolved: ResolvedModel) -> str:
 
 def weights_sample(model: Any) -> dict[str, tuple[float, ...]]:
     """A few values of a few weights, evenly spaced. Tied weights count once."""
-    weights = sorted(model.named_parameters(), key=lambda named: named[0])
+    weights = sorted(_weights(model), key=lambda named: named[0])
     sample = {}
     for which in _spread(len(weights), NUM_SAMPLED_WEIGHTS):
         name, weight = weights[which]
-        places = torch.tensor(_spread(weight.numel(), NUM_SAMPLED_VALUES), device=weight.device)
-        values = weight.detach()[torch.unravel_index(places, weight.shape)]
+        if isinstance(weight, Panels):
+            values = weight.values(_spread(weight.out_features * weight.in_features, NUM_SAMPLED_VALUES))
+        else:
+            places = torch.tensor(_spread(weight.numel(), NUM_SAMPLED_VALUES), device=weight.device)
+            values = weight.detach()[torch.unravel_index(places, weight.shape)]
         sample[name] = tuple(values.double().tolist())
     return sample
+
+
+def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor | Panels]]:
+    yield from model.named_parameters()
+    seen = set()
+    for name, module in model.named_modules():
+        panels = getattr(module, "panels", None)
+        if isinstance(panels, Panels) and id(panels) not in seen:
+            seen.add(id(panels))
+            yield f"{name}.weight", panels
 
 
 def _spread(length: int, most: int) -> list[int]:

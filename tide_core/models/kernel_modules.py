@@ -19,6 +19,7 @@ from torch import nn
 
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.reference import ops as reference
+from tide_core.models.quantised import QuantisedLinear
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
@@ -31,6 +32,13 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
     class KernelLinear(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return kernels.linear(input, self.weight, self.bias)
+
+        __call__ = forward
+
+    class KernelQuantisedLinear(QuantisedLinear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            assert kernels.quantised_linear is not None, "quantised weights are loaded on a CPU only"
+            return kernels.quantised_linear(input, self.panels, self.bias)
 
         __call__ = forward
 
@@ -72,6 +80,8 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             module.__class__ = KernelGatedMLP
         elif type(module) is nn.Linear:
             module.__class__ = KernelLinear
+        elif type(module) is QuantisedLinear:
+            module.__class__ = KernelQuantisedLinear
         elif type(module) is nn.Embedding and isinstance(kernels, CudaKernels):
             module.__class__ = KernelEmbedding
         elif is_plain_rms_norm(module):

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,8 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
     if dtype not in TORCH_DTYPES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPES)}")
     place = torch_device(device)
+    if resolved.gguf is not None:
+        return _load_quantised(resolved, resolved.gguf, dtype, place)
     from transformers import AutoModelForCausalLM
 
     try:
@@ -57,6 +60,14 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
         raise ModelError(f"model {resolved.name}", one_line(error), "a model transformers can load") from error
     model.requires_grad_(False)
     return model.eval()
+
+
+def _load_quantised(resolved: ResolvedModel, source: Path, dtype: str, place: torch.device) -> PreTrainedModel:
+    if (dtype, place.type) != ("float32", "cpu"):
+        raise ConfigError("quantization", "auto", f"none with dtype {dtype} on {place}: quantised weights need float32 on a cpu")
+    from tide_core.models.gguf.quantised import load_quantised
+
+    return load_quantised(resolved.path, source)
 
 
 def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:

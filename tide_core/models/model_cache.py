@@ -35,13 +35,19 @@ ENVIRONMENT_VARIABLE = "TIDE_CACHE_DIR"
 LOCK_LIMIT_S = 1800.0
 LOCK_POLL_S = 0.1
 MAX_STEM_CHARS = 100
+NO_WEIGHTS = "-config"
+"""Ends the name of a folder whose weights are read from their source."""
 
 
-def converted(source: Path, convert: Callable[[Path, Path], None], cache_dir: Path | None = None) -> Path:
-    """The checked folder that `convert(source, empty_folder)` makes from `source`; converts if there is none."""
+def converted(
+    source: Path, convert: Callable[[Path, Path], None], cache_dir: Path | None = None, *, weights: bool = True
+) -> Path:
+    """The checked folder that `convert(source, empty_folder)` makes from `source`; converts if there is none. One
+    without weights is another folder."""
     digest = _source_digest(source)
     root = cache_dir if cache_dir is not None else default_cache_dir()
-    folder = root / "models" / f"{source.stem[:MAX_STEM_CHARS]}-{digest[:16]}"
+    kind = "" if weights else NO_WEIGHTS
+    folder = root / "models" / f"{source.stem[:MAX_STEM_CHARS]}-{digest[:16]}{kind}"
     try:
         if not folder.exists() or find_fault(folder, digest) is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +90,10 @@ def find_fault(folder: Path, source_digest: str) -> str | None:
         return f"no {MANIFEST} of format version {FORMAT_VERSION}"
     if manifest["source"].get("sha256") != source_digest:
         return "it was made from another file"
-    if not {"config.json", "model.safetensors", "tokenizer.json"} <= manifest["files"].keys():
+    needed = {"config.json", "tokenizer.json"}
+    if not folder.name.endswith(NO_WEIGHTS):
+        needed.add("model.safetensors")
+    if not needed <= manifest["files"].keys():
         return "the manifest lists too few files"
     for name, entry in manifest["files"].items():
         path = folder / name

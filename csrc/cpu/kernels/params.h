@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "cpu/kernels/panels.h"
 #include "dtype.h"
 
 namespace tide {
@@ -25,6 +26,18 @@ struct TileLinearParams {
     const BFloat16* weight;  // [out_features, in_features]
     const BFloat16* bias;    // [out_features] or null
     BFloat16* y;             // [rows, out_features]
+    int64_t rows;
+    int64_t in_features;
+    int64_t out_features;
+};
+
+// The same with block-quantised weights (see panels.h) and rows of x in 8 bits.
+struct QuantisedLinearParams {
+    PanelKind kind;
+    const void* x;       // rows by quantise_rows
+    const void* panels;  // of 16 outputs, the last one filled up
+    const float* bias;   // [out_features] or null
+    float* y;            // [rows, out_features]
     int64_t rows;
     int64_t in_features;
     int64_t out_features;

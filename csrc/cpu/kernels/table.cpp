@@ -15,6 +15,8 @@ const KernelTable& kernel_table() {
         linear<float, BFloat16>,
         linear_scratch_floats,
         nullptr,
+        quantise_rows,
+        quantised_linear,
         {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},
         {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},
         {rotary<float>, rotary<Half>, rotary<BFloat16>},

@@ -28,6 +28,9 @@ struct KernelTable {
     void (*linear_narrow_weight)(const LinearParams&, int64_t first, int64_t last, float* scratch);
     int64_t (*linear_scratch_floats)(int64_t in_features);
     const TileLinear* tile_linear;  // null without a tile unit
+    // Rows [first, last) of x to 8 bits, then panels [first, last) of outputs.
+    void (*quantise_rows)(const float* x, int64_t in_features, void* rows, int64_t first, int64_t last);
+    void (*quantised_linear)(const QuantisedLinearParams&, int64_t first, int64_t last);
     // Rows [first, last).
     void (*rms_norm[kNumDTypes])(const RmsNormParams&, int64_t first, int64_t last);
     // Elements [first, last).
@@ -45,10 +48,16 @@ struct KernelTable {
 namespace baseline {
 const KernelTable& kernel_table();
 }
+namespace dotprod {
+const KernelTable& kernel_table();
+}
 namespace avx2 {
 const KernelTable& kernel_table();
 }
 namespace avx512 {
+const KernelTable& kernel_table();
+}
+namespace vnni {
 const KernelTable& kernel_table();
 }
 namespace amx {

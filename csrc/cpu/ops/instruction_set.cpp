@@ -4,6 +4,11 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(TIDE_HAS_ARM_KERNELS)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace tide {
 namespace {
 
@@ -16,10 +21,14 @@ std::vector<const KernelTable*> usable_tables() {
                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
     // Every processor with AVX2 or AVX-512 has the float16 conversions (F16C) too.
     if (has_avx2) tables.push_back(&avx2::kernel_table());
+    const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
     if (has_avx512) tables.push_back(&avx512::kernel_table());
+    if (has_vnni) tables.push_back(&vnni::kernel_table());
 #if defined(TIDE_HAS_AMX_KERNELS)
-    if (has_avx512 && amx_granted()) tables.push_back(&amx::kernel_table());
+    if (has_vnni && amx_granted()) tables.push_back(&amx::kernel_table());
 #endif
+#elif defined(TIDE_HAS_ARM_KERNELS)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) tables.push_back(&dotprod::kernel_table());
 #endif
     return tables;
 }

@@ -13,6 +13,10 @@ namespace tide {
 void linear(DType dtype, DType weight_dtype, const void* x, const void* weight, const void* bias, void* y, int64_t rows,
             int64_t in_features, int64_t out_features);
 
+// The same for weights in panels (ops/panels.h); x is rounded to 8 bits, 32 neighbours with one scale. Batch-invariant.
+void quantised_linear(PanelKind kind, const float* x, const void* panels, const float* bias, float* y, int64_t rows,
+                      int64_t in_features, int64_t out_features);
+
 // x, y [rows, width], weight [width].
 void rms_norm(DType dtype, const void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps);
 

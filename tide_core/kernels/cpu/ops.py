@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tide_core.kernels import _native, checks
+from tide_core.kernels.panels import Panels
 
 _DTYPE_CODES = checks.DTYPE_CODES
 
@@ -58,6 +59,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y.numel() // out_features if out_features else 0,
         in_features,
         out_features,
+    )
+    return y
+
+
+def quantised_linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
+    """`x` [..., K] in float32 times a block-quantised matrix [N, K] transposed, plus `bias` [N]."""
+    shape = x.shape
+    if not (
+        x.dtype is torch.float32
+        and x.is_cpu
+        and len(shape) > 0
+        and shape[-1] == panels.in_features
+        and (bias is None or _is_vector(bias, panels.out_features, x))
+    ):
+        raise checks.first_fault(checks.quantised_linear_faults(x, panels, bias))
+    x = x.contiguous()
+    y = x.new_empty((*shape[:-1], panels.out_features))
+    _native.quantised_linear(
+        panels.code,
+        x.data_ptr(),
+        panels.data.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        y.numel() // panels.out_features,
+        panels.in_features,
+        panels.out_features,
     )
     return y
 

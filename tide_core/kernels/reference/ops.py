@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tide_core.kernels.panels import STEP, Panels
+
 Norm = tuple[Tensor, float]
 """Weight [K] and eps of an RMS norm."""
 
@@ -19,6 +21,18 @@ Norm = tuple[Tensor, float]
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N]. A bfloat16 weight may meet a float32 `x`."""
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+def quantised_linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
+    """`x` [..., K] in float32, rounded to 8 bits, times a block-quantised matrix [N, K] transposed, plus `bias` [N].
+
+    Of each 32 neighbours of `x` the largest magnitude becomes 127 times their scale. Products of codes are exact; here
+    all is float64, and the kernels add the groups in float32."""
+    steps = x.unflatten(-1, (-1, STEP))
+    largest = steps.abs().amax(-1, keepdim=True)
+    codes = torch.round(steps * torch.where(largest > 0, 127.0 / largest, 0.0))
+    rounded = (codes.double() * (largest / 127.0).double()).flatten(-2)
+    return F.linear(rounded, panels.whole().double(), None if bias is None else bias.double()).to(x.dtype)
 
 
 def fused_linear(

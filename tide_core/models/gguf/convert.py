@@ -28,8 +28,8 @@ log = logging.getLogger("tide")
 HEADER_ALIGNMENT = 8
 
 
-def convert(source: Path, target: Path) -> None:
-    """Fill the empty folder `target` with config, generation config, tokenizer and weights of `source`.
+def convert(source: Path, target: Path, *, weights: bool = True) -> None:
+    """Fill the empty folder `target` with config, generation config, tokenizer and, if wanted, weights of `source`.
 
     All checks run before the first weight is written.
     """
@@ -43,11 +43,14 @@ def convert(source: Path, target: Path) -> None:
         raise ModelError(field, f"{num_tokens} tokens", f"at most {model.config['vocab_size']}, one per embedding")
     tokenizer = build_tokenizer(file, ids, model.config["max_position_embeddings"])
     config, generation = _configs(source, model, ids)
-    _check_space(target, total_bytes(model.weights))
-    log.info("converting %s: %d tensors to float32", source.name, len(model.weights))
+    if weights:
+        _check_space(target, total_bytes(model.weights))
+        log.info("converting %s: %d tensors to float32", source.name, len(model.weights))
     config.save_pretrained(target)
     generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    if not weights:
+        return
     bar = tqdm(model.weights, desc=f"converting {source.name}", unit="tensor", disable=not sys.stderr.isatty())
     write_safetensors(target / "model.safetensors", model.weights, (read_weight(file, weight) for weight in bar))
     log.info("converted %s in %.1f s", source.name, time.monotonic() - started)

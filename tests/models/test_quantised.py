@@ -1,0 +1,136 @@
+"""Models whose matrices stay as a GGUF file has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+
+from tests.models.gguf_factory import HEAD_DIM, HIDDEN, TinyGGUF, make_family_gguf, make_gguf
+from tests.models.test_gguf_architectures import GEMMA, ROPE, gemma
+from tide_core.engine.engine import Engine
+from tide_core.errors import ConfigError, ModelError
+from tide_core.kernels import select_kernels
+from tide_core.models.identity import identify
+from tide_core.models.kernel_modules import use_kernels
+from tide_core.models.loader import fingerprint, load_model, load_tokenizer
+from tide_core.models.quantised import QuantisedEmbedding, QuantisedLinear
+from tide_core.models.resolver import resolve
+from tide_core.request import SamplingParams
+
+pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
+Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
+MOST_OFF = 0.05
+"""Of the spread of logits: what activations in 8 bits cost in two layers."""
+
+
+def load(tiny: TinyGGUF, cache: Path) -> Any:
+    return load_model(resolve(str(tiny.path), cache_dir=cache, quantised=True), dtype="float32", device="cpu")
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "config"),
+    [
+        ("llama", {}, {}),
+        ("llama", {}, {"tie_word_embeddings": False}),
+        ("qwen2", {}, {"rope_parameters": ROPE}),
+        ("qwen3", {}, {"rope_parameters": ROPE, "head_dim": HEAD_DIM, "tie_word_embeddings": True}),
+        ("gemma3", {**GEMMA, "attention.sliding_window_pattern": 2}, gemma()),
+        ("phi3", {}, {"rope_parameters": ROPE}),
+    ],
+)
+def test_a_model_gives_nearly_the_logits_of_the_same_weights_widened(
+    architecture: str, metadata: dict[str, Any], config: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    if architecture == "llama":
+        tiny = make_gguf(path, kind=Q4_1, metadata=metadata, **config)
+    else:
+        tiny = make_family_gguf(path, architecture, kind=Q4_1, metadata=metadata, **config)
+    model = load(tiny, tmp_path / "cache")
+    kinds = {type(module) for module in model.modules()}
+    assert {QuantisedLinear, QuantisedEmbedding} <= kinds
+    assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
+    ids = torch.randint(3, 200, (2, 24))
+    expected = logits_of(tiny.model, ids)
+    plain = logits_of(model, ids)
+    assert (plain - expected).std() < MOST_OFF * expected.std()
+    use_kernels(model, select_kernels("native", torch.device("cpu")))
+    torch.testing.assert_close(logits_of(model, ids), plain, atol=2e-2 * float(expected.std()), rtol=0)
+
+
+def test_a_matrix_of_another_format_is_widened(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((HIDDEN, 96)).astype(np.float16)
+    tiny = make_gguf(tmp_path / "tiny.gguf", kind=Q8_0, tensors={"blk.0.ffn_down.weight": values})
+    model = load(tiny, tmp_path / "cache")
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, torch.from_numpy(values.astype(np.float32)))
+    assert isinstance(model.model.layers[1].mlp.down_proj, QuantisedLinear)
+
+
+def test_the_cache_holds_no_weights_and_both_forms_lie_beside_each_other(tmp_path: Path) -> None:
+    tiny, cache = make_gguf(tmp_path / "tiny.gguf", kind=Q4_1), tmp_path / "cache"
+    quantised, widened = (resolve(str(tiny.path), cache_dir=cache, quantised=kept) for kept in (True, False))
+    assert not (quantised.path / "model.safetensors").exists()
+    assert (widened.path / "model.safetensors").exists()
+    assert resolve(str(tiny.path), cache_dir=cache, quantised=True) == quantised
+    assert fingerprint(quantised) != fingerprint(widened)
+
+
+def test_an_artefact_of_the_widened_weights_fits_for_they_are_the_same_numbers(tmp_path: Path) -> None:
+    tiny, cache = make_gguf(tmp_path / "tiny.gguf", kind=Q4_1), tmp_path / "cache"
+    found = []
+    for kept in (True, False):
+        resolved = resolve(str(tiny.path), cache_dir=cache, quantised=kept)
+        found.append(identify(load_model(resolved, dtype="float32", device="cpu"), load_tokenizer(resolved), resolved))
+    quantised, widened = found
+    assert quantised.weights_sample == widened.weights_sample
+    assert quantised.weights_sha256 is None
+    assert (quantised.config_sha256, quantised.tokenizer_sha256) == (widened.config_sha256, widened.tokenizer_sha256)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path: Path, value: float) -> None:
+    blocks = quantize(np.ones((HIDDEN, 96), np.float32), Q8_0)
+    blocks[3, 34:36] = np.array([value], "<f2").view(np.uint8)
+    path = tmp_path / "tiny.gguf"
+    make_gguf(path, kind=Q8_0, tensors={"blk.0.ffn_down.weight": np.zeros((HIDDEN, 96), np.float32)})
+    tiny = make_gguf(path, kind=Q8_0)
+    raw = bytearray(path.read_bytes())
+    from tide_core.models.gguf.file import GGUFFile
+
+    at = GGUFFile.open(path).tensors["blk.0.ffn_down.weight"].offset
+    raw[at : at + 2] = np.array([value], "<f2").tobytes()
+    path.write_bytes(raw)
+    with pytest.raises(ModelError, match=r"blk.0.ffn_down.weight: got .*NaN or infinity.*finite weights"):
+        load(tiny, tmp_path / "cache")
+
+
+def test_other_states_than_float32_are_refused(tmp_path: Path) -> None:
+    resolved = resolve(str(make_gguf(tmp_path / "tiny.gguf", kind=Q4_1).path), cache_dir=tmp_path, quantised=True)
+    with pytest.raises(ConfigError, match="quantization"):
+        load_model(resolved, dtype="bfloat16", device="cpu")
+
+
+@pytest.mark.demo
+def test_verified_gives_the_tokens_of_full_with_the_demo_as_it_is_in_its_file() -> None:
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
+    with Engine("demo", quantization="auto", device="cpu", drafts=3, max_model_len=256) as engine:
+        answers = {
+            mode: engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, mode=mode))
+            for mode in ("full", "verified")
+        }
+    assert "Paris" in answers["full"][0].text
+    tokens = {mode: [[token.token_id for token in each.tokens] for each in of_mode] for mode, of_mode in answers.items()}
+    assert tokens["verified"] == tokens["full"]
+    assert any(token.exit_layer < 30 for each in answers["verified"] for token in each.tokens)

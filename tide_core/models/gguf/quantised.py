@@ -1,0 +1,107 @@
+"""Load a GGUF file with its matrices as they are: block-quantised, in the layout of the native kernels."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from tide_core.errors import ModelError
+from tide_core.kernels.panels import KINDS, Panels
+from tide_core.models.gguf.architectures import GGUFModel, Weight, describe, read_weight
+from tide_core.models.gguf.file import GGUFFile, TensorInfo
+from tide_core.models.quantised import QuantisedEmbedding, QuantisedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("tide")
+HALVES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
+"""Where the halves of scale and minimum stand in a block; 0 alone for the other kinds."""
+
+
+def load_quantised(folder: Path, source: Path) -> PreTrainedModel:
+    """The model of `source`, whose configuration and tokenizer are in `folder`, on the CPU with float32 states.
+
+    Matrices of other formats are float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    file = GGUFFile.open(source)
+    described = describe(file)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    bar = tqdm(described.weights, desc=f"loading {source.name}", unit="tensor", disable=not sys.stderr.isatty())
+    for weight in bar:
+        _put(model, file, weight)
+    _finish(model, described)
+    counts = {kind: sum(file.tensors[weight.source].kind.name == kind for weight in described.weights) for kind in KINDS}
+    kept = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    log.info("%s: %d tensors, kept as they are: %s", source.name, len(described.weights), kept or "none")
+    model.requires_grad_(False)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _put(model: Any, file: GGUFFile, weight: Weight) -> None:
+    """Read one tensor into its module, or put a quantised module into its place."""
+    path, _, name = weight.name.rpartition(".")
+    module, info = model.get_submodule(path), file.tensors[weight.source]
+    if info.kind.name not in KINDS or name != "weight" or not isinstance(module, (nn.Linear, nn.Embedding)):
+        setattr(module, name, nn.Parameter(torch.from_numpy(read_weight(file, weight)), requires_grad=False))
+        return
+    panels = _read_panels(file, info, weight)
+    if isinstance(module, nn.Embedding):
+        factor = getattr(module, "scalar_embed_scale", None)
+        model.set_submodule(path, QuantisedEmbedding(panels, None if factor is None else torch.tensor(factor)))
+    else:
+        made = QuantisedLinear(panels)
+        made.bias = module.bias  # read after it, or on the meta device until then
+        model.set_submodule(path, made)
+
+
+def _read_panels(file: GGUFFile, info: TensorInfo, weight: Weight) -> Panels:
+    rows, columns = info.shape
+    try:
+        blocks = np.memmap(file.path, np.uint8, "c", info.offset, (rows, info.num_bytes // rows))
+    except OSError as error:
+        raise ModelError("gguf file", file.path, f"a readable file: {error.strerror or error}") from error
+    _check_finite(file, info, blocks)
+    order = None
+    if weight.num_heads is not None:
+        order = torch.arange(rows).view(weight.num_heads, -1, 2).transpose(1, 2).reshape(-1)
+    return Panels.pack(info.kind.name, torch.from_numpy(blocks), columns, order)
+
+
+def _check_finite(file: GGUFFile, info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> None:
+    """Codes and factors are always finite; the halves may not be."""
+    kind = info.kind.name
+    size = 256 if kind.endswith("_K") else 32
+    each = blocks.reshape(blocks.shape[0] * info.shape[1] // size, -1)
+    for at in HALVES.get(kind, (0,)):
+        if not np.isfinite(np.ascontiguousarray(each[:, at : at + 2]).view("<f2")).all():
+            raise ModelError(f"{file.path}: {info.name}", "NaN or infinity", "finite weights")
+
+
+def _finish(model: Any, described: GGUFModel) -> None:
+    """What the file does not hold: the head that is the embedding, and tables that the library computes."""
+    if described.config["tie_word_embeddings"]:
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, QuantisedEmbedding):
+            model.lm_head = QuantisedLinear(embedding.panels)
+        else:
+            model.lm_head.weight = embedding.weight
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            model.set_submodule(name, type(module)(config=model.config))
+    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if missing:
+        raise ModelError(f"tensors of {described.architecture.name}", f"{missing[0]} is missing", "every weight")
