@@ -56,7 +56,9 @@ def test_rows_are_the_numbers_that_the_gguf_package_reads(kind: str, out_feature
     panels = Panels.pack(kind, blocks, 512)
     expected = numbers_of(kind, blocks)
     assert_same_bits(panels.whole(), expected)
-    assert panels.values([0, 513 % expected.numel()]).tolist() == expected.flatten()[[0, 513 % expected.numel()]].tolist()
+    assert (
+        panels.values([0, 513 % expected.numel()]).tolist() == expected.flatten()[[0, 513 % expected.numel()]].tolist()
+    )
 
 
 def test_rows_can_be_put_into_another_order() -> None:
@@ -134,7 +136,7 @@ def test_leading_dimensions_are_kept_and_strides_do_not_matter() -> None:
     ("arguments", "message"),
     [
         ({"x": torch.randn(2, 32)}, r"x: got shape \[2, 32\], expected \[\.\.\., 64\]"),
-        ({"x": torch.randn(2, 64).bfloat16()}, "x: got bfloat16"),
+        ({"x": torch.randn(2, 64).bfloat16()}, "x: got torch.bfloat16, expected torch.float32"),
         ({"bias": torch.randn(5)}, "bias"),
     ],
 )

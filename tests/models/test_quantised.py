@@ -25,8 +25,8 @@ from tide_core.request import SamplingParams
 
 pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
 Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
-MOST_OFF = 0.05
-"""Of the spread of logits: what activations in 8 bits cost in two layers."""
+MOST_OFF = 0.15
+"""Of the spread of logits: what activations in 8 bits cost in two layers of large random weights. A wrong order of rows costs all of it."""
 
 
 def load(tiny: TinyGGUF, cache: Path) -> Any:
@@ -62,7 +62,7 @@ def test_a_model_gives_nearly_the_logits_of_the_same_weights_widened(
     kinds = {type(module) for module in model.modules()}
     assert {QuantisedLinear, QuantisedEmbedding} <= kinds
     assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
-    ids = torch.randint(3, 200, (2, 24))
+    ids = torch.randint(3, 200, (1, 48))
     expected = logits_of(tiny.model, ids)
     plain = logits_of(model, ids)
     assert (plain - expected).std() < MOST_OFF * expected.std()
@@ -131,6 +131,8 @@ def test_verified_gives_the_tokens_of_full_with_the_demo_as_it_is_in_its_file() 
             for mode in ("full", "verified")
         }
     assert "Paris" in answers["full"][0].text
-    tokens = {mode: [[token.token_id for token in each.tokens] for each in of_mode] for mode, of_mode in answers.items()}
+    tokens = {
+        mode: [[token.token_id for token in each.tokens] for each in of_mode] for mode, of_mode in answers.items()
+    }
     assert tokens["verified"] == tokens["full"]
     assert any(token.exit_layer < 30 for each in answers["verified"] for token in each.tokens)

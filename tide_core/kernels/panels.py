@@ -65,7 +65,13 @@ class Panels:
         ids = ids.to("cpu", torch.int64).contiguous()
         rows = torch.empty(len(ids), self.in_features)
         _native().unpack_rows(
-            self.code, self.data.data_ptr(), self.in_features, self.out_features, ids.data_ptr(), len(ids), rows.data_ptr()
+            self.code,
+            self.data.data_ptr(),
+            self.in_features,
+            self.out_features,
+            ids.data_ptr(),
+            len(ids),
+            rows.data_ptr(),
         )
         return rows
 

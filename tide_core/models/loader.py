@@ -64,7 +64,9 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
 
 def _load_quantised(resolved: ResolvedModel, source: Path, dtype: str, place: torch.device) -> PreTrainedModel:
     if (dtype, place.type) != ("float32", "cpu"):
-        raise ConfigError("quantization", "auto", f"none with dtype {dtype} on {place}: quantised weights need float32 on a cpu")
+        raise ConfigError(
+            "quantization", "auto", f"none with dtype {dtype} on {place}: quantised weights need float32 on a cpu"
+        )
     from tide_core.models.gguf.quantised import load_quantised
 
     return load_quantised(resolved.path, source)

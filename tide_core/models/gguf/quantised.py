@@ -43,7 +43,9 @@ def load_quantised(folder: Path, source: Path) -> PreTrainedModel:
     for weight in bar:
         _put(model, file, weight)
     _finish(model, described)
-    counts = {kind: sum(file.tensors[weight.source].kind.name == kind for weight in described.weights) for kind in KINDS}
+    counts = {
+        kind: sum(file.tensors[weight.source].kind.name == kind for weight in described.weights) for kind in KINDS
+    }
     kept = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     log.info("%s: %d tensors, kept as they are: %s", source.name, len(described.weights), kept or "none")
     model.requires_grad_(False)
@@ -56,7 +58,7 @@ def _put(model: Any, file: GGUFFile, weight: Weight) -> None:
     path, _, name = weight.name.rpartition(".")
     module, info = model.get_submodule(path), file.tensors[weight.source]
     if info.kind.name not in KINDS or name != "weight" or not isinstance(module, (nn.Linear, nn.Embedding)):
-        setattr(module, name, nn.Parameter(torch.from_numpy(read_weight(file, weight)), requires_grad=False))
+        setattr(module, name, nn.Parameter(torch.from_numpy(np.array(read_weight(file, weight))), requires_grad=False))
         return
     panels = _read_panels(file, info, weight)
     if isinstance(module, nn.Embedding):
