@@ -36,6 +36,13 @@ MLA = {
     "n_group": 1,
     "topk_group": 1,
 }
+GRANITE = {
+    **GQA,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.5,
+    "logits_scaling": 2.5,
+}
 FALCON = {k: v for k, v in COMMON.items() if k != "intermediate_size"}
 
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -63,6 +70,21 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**GQA, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GQA, "head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            **GQA,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**GQA, "sliding_window": None}),
     "mistral_window": ("MistralForCausalLM", "MistralConfig", {**GQA, "sliding_window": 6}),
     "mixtral": (
@@ -90,6 +112,59 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "head_dim": 16,
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        {
+            **GQA,
+            "no_rope_layers": [1, 0, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {**GRANITE, "tie_word_embeddings": True}),
+    "granite_moe": (
+        "GraniteMoeForCausalLM",
+        "GraniteMoeConfig",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", GQA),
+    "stablelm": (
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {**GQA, "partial_rotary_factor": 0.5, "use_qkv_bias": True},
+    ),
+    "stablelm_parallel": (
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {**GQA, "partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", {**GQA, "sliding_window": 7}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", {**GQA, "sliding_window": 7, "logit_scale": 0.5}),
+    "glm": ("GlmForCausalLM", "GlmConfig", {**GQA, "head_dim": 16}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {**GQA, "head_dim": 16}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **GQA,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
         },
     ),
     "gpt2": (

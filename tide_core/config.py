@@ -27,8 +27,8 @@ class EngineConfig:
     dtype: str = "float32"
     """Of weights, states and KV: float32, float16 or bfloat16."""
     quantization: str = "none"
-    """auto: matrices of a GGUF file stay quantised as they are in it, on a CPU with dtype float32 and the native module;
-    none: all weights are widened to `dtype`."""
+    """auto: matrices of a GGUF file stay quantised, as they are in it, where the native module runs on a CPU with dtype
+    float32; none: all weights are widened to `dtype`."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     max_model_len: int | None = None

@@ -103,8 +103,9 @@ PYBIND11_MODULE(_native, m) {
     m.doc() = "CPU kernels on raw addresses; use tide_core.kernels, which checks what it passes here.";
     const auto no_gil = py::call_guard<ReleasedGil>();
     m.def("linear", &linear, no_gil, "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out]; bias 0 means none.");
-    m.def("block_bytes", [](int kind) { return tide::block_bytes(static_cast<tide::PanelKind>(kind)); },
-          "Bytes of one block of a row in a GGUF.");
+    m.def(
+        "block_bytes", [](int kind) { return tide::block_bytes(static_cast<tide::PanelKind>(kind)); },
+        "Bytes of one block of a row in a GGUF.");
     m.def("panels_bytes", &panels_bytes, "Bytes of a block-quantised matrix in panels.");
     m.def("pack_panels", &pack_panels, no_gil, "Rows of blocks as a GGUF has them to panels; order 0 means none.");
     m.def("unpack_rows", &unpack_rows, no_gil, "Rows of a matrix in panels as float32.");

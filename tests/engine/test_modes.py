@@ -33,6 +33,9 @@ OTHER_FAMILIES = (
     "falcon_alibi",
     "deepseek_v2",
     "mixtral",
+    "granite",
+    "cohere2",
+    "gpt_oss",
 )
 
 

@@ -228,6 +228,7 @@ def test_a_state_that_is_no_number_stays_in_its_row() -> None:
         ("gpt2", "float32", "final norm is a LayerNorm"),
         ("gemma3", "float32", "final norm is a Gemma3RMSNorm"),
         ("opt_projected", "float32", "final norm"),
+        ("granite", "float32", "scales its states or logits"),
     ],
 )
 def test_what_cannot_be_a_program_runs_op_by_op_and_says_why(
@@ -255,7 +256,7 @@ def test_logits_that_are_capped_or_scaled_are_none_of_a_program() -> None:
     runner = parts.runner
     assert runner.exits is not None
     narrow_head = runner.exits._narrow_head
-    narrow_head._softcap = 30.0
+    narrow_head._scale = lambda logits: logits * 30.0
     assert "scales its states or logits" in str(
         unsupported_reason(runner.adapter, runner.cache, parts.kernels, narrow_head)
     )

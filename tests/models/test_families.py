@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 from tests.factories import make_engine, random_prompts
 from tests.forward import Forward, library_logits
@@ -59,13 +60,18 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
         assert [token.token_id for token in answer.tokens] == expected[0, len(prompt) :].tolist()
 
 
-def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
-    import transformers as hf
+@pytest.mark.parametrize("name", ["BloomForCausalLM", "OlmoForCausalLM", "CohereForCausalLM", "Copied"])
+def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(name: str) -> None:
+    """Also one that is the copy of a known one by another name."""
 
-    config = hf.BloomConfig(vocab_size=32, hidden_size=8, n_layer=1, n_head=1)
-    with pytest.raises(ModelError, match="BloomForCausalLM") as refusal:
-        ModelAdapter(hf.BloomForCausalLM(config))
-    assert all(name in str(refusal.value) for name in KNOWN)
+    class Copied(type(tiny_model("llama"))):  # type: ignore[misc]
+        pass
+
+    tiny = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "pad_token_id": 0}
+    kind = Copied if name == "Copied" else getattr(hf, name)
+    with pytest.raises(ModelError, match=name) as refusal:
+        ModelAdapter(kind(kind.config_class(**tiny)))
+    assert all(known in str(refusal.value) for known in KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,21 @@ def test_a_variant_nobody_proved_is_refused_by_its_setting(family: str, setting:
     model: Any = copy.deepcopy(tiny_model(family))
     setattr(model.config, setting, True)
     with pytest.raises(ModelError, match=setting):
+        ModelAdapter(model)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2"])
+def test_a_head_that_scales_its_logits_is_more_than_a_linear(family: str) -> None:
+    adapter, ids = ModelAdapter(tiny_model(family), paged=False), torch.tensor([5, 300, 7])
+    narrow, states = adapter.narrow_head(ids), torch.randn(3, 48)
+    assert narrow.plain_linear is None
+    torch.testing.assert_close(narrow(states), adapter.head(states)[:, ids])
+
+
+def test_windows_that_only_the_mask_of_the_library_has_are_refused() -> None:
+    model: Any = copy.deepcopy(tiny_model("smollm3"))
+    model.config.use_sliding_window = False
+    with pytest.raises(ModelError, match="layer_types"):
         ModelAdapter(model)
 
 

@@ -26,7 +26,8 @@ from tide_core.request import SamplingParams
 pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
 Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
 MOST_OFF = 0.15
-"""Of the spread of logits: what activations in 8 bits cost in two layers of large random weights. A wrong order of rows costs all of it."""
+"""Of the spread of logits: what activations in 8 bits cost in two layers of large random weights. A wrong order of rows
+costs all of it."""
 
 
 def load(tiny: TinyGGUF, cache: Path) -> Any:

@@ -268,7 +268,7 @@ def _graphs(
     if reason is None and exits is not None and len(exits.checkpoints) > 1:
         reason = "with several checkpoints the host decides where a token exits"
     if reason is not None:
-        logger.debug("no CUDA graphs: %s", reason)
+        logger.log(logging.INFO if isinstance(kernels, CudaKernels) else logging.DEBUG, "no CUDA graphs: %s", reason)
         return None, None
     assert isinstance(kernels, CudaKernels)
     cycles = GraphCycles(adapter, cache, kernels, exits, max_positions=max_model_len)

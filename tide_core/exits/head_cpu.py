@@ -36,7 +36,7 @@ def unsupported_reason(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels, 
         return f"programs take float32 states, not {adapter.dtype}"
     if type(adapter._norm).__name__ != "KernelRMSNorm":
         return f"the final norm is a {type(adapter._norm).__name__}, not the plain RMSNorm"
-    if narrow_head._finish is not None or narrow_head._softcap is not None:
+    if narrow_head.plain_linear is None:
         return "the model scales its states or logits around the output embedding"
     return None
 

@@ -17,6 +17,7 @@ import torch
 
 from tide_core.batch import KVWritten
 from tide_core.kernels import Kernels
+from tide_core.kernels.reference import ops as reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +166,21 @@ class PagedView:
         scaling: float,
         window: int,
         softcap: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.attend_paged(layer, query[0].transpose(0, 1), scaling, window, softcap).unsqueeze(0)
+        query = query[0].transpose(0, 1)
+        if sinks is None:
+            return self.attend_paged(layer, query, scaling, window, softcap).unsqueeze(0)
+        assert softcap <= 0, "no family has both sinks and soft-capping"
+        return self._attend_with_sinks(layer, query, scaling, window, sinks).unsqueeze(0)
+
+    def _attend_with_sinks(
+        self, layer: int, query: torch.Tensor, scaling: float, window: int, sinks: torch.Tensor
+    ) -> torch.Tensor:
+        """In plain Torch on every device: no kernel has sinks."""
+        index, pools = self._index, self._cache.pools[layer]
+        starts, lens = torch.from_numpy(index.query_starts), torch.from_numpy(index.context_lens)
+        return reference.paged_attention(query, *pools, self._block_tables, starts, lens, scaling, window, sinks=sinks)
 
 
 class GatheredView(PagedView):
@@ -203,9 +217,11 @@ class GatheredView(PagedView):
         scaling: float,
         window: int,
         softcap: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert window <= 0, "gathered attention serves no family with a sliding window"
         assert softcap <= 0, "gathered attention serves no family with soft-capping"
+        assert sinks is None, "gathered attention serves no family with sinks"
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=self.mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )

@@ -7,8 +7,9 @@ registered here as an argument. All tokens of a step travel as one sequence, [1,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -35,9 +36,11 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registry's entry: the mask argument is the step's view of the KV pool."""
+    """The registry's entry: the mask argument is the step's view of the KV pool, `s_aux` the sink of every head."""
+    more = {} if s_aux is None else {"sinks": s_aux}  # most views have no such parameter
     out = attention_mask.attend(
         module.layer_idx,
         query,
@@ -46,6 +49,7 @@ def attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window or 0,
         softcap=softcap or 0.0,
+        **more,
     )
     return out, None
 
@@ -81,7 +85,7 @@ class ModelAdapter:
         self._rotary_tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._turns_by_table = False
         self._head = model.get_output_embeddings()
-        self._softcap = getattr(self.config, "final_logit_softcapping", None)
+        self.scale_logits = _logit_scaling(self.family, self.config)
         self._layer_types = self._rotary_layer_types()
         if paged:
             self.config._attn_implementation = "sdpa" if self.family.attention == "inline" else ATTENTION
@@ -105,7 +109,7 @@ class ModelAdapter:
     @property
     def gathers_kv(self) -> bool:
         """Whether layers must be handed whole contexts instead of attending over pages."""
-        return self.family.attention != "paged"
+        return self.family.attention in ("latent", "inline")
 
     @property
     def has_experts(self) -> bool:
@@ -257,9 +261,7 @@ class ModelAdapter:
         if self.family.finish is not None:
             normed = self.family.finish(self.backbone, normed)
         logits = cast(torch.Tensor, self._head(normed))
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return logits if self.scale_logits is None else self.scale_logits(logits)
 
     @property
     def head_rows(self) -> torch.Tensor:
@@ -291,17 +293,25 @@ class NarrowHead(nn.Module):
             self.linear.bias = nn.Parameter(added, requires_grad=False)
         self._finish = adapter.family.finish
         self._backbone = (adapter.backbone,)  # in a tuple, so that it does not count as a part of this module
-        self._softcap = adapter._softcap
+        self._scale = adapter.scale_logits
 
     @property
     def plain_linear(self) -> nn.Linear | None:
         """All that it does, where that is a linear alone."""
-        return self.linear if self._finish is None and self._softcap is None else None
+        return self.linear if self._finish is None and self._scale is None else None
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         if self._finish is not None:
             normed = self._finish(self._backbone[0], normed)
         logits: torch.Tensor = self.linear(normed)
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return logits if self._scale is None else self._scale(logits)
 
     __call__ = forward
+
+
+def _logit_scaling(family: Family, config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What the model does to its logits: a factor of its family, or Gemma's soft-cap; None for most."""
+    if family.scale is not None:
+        return partial(family.scale, config)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return None if cap is None else lambda logits: torch.tanh(logits / cap) * cap

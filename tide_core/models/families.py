@@ -30,12 +30,15 @@ class Family:
     cache_argument: str = "past_key_values"
     attention: str = "paged"
     """paged: the layer calls the attention registry with the cached K and V.
+    sinks: the same, and every head has a sink, for which plain Torch attention over the pages has a parameter.
     latent: the layer expands K and V from its cached latents, then calls the registry.
     inline: the layer computes its attention itself, with a mask tensor."""
     embed: Callable[[Module, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """Token ids and positions, [1, T], to the state that enters layer 0; None: `embed_tokens` alone."""
     finish: Callable[[Module, torch.Tensor], torch.Tensor] | None = None
     """Applied between the final norm and the output embedding."""
+    scale: Callable[[Module, torch.Tensor], torch.Tensor] | None = None
+    """Applied to the logits, with the config as first argument."""
 
 
 def _embed_gpt2(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -61,16 +64,39 @@ def _embed_falcon(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) 
     return backbone.word_embeddings(ids)  # type: ignore[no-any-return]
 
 
+def _embed_granite(backbone: Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return backbone.embed_tokens(ids) * backbone.embedding_multiplier  # type: ignore[no-any-return]
+
+
+def _scale_granite(config: Any, logits: torch.Tensor) -> torch.Tensor:
+    return logits / config.logits_scaling  # type: ignore[no-any-return]
+
+
+def _scale_cohere(config: Any, logits: torch.Tensor) -> torch.Tensor:
+    return logits * config.logit_scale  # type: ignore[no-any-return]
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family("Llama (and DeepSeek R1 distills of its shape)"),
     "Qwen2ForCausalLM": Family("Qwen2 (and DeepSeek R1 distills of its shape)"),
     "Qwen3ForCausalLM": Family("Qwen3"),
+    "Qwen3MoeForCausalLM": Family("Qwen3-MoE"),
     "MistralForCausalLM": Family("Mistral"),
     "MixtralForCausalLM": Family("Mixtral"),
     "Gemma2ForCausalLM": Family("Gemma 2"),
     "Gemma3ForCausalLM": Family("Gemma 3 (text)"),
     "PhiForCausalLM": Family("Phi", norm="final_layernorm"),
     "Phi3ForCausalLM": Family("Phi-3"),
+    "SmolLM3ForCausalLM": Family("SmolLM3"),
+    "GraniteForCausalLM": Family("Granite", embed=_embed_granite, scale=_scale_granite),
+    "GraniteMoeForCausalLM": Family("Granite MoE", embed=_embed_granite, scale=_scale_granite),
+    "Olmo2ForCausalLM": Family("OLMo 2"),
+    "StableLmForCausalLM": Family("StableLM"),
+    "Starcoder2ForCausalLM": Family("StarCoder2"),
+    "Cohere2ForCausalLM": Family("Cohere 2", scale=_scale_cohere),
+    "GlmForCausalLM": Family("GLM"),
+    "Glm4ForCausalLM": Family("GLM-4"),
+    "GptOssForCausalLM": Family("gpt-oss", attention="sinks"),
     "DeepseekV2ForCausalLM": Family("DeepSeek V2", attention="latent"),
     "DeepseekV3ForCausalLM": Family("DeepSeek V3", attention="latent"),
     "GPT2LMHeadModel": Family("GPT-2", backbone="transformer", layers="h", norm="ln_f", embed=_embed_gpt2),
@@ -120,6 +146,14 @@ def _refuse_unproven_variants(architecture: str, config: Any) -> None:
         value = getattr(config, setting, False)
         if value:
             raise ModelError(f"{architecture} config.{setting}", value, "it unset")
+    if (
+        architecture == "SmolLM3ForCausalLM" and not config.use_sliding_window
+    ):  # its mask would have a window all the same
+        types = set(config.layer_types)
+        if types != {"full_attention"}:
+            raise ModelError(
+                f"{architecture} config.layer_types", sorted(types), "windows only with use_sliding_window"
+            )
 
 
 def falcon_mask(backbone: Module, view: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -37,17 +37,23 @@ CONFIG_KEYS = (
     *("new_decoder_architecture", "alibi", "attention_bias", "bias", "qk_layernorm", "query_pre_attn_scalar"),
     *("attn_logit_softcapping", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "layer_types"),
     *("sliding_window", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("attention_multiplier", "use_qkv_bias"),
     # positions
-    *("rope_parameters", "rope_interleave", "original_max_position_embeddings"),
+    *("rope_parameters", "rope_interleave", "original_max_position_embeddings", "no_rope_layers"),
     # norms, activations, order
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layer_norm_elementwise_affine"),
     *("do_layer_norm_before", "_remove_final_layer_norm", "num_ln_in_parallel_attn", "parallel_attn"),
     *("use_parallel_residual", "hidden_act", "hidden_activation", "activation", "activation_function", "mlp_bias"),
-    *("enable_bias", "final_logit_softcapping"),
+    *("enable_bias", "final_logit_softcapping", "use_bias", "norm_epsilon"),
+    # factors
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
     # experts
     *("num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
     *("first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor"),
+    *("decoder_sparse_step", "mlp_only_layers", "swiglu_alpha", "swiglu_limit"),
 )
+FORMER_CONSTANTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""Settings that versions of the library have as constants: of this value they count as absent."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -74,7 +80,11 @@ def identify(model: Any, tokenizer: Any, resolved: ResolvedModel | None) -> Mode
 def config_digest(config: Any) -> str:
     """Digest of the settings that the forward depends on. None and false count as absent, so that a flag that a library
     version adds as false changes nothing."""
-    values = {key: value for key, value in config.to_dict().items() if value is not None and value is not False}
+    values = {
+        key: value
+        for key, value in config.to_dict().items()
+        if value is not None and value is not False and value != FORMER_CONSTANTS.get(key)
+    }
     return _digest(_canonical({key: values[key] for key in CONFIG_KEYS if key in values}))
 
 

@@ -6,11 +6,13 @@ kernel. Modules whose arithmetic is not exactly that of the kernel (Gemma's norm
 linear) stay.
 
 Attention modules keep their own forward. One name in it, the function that applies rotary positions, is bound to our
-kernel, in a copy of the forward that belongs to this model's modules alone: the library itself is not touched.
+kernel, in a copy of the forward that belongs to this model's modules alone: the library itself is not touched. Experts
+and routers are in `experts.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -19,7 +21,9 @@ from torch import nn
 
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.reference import ops as reference
+from tide_core.models.experts import SILU, use_kernels_for_experts
 from tide_core.models.quantised import QuantisedLinear
+from tide_core.models.rebound import rebound
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
@@ -89,7 +93,7 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
         else:
             continue
         count += 1
-    return count
+    return count if isinstance(kernels, CudaKernels) else count + use_kernels_for_experts(model, kernels)
 
 
 def _with_rotary(
@@ -103,15 +107,12 @@ def _with_rotary(
     if kind not in known:
 
         def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-            if not q.shape[-1] == k.shape[-1] == cos.shape[-1]:
-                return library(q, k, cos, sin)  # only part of each head is rotated
+            if not q.shape[-1] == k.shape[-1] == cos.shape[-1] or cos.dtype is not q.dtype:
+                return library(q, k, cos, sin)  # only part of each head is rotated, or in float32 as by OLMo 2
             cos, sin = cos[0], sin[0]
             return tuple(kernels.rotary(x[0].transpose(0, 1), cos, sin).transpose(0, 1).unsqueeze(0) for x in (q, k))
 
-        names = {**forward.__globals__, ROTARY_FUNCTION: rotary}
-        copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        copy.__kwdefaults__ = forward.__kwdefaults__
-        known[kind] = type(kind.__name__, (kind,), {"forward": copy})
+        known[kind] = rebound(kind, **{ROTARY_FUNCTION: rotary})
     return known[kind]
 
 
@@ -135,8 +136,26 @@ def is_plain_embedding(module: nn.Module) -> bool:
 
 
 def is_plain_rms_norm(module: nn.Module) -> bool:
-    """The Llama norm, copied by name through many families: weight times the float32-normed state."""
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    """The Llama norm, copied by name through many families: weight times the float32-normed state.
+
+    Of the library's, by what it computes in the dtype of its weight: the norms of OLMo 2 and gpt-oss round once where
+    Llama's rounds twice, which is the same in float32 alone."""
+    kind: Any = type(module)
+    if not (kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+        return False
+    return not kind.__module__.startswith("transformers.") or _norms_like_llama(kind, next(module.parameters()).dtype)
+
+
+@functools.cache
+def _norms_like_llama(kind: Any, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((4, 64), (64,)))
+    norm: Any = types.SimpleNamespace(weight=weight, variance_epsilon=1e-5)
+    try:
+        got = kind.forward(norm, x)
+    except (AttributeError, TypeError, RuntimeError):  # it needs more than a weight
+        return False
+    return torch.equal(got, reference.rms_norm(x, weight, 1e-5))
 
 
 def is_gated_silu_mlp(module: nn.Module) -> bool:
@@ -147,5 +166,5 @@ def is_gated_silu_mlp(module: nn.Module) -> bool:
         type(module).__name__.endswith("MLP")
         and len(children) == 4
         and all(isinstance(linear, nn.Linear) for linear in linears)
-        and type(children.get("act_fn")).__name__ in ("SiLU", "SiLUActivation")
+        and type(children.get("act_fn")).__name__ in SILU
     )

@@ -36,6 +36,7 @@ class LayoutProbe:
         scaling: float,
         window: int,
         softcap: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 

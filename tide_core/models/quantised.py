@@ -29,7 +29,7 @@ class QuantisedEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = panels.shape
         self.panels = panels
-        self.register_buffer("scale", scale, persistent=False)
+        self.scale = scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         found = self.panels.rows(input.flatten()).view(*input.shape, self.embedding_dim)
@@ -40,5 +40,5 @@ def weight_rows(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Rows of the weight of a linear, as numbers."""
     if isinstance(module, QuantisedLinear):
         return module.panels.rows(ids)
-    weight: torch.Tensor = module.weight.detach()  # type: ignore[union-attr, assignment, operator]
+    weight = module.get_parameter("weight").detach()
     return weight[ids.to(weight.device)].contiguous()

@@ -16,6 +16,7 @@ def families() -> str:
     """The supported architectures, and the tiny models of each that tests compare with transformers."""
     attention = {
         "paged": "paged",
+        "sinks": "paged, in plain Torch",
         "latent": "gathered, from the cached latent",
         "inline": "gathered, with a mask tensor",
     }

@@ -96,7 +96,8 @@ void write_tile(const QuantisedLinearParams& p, int64_t panel, int part, int64_t
                 for (int m = 0; m < kRows; ++m) {
                     int32_t of_x = 0;
                     if constexpr (kOffset != 0 || kFormat.has_minima)
-                        of_x = kGroups == 1 ? x[m].sums[2 * step] + x[m].sums[2 * step + 1] : x[m].sums[2 * step + group];
+                        of_x =
+                            kGroups == 1 ? x[m].sums[2 * step] + x[m].sums[2 * step + 1] : x[m].sums[2 * step + group];
                     IntVec dot = dots[m];
                     if constexpr (kOffset != 0) dot -= kOffset * of_x;
                     const float x_scale = x[m].scales[step];
@@ -133,7 +134,7 @@ void write_tiles(const QuantisedLinearParams& p, int64_t panel, int part, int64_
         case 4:
             return write_tile<kKind, 4>(p, panel, part, row);
         case 5:
-            return write_tile<kKind, kMostRows < 5 ? 4 : 5>(p, panel, part, row);
+            return write_tile < kKind, kMostRows<5 ? 4 : 5>(p, panel, part, row);
         default:
             return write_tile<kKind, kMostRows>(p, panel, part, row);
     }

@@ -22,8 +22,8 @@ template <bool kSigned>
 TIDE_INLINE IntVec add_dot4(BitVec w, const int8_t* x, IntVec sums) {
 #if defined(__AVX512VNNI__)
     if constexpr (kSigned) w ^= 0x80808080u;
-    return bit_cast<IntVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sums), bit_cast<__m512i>(w),
-                                                bit_cast<__m512i>(four_codes(x))));
+    return bit_cast<IntVec>(
+        _mm512_dpbusd_epi32(bit_cast<__m512i>(sums), bit_cast<__m512i>(w), bit_cast<__m512i>(four_codes(x))));
 #elif defined(__AVX512BW__)
     const __m512i codes = bit_cast<__m512i>(w), fours = bit_cast<__m512i>(four_codes(x));
     __m512i pairs;

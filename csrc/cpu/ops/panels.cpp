@@ -215,14 +215,15 @@ void unpack_rows(PanelKind kind, const void* panels, int64_t in_features, int64_
     check_sizes(format, in_features, out_features);
     for (int64_t i = 0; i < count; ++i) {
         if (ids[i] < 0 || ids[i] >= out_features) {
-            throw std::out_of_range("ids[" + std::to_string(i) + "]: got " + std::to_string(ids[i]) + ", expected 0 to " +
-                                    std::to_string(out_features - 1));
+            throw std::out_of_range("ids[" + std::to_string(i) + "]: got " + std::to_string(ids[i]) +
+                                    ", expected 0 to " + std::to_string(out_features - 1));
         }
     }
     const auto to_float = kernels().to_float[static_cast<int>(DType::kFloat16)];
     parallel_for(count, kRowsPerPiece, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
-            auto* panel = static_cast<uint8_t*>(const_cast<void*>(panels)) + ids[i] / kPanel * format.panel_bytes(in_features);
+            auto* panel =
+                static_cast<uint8_t*>(const_cast<void*>(panels)) + ids[i] / kPanel * format.panel_bytes(in_features);
             const Place at = {format, panel, format.codes_offset(in_features), ids[i] % kPanel};
             for (int64_t step = 0; step < in_features / kStep; ++step) {
                 const int64_t block = step / format.steps_of_block, of_block = step % format.steps_of_block;
@@ -230,11 +231,13 @@ void unpack_rows(PanelKind kind, const void* panels, int64_t in_features, int64_
                 to_float(at.half(block, 0), &scale, 1);
                 if (format.has_minima) to_float(at.half(block, 1), &minimum, 1);
                 if (format.has_factors() && format.has_minima)
-                    minimum *= static_cast<float>(-static_cast<int>(*at.factor(block, of_block, format.groups_of_step)));
+                    minimum *=
+                        static_cast<float>(-static_cast<int>(*at.factor(block, of_block, format.groups_of_step)));
                 for (int64_t k = 0; k < kStep; ++k) {
                     float of_group = scale;
                     if (format.has_factors()) {
-                        const uint8_t factor = *at.factor(block, of_block, static_cast<int>(k * format.groups_of_step / kStep));
+                        const uint8_t factor =
+                            *at.factor(block, of_block, static_cast<int>(k * format.groups_of_step / kStep));
                         of_group *= static_cast<float>(format.has_minima ? factor : static_cast<int8_t>(factor));
                     }
                     y[i * in_features + step * kStep + k] =

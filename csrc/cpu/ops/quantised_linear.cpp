@@ -29,13 +29,14 @@ void quantised_linear(PanelKind kind, const float* x, const void* panels, const 
         quantised.resize(std::max<size_t>(quantised.size(), count * quantised_row_bytes(in_features)));
         char* to = quantised.data();
         const float* from = x + row * in_features;
-        parallel_for(count, std::max<int64_t>(1, kWorkPerPiece / in_features), [&](int64_t first, int64_t last) {
-            table.quantise_rows(from, in_features, to, first, last);
-        });
-        const QuantisedLinearParams params = {kind, to, panels, bias, y + row * out_features, count, in_features, out_features};
+        parallel_for(count, std::max<int64_t>(1, kWorkPerPiece / in_features),
+                     [&](int64_t first, int64_t last) { table.quantise_rows(from, in_features, to, first, last); });
+        const QuantisedLinearParams params = {kind,  to,          panels,      bias, y + row * out_features,
+                                              count, in_features, out_features};
         const int64_t num_panels = (out_features + kPanel - 1) / kPanel;
         const int64_t work = count * in_features * kPanel;
-        const int64_t grain = work * num_panels < kMinParallelWork ? num_panels : std::max<int64_t>(1, kWorkPerPiece / work);
+        const int64_t grain =
+            work * num_panels < kMinParallelWork ? num_panels : std::max<int64_t>(1, kWorkPerPiece / work);
         parallel_for(num_panels, grain,
                      [&](int64_t first, int64_t last) { table.quantised_linear(params, first, last); });
     }

@@ -24,7 +24,7 @@ from tide_core.execution.graphs.prompts import TOKENS_PER_ROW
 from tide_core.exits.propose import Exits
 from tide_core.request import Audit, SamplingParams
 
-FAMILIES = ("llama", "qwen3", "gpt2", "gemma2")
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "granite", "cohere2")
 GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 BLOCK = {"kind": "block", "taps": (2, 3)}
 NARROW = {**BLOCK, "sizes": (("inner", 16), ("head_size", 8))}

@@ -21,7 +21,7 @@ from tide_core.kv.block_manager import BlockTable
 from tide_core.kv.cache import RowSpan, StepIndex
 from tide_core.request import NO_EXITS, ExitPolicy, Request, SamplingParams
 
-FAMILIES = ("llama", "qwen3", "gpt2", "gemma2")
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "granite", "cohere2")
 BLOCK = {"kind": "block", "taps": (2, 3)}
 SAYS: list[dict[str, Any]] = [
     {"mode": "full"},

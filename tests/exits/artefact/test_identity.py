@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,7 @@ def test_identifying_leaves_the_model_as_it_was() -> None:
 
 # --- configuration ---
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_key_value_heads": 4}),
     ("llama", {"intermediate_size": 97}),
@@ -121,7 +123,29 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("opt", {"do_layer_norm_before": False}),
     ("mixtral", {"num_experts_per_tok": 1}),
     ("deepseek_v3", {"routed_scaling_factor": 1.5}),
+    ("qwen3_moe", {"num_experts": 4}),
+    ("qwen3_moe", {"norm_topk_prob": False}),
+    ("qwen3_moe", {"mlp_only_layers": [2]}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1, 0], "layer_types": [FULL, SLIDING, SLIDING, FULL]}),
+    ("granite", {"embedding_multiplier": 2.0}),
+    ("granite", {"residual_multiplier": 2.0}),
+    ("granite", {"attention_multiplier": 2.0}),
+    ("granite", {"logits_scaling": 2.0}),
+    ("stablelm", {"use_qkv_bias": False}),
+    ("starcoder2", {"use_bias": False}),
+    ("starcoder2", {"norm_epsilon": 1e-3}),
+    ("cohere2", {"logit_scale": 2.0}),
+    ("cohere2", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    ("gpt_oss", {"swiglu_limit": 5.0}),
 ]
+
+
+def test_a_setting_that_other_versions_have_as_a_constant_does_not_count_where_it_is_that() -> None:
+    settings = tiny_model("gpt_oss").config.to_dict()
+    more = {**settings, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    fewer = {key: value for key, value in settings.items() if not key.startswith("swiglu")}
+    assert config_digest(SimpleNamespace(to_dict=lambda: more)) == config_digest(SimpleNamespace(to_dict=lambda: fewer))
 
 
 @pytest.mark.parametrize(("family", "change"), CHANGES, ids=lambda part: str(part)[:50])

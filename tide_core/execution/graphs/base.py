@@ -29,6 +29,8 @@ def unsupported_reason(adapter: ModelAdapter, cache: PagedKV, kernels: Kernels) 
         return "the layers are handed whole contexts"
     if any(not kernels.supports(*pools) for pools in cache.pools):
         return "no kernel supports these heads"
+    if adapter.family.attention == "sinks":
+        return "no kernel has attention sinks"
     if adapter.has_experts:
         return "experts are chosen on the host"
     if not adapter.has_fixed_positions:

@@ -28,7 +28,7 @@ def quantised_linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> T
 
     Of each 32 neighbours of `x` the largest magnitude becomes 127 times their scale. Products of codes are exact; here
     all is float64, and the kernels add the groups in float32."""
-    steps = x.unflatten(-1, (-1, STEP))
+    steps = x.reshape(*x.shape[:-1], -1, STEP)
     largest = steps.abs().amax(-1, keepdim=True)
     codes = torch.round(steps * torch.where(largest > 0, 127.0 / largest, 0.0))
     rounded = (codes.double() * (largest / 127.0).double()).flatten(-2)
@@ -127,13 +127,16 @@ def paged_attention(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over paged keys and values; returns [T, Hq, Dv].
 
     `q` [T, Hq, Dk]; row r owns the queries `query_starts[r]` to `query_starts[r + 1]`, which are the last of its
     `context_lens[r]` positions, already written to the pages `block_tables[r]`. Nothing at or past
     `context_lens[r]` is read. `window` > 0 limits a query to that many positions, itself included; `softcap` > 0
-    bounds scores by softcap * tanh(score / softcap).
+    bounds scores by softcap * tanh(score / softcap). `sinks` [Hq] are scores that take part in the softmax of every
+    query and have no value; no other version of the op has them.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
     starts: list[int] = query_starts.tolist()
@@ -142,7 +145,7 @@ def paged_attention(
         first, last = starts[row], starts[row + 1]
         if first < last:
             out[first:last] = attend_row(
-                q[first:last], k_pool, v_pool, block_tables[row], length, scaling, window, softcap
+                q[first:last], k_pool, v_pool, block_tables[row], length, scaling, window, softcap, sinks
             )
     return out
 
@@ -180,6 +183,7 @@ def attend_row(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one row's queries `q` [n, Hq, Dk], the last n of its `length` positions."""
     num_queries = q.shape[0]
@@ -191,6 +195,8 @@ def attend_row(
     queries = q.transpose(0, 1)  # [Hq, n, Dk]
     if softcap > 0:
         return _softcapped(queries, keys, values, mask, scaling, softcap).transpose(0, 1)
+    if sinks is not None:
+        return _with_sinks(queries, keys, values, mask, scaling, sinks).transpose(0, 1)
     causal = mask is not None and window <= 0 and num_queries == length
     attended = F.scaled_dot_product_attention(
         queries[None],
@@ -237,6 +243,21 @@ def _softcapped(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     probabilities = scores.softmax(-1).view(keys.shape[0], -1, keys.shape[1])
+    return (probabilities @ values.float()).view(num_heads, num_queries, -1).to(queries.dtype)
+
+
+def _with_sinks(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor
+) -> Tensor:
+    """Attention whose softmax has a sink more than keys, in float32, as [Hq, n, Dv]."""
+    num_heads, num_queries, key_dim = queries.shape
+    grouped = queries.float().reshape(keys.shape[0], -1, key_dim)  # [H, group * n, Dk]
+    scores = (grouped @ keys.float().transpose(1, 2) * scaling).view(num_heads, num_queries, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    column = sinks.float().view(-1, 1, 1).expand(-1, num_queries, 1)
+    probabilities = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    probabilities = probabilities.reshape(keys.shape[0], -1, keys.shape[1])
     return (probabilities @ values.float()).view(num_heads, num_queries, -1).to(queries.dtype)
 
 
