@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deploy.strict import yaml_file
 from tide_core.config import GIB, EngineConfig
-from tide_core.kv.sizing import GpuMemory, ModelSize, gpu_pool_bytes, reserve_bytes
+from tide_core.kv.sizing import DeviceMemory, ModelSize, gpu_pool_bytes, reserve_bytes
 from tools.reference.markdown import table
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +72,9 @@ def settings() -> EngineConfig:
 
 
 def pool_of(shape: Shape, total: int, config: EngineConfig, pools: int) -> int:
-    memory = GpuMemory(total, max(0, total - shape.weight_bytes), shape.weight_bytes)
-    reserve = reserve_bytes(config, ModelSize(shape.hidden, shape.vocab, BYTES))
+    memory = DeviceMemory("cuda", total, max(0, total - shape.weight_bytes), shape.weight_bytes)
+    block = shape.kv_bytes_per_token * config.block_size
+    reserve = reserve_bytes(config, ModelSize(shape.hidden, shape.vocab, BYTES, block, max(CONTEXTS)))
     return gpu_pool_bytes(memory, config.gpu_memory_utilization, reserve, pools)
 
 
