@@ -43,7 +43,7 @@ from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.layout_probe import probe_layouts
 from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
-from tide_core.models.resolver import resolve
+from tide_core.models.resolver import ResolvedModel, resolve
 from tide_core.outputs.tokenizer import Tokenizer
 from tide_core.sampling.grammar import Grammars
 
@@ -94,10 +94,12 @@ class Parts:
         return "verified" if self.checkpoints or self.suffix_drafts else "full"
 
 
-def assemble(config: EngineConfig) -> Parts:
-    """Resolve and load the model the settings name and its artefact, and build the engine around them."""
-    logger.info("model %s: looking for it", config.model)
-    resolved = resolve(config.model)
+def assemble(config: EngineConfig, resolved: ResolvedModel | None = None) -> Parts:
+    """Load the model the settings name and its artefact, and build the engine around them. `resolved` is the model, if
+    it was looked for before."""
+    if resolved is None:
+        logger.info("model %s: looking for it", config.model)
+        resolved = resolve(config.model)
     logger.info("model %s: loading its weights", resolved.name)
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
