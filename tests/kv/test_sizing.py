@@ -194,7 +194,7 @@ def test_the_line_of_the_start_says_what_was_chosen_and_what_fits() -> None:
     )
     small, size = given(dtype="bfloat16", device="cpu", max_model_len=1024), ModelSize(576, 49152, 2, 2**14, 1024)
     assert described(small, resolved(small, CPU, size), size, "cpu") == (
-        "bfloat16 on cpu, KV pool 1.00 GiB (auto) in 4096 blocks, max_rows 64, max_batch_tokens 512: "
+        "bfloat16 on cpu, KV pool 0.06 GiB (auto) in 4096 blocks, max_rows 64, max_batch_tokens 512: "
         "fits 64 rows of 1024 tokens"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.prompts import GraphPrompts
 from tide_core.execution.runner import ModelRunner
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
+from tide_core.exits.artefact.heads import HeadSpec
 from tide_core.exits.cost import Acceptance, DraftPlanner
 from tide_core.exits.policy import CheckpointPolicy
 from tide_core.exits.propose import BoundCheckpoint, Exits
@@ -157,13 +158,20 @@ def assemble_loaded(
         fused = fuse_layers(adapter.layers, kernels) if isinstance(kernels, CudaKernels) else 0
         layers = () if artefact is None else tuple(point.layer for point in artefact.manifest.checkpoints)
         segments = plan_segments(adapter.num_layers, layers)
-        max_model_len = _model_len(given, adapter)
+        max_model_len = check_model_len(given, adapter.max_positions)
         adapter.keep_rotations(max_model_len)
         if fused == adapter.num_layers:
             adapter.turn_by_table()
         spare_blocks = SPARE_BLOCKS if isinstance(kernels, CudaKernels) and artefact is not None else 0
-        slots = SlotLayout.of(adapter, artefact)
-        size = slots.model_size(given, adapter, max_model_len, spare_blocks)
+        slots = SlotLayout.of(adapter, [] if artefact is None else [head.spec for head in artefact.heads])
+        size = slots.model_size(
+            given,
+            adapter.dtype,
+            hidden=int(adapter.config.hidden_size),
+            vocab=adapter.vocab_size,
+            max_model_len=max_model_len,
+            spare_blocks=spare_blocks,
+        )
         config = resolve_config(given, _memory(given, adapter.device), size, dtype=_dtype_of(adapter))
         cache, blocks = build_pool(config, slots, adapter, size)
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
@@ -370,20 +378,27 @@ class SlotLayout:
     state_widths: list[int]
 
     @classmethod
-    def of(cls, adapter: ModelAdapter, artefact: Artefact | None) -> SlotLayout:
-        specs = [] if artefact is None else [head.spec for head in artefact.heads]
+    def of(cls, adapter: ModelAdapter, specs: Sequence[HeadSpec]) -> SlotLayout:
+        """`specs` are those of the exit heads."""
         layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
         layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
         return cls(layouts, [spec.deep_width for spec in specs])
 
     def model_size(
-        self, config: EngineConfig, adapter: ModelAdapter, max_model_len: int, spare_blocks: int
+        self,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        *,
+        hidden: int,
+        vocab: int,
+        max_model_len: int,
+        spare_blocks: int,
     ) -> ModelSize:
         return ModelSize(
-            hidden=int(adapter.config.hidden_size),
-            vocab=adapter.vocab_size,
-            itemsize=adapter.dtype.itemsize,
-            block_bytes=block_bytes(self.layouts, config.block_size, adapter.dtype, state_widths=self.state_widths),
+            hidden=hidden,
+            vocab=vocab,
+            itemsize=dtype.itemsize,
+            block_bytes=block_bytes(self.layouts, config.block_size, dtype, state_widths=self.state_widths),
             max_model_len=max_model_len,
             spare_blocks=spare_blocks,
         )
@@ -423,9 +438,10 @@ def _dtype_of(adapter: ModelAdapter) -> str:
     return str(adapter.model.dtype).removeprefix("torch.")
 
 
-def _model_len(config: EngineConfig, adapter: ModelAdapter) -> int:
+def check_model_len(config: EngineConfig, max_positions: int) -> int:
+    """The longest row: the model's own limit, or the lower one of the settings."""
     if config.max_model_len is None:
-        return adapter.max_positions
-    if config.max_model_len > adapter.max_positions:
-        raise ConfigError("max_model_len", config.max_model_len, f"at most the model's own {adapter.max_positions}")
+        return max_positions
+    if config.max_model_len > max_positions:
+        raise ConfigError("max_model_len", config.max_model_len, f"at most the model's own {max_positions}")
     return config.max_model_len

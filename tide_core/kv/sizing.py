@@ -119,7 +119,7 @@ def described(given: EngineConfig, config: ResolvedConfig, size: ModelSize, devi
     def shown(name: str, value: str) -> str:
         return f"{value} (auto)" if getattr(given, name) == AUTO else value
 
-    pool = shown("kv_memory_gib", gib(int(config.kv_memory_gib * GIB)))
+    pool = shown("kv_memory_gib", gib(fits.num_blocks * size.block_bytes))
     return (
         f"{shown('dtype', config.dtype)} on {shown('device', device)}, KV pool {pool} in {fits.num_blocks} blocks, "
         f"max_rows {shown('max_rows', str(config.max_rows))}, "
