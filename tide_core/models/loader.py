@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tide_core.config import DEVICES, DTYPES
+from tide_core.config import DEVICES, DTYPE_CHOICES
 from tide_core.errors import ConfigError, ModelError, one_line
 from tide_core.models import model_cache
+from tide_core.models.checkpoint import chosen_dtype
 from tide_core.models.identity import weights_digest
 from tide_core.models.resolver import ResolvedModel
 
@@ -30,17 +31,19 @@ def import_libraries() -> None:
 
 
 def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTrainedModel:
-    """The model in eval mode with frozen weights. `device` is cpu, cuda, cuda:N or auto."""
-    if dtype not in TORCH_DTYPES:
-        raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    """The model in eval mode with frozen weights. `device` is cpu, cuda or auto. This is where a dtype of `auto` is
+    decided: all that depends on it asks the loaded model."""
+    if dtype not in DTYPE_CHOICES:
+        raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPE_CHOICES)}")
     place = torch_device(device)
+    chosen = TORCH_DTYPES[chosen_dtype(dtype, place.type, resolved.path)]
     from transformers import AutoModelForCausalLM
 
     try:
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 resolved.path,
-                dtype=TORCH_DTYPES[dtype],
+                dtype=chosen,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,

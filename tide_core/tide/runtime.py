@@ -87,7 +87,7 @@ class TIDE:
             parts = self._assemble(model, resolved, engine_config)
             self._pad_id = _pad_id(model, tokenizer, parts)
             self._check_policy(parts)
-            self.engine = Engine.from_parts(engine_config, parts)
+            self.engine = Engine.from_parts(parts)
         except BaseException:
             self._saved_state.restore()
             raise
