@@ -16,17 +16,28 @@ from tide_core.errors import ConfigError
 def check_config(
     path: Annotated[Path, typer.Argument(help="A Serve config file.")] = Path("deploy/config.yaml"),
     strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Say what would be chosen on this device, which need not be here: cpu, h200 and the like, or a size "
+            "as in cuda:80GiB. It is computed from config.json; no weights are loaded."
+        ),
+    ] = None,
 ) -> None:
     """Check a Serve config strictly: an unknown key or a bad value is an error with a suggestion."""
     from deploy.config.serve_config import check_file
+    from deploy.config.sizes import sizes_in_file
 
     warnings = check_file(path)
+    sizes = [] if device is None else sizes_in_file(path, device)
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     count = f"{len(warnings)} warning{'s' * (len(warnings) > 1)}"
     if strict and warnings:
         raise ConfigError(str(path), count, "none with --strict")
     typer.echo(f"{path}: ok" + (f", {count}" if warnings else ""))
+    for line in sizes:
+        typer.echo(line)
 
 
 @with_exit_code

@@ -48,8 +48,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_config(**settings: Any) -> EngineConfig:
     """Without suffix drafts: random models repeat themselves, and most tests count what exits do."""
-    usual = {"device": "cpu", "kv_memory_gib": 0.01, "max_rows": 8, "max_batch_tokens": 64, "suffix_drafts": False}
-    return EngineConfig(**{**usual, **settings})
+    usual = {"device": "cpu", "dtype": "float32", "kv_memory_gib": 0.01, "max_rows": 8, "max_batch_tokens": 64}
+    return EngineConfig(**{**usual, "suffix_drafts": False, **settings})
 
 
 def make_parts(family: str = "llama", **settings: Any) -> Parts:
@@ -63,8 +63,7 @@ def make_parts(family: str = "llama", **settings: Any) -> Parts:
 
 
 def make_engine(family: str = "llama", **settings: Any) -> Engine:
-    config = make_config(**settings)
-    return Engine.from_parts(config, make_parts(family, **settings))
+    return Engine.from_parts(make_parts(family, **settings))
 
 
 def make_request(

@@ -9,11 +9,15 @@ from typing import Any
 from tide_core.errors import ConfigError, refuse_unknown
 
 DTYPES = ("float32", "float16", "bfloat16")
+AUTO = "auto"
+DTYPE_CHOICES = (AUTO, *DTYPES)
 QUANTIZATIONS = ("auto", "none")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "reference")
-AUTO = "auto"
 GIB = 2**30
+LEAST_AUTO_ROWS, MOST_AUTO_ROWS = 64, 256
+"""What `auto` means for max_rows: the least on a CPU, one of both or between them on a GPU."""
+CPU_BATCH_TOKENS = 512
 REMOVED = {"checkpoint_layers": "no such key: it was removed, because the artefact decides the checkpoint layers"}
 """Settings of earlier versions, and why they are gone."""
 
@@ -24,8 +28,9 @@ class EngineConfig:
 
     model: str = "demo"
     """`demo`, a folder, a .gguf file, or a Hugging Face id."""
-    dtype: str = "float32"
-    """Of weights, states and KV: float32, float16 or bfloat16."""
+    dtype: str = AUTO
+    """Of weights, states and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's own, but bfloat16 for
+    one in float32; on a CPU float32."""
     quantization: str = "none"
     """auto: matrices of a GGUF file stay quantised, as they are in it, where the native module runs on a CPU with dtype
     float32; none: all weights are widened to `dtype`."""
@@ -37,17 +42,18 @@ class EngineConfig:
     """Memory budget of the KV block pool. auto: on a GPU what `gpu_memory_utilization` leaves for it, on a CPU 1 GiB,
     or less where memory is short. On a CPU a block is first touched when tokens fill it."""
     gpu_memory_utilization: float = 0.9
-    """With `kv_memory_gib: auto`: share of the device's memory for weights, KV pool, activations and graphs of this
-    engine."""
+    """With `kv_memory_gib: auto` on a GPU: share of its memory for weights, KV pool, activations and graphs of this
+    engine. On a CPU it means nothing."""
     artefact_swap: bool = True
     """With `kv_memory_gib: auto` on a GPU: leave memory for the second pool that a change of the artefact takes while
     both are in use: the pool is half as large. If false, such a change is refused where two pools do not fit."""
     block_size: int = 16
     """Tokens per KV block."""
-    max_rows: int = 64
-    """Most requests that run concurrently; the others wait."""
-    max_batch_tokens: int = 512
-    """Token budget of one step; longer prompts run in chunks."""
+    max_rows: int | str = AUTO
+    """Most requests that run concurrently; the others wait. auto: 64; on a GPU 128 or 256 where the KV pool holds 2,048
+    tokens for each."""
+    max_batch_tokens: int | str = AUTO
+    """Token budget of one step; longer prompts run in chunks. auto: 512; on a GPU 2,048, and 8,192 from 70 GiB."""
     artefact: str = "auto"
     """Folder of the calibrated exits; auto: the one shipped for the demo model, none for others; none: no exits."""
     drafts: int | None = None
@@ -73,7 +79,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model", self.model, "a model name, folder, .gguf file or Hugging Face id")
-        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("dtype", self.dtype, DTYPE_CHOICES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("device", self.device, DEVICES)
         _one_of("kernels", self.kernels, KERNELS)
@@ -86,9 +92,10 @@ class EngineConfig:
         if not isinstance(self.artefact_swap, bool):
             raise ConfigError("artefact_swap", self.artefact_swap, "true or false")
         _integer("block_size", self.block_size, 1, 1024)
-        _integer("max_rows", self.max_rows, 1, 65536)
-        _integer("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
-        if self.max_batch_tokens < self.max_rows:
+        _integer_or_auto("max_rows", self.max_rows, 1, 65536)
+        _integer_or_auto("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
+        rows, tokens = self.max_rows, self.max_batch_tokens
+        if isinstance(rows, int) and isinstance(tokens, int) and tokens < rows:
             expected = f"at least max_rows ({self.max_rows}), so that every row can advance in every step"
             raise ConfigError("max_batch_tokens", self.max_batch_tokens, expected)
         _integer("max_queued", self.max_queued, 1, 2**24)
@@ -123,6 +130,25 @@ class EngineConfig:
         return None if isinstance(self.kv_memory_gib, str) else int(self.kv_memory_gib * GIB)
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig(EngineConfig):
+    """Settings in force, with a value for every `auto` that depends on model and device. What an engine is built from
+    and what it reports; `tide_core.kv.sizing` makes it. `artefact` and `kernels` stay as given."""
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_model_len: int = 2
+    kv_memory_gib: float = 1.0
+    max_rows: int = LEAST_AUTO_ROWS
+    max_batch_tokens: int = CPU_BATCH_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "device", "max_model_len", "kv_memory_gib", "max_rows", "max_batch_tokens"):
+            if getattr(self, name) in (AUTO, None):
+                raise ConfigError(name, getattr(self, name), "a value: settings in force have no auto")
+        EngineConfig.__post_init__(self)
+
+
 def _is_number(value: object, above: float, most: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and above < value <= most
 
@@ -130,6 +156,11 @@ def _is_number(value: object, above: float, most: float) -> bool:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(name, value, f"one of {', '.join(allowed)}")
+
+
+def _integer_or_auto(name: str, value: object, low: int, high: int) -> None:
+    if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+        raise ConfigError(name, value, f"auto, or an integer in {low}..{high}")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

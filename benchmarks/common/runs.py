@@ -107,12 +107,12 @@ class Bench:
 
     def __init__(self, config: EngineConfig, prompt_file: Path, parts: Parts | None = None) -> None:
         """`parts` are those of a model that was made, not loaded; such a bench has no `library`."""
-        self.config = config
         self.parts = assemble(config) if parts is None else parts
+        self.config = self.parts.config
         if self.parts.planner is None:
             raise SystemExit("benchmark: the engine has no artefact with exits; name one with --artefact")
         self.planner = self.parts.planner
-        self.engine = Engine.from_parts(config, self.parts)
+        self.engine = Engine.from_parts(self.parts)
         encode = self.engine.tokenizer.encode_chat
         self.prompts = [
             Prompt(kind, tuple(encode([{"role": "user", "content": text}]))) for kind, text in read_texts(prompt_file)

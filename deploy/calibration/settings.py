@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from deploy.object_store import is_url, refuse_credentials
 from deploy.strict.schema import validated
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.config import DEVICES, DTYPES
+from tide_core.config import DEVICES, DTYPE_CHOICES
 from tide_core.errors import ConfigError
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -56,7 +56,7 @@ class JobSettings(BaseModel):
     model: str = Field(default="demo", min_length=1)
     """`demo`, a folder, a .gguf file, a Hugging Face id, or the URL of a folder such as s3://bucket/models/mine."""
     dtype: str = "auto"
-    """Of the calibrated model; auto: bfloat16 on cuda, float32 on a CPU."""
+    """Of the calibrated model; auto: on a GPU the checkpoint's own, but bfloat16 for float32; on a CPU float32."""
     device: str = "auto"
     """Of the workers; auto: cuda if available."""
     measure: bool = True
@@ -71,7 +71,7 @@ class JobSettings(BaseModel):
     @field_validator("dtype")
     @classmethod
     def _dtype(cls, dtype: str) -> str:
-        return _one_of(dtype, ("auto", *DTYPES))
+        return _one_of(dtype, DTYPE_CHOICES)
 
     @field_validator("device")
     @classmethod

@@ -18,7 +18,7 @@ from deploy.keys import Caller, KeyRing
 from deploy.object_store import is_url, refuse_credentials
 from deploy.strict import yaml_file
 from deploy.strict.schema import imported, validated
-from tide_core.config import REMOVED, EngineConfig
+from tide_core.config import LEAST_AUTO_ROWS, MOST_AUTO_ROWS, REMOVED, EngineConfig
 from tide_core.errors import ArtefactError, ConfigError, RequestError, refuse_unknown
 
 OUR_DEPLOYMENT = "TideServer"
@@ -207,7 +207,10 @@ def _deployment_warnings(deployment: Any, args: AppArgs) -> list[str]:
         )
     if _number(deployment, "max_queued_requests", -1) == -1:
         warnings.append("max_queued_requests is not set, so Serve's queue is unbounded")
-    ongoing, rows = _number(deployment, "max_ongoing_requests", 5), EngineConfig.from_mapping(args.engine).max_rows
+    ongoing, engine = _number(deployment, "max_ongoing_requests", 5), EngineConfig.from_mapping(args.engine)
+    rows = engine.max_rows
+    if isinstance(rows, str):  # auto
+        rows = MOST_AUTO_ROWS if engine.device == "cuda" else LEAST_AUTO_ROWS
     if ongoing < rows:
         warnings.append(f"max_ongoing_requests ({ongoing:g}) is below engine.max_rows ({rows}): rows stay empty")
     return warnings

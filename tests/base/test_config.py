@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tide_core.config import EngineConfig
+from tide_core.config import EngineConfig, ResolvedConfig
 from tide_core.errors import ConfigError
 from tide_core.execution.depth_loop import plan_segments
 
@@ -26,8 +26,8 @@ BAD_VALUES: list[tuple[str, Any]] = [
     *(("gpu_memory_utilization", v) for v in (0, 1.01, math.nan, "0.9", True)),
     *(("artefact_swap", v) for v in (1, "yes", None)),
     *(("block_size", v) for v in (0, 1025, 2.0)),
-    *(("max_rows", v) for v in (0, 10**6, "8")),
-    *(("max_batch_tokens", v) for v in (0, 2**30, 63)),
+    *(("max_rows", v) for v in (0, 10**6, "8", True)),
+    *(("max_batch_tokens", v) for v in (0, 2**30, "many")),
     *(("num_threads", v) for v in (0, 4096, 1.0)),
     *(("max_queued", v) for v in (0, -1)),
     *(("prefix_caching", v) for v in (1, "yes", None)),
@@ -39,6 +39,18 @@ def test_a_bad_setting_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refusal:
         EngineConfig(**{field: value})
     assert refusal.value.field == field
+
+
+def test_fewer_tokens_in_a_step_than_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_batch_tokens: got 63, expected at least max_rows \(64\)"):
+        EngineConfig(max_rows=64, max_batch_tokens=63)
+    EngineConfig(max_batch_tokens=63)
+
+
+@pytest.mark.parametrize("name", ["dtype", "device", "kv_memory_gib", "max_rows", "max_batch_tokens"])
+def test_settings_in_force_hold_no_auto(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: got 'auto', expected a value"):
+        ResolvedConfig(**{name: "auto"})
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:

@@ -100,7 +100,7 @@ def test_the_engine_writes_the_same_tokens_with_both() -> None:
     answers = []
     for model in (copy.deepcopy(tiny_model("llama")), wide_of(tiny_model("llama"), 2)):
         parts = assemble_loaded(config, model, tiny_tokenizer(), name="m", identity=f"width {model.config.hidden_size}")
-        with Engine.from_parts(config, parts) as engine:
+        with Engine.from_parts(parts) as engine:
             found = engine.generate(IDS.tolist(), SamplingParams(max_tokens=24))
         answers.append([[token.token_id for token in answer.tokens] for answer in found])
     assert answers[0] == answers[1]

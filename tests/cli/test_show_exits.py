@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.fake_engine import USAGE, FakeEngine
 from tests.engine.exit_engines import exit_engine
-from tests.factories import make_config, make_engine, make_parts
+from tests.factories import make_engine, make_parts
 from tide_core.cli import exit_report
 from tide_core.engine.engine import Engine
 from tide_core.request import Audit, FinishReason, RequestOutput, TokenOutput
@@ -164,7 +164,7 @@ def test_full_depth_is_not_compared_with_itself(tide: Tide, use_engine: UseEngin
 
 
 def test_a_model_without_an_artefact_is_compared_where_it_has_suffix_drafts(tide: Tide, use_engine: UseEngine) -> None:
-    use_engine(Engine.from_parts(make_config(), replace(make_parts(), suffix_drafts=True)))
+    use_engine(Engine.from_parts(replace(make_parts(), suffix_drafts=True)))
     code, _, err = tide("generate", "the cat", "--show-exits", *OPTIONS)
     assert code == 0
     assert [found[0] for found in SPEED.findall(err)] == ["verified"]

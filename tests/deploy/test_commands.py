@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.keys import KeyLimits, KeyRing
+from tests.evaluation.on_disk import save_model
 from tide_core.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,16 @@ def test_a_right_config_is_ok_and_the_shipped_one_is_looked_at_by_default(
     monkeypatch.chdir(ROOT)
     assert tide("check-config") == (0, "deploy/config.yaml: ok\n", "")
     assert tide("check-config", "deploy/config.gpu.yaml") == (0, "deploy/config.gpu.yaml: ok\n", "")
+
+
+def test_a_config_is_judged_for_a_device_that_is_not_here(tide: Tide, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.read_text().replace("model: demo", f"model: {save_model(tmp_path / 'model')}"))
+    code, out, err = tide("check-config", path, "--device", "h200")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == f"{path}: ok"
+    assert "tide on h200: weights 0.00 GiB, bfloat16 (auto) on cuda, KV pool " in out
+    assert tide("check-config", path, "--device", "h2000")[0] == 2
 
 
 @pytest.mark.parametrize(

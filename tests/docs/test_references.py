@@ -67,7 +67,7 @@ def test_allowed_values_are_those_of_the_refusal() -> None:
     with pytest.raises(ConfigError) as refused:
         EngineConfig(block_size=0)
     assert settings["block_size"].allowed == refused.value.expected
-    assert settings["dtype"].allowed == "one of float32, float16, bfloat16"
+    assert settings["dtype"].allowed == "one of auto, float32, float16, bfloat16"
 
 
 def test_limits_of_pydantic_fields_are_written_in_words() -> None:

@@ -8,13 +8,22 @@ import pytest
 
 from tests.docs.documents import ROOT
 from tide_core.config import GIB
-from tools.reference.sizing import GPUS, NONE, SHAPES, Shape, pool_of, rows_of, settings, sizes
-
-pytestmark = pytest.mark.unit
+from tools.reference.sizing import (
+    GPUS,
+    MODELS,
+    NONE,
+    kv_bytes_per_token,
+    pod_gib,
+    pool_of,
+    rows_of,
+    settings,
+    sizes,
+    weight_bytes,
+)
 
 GUIDE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 LARGE = ROOT / "k8s" / "components" / "large-model"
-BY_NAME = {shape.name: shape for shape in SHAPES}
+LARGEST = "Llama 3.1 70B"
 
 
 @pytest.mark.parametrize(
@@ -28,36 +37,33 @@ BY_NAME = {shape.name: shape for shape in SHAPES}
     ],
 )
 def test_a_shape_has_as_many_weights_as_the_published_model(name: str, billions: float) -> None:
-    assert BY_NAME[name].num_weights / 1e9 == pytest.approx(billions, abs=0.005)
+    assert weight_bytes(name) / 2 / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 def test_kv_of_a_token_is_keys_and_values_of_all_layers() -> None:
-    assert BY_NAME["Llama 3.1 8B"].kv_bytes_per_token == 2 * 32 * 8 * 128 * 2 == 128 * 1024
+    assert kv_bytes_per_token("Llama 3.1 8B") == 2 * 32 * 8 * 128 * 2 == 128 * 1024
 
 
 def test_the_guide_and_the_component_say_that_70b_fits_neither_card() -> None:
-    shape, config = BY_NAME["Llama 3.1 70B"], settings()
-    assert [pool_of(shape, total, config, 1) for total in GPUS.values()] == [0, 0]
-    [row] = [line for line in sizes().splitlines() if shape.name in line]
+    assert [pool_of(LARGEST, gpu, swap=False) for gpu in GPUS.values()] == [None, None]
+    [row] = [line for line in sizes().splitlines() if LARGEST in line]
     assert row.count(NONE) == len(GPUS)
     assert "70B in 16 bit fits no card of 80 or 141 GB" in GUIDE
     comment = " ".join((LARGE / "kustomization.yaml").read_text(encoding="utf-8").replace("\n#", "").split())
     assert "70B in 16 bit (131 GiB) fits no card of 80 or 141 GB" in comment
 
 
-def test_rows_are_no_more_than_the_settings_allow() -> None:
-    config = settings()
-    assert rows_of(BY_NAME["Qwen2.5 7B"], 10**12, 8192, config.max_rows) == config.max_rows
-
-
-def test_the_others_serve_at_least_one_row_at_every_context_of_the_table_on_the_larger_card() -> None:
-    config = settings()
-    for shape in SHAPES[:-1]:
-        assert rows_of(shape, pool_of(shape, GPUS["141 GB"], config, 2), 32768, config.max_rows) >= 1
+def test_rows_are_no_more_than_the_settings_allow_and_at_least_one_everywhere_on_the_larger_card() -> None:
+    for name in MODELS:
+        if name != LARGEST:
+            found = pool_of(name, "h200", swap=True)
+            assert found is not None
+            assert 1 <= rows_of(name, found, 32768) <= rows_of(name, found, 8192) <= rows_of(name, found, 1)
+            assert rows_of(name, found, 1) == settings().max_rows
 
 
 def test_the_components_memory_is_enough_for_the_weights_that_it_names() -> None:
     memory = re.search(r"limits/memory, value: (\d+)Gi", (LARGE / "service.patch.yaml").read_text(encoding="utf-8"))
     assert memory is not None
-    assert Shape("of 110 GiB", 1, 1, 0, 0, 0, 0, 55 * GIB // 2).pod_gib <= int(memory[1])
-    assert BY_NAME["Qwen2.5 32B"].pod_gib > 64
+    assert pod_gib(110 * GIB) <= int(memory[1])
+    assert pod_gib(weight_bytes("Qwen2.5 32B")) > 64

@@ -67,9 +67,7 @@ def exit_parts(
 
 
 def exit_engine(family: str = "llama", **settings: Any) -> Engine:
-    parts = exit_parts(family, **settings)
-    plain = {key: value for key, value in settings.items() if key not in ("easy", "share", "artefact")}
-    return Engine.from_parts(make_config(**{"drafts": 4, **plain}), parts)
+    return Engine.from_parts(exit_parts(family, **settings))
 
 
 class FixedDepth(LaunchDepth):
@@ -91,7 +89,7 @@ def poisoned(parts: Parts, **settings: Any) -> Engine:
     cache, blocks = parts.runner.cache, parts.core.scheduler.blocks
     cache.poison(range(cache.num_blocks))
     watch_released(blocks, cache.poison)
-    return Engine.from_parts(make_config(**settings), parts)
+    return Engine.from_parts(parts)
 
 
 def ids(answer: Completion) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_parts, ids, poisoned
-from tests.factories import make_config, make_engine, make_parts, random_prompts
+from tests.factories import make_engine, make_parts, random_prompts
 from tests.kernels.twin import twin_kernels
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion, Engine
@@ -203,7 +203,7 @@ def test_rows_of_other_modes_and_budgets_share_a_batch(monkeypatch: pytest.Monke
 def suffix_engine() -> Engine:
     """Without an artefact, with text that repeats itself."""
     parts = dataclasses.replace(make_parts(suffix_drafts=True), suffix_drafts=True)
-    return Engine.from_parts(make_config(), parts)
+    return Engine.from_parts(parts)
 
 
 def test_without_an_artefact_it_is_refused_unless_there_are_suffix_drafts() -> None:

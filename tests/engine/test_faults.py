@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine.runners import HANG_S, Gate, Run, RunnerOf
-from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts
+from tests.factories import make_engine, make_parts, make_request, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Engine
 from tide_core.engine.sinks import AnswerSink, ThreadSink
@@ -31,7 +31,7 @@ def engine_with(wrap: Callable[[Run], Run], **settings: Any) -> Engine:
     """An engine whose model runner is wrapped."""
     parts = make_parts(**settings)
     parts.core._runner = RunnerOf(wrap(parts.runner.run))
-    return Engine.from_parts(make_config(**settings), parts)
+    return Engine.from_parts(parts)
 
 
 def breaking_on_poison(run: Run) -> Run:
@@ -115,7 +115,7 @@ def test_parameters_of_a_wrong_type_are_refused() -> None:
 def test_a_tokenizer_with_tokens_the_model_lacks_is_refused_by_token() -> None:
     parts = make_parts()
     parts.tokenizer.encode = lambda text: [2, 384]  # type: ignore[method-assign]
-    with Engine.from_parts(make_config(), parts) as engine, pytest.raises(RequestError, match=r"prompt\[1\]"):
+    with Engine.from_parts(parts) as engine, pytest.raises(RequestError, match=r"prompt\[1\]"):
         engine.make_request("the cat", PARAMS)
 
 
@@ -385,7 +385,7 @@ def test_rows_with_non_finite_logits_fail_and_their_mates_do_not() -> None:
     prompts = random_prompts(3, 9)
     with make_engine() as plain:
         expected = plain.generate(prompts, PARAMS)
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         first, bad, last = engine.generate(prompts, PARAMS)
     assert bad.finish_reason is FinishReason.ERROR
     assert "numerical_error" in str(bad.error)
@@ -398,7 +398,7 @@ def test_a_failing_detokeniser_ends_only_its_request() -> None:
     parts.tokenizer.stream = lambda prompt_ids, stop, **options: (  # type: ignore[method-assign]
         _Failing() if POISON in prompt_ids else real(prompt_ids, stop, **options)
     )
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         good, bad = engine.generate([[5, 6], [POISON]], PARAMS)
         assert engine.stats().blocks_owned == 0
     assert good.finish_reason is FinishReason.LENGTH
@@ -515,7 +515,7 @@ def test_a_request_that_cannot_be_queued_ends_with_the_error() -> None:
         return add(*args)
 
     parts.core.scheduler.add = broken  # type: ignore[method-assign]
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         [failed] = engine.generate(["the cat"], PARAMS)
         assert failed.finish_reason is FinishReason.ERROR
         assert "no row" in str(failed.error)

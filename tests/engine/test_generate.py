@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.exit_engines import poisoned
 from tests.engine.runners import RunnerOf
-from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts, tiny_tokenizer
+from tests.factories import make_engine, make_parts, make_request, random_prompts, tiny_tokenizer
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import RequestError
@@ -69,7 +69,7 @@ def test_a_preempted_row_equals_the_uninterrupted_run(params: SamplingParams) ->
         expected = engine.generate(prompts, params)
     parts = make_parts(block_size=4)
     parts.core.scheduler.blocks = small = type(parts.core.scheduler.blocks)(12, 4)
-    with Engine.from_parts(make_config(block_size=4), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         got = engine.generate(prompts, params)
         assert engine.stats().num_preemptions > 0
     assert [ids(answer) for answer in got] == [ids(answer) for answer in expected]
@@ -158,7 +158,7 @@ def with_eos(token_id: int) -> Engine:
     """An engine whose model ends its texts with `token_id`."""
     parts = make_parts()
     parts.runner.adapter.model.generation_config.eos_token_id = [token_id]
-    return Engine.from_parts(make_config(), parts)
+    return Engine.from_parts(parts)
 
 
 def test_generation_ends_at_the_models_end_of_text_id_which_is_not_text() -> None:

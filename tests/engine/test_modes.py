@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_layers, exit_parts, ids, poisoned
 from tests.engine.runners import RunnerOf
-from tests.factories import make_config, make_engine, make_parts, random_prompts
+from tests.factories import make_engine, make_parts, random_prompts
 from tests.tiny_models import tiny_model
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import ConfigError, RequestError
@@ -262,7 +262,7 @@ def test_prompt_exits_save_prompt_layers_and_leave_the_last_token_whole() -> Non
     plain, saving = (exit_parts(prompt_exits=on, max_batch_tokens=128) for on in (False, True))
     ran = []
     for parts in (plain, saving):
-        policy_engine = Engine.from_parts(make_config(drafts=4), parts)
+        policy_engine = Engine.from_parts(parts)
         counted = 0
 
         def counting(batch: Any, run: Any = parts.runner.run) -> Any:
@@ -309,7 +309,7 @@ def test_a_score_that_is_no_number_never_lets_a_token_leave_and_is_counted(bad: 
     broken = checkpoint.router.out.bias if bad == "score" else checkpoint.head.mix.bias
     broken.data.fill_(math.nan)
     expected = all_ids(at_full_depth())
-    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         got = engine.generate(PROMPTS, params(mode="verified"))
         stats = engine.stats()
     assert all_ids(got) == expected
@@ -376,7 +376,7 @@ def test_a_failure_behind_the_end_of_the_text_does_not_spoil_it() -> None:
         return logits
 
     parts.runner.adapter.head = failing  # type: ignore[method-assign]
-    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         [got] = engine.generate([PROMPTS[0]], params(mode="verified", max_tokens=12))
     [full] = answers(exit_engine(), mode="full", max_tokens=12)[:1]
     assert ids(got) == ids(full)
@@ -386,7 +386,7 @@ def test_the_default_mode_is_verified_where_anything_can_be_drafted() -> None:
     with make_engine() as engine:
         assert engine.default_mode == "full"
     parts = replace(make_parts(), suffix_drafts=True)
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         assert engine.default_mode == "verified"
         assert engine.describe().modes == ("full", "verified", "bounded")
         [answer] = engine.generate([[2, 3, 4]], SamplingParams(max_tokens=2))

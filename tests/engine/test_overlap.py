@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.runners import RunnerOf, StepOf
-from tests.factories import make_config, make_parts, random_prompts
+from tests.factories import make_parts, random_prompts
 from tide_core.batch import ScheduledBatch, StepResult, StepTiming
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Engine
@@ -147,7 +147,7 @@ def test_an_end_that_was_reached_is_emitted_though_the_engine_dies(
         return schedule(**given)
 
     monkeypatch.setattr(parts.core.scheduler, "schedule", dying)
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         sink = ThreadSink()
         both = [request(name, max_tokens=max_tokens) for name, max_tokens in (("short", 4), ("long", 40))]
         engine._loop.submit(both, sink, parts.core)
@@ -191,7 +191,7 @@ def test_a_failure_to_deliver_is_not_taken_for_one_of_the_step(parts: Parts) -> 
 
 
 def test_an_engine_that_is_closed_emits_the_ends_that_were_reached(parts: Parts) -> None:
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         [answer] = engine.generate(random_prompts(1, 5), SamplingParams(max_tokens=1, ignore_eos=True))
     assert answer.finish_reason is FinishReason.LENGTH
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import all_ids, easy_model, exit_layers, exit_parts, poisoned
-from tests.factories import make_config, make_engine, make_parts, make_request, random_prompts
+from tests.factories import make_engine, make_parts, make_request, random_prompts
 from tests.kernels.twin import twin_kernels
 from tests.tiny_models import tiny_model
 from tide_core.engine import assemble
@@ -92,7 +92,7 @@ def test_they_are_those_of_full_depth_in_every_mode(mode: dict[str, Any], monkey
     monkeypatch.setattr(Drafter, "_score_all", lambda self, rows: scored.append(len(rows)) or score_all(self, rows))
     prompts = [*random_prompts(2, 21), random_prompts(1, 1)[0]]
     wanted = [params(**mode), params(prompt_logprobs=None, **mode), params(**mode)]
-    with Engine.from_parts(make_config(), exit_parts(prompt_exits=True)) as engine:
+    with Engine.from_parts(exit_parts(prompt_exits=True)) as engine:
         answers = engine.generate(prompts, wanted)
     for answer, prompt in zip((answers[0], answers[2]), (prompts[0], prompts[2]), strict=True):
         check(answer.prompt_logprobs, prompt, easy_model())
@@ -107,7 +107,7 @@ def test_a_preemption_leaves_no_token_out_and_gives_none_twice(mode: dict[str, A
     """The prompt needs four steps: the row loses its blocks within it, at its end and while it decodes."""
     [prompt] = random_prompts(1, 29)
     parts = exit_parts(max_batch_tokens=8, block_size=4)
-    engine = Engine.from_parts(make_config(), parts)
+    engine = Engine.from_parts(parts)
     request = engine.make_request(prompt, params(max_tokens=12, **mode))
     engine.close()
     core, outputs = parts.core, []
@@ -129,7 +129,7 @@ def test_they_are_whole_when_the_pool_is_too_small_for_all_rows() -> None:
     prompts = random_prompts(6, 10)
     parts = make_parts(block_size=4, max_batch_tokens=16)
     parts.core.scheduler.blocks = type(parts.core.scheduler.blocks)(12, 4)
-    with Engine.from_parts(make_config(block_size=4), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         answers = engine.generate(prompts, params(max_tokens=12))
         assert engine.stats().num_preemptions > 0
     for answer, prompt in zip(answers, prompts, strict=True):
@@ -151,7 +151,7 @@ def test_logits_exist_for_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch
     parts, sizes = make_parts(max_batch_tokens=256), []
     head = parts.runner.adapter.head
     monkeypatch.setattr(parts.runner.adapter, "head", lambda states: sizes.append(len(states)) or head(states))
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         [answer] = engine.generate([prompt], params(max_tokens=1))
     check(answer.prompt_logprobs, prompt)
     assert sorted(sizes) == [1, 199 % prompt_logprobs.MAX_TOKENS, *[prompt_logprobs.MAX_TOKENS] * 3]
@@ -249,7 +249,7 @@ def test_logits_that_are_not_finite_end_the_row_alone_with_what_was_there(monkey
         return compute(logits * torch.nan if bad[12] in token_ids else logits, token_ids, k)
 
     monkeypatch.setattr(prompt_logprobs, "prompt_logprobs", broken)
-    with Engine.from_parts(make_config(), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         mate, failed = engine.generate([good, bad], params())
     check(mate.prompt_logprobs, good)
     assert failed.finish_reason is FinishReason.ERROR

@@ -72,12 +72,12 @@ def test_a_change_of_the_artefact_takes_a_pool_as_large_as_the_first_and_measure
 ) -> None:
     monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path))
     measured = iter([2**20])
-    monkeypatch.setattr("tide_core.kv.sizing.available_memory", lambda: next(measured))
+    monkeypatch.setattr("tide_core.kv.memory.available_memory", lambda: next(measured))
     settings: dict[str, Any] = {"max_model_len": 64, "kv_memory_gib": "auto", "drafts": 2, "suffix_drafts": False}
     with Engine(str(folders["model"]), artefact="none", **settings) as engine:
-        before = engine._parts.kv_memory_gib
+        before = engine.config
         engine.use_artefact(str(folders["artefact"]))
-        assert (engine._parts.kv_memory_gib, engine.config.kv_memory_gib) == (before, "auto")
+        assert engine.config == replace(before, artefact=str(folders["artefact"]))
 
 
 async def test_a_core_that_is_done_is_let_go_and_counts_go_on(engine: Engine, folders: dict[str, Path]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import exit_parts, ids
-from tests.factories import make_config, make_parts, random_prompts
+from tests.factories import make_parts, random_prompts
 from tests.tiny_models import tiny_model
 from tide_core.engine.engine import Engine
 from tide_core.errors import RequestError
@@ -35,7 +35,7 @@ def test_greedy_text_of_full_depth_is_agreed_with_and_a_changed_token_is_not() -
     parts = exit_parts()
     full_depth = FullDepth(parts.runner.adapter, parts.kernels)
     [prompt] = random_prompts(1, 9)
-    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         [answer] = engine.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True, mode="full"))
     output = ids(answer)
     assert full_depth.score(prompt, output).agreed(output) == (True,) * 20
@@ -47,11 +47,11 @@ def test_greedy_text_of_full_depth_is_agreed_with_and_a_changed_token_is_not() -
 def test_scoring_changes_neither_the_engines_pool_nor_its_texts() -> None:
     prompts = random_prompts(3, 9)
     params = SamplingParams(max_tokens=12, ignore_eos=True, mode="verified")
-    with Engine.from_parts(make_config(drafts=4), exit_parts()) as engine:
+    with Engine.from_parts(exit_parts()) as engine:
         expected = [ids(answer) for answer in engine.generate(prompts, params)]
     parts = exit_parts()
     full_depth = FullDepth(parts.runner.adapter, parts.kernels)
-    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         for _ in range(2):
             assert [ids(answer) for answer in engine.generate(prompts, params)] == expected
             full_depth.score(prompts[0], expected[0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import easy_model, exit_parts, ids
-from tests.factories import make_config, random_prompts
+from tests.factories import random_prompts
 from tide_core.engine.engine import Engine
 from tide_core.errors import ConfigError, EngineError
 from tide_core.evaluation.full_depth import FullDepth
@@ -29,7 +29,7 @@ TOKENS = 16
 def run(contracts: list[Contract], *, artefact: dict[str, Any] | None = None, **settings: Any) -> list[ContractResult]:
     parts = exit_parts(artefact=artefact, prefix_caching=False)
     full_depth = FullDepth(parts.runner.adapter, parts.kernels)
-    with Engine.from_parts(make_config(drafts=4, prefix_caching=False), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         return evaluate(
             engine,
             full_depth,
@@ -50,7 +50,7 @@ def test_every_figure_of_fast_is_what_a_count_of_its_own_gives(batch_size: int) 
     full, fast = run([Contract("full", "full"), Contract("fast at 0.3", "fast", threshold=0.3)], batch_size=batch_size)
     outputs: dict[str, list[list[int]]] = {}
     usages: dict[str, list[Any]] = {}
-    with Engine.from_parts(make_config(drafts=4), exit_parts()) as engine:
+    with Engine.from_parts(exit_parts()) as engine:
         for mode, threshold in (("full", None), ("fast", 0.3)):
             params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, mode=mode, threshold=threshold)
             answers = engine.generate(PROMPTS, params)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.exit_engines import exit_parts, ids
-from tests.factories import make_config, random_prompts
+from tests.factories import random_prompts
 from tide_core.batch import ScheduledBatch, StepResult
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
@@ -82,13 +82,13 @@ def test_what_is_timed_are_cycles_of_exactly_that_many_drafts(monkeypatch: pytes
 def test_the_pool_is_idle_afterwards_and_answers_are_as_without_a_measurement() -> None:
     prompts = random_prompts(4, 9)
     params = SamplingParams(max_tokens=16, ignore_eos=True, mode="verified")
-    with Engine.from_parts(make_config(drafts=4), idle_parts()) as engine:
+    with Engine.from_parts(idle_parts()) as engine:
         expected = [ids(answer) for answer in engine.generate(prompts, params)]
     parts = idle_parts()
     measured(parts)
     parts.core.check_idle()
     assert parts.core.scheduler.blocks.num_owned == len(parts.core.scheduler.blocks._cached) == 0
-    with Engine.from_parts(make_config(drafts=4), parts) as engine:
+    with Engine.from_parts(parts) as engine:
         assert [ids(answer) for answer in engine.generate(prompts, params)] == expected
 
 

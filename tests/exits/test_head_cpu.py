@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts
-from tests.factories import make_config, make_request, random_prompts
+from tests.factories import make_request, random_prompts
 from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
@@ -67,7 +67,6 @@ def make_twin(*, programs: bool, **settings: Any) -> Twin:
     assert exits is not None
     assert bool(exits._programs) is programs
     parts.runner.cache.poison(range(parts.runner.cache.num_blocks))
-    plain = {key: value for key, value in settings.items() if key not in ("easy", "artefact")}
     said: list[Proposal] = []
     propose = exits.propose
 
@@ -76,7 +75,7 @@ def make_twin(*, programs: bool, **settings: Any) -> Twin:
         return said[-1]
 
     exits.propose = recorded  # type: ignore[method-assign]
-    return Twin(parts, Engine.from_parts(make_config(**{"drafts": 4, **plain}), parts), said)
+    return Twin(parts, Engine.from_parts(parts), said)
 
 
 def answers(twin: Twin, prompts: Any = PROMPTS, **changes: Any) -> list[Completion]:

@@ -19,7 +19,7 @@ _native = pytest.importorskip("tide_core.kernels._native", reason="the native mo
 native = importlib.import_module("tide_core.kernels.cpu.ops")
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512", "amx"])
+@pytest.fixture(params=["baseline", "avx2", "avx512", "vnni", "amx", "dotprod"])
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     name: str = request.param
     if name not in _native.instruction_sets():

@@ -52,6 +52,7 @@ def twin_kernels() -> CudaKernels:
         rotary=reference.rotary,
         write_kv=reference.write_kv,
         paged_attention=reference.paged_attention,
+        quantised_linear=None,
         fused_linear=reference.fused_linear,
         rotary_write=rotary_write,
         attend=attend,

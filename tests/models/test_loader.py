@@ -42,6 +42,20 @@ def change_config(folder: ResolvedModel, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+def test_a_dtype_of_auto_is_decided_when_the_model_is_loaded(
+    converted: ResolvedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def chosen(dtype: str, device_type: str, folder: Path) -> str:
+        asked.append((dtype, device_type, folder))
+        return "bfloat16"
+
+    monkeypatch.setattr("tide_core.models.loader.chosen_dtype", chosen)
+    assert load_model(converted, dtype="auto", device="cpu").dtype is torch.bfloat16
+    assert asked == [("auto", "cpu", converted.path)]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_model_is_loaded_frozen_in_eval_mode_and_in_the_asked_dtype(dtype: str, converted: ResolvedModel) -> None:
     model = load_model(converted, dtype=dtype, device="cpu")

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.ledger import check_output
 from tide_core.calibration.progress import Progress, SilentProgress
-from tide_core.config import DTYPES
+from tide_core.config import AUTO, DTYPE_CHOICES
 from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tide_core.calibration.pipeline import CalibrationResult
     from tide_core.calibration.stages import Timer
     from tide_core.identity import ModelIdentity
-
-AUTO = "auto"
 
 
 def calibrate_model(
@@ -32,13 +30,13 @@ def calibrate_model(
     force: bool = False,
     timer: Timer | None = None,
 ) -> CalibrationResult:
-    """Load a model and calibrate it. A dtype of `auto` is bfloat16 on cuda and float32 on a CPU.
+    """Load a model and calibrate it; `dtype` and `device` as for an engine.
 
     A `timer` measures the speed-up at the end; without one the report holds predictions only."""
     progress = progress or SilentProgress()
     run_dir = run_dir or default_run_dir(publish_to)
-    if dtype not in (AUTO, *DTYPES):
-        raise ConfigError("dtype", dtype, f"one of {', '.join((AUTO, *DTYPES))}")
+    if dtype not in DTYPE_CHOICES:
+        raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPE_CHOICES)}")
     check_output(publish_to, run_dir, force=force)
     # This imports torch; every check that does not need torch is done.
     from tide_core.calibration.pipeline import calibrate
@@ -72,15 +70,13 @@ class Loaded:
 
 
 def load(model: str, *, dtype: str = AUTO, device: str = AUTO, threads: int | None = None) -> Loaded:
-    """A dtype of `auto` is bfloat16 on cuda and float32 on a CPU. `threads` is the number for this calling thread."""
+    """`threads` is the number for this calling thread."""
     from tide_core.models.identity import identify
-    from tide_core.models.loader import load_model, load_tokenizer, torch_device
+    from tide_core.models.loader import load_model, load_tokenizer
     from tide_core.models.resolver import resolve
 
     if threads is not None:
         use_threads(threads)
-    if dtype == AUTO:
-        dtype = "bfloat16" if torch_device(device).type == "cuda" else "float32"
     resolved = resolve(model)
     loaded, tokenizer = load_model(resolved, dtype=dtype, device=device), load_tokenizer(resolved)
     name = model if resolved.source in ("demo", "hub") else resolved.name

@@ -14,7 +14,7 @@ from tide_core.cli import console
 from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.options import numbers
 from tide_core.cli.output import write
-from tide_core.config import DEVICES, DTYPES
+from tide_core.config import AUTO, DEVICES, DTYPE_CHOICES
 from tide_core.errors import ConfigError
 
 SETTINGS = CalibrationConfig()
@@ -51,8 +51,8 @@ def calibrate(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as JSON; overrides its option.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")] = "auto",
-    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = AUTO,
+    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = AUTO,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artefact at the output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,

@@ -13,7 +13,7 @@ from tide_core.cli import console, prompts
 from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.options import numbers
 from tide_core.cli.output import write
-from tide_core.config import DEVICES, DTYPES, EngineConfig
+from tide_core.config import AUTO, DEVICES, DTYPE_CHOICES, LEAST_AUTO_ROWS, EngineConfig
 from tide_core.errors import ConfigError, RequestError
 from tide_core.request import MAX_THRESHOLD
 
@@ -50,7 +50,7 @@ def evaluate(
     drafts: Annotated[
         int | None, typer.Option(help="Drafts per cycle; default: as many as pay on this machine.")
     ] = SETTINGS.drafts,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = SETTINGS.dtype,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = SETTINGS.dtype,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -69,7 +69,6 @@ def evaluate(
     if not 1 <= batch <= MAX_BATCH:
         raise ConfigError("--batch", batch, f"an integer in 1..{MAX_BATCH}")
     items = prompts.read_file(file, labels=("kind",))[:limit]
-    max_rows = max(SETTINGS.max_rows, batch)
     config = EngineConfig(
         model=model,
         artefact=artefact,
@@ -77,8 +76,7 @@ def evaluate(
         dtype=dtype,
         device=device,
         num_threads=threads,
-        max_rows=max_rows,
-        max_batch_tokens=max(SETTINGS.max_batch_tokens, max_rows),
+        max_rows=AUTO if batch <= LEAST_AUTO_ROWS else batch,
         prefix_caching=False,  # no mode profits from the prompts of another
     )
     _make_folder(output)
@@ -93,7 +91,7 @@ def evaluate(
         parts = assemble(config)
     num_layers = parts.runner.adapter.num_layers
     contracts = contracts_of(parts.checkpoints, num_layers, sorted(set(given)))
-    with Engine.from_parts(config, parts) as engine:
+    with Engine.from_parts(parts) as engine:
         ids = _ids(engine, items, max_tokens, chat=chat)
         with console.progress(len(contracts) * -(-len(ids) // batch), quiet=quiet) as bar:
             results = measure(
@@ -108,7 +106,7 @@ def evaluate(
                 on_done=bar.update,
             )
     values = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "batch": batch, "chat": chat, "file": file.name}
-    _write_files(output, results, _conditions(config, parts) | values)
+    _write_files(output, results, _conditions(parts) | values)
 
 
 def _ids(engine: Engine, items: Sequence[prompts.PromptItem], max_tokens: int, *, chat: bool) -> list[tuple[int, ...]]:
@@ -126,7 +124,7 @@ def _ids(engine: Engine, items: Sequence[prompts.PromptItem], max_tokens: int, *
     return ids
 
 
-def _conditions(config: EngineConfig, parts: Parts) -> dict[str, Any]:
+def _conditions(parts: Parts) -> dict[str, Any]:
     from tide_core.execution.cost_measure import machine_facts
 
     device = parts.runner.cache.device
@@ -135,10 +133,10 @@ def _conditions(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         "artefact": parts.artefact_digest,
         "num_layers": parts.runner.adapter.num_layers,
         "checkpoint_layers": [checkpoint.layer for checkpoint in parts.checkpoints],
-        "dtype": config.dtype,
+        "dtype": parts.config.dtype,
         "device": str(device),
         "kernels": parts.kernels.name,
-        "drafts": config.drafts,
+        "drafts": parts.config.drafts,
         **{key: value for key, value in machine_facts(device).items() if key != "host"},
     }
 

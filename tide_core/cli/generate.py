@@ -11,9 +11,10 @@ import typer
 from tide_core.cli import console, exit_report, prompts, runs
 from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.exit_report import RunStats
+from tide_core.cli.options import integer_or_auto
 from tide_core.cli.output import JsonWriter, OrderedTextWriter, TextWriter, Writer, exit_paint, plain, write_json
 from tide_core.cli.prompts import PromptItem
-from tide_core.config import DEVICES, DTYPES, EngineConfig
+from tide_core.config import DEVICES, DTYPE_CHOICES, EngineConfig
 from tide_core.errors import RequestError
 from tide_core.request import MODES, SamplingParams
 
@@ -91,10 +92,13 @@ def generate(
     ] = PARAMS.logprobs,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per token and per answer.")] = False,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = SETTINGS.dtype,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = SETTINGS.dtype,
+    quantization: Annotated[
+        str, typer.Option(help="auto: the matrices of a GGUF file stay quantised, on a CPU; none: they are widened.")
+    ] = SETTINGS.quantization,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
-    max_rows: Annotated[int, typer.Option(help="Most prompts that run concurrently.")] = SETTINGS.max_rows,
+    max_rows: Annotated[str, typer.Option(help="Most prompts that run at once; or auto.")] = str(SETTINGS.max_rows),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
 ) -> None:
@@ -124,12 +128,12 @@ def generate(
     settings = EngineConfig(
         model=model,
         dtype=dtype,
+        quantization=quantization,
         device=device,
         artefact=artefact or ("none" if mode == "full" and not show_exits else SETTINGS.artefact),
         drafts=drafts,
         num_threads=threads,
-        max_rows=max_rows,
-        max_batch_tokens=max(SETTINGS.max_batch_tokens, max_rows),
+        max_rows=integer_or_auto("max_rows", max_rows),
     )
     items = _items(prompt, file, chat=chat)
 

@@ -37,3 +37,13 @@ def number_or_auto(option: str, text: str) -> float | str:
         return float(text)
     except ValueError:
         raise ConfigError(option, text, "auto, or a number") from None
+
+
+def integer_or_auto(option: str, text: str) -> int | str:
+    """An integer, or the word auto."""
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(option, text, "auto, or an integer") from None

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from tide_core.cli.exit_codes import print_error
+from tide_core.cli.imports import quick_start
 from tide_core.cli.prompts import PromptItem
 from tide_core.config import EngineConfig
 from tide_core.errors import RequestError
+from tide_core.models.resolver import ResolvedModel, find_here
 from tide_core.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -26,9 +28,21 @@ Put = Callable[[int, RequestOutput], None]
 
 
 def open_engine(config: EngineConfig) -> Engine:
-    from tide_core.engine.engine import Engine  # torch comes with it
+    """The model's files are looked for and checked while the libraries are imported: seconds, both."""
+    with ThreadPoolExecutor(1) as thread, quick_start():
+        found = thread.submit(_find, config)
+        from tide_core.engine.assemble import assemble
+        from tide_core.engine.engine import Engine
+        from tide_core.models.loader import import_libraries
 
-    return Engine(**asdict(config))
+        import_libraries()
+        return Engine.from_parts(assemble(config, found.result()))
+
+
+def _find(config: EngineConfig) -> ResolvedModel | None:
+    from tide_core.models.loader import keeps_quantised
+
+    return find_here(config.model, quantised=keeps_quantised(config))
 
 
 def check_all(engine: Engine, items: Sequence[PromptItem], params: SamplingParams) -> None:

@@ -11,7 +11,7 @@ from tide_core.cli import console
 from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.options import number_or_auto, numbers
 from tide_core.cli.output import write
-from tide_core.config import DEVICES, DTYPES, EngineConfig
+from tide_core.config import AUTO, DEVICES, DTYPE_CHOICES, LEAST_AUTO_ROWS, EngineConfig
 
 if TYPE_CHECKING:
     from tide_core.evaluation.verdict import Verdict
@@ -34,7 +34,7 @@ def verdict(
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="With auto: share of the GPU's memory for the engine.")
     ] = SETTINGS.gpu_memory_utilization,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = SETTINGS.dtype,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = SETTINGS.dtype,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
@@ -49,7 +49,6 @@ def verdict(
     console.prepare(verbose=verbose)
     expected = f"integers in 1..{MAX_ROWS} with commas between them, as in 1,8,32"
     counts = sorted(set(numbers("--rows", rows, int, expected, (1, MAX_ROWS))))
-    max_rows = max(SETTINGS.max_rows, *counts)
     config = EngineConfig(
         model=model,
         artefact=artefact,
@@ -59,8 +58,7 @@ def verdict(
         dtype=dtype,
         device=device,
         num_threads=threads,
-        max_rows=max_rows,
-        max_batch_tokens=max(SETTINGS.max_batch_tokens, max_rows),
+        max_rows=AUTO if max(counts) <= LEAST_AUTO_ROWS else max(counts),
     )
     with console.status(f"loading {model} and measuring", quiet=quiet):
         from tide_core.evaluation.verdict import decide  # torch comes with it

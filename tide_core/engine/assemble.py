@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tide_core import __version__
-from tide_core.config import GIB, EngineConfig
+from tide_core.config import EngineConfig, ResolvedConfig
 from tide_core.engine.core import EngineCore
 from tide_core.engine.scheduler import Scheduler, SuffixSource
 from tide_core.errors import ConfigError
@@ -26,30 +26,25 @@ from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.prompts import GraphPrompts
 from tide_core.execution.runner import ModelRunner
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
+from tide_core.exits.artefact.heads import HeadSpec
 from tide_core.exits.cost import Acceptance, DraftPlanner
 from tide_core.exits.policy import CheckpointPolicy
 from tide_core.exits.propose import BoundCheckpoint, Exits
 from tide_core.exits.suffix import SuffixDrafts
 from tide_core.identity import ModelIdentity
-from tide_core.kernels import (
-    CudaKernels,
-    Kernels,
-    native_digest,
-    native_unsupported_reason,
-    select_kernels,
-    set_num_threads,
-)
+from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
 from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
-from tide_core.kv.sizing import ModelSize, check_one_row, described, pool_bytes
+from tide_core.kv.memory import device_memory
+from tide_core.kv.sizing import DeviceMemory, ModelSize, described, fit, resolve_config
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.fused_layers import fuse_layers
 from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.layout_probe import probe_layouts
-from tide_core.models.loader import fingerprint, load_model, load_tokenizer, torch_device
+from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
-from tide_core.models.resolver import resolve
+from tide_core.models.resolver import ResolvedModel, resolve
 from tide_core.outputs.tokenizer import Tokenizer
 from tide_core.sampling.grammar import Grammars
 
@@ -78,6 +73,7 @@ class Source:
 class Parts:
     """Everything an engine is made of."""
 
+    config: ResolvedConfig
     core: EngineCore
     runner: ModelRunner
     tokenizer: Tokenizer
@@ -92,8 +88,6 @@ class Parts:
     """None for parts around a model that was handed in."""
     suffix_drafts: bool = False
     """Whether rows in mode verified may have some."""
-    kv_memory_gib: float | str = "auto"
-    """Budget of the pool, as chosen for `auto`: parts that replace these take as much."""
 
     @property
     def default_mode(self) -> str:
@@ -101,22 +95,18 @@ class Parts:
         return "verified" if self.checkpoints or self.suffix_drafts else "full"
 
 
-def assemble(config: EngineConfig) -> Parts:
-    """Resolve and load the model the settings name and its artefact, and build the engine around them."""
-    logger.info("model %s: looking for it", config.model)
-    resolved = resolve(config.model, quantised=keeps_quantised(config))
+def assemble(config: EngineConfig, resolved: ResolvedModel | None = None) -> Parts:
+    """Load the model the settings name and its artefact, and build the engine around them. `resolved` is the model, if
+    it was looked for before."""
+    if resolved is None:
+        logger.info("model %s: looking for it", config.model)
+        resolved = resolve(config.model, quantised=keeps_quantised(config))
     logger.info("model %s: loading its weights", resolved.name)
     model = load_model(resolved, dtype=config.dtype, device=config.device)
     tokenizer = load_tokenizer(resolved)
     identity = identify(model, tokenizer, resolved)
     key = fingerprint(resolved, identity.weights_sha256)
     return with_artefact(config, Source(model, tokenizer, identity, key, resolved.source == "demo"))
-
-
-def keeps_quantised(config: EngineConfig) -> bool:
-    """Whether the matrices of a GGUF file stay as they are."""
-    on_cpu = torch_device(config.device).type == "cpu" and config.dtype == "float32"
-    return config.quantization == "auto" and on_cpu and native_unsupported_reason("cpu") is None
 
 
 def with_artefact(config: EngineConfig, source: Source, lock: Lock = contextlib.nullcontext) -> Parts:
@@ -147,7 +137,7 @@ def artefact_folder(config: EngineConfig, *, is_demo: bool) -> Path | None:
 
 
 def assemble_loaded(
-    config: EngineConfig,
+    given: EngineConfig,
     model: Any,
     tokenizer: Any,
     *,
@@ -159,28 +149,31 @@ def assemble_loaded(
     """Build the engine around a loaded model. `identity` names its weights. The model may be in
     use: `lock` is held whenever it is touched here."""
     with lock():
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        if given.num_threads is not None:
+            torch.set_num_threads(given.num_threads)
         set_num_threads(torch.get_num_threads())
         adapter = ModelAdapter(model)
-        kernels = select_kernels(config.kernels, adapter.device)
+        kernels = select_kernels(given.kernels, adapter.device)
         use_kernels(model, kernels)
         fused = fuse_layers(adapter.layers, kernels) if isinstance(kernels, CudaKernels) else 0
         layers = () if artefact is None else tuple(point.layer for point in artefact.manifest.checkpoints)
         segments = plan_segments(adapter.num_layers, layers)
-        max_model_len = _model_len(config, adapter)
+        max_model_len = check_model_len(given, adapter.max_positions)
         adapter.keep_rotations(max_model_len)
         if fused == adapter.num_layers:
             adapter.turn_by_table()
-        budget = pool_bytes(config, adapter.device, _model_size(adapter))
-        cache, blocks = build_pool(
-            config,
-            budget,
-            adapter,
+        spare_blocks = SPARE_BLOCKS if isinstance(kernels, CudaKernels) and artefact is not None else 0
+        slots = SlotLayout.of(adapter, [] if artefact is None else [head.spec for head in artefact.heads])
+        size = slots.model_size(
+            given,
+            adapter.dtype,
+            hidden=int(adapter.config.hidden_size),
+            vocab=adapter.vocab_size,
             max_model_len=max_model_len,
-            artefact=artefact,
-            spare_blocks=SPARE_BLOCKS if isinstance(kernels, CudaKernels) and artefact is not None else 0,
+            spare_blocks=spare_blocks,
         )
+        config = resolve_config(given, _memory(given, adapter.device), size, dtype=_dtype_of(adapter))
+        cache, blocks = build_pool(config, slots, adapter, size)
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
     cycles, prompts = _graphs(adapter, cache, kernels, exits, max_model_len)
     runner = ModelRunner(
@@ -221,18 +214,17 @@ def assemble_loaded(
         prompt_exits=config.prompt_exits,
     )
     logger.info(
-        "model %s: %d layers in %d segments, %s on %s, %s kernels, artefact %s",
+        "model %s: %d layers in %d segments, %s kernels, artefact %s",
         name,
         adapter.num_layers,
         len(segments),
-        config.dtype,
-        adapter.device,
         kernels.name,
         "none" if digest is None else digest[:16],
     )
+    logger.info("settings: %s", described(given, config, size, str(adapter.device)))
     checkpoints = () if artefact is None else checkpoint_policies(artefact)
-    parts = Parts(core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest)
-    return replace(parts, suffix_drafts=suffixes is not None, kv_memory_gib=budget / GIB)
+    parts = Parts(config, core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest)
+    return replace(parts, suffix_drafts=suffixes is not None)
 
 
 def bind_exits(
@@ -275,7 +267,7 @@ def _graphs(
     return cycles, GraphPrompts(adapter, cache, kernels, exits)
 
 
-def _prepare(config: EngineConfig, runner: ModelRunner, artefact: Artefact | None, lock: Lock) -> None:
+def _prepare(config: ResolvedConfig, runner: ModelRunner, artefact: Artefact | None, lock: Lock) -> None:
     """Capture the graphs of most requests, on a GPU; the lock is released between graphs."""
     cycles, prompts = runner.cycles, runner.prompts
     if cycles is None or prompts is None or runner.cache.device.type != "cuda":
@@ -307,7 +299,7 @@ def _place(module: nn.Module, adapter: ModelAdapter, kernels: Kernels) -> None:
 
 
 def build_planner(
-    config: EngineConfig,
+    config: ResolvedConfig,
     artefact: Artefact | None,
     runner: ModelRunner,
     blocks: BlockManager,
@@ -349,7 +341,7 @@ def build_planner(
 
 
 def cost_facts(
-    config: EngineConfig, runner: ModelRunner, identity: str, digest: str, max_drafts: int
+    config: ResolvedConfig, runner: ModelRunner, identity: str, digest: str, max_drafts: int
 ) -> dict[str, Any]:
     """All that a cost table depends on."""
     return {
@@ -378,50 +370,78 @@ def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """What one token keeps in the pool: K and V of all layers and of exit heads, and deep states."""
+
+    layouts: list[KVLayout]
+    state_widths: list[int]
+
+    @classmethod
+    def of(cls, adapter: ModelAdapter, specs: Sequence[HeadSpec]) -> SlotLayout:
+        """`specs` are those of the exit heads."""
+        layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
+        layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
+        return cls(layouts, [spec.deep_width for spec in specs])
+
+    def model_size(
+        self,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        *,
+        hidden: int,
+        vocab: int,
+        max_model_len: int,
+        spare_blocks: int,
+    ) -> ModelSize:
+        return ModelSize(
+            hidden=hidden,
+            vocab=vocab,
+            itemsize=dtype.itemsize,
+            block_bytes=block_bytes(self.layouts, config.block_size, dtype, state_widths=self.state_widths),
+            max_model_len=max_model_len,
+            spare_blocks=spare_blocks,
+        )
+
+
 def build_pool(
-    config: EngineConfig,
-    budget: int,
-    adapter: ModelAdapter,
-    *,
-    max_model_len: int,
-    artefact: Artefact | None = None,
-    spare_blocks: int = 0,
+    config: ResolvedConfig, slots: SlotLayout, adapter: ModelAdapter, size: ModelSize
 ) -> tuple[PagedKV, BlockManager]:
-    """As many blocks as the budget in bytes holds, and no more than all rows at full length could use. Behind them lie
-    the spare ones, which the manager does not know."""
-    layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
-    specs = [] if artefact is None else [head.spec for head in artefact.heads]
-    layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
-    widths = [spec.deep_width for spec in specs]
-    one_block = block_bytes(layouts, config.block_size, adapter.dtype, state_widths=widths)
-    blocks_of_a_row = -(-max_model_len // config.block_size)
-    check_one_row(config, adapter.device, budget, (blocks_of_a_row + spare_blocks) * one_block, max_model_len)
-    if config.kv_memory_bytes is None:  # what was measured is all there is
-        budget -= spare_blocks * one_block
-    num_blocks = min(budget // one_block, config.max_rows * blocks_of_a_row)
+    """The blocks that fit. Behind them lie the spare ones, which the manager does not know."""
+    num_blocks, one_block = fit(config, size).num_blocks, size.block_bytes
     if num_blocks < 1:
         expected = f"memory for one block of {config.block_size} tokens, which takes {one_block} bytes"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
     try:
         cache = PagedKV(
-            layouts, num_blocks + spare_blocks, config.block_size, adapter.dtype, adapter.device, state_widths=widths
+            slots.layouts,
+            num_blocks + size.spare_blocks,
+            config.block_size,
+            adapter.dtype,
+            adapter.device,
+            state_widths=slots.state_widths,
         )
     except RuntimeError as error:  # both allocators raise it, or a kind of it
         expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error
-    size = described(num_blocks * one_block, num_blocks, config.block_size, config.max_rows, max_model_len)
-    chosen = "chosen (auto)" if config.kv_memory_bytes is None else "given"
-    logger.info("KV pool: %s: %s", chosen, size)
     return cache, BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
 
 
-def _model_size(adapter: ModelAdapter) -> ModelSize:
-    return ModelSize(int(adapter.config.hidden_size), adapter.vocab_size, adapter.dtype.itemsize)
+def _memory(config: EngineConfig, device: torch.device) -> DeviceMemory:
+    """Of a GPU `auto` of any setting depends on it; of a CPU only that of the pool."""
+    if device.type == "cuda" or config.kv_memory_bytes is None:
+        return device_memory(device)
+    return DeviceMemory(device.type)
 
 
-def _model_len(config: EngineConfig, adapter: ModelAdapter) -> int:
+def _dtype_of(adapter: ModelAdapter) -> str:
+    return str(adapter.model.dtype).removeprefix("torch.")
+
+
+def check_model_len(config: EngineConfig, max_positions: int) -> int:
+    """The longest row: the model's own limit, or the lower one of the settings."""
     if config.max_model_len is None:
-        return adapter.max_positions
-    if config.max_model_len > adapter.max_positions:
-        raise ConfigError("max_model_len", config.max_model_len, f"at most the model's own {adapter.max_positions}")
+        return max_positions
+    if config.max_model_len > max_positions:
+        raise ConfigError("max_model_len", config.max_model_len, f"at most the model's own {max_positions}")
     return config.max_model_len

@@ -66,19 +66,17 @@ class Engine:
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         """`settings` are the fields of `EngineConfig`; an unknown one is refused by name."""
-        config = EngineConfig.from_mapping({"model": model, **settings})
-        parts = assemble(config)
-        self._start(config, parts)
+        self._start(assemble(EngineConfig.from_mapping({"model": model, **settings})))
 
     @classmethod
-    def from_parts(cls, config: EngineConfig, parts: Parts) -> Engine:
+    def from_parts(cls, parts: Parts) -> Engine:
         """An engine over a core that is already built."""
         engine = cls.__new__(cls)
-        engine._start(config, parts)
+        engine._start(parts)
         return engine
 
-    def _start(self, config: EngineConfig, parts: Parts) -> None:
-        self.config = config
+    def _start(self, parts: Parts) -> None:
+        self.config = config = parts.config
         self.max_model_len = parts.max_model_len
         self.model_name = parts.model_name
         self.tokenizer = parts.tokenizer
@@ -254,16 +252,17 @@ class Engine:
         `wanted` gives parameters that must be possible with them, from the default mode with them. While requests of
         both are open, the KV pool exists twice. If the exits cannot be taken, all stays as it was."""
         with self._swapping:
-            parts, config = self._parts, replace(self.config, artefact=artefact)
+            parts = self._parts
             if parts.source is None:
                 raise ConfigError("artefact", artefact, "an engine that loaded its model itself")
-            sized = replace(config, kv_memory_gib=parts.kv_memory_gib)  # `auto` would divide what the first pool left
-            fresh = with_artefact(sized, parts.source, lambda: self._loop.step_lock)
+            # Settings in force have the size of the first pool: `auto` would divide what it left.
+            config = replace(self.config, artefact=artefact)
+            fresh = with_artefact(config, parts.source, lambda: self._loop.step_lock)
             if wanted is not None:
                 _check_params(wanted(fresh.default_mode), fresh)
             fresh.core.take_over_counts(parts.core)
             self._loop.use(fresh.core)
-            self._parts, self.config = fresh, config
+            self._parts, self.config = fresh, fresh.config
 
     def close(self) -> None:
         """Stop; open requests end with reason abort."""

@@ -72,7 +72,7 @@ def time_exits(
     parts = assemble_loaded(config, model, tokenizer, name=identity.name, identity=key, artefact=exits)
     run.kernels = parts.kernels.name
     speedups, left_out = {}, []
-    with Engine.from_parts(config, parts) as engine, progress.stage("measure", len(batches), "batch size") as stage:
+    with Engine.from_parts(parts) as engine, progress.stage("measure", len(batches), "batch size") as stage:
         for rows in sorted(batches):
             if (reason := run.unsupported_reason(parts, rows)) is not None:
                 left_out.append(f"batch {rows} ({reason})")

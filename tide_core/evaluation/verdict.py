@@ -18,7 +18,7 @@ from tide_core.execution.cost_measure import CONTEXT, cache_path, measure, write
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.cost import Acceptance, CostTable, DraftPlanner
 from tide_core.models.identity import identify
-from tide_core.models.loader import fingerprint, load_model, load_tokenizer
+from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import resolve
 
@@ -77,6 +77,7 @@ def decide(config: EngineConfig, rows: Sequence[int], *, context: int | None = N
     """Measure steps and cycles of this model and artefact, and plan for each number of rows."""
     context = CONTEXT if context is None else context
     parts, artefact, identity = _assemble(config)
+    config = parts.config
     most = min(config.max_pending, artefact.manifest.max_drafts)
     limit = parts.max_model_len - most - 1
     if not 1 <= context <= limit:
@@ -108,7 +109,7 @@ def decide(config: EngineConfig, rows: Sequence[int], *, context: int | None = N
         acceptance=acceptance,
         rows=tuple(_plan(planner, table, count) for count in rows),
         table=table,
-        kept_in=_keep(config, parts, artefact, identity, table, most) if usual else None,
+        kept_in=_keep(parts, artefact, identity, table, most) if usual else None,
     )
 
 
@@ -119,7 +120,7 @@ def _plan(planner: DraftPlanner, table: CostTable, rows: int) -> RowsVerdict:
 
 def _assemble(config: EngineConfig) -> tuple[Parts, Artefact, str]:
     """As the engine does, but without its own cost table."""
-    resolved = resolve(config.model)
+    resolved = resolve(config.model, quantised=keeps_quantised(config))
     folder = artefact_folder(config, is_demo=resolved.source == "demo")
     if folder is None:
         raise ConfigError("artefact", config.artefact, f"a folder of calibrated exits; {resolved.name} comes with none")
@@ -133,11 +134,9 @@ def _assemble(config: EngineConfig) -> tuple[Parts, Artefact, str]:
     return parts, artefact, key
 
 
-def _keep(
-    config: EngineConfig, parts: Parts, artefact: Artefact, identity: str, table: CostTable, most: int
-) -> Path | None:
+def _keep(parts: Parts, artefact: Artefact, identity: str, table: CostTable, most: int) -> Path | None:
     """Write the table into the cache, for engines with these settings."""
-    facts = cost_facts(config, parts.runner, identity, artefact.digest, most)
+    facts = cost_facts(parts.config, parts.runner, identity, artefact.digest, most)
     path = cache_path(default_cache_dir(), facts)
     write_table(path, table, facts)
     return path if path.is_file() else None

@@ -27,7 +27,7 @@ def check_folder(folder: Path) -> None:
         inside = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f"; to use {inside[0]}, pass the path of the file" if inside else ""
         raise ModelError("model folder", folder, f"a config.json in it{hint}")
-    _json_object(config)
+    json_object(config)
     weight_files(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError("model folder", folder, f"a tokenizer in it: one of {', '.join(TOKENIZER_FILES)}")
@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
             )
             raise ModelError("model folder", folder, expected)
         raise ModelError("model folder", folder, f"weights in it: {SINGLE_FILE}, or shards with {INDEX}")
-    weight_map = _json_object(folder / INDEX).get("weight_map")
+    weight_map = json_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(str(folder / INDEX), weight_map, "a weight_map from tensor to file")
     names = sorted({str(name) for name in weight_map.values()})
@@ -57,7 +57,8 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _json_object(path: Path) -> dict[str, object]:
+def json_object(path: Path) -> dict[str, object]:
+    """The object in a JSON file; raises ModelError if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -32,7 +32,7 @@ def fetch(model: str) -> Path:
     import huggingface_hub
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        folder = _snapshot(model)
         check_folder(folder)
         return folder
     except ModelError as error:
@@ -58,6 +58,23 @@ def fetch(model: str) -> Path:
         "Without a network, give the path of a model folder or of a .gguf file, or use the word demo"
     )
     raise ModelError("model", model, expected)
+
+
+def cached(model: str) -> Path | None:
+    """The folder of a complete snapshot in the local cache; asks no hub."""
+    try:
+        folder = _snapshot(model)
+        check_folder(folder)
+    except Exception as error:
+        log.debug("hub cache: %s", error)
+        return None
+    return folder
+
+
+def _snapshot(model: str) -> Path:
+    import huggingface_hub
+
+    return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
 
 
 def _reach(model: str) -> str | None:

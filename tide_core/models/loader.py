@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tide_core.config import DEVICES, DTYPES
+from tide_core.config import AUTO, DEVICES, DTYPE_CHOICES, EngineConfig
 from tide_core.errors import ConfigError, ModelError, one_line
+from tide_core.kernels import native_unsupported_reason
 from tide_core.models import model_cache
+from tide_core.models.checkpoint import chosen_dtype
 from tide_core.models.identity import weights_digest
 from tide_core.models.resolver import ResolvedModel
 
@@ -30,20 +32,28 @@ def import_libraries() -> None:
         importlib.import_module(f"transformers.models.{name}")  # the classes of other models need little more
 
 
+def keeps_quantised(config: EngineConfig) -> bool:
+    """Whether the matrices of a GGUF file stay as they are."""
+    on_cpu = torch_device(config.device).type == "cpu" and config.dtype in (AUTO, "float32")
+    return config.quantization == "auto" and on_cpu and native_unsupported_reason("cpu") is None
+
+
 def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTrainedModel:
-    """The model in eval mode with frozen weights. `device` is cpu, cuda, cuda:N or auto."""
-    if dtype not in TORCH_DTYPES:
-        raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    """The model in eval mode with frozen weights. `device` is cpu, cuda or auto. This is where a dtype of `auto` is
+    decided: all that depends on it asks the loaded model."""
+    if dtype not in DTYPE_CHOICES:
+        raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPE_CHOICES)}")
     place = torch_device(device)
     if resolved.gguf is not None:
         return _load_quantised(resolved, resolved.gguf, dtype, place)
+    chosen = TORCH_DTYPES[chosen_dtype(dtype, place.type, resolved.path)]
     from transformers import AutoModelForCausalLM
 
     try:
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 resolved.path,
-                dtype=TORCH_DTYPES[dtype],
+                dtype=chosen,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -63,7 +73,7 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
 
 
 def _load_quantised(resolved: ResolvedModel, source: Path, dtype: str, place: torch.device) -> PreTrainedModel:
-    if (dtype, place.type) != ("float32", "cpu"):
+    if dtype not in (AUTO, "float32") or place.type != "cpu":
         raise ConfigError(
             "quantization", "auto", f"none with dtype {dtype} on {place}: quantised weights need float32 on a cpu"
         )

@@ -39,15 +39,28 @@ NO_WEIGHTS = "-config"
 """Ends the name of a folder whose weights are read from their source."""
 
 
+READ_BYTES = 2**20
+"""Large pieces: each is read and hashed without Python's lock, next to a thread that imports libraries."""
+
+
+def find_converted(source: Path, cache_dir: Path | None = None, *, weights: bool = True) -> Path | None:
+    """The checked folder that was made from `source`; None if it is not there or not whole."""
+    digest = _source_digest(source)
+    folder = _folder_of(source, digest, cache_dir, weights)
+    try:
+        return folder if folder.exists() and find_fault(folder, digest) is None else None
+    except OSError:
+        return None  # `converted` meets it again, and says so
+
+
 def converted(
     source: Path, convert: Callable[[Path, Path], None], cache_dir: Path | None = None, *, weights: bool = True
 ) -> Path:
     """The checked folder that `convert(source, empty_folder)` makes from `source`; converts if there is none. One
     without weights is another folder."""
     digest = _source_digest(source)
-    root = cache_dir if cache_dir is not None else default_cache_dir()
-    kind = "" if weights else NO_WEIGHTS
-    folder = root / "models" / f"{source.stem[:MAX_STEM_CHARS]}-{digest[:16]}{kind}"
+    folder = _folder_of(source, digest, cache_dir, weights)
+    root = folder.parent.parent
     try:
         if not folder.exists() or find_fault(folder, digest) is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +120,16 @@ def find_fault(folder: Path, source_digest: str) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest, piece = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(piece):
+            digest.update(piece[:count])
+    return digest.hexdigest()
+
+
+def _folder_of(source: Path, digest: str, cache_dir: Path | None, weights: bool) -> Path:
+    root = cache_dir if cache_dir is not None else default_cache_dir()
+    return root / "models" / f"{source.stem[:MAX_STEM_CHARS]}-{digest[:16]}{'' if weights else NO_WEIGHTS}"
 
 
 def _source_digest(source: Path) -> str:

@@ -39,22 +39,11 @@ class ResolvedModel:
 def resolve(model: str, *, cache_dir: Path | None = None, quantised: bool = False) -> ResolvedModel:
     """Find `model`; convert or download it if needed. `cache_dir` is for converted models. With `quantised` the weights
     of a GGUF file stay in it."""
-    if not model or len(model) > MAX_NAME_CHARS or any(char < " " for char in model):
-        raise ModelError("model", model, "a model name, folder, .gguf file or Hugging Face id")
-    if model == DEMO:
-        return _from_gguf(demo_file(), "demo", cache_dir, quantised)
-    path = _expand(model)
-    if os.path.isdir(path):
-        check_folder(path)
-        return ResolvedModel(path.absolute(), path.absolute().name, "folder")
-    if model.lower().endswith(".gguf"):
-        if not os.path.isfile(path):
-            raise ModelError("model", model, "an existing .gguf file; no such file was found")
-        return _from_gguf(path, "gguf", cache_dir, quantised)
-    if os.path.lexists(path):
-        raise ModelError("model", model, "a folder or a .gguf file; this path is neither")
-    if model.startswith((os.sep, ".", "~")):
-        raise ModelError("model", model, "an existing folder or .gguf file; nothing was found at this path")
+    if (found := find_here(model, cache_dir=cache_dir, quantised=quantised)) is not None:
+        return found
+    if (file := _gguf_file(model)) is not None:
+        convert = _convert_no_weights if quantised else _convert
+        return _of_gguf(model, file, model_cache.converted(file, convert, cache_dir, weights=not quantised), quantised)
 
     from tide_core.models import hub
 
@@ -63,6 +52,37 @@ def resolve(model: str, *, cache_dir: Path | None = None, quantised: bool = Fals
             "model", model, "demo, an existing folder, a .gguf file, or a Hugging Face id (name or org/name)"
         )
     return ResolvedModel(hub.fetch(model), model, "hub")
+
+
+def find_here(model: str, *, cache_dir: Path | None = None, quantised: bool = False) -> ResolvedModel | None:
+    """The same as far as it needs no library, so that a thread may do it while another one imports them: None for a
+    model that must be converted, or that only the hub or its cache may have."""
+    if not model or len(model) > MAX_NAME_CHARS or any(char < " " for char in model):
+        raise ModelError("model", model, "a model name, folder, .gguf file or Hugging Face id")
+    if (file := _gguf_file(model)) is not None:
+        folder = model_cache.find_converted(file, cache_dir, weights=not quantised)
+        return None if folder is None else _of_gguf(model, file, folder, quantised)
+    path = _expand(model)
+    if os.path.isdir(path):
+        check_folder(path)
+        return ResolvedModel(path.absolute(), path.absolute().name, "folder")
+    if os.path.lexists(path):
+        raise ModelError("model", model, "a folder or a .gguf file; this path is neither")
+    if model.startswith((os.sep, ".", "~")):
+        raise ModelError("model", model, "an existing folder or .gguf file; nothing was found at this path")
+    return None
+
+
+def _gguf_file(model: str) -> Path | None:
+    """The file of the demo model, or the one that was named; None for another kind of name."""
+    if model == DEMO:
+        return demo_file()
+    path = _expand(model)
+    if os.path.isdir(path) or not model.lower().endswith(".gguf"):
+        return None
+    if not os.path.isfile(path):
+        raise ModelError("model", model, "an existing .gguf file; no such file was found")
+    return path
 
 
 def demo_file() -> Path:
@@ -76,9 +96,8 @@ def demo_file() -> Path:
     raise ModelError("model", DEMO, f"the package that holds the demo model ({lacks}): {DEMO_INSTALL}, or make setup")
 
 
-def _from_gguf(path: Path, source: Literal["demo", "gguf"], cache_dir: Path | None, quantised: bool) -> ResolvedModel:
-    folder = model_cache.converted(path, _describe if quantised else _convert, cache_dir, weights=not quantised)
-    return ResolvedModel(folder, path.stem, source, path if quantised else None)
+def _of_gguf(model: str, file: Path, folder: Path, quantised: bool) -> ResolvedModel:
+    return ResolvedModel(folder, file.stem, "demo" if model == DEMO else "gguf", file if quantised else None)
 
 
 def _convert(source: Path, target: Path) -> None:
@@ -87,7 +106,7 @@ def _convert(source: Path, target: Path) -> None:
     convert(source, target)
 
 
-def _describe(source: Path, target: Path) -> None:
+def _convert_no_weights(source: Path, target: Path) -> None:
     from tide_core.models.gguf.convert import convert
 
     convert(source, target, weights=False)

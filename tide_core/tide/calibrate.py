@@ -12,6 +12,7 @@ from tide_core.calibration.named_model import calibrate_model, default_run_dir
 from tide_core.calibration.pipeline import CalibrationResult
 from tide_core.calibration.pipeline import calibrate as calibrate_loaded
 from tide_core.calibration.progress import Progress, default_progress
+from tide_core.config import AUTO
 from tide_core.errors import ConfigError
 from tide_core.evaluation.speedup import time_exits
 from tide_core.models.adapter import ModelAdapter
@@ -19,8 +20,6 @@ from tide_core.models.identity import identify
 from tide_core.models.resolver import resolve
 from tide_core.tide.config import TIDEConfig, checked
 from tide_core.tide.model_state import SavedModelState, check_usable
-
-AUTO = "auto"
 
 
 def calibrate(

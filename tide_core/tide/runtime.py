@@ -27,7 +27,7 @@ from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.artefact.match import check_identity
 from tide_core.exits.policy import resolve_policy
 from tide_core.models.identity import identify
-from tide_core.models.loader import fingerprint, load_model, load_tokenizer
+from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
 from tide_core.models.resolver import ResolvedModel, resolve
 from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import FinishReason, SamplingParams
@@ -74,7 +74,7 @@ class TIDE:
         resolved = None
         if isinstance(model, str):
             engine_config = EngineConfig.from_mapping({**asked, "model": model})
-            resolved = resolve(model)
+            resolved = resolve(model, quantised=keeps_quantised(engine_config))
             model = load_model(resolved, dtype=engine_config.dtype, device=engine_config.device)
             tokenizer = load_tokenizer(resolved) if tokenizer is None else tokenizer
         else:
@@ -87,7 +87,7 @@ class TIDE:
             parts = self._assemble(model, resolved, engine_config)
             self._pad_id = _pad_id(model, tokenizer, parts)
             self._check_policy(parts)
-            self.engine = Engine.from_parts(engine_config, parts)
+            self.engine = Engine.from_parts(parts)
         except BaseException:
             self._saved_state.restore()
             raise

@@ -1,19 +1,21 @@
-"""Generate the sizing table: what well-known shapes need on GPUs of 80 and 141 GB, with `kv_memory_gib: auto`."""
+"""Generate the sizing table: what well-known models need on GPUs of 80 and 141 GB, as `tide check-config --device`
+computes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from pathlib import Path
+from typing import Any
 
 from deploy.strict import yaml_file
 from tide_core.config import GIB, EngineConfig
-from tide_core.kv.sizing import GpuMemory, ModelSize, gpu_pool_bytes, reserve_bytes
+from tide_core.engine.plan import Outline, Plan, device_named, outline, plan
+from tide_core.errors import ConfigError
 from tools.reference.markdown import table
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- sizes: python tools/reference_docs.py -->", "<!-- end of the sizes -->"
-GPUS = {"80 GB": 79 * GIB, "141 GB": 139 * GIB}
-"""What the driver reports of an H100 and an H200, rounded down."""
+GPUS = {"80 GB": "h100", "141 GB": "h200"}
 CONTEXTS = (8192, 32768)
 BYTES = 2
 HOST_GIB = 16
@@ -21,86 +23,116 @@ HOST_GIB = 16
 NONE = "does not fit"
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A decoder of the Llama kind with an output matrix of its own."""
+LLAMA_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+QWEN_7B = {
+    **LLAMA_8B,
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+QWEN_32B = {
+    **QWEN_7B,
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5 7B": QWEN_7B,
+    "Mistral 7B v0.3": {
+        **LLAMA_8B,
+        "model_type": "mistral",
+        "vocab_size": 32768,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+    },
+    "Llama 3.1 8B": LLAMA_8B,
+    "Qwen2.5 32B": QWEN_32B,
+    "Llama 3.1 70B": {
+        **LLAMA_8B,
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+    },
+}
+"""What their config.json says of sizes."""
 
-    name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    vocab: int
-    qkv_bias: bool = False
 
-    @property
-    def num_weights(self) -> int:
-        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = 2 * self.hidden * queries + 2 * self.hidden * keys + self.qkv_bias * (queries + 2 * keys)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
+@functools.cache
+def outline_of(name: str) -> Outline:
+    from transformers import AutoConfig
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.num_weights * BYTES
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_size * BYTES
-
-    @property
-    def pod_gib(self) -> int:
-        """Rounded up to 8."""
-        return -(-(self.weight_bytes + HOST_GIB * GIB) // (8 * GIB)) * 8
+    return outline(AutoConfig.for_model(**MODELS[name], tie_word_embeddings=False))
 
 
-SHAPES = (
-    Shape("Qwen2.5 7B", 28, 3584, 18944, 28, 4, 128, 152064, qkv_bias=True),
-    Shape("Mistral 7B v0.3", 32, 4096, 14336, 32, 8, 128, 32768),
-    Shape("Llama 3.1 8B", 32, 4096, 14336, 32, 8, 128, 128256),
-    Shape("Qwen2.5 32B", 64, 5120, 27648, 40, 8, 128, 152064, qkv_bias=True),
-    Shape("Llama 3.1 70B", 80, 8192, 28672, 64, 8, 128, 128256),
-)
+def weight_bytes(name: str) -> int:
+    return outline_of(name).num_weights * BYTES
 
 
-def settings() -> EngineConfig:
-    """Those of deploy/config.gpu.yaml."""
+def kv_bytes_per_token(name: str) -> int:
+    return sum(layout.num_elements for layout in outline_of(name).slots.layouts) * BYTES
+
+
+def pod_gib(weights: int) -> int:
+    """Memory of a worker: rounded up to 8."""
+    return -(-(weights + HOST_GIB * GIB) // (8 * GIB)) * 8
+
+
+def settings(**changes: Any) -> EngineConfig:
+    """Those of deploy/config.gpu.yaml. The longest row is that of the table, so that less memory is no error."""
     config = yaml_file.read(ROOT / "deploy" / "config.gpu.yaml")
-    return EngineConfig.from_mapping(config["applications"][0]["args"]["engine"])
+    engine = config["applications"][0]["args"]["engine"]
+    return EngineConfig.from_mapping({**engine, "max_model_len": CONTEXTS[0], **changes})
 
 
-def pool_of(shape: Shape, total: int, config: EngineConfig, pools: int) -> int:
-    memory = GpuMemory(total, max(0, total - shape.weight_bytes), shape.weight_bytes)
-    reserve = reserve_bytes(config, ModelSize(shape.hidden, shape.vocab, BYTES))
-    return gpu_pool_bytes(memory, config.gpu_memory_utilization, reserve, pools)
+def pool_of(name: str, gpu: str, *, swap: bool) -> Plan | None:
+    """What would be chosen there; None for a model that does not fit."""
+    try:
+        return plan(settings(artefact_swap=swap), outline_of(name), device_named(gpu), "bfloat16")
+    except ConfigError:
+        return None
 
 
-def rows_of(shape: Shape, pool: int, context: int, max_rows: int) -> int:
-    return min(max_rows, pool // (context * shape.kv_bytes_per_token))
+def pool_bytes(found: Plan) -> int:
+    return int(found.config.kv_memory_gib * GIB)
+
+
+def rows_of(name: str, found: Plan, context: int) -> int:
+    return min(found.config.max_rows, pool_bytes(found) // (context * kv_bytes_per_token(name)))
 
 
 def sizes() -> str:
-    config = settings()
     head = ["model", "weights", "KV per token", "worker's memory, at least"]
     for gpu in GPUS:
         head += [f"{gpu}: pool", *(f"rows of {context:,}" for context in CONTEXTS)]
     rows = []
-    for shape in SHAPES:
-        row = [
-            shape.name,
-            in_gib(shape.weight_bytes),
-            f"{shape.kv_bytes_per_token / 1024:g} KiB",
-            f"{shape.pod_gib} GiB",
-        ]
-        for total in GPUS.values():
-            kept, whole = (pool_of(shape, total, config, pools) for pools in (2, 1))
-            counts = [
-                f"{rows_of(shape, kept, each, config.max_rows)} ({rows_of(shape, whole, each, config.max_rows)})"
-                for each in CONTEXTS
-            ]
-            row += [f"{in_gib(kept)} ({in_gib(whole)})", *counts] if whole else [NONE, *["–"] * len(CONTEXTS)]
+    for name in MODELS:
+        weights = weight_bytes(name)
+        row = [name, in_gib(weights), f"{kv_bytes_per_token(name) / 1024:g} KiB", f"{pod_gib(weights)} GiB"]
+        for device in GPUS.values():
+            whole, kept = pool_of(name, device, swap=False), pool_of(name, device, swap=True)
+            if whole is None:
+                row += [NONE, *["–"] * len(CONTEXTS)]
+                continue
+            row.append(f"{in_gib(pool_bytes(kept)) if kept else NONE} ({in_gib(pool_bytes(whole))})")
+            for context in CONTEXTS:
+                row.append(f"{rows_of(name, kept, context) if kept else 0} ({rows_of(name, whole, context)})")
         rows.append(row)
     return table(head, rows)
 

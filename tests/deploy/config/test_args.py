@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.config.args import AppArgs, Limits
-from tide_core.config import EngineConfig
+from tide_core.config import MOST_AUTO_ROWS, EngineConfig
 from tide_core.errors import RequestError
 from tide_core.request import SamplingParams
 
@@ -112,7 +112,8 @@ def test_the_shipped_config_fits_the_application() -> None:
     args = AppArgs.model_validate(APPLICATION["args"])
     assert args.engine["model"] == "demo"
     # Serve must not hold back what the engine could batch or queue.
-    assert deployment["max_ongoing_requests"] >= args.engine["max_rows"] + args.engine["max_queued"]
+    most_rows = min(MOST_AUTO_ROWS, args.engine["max_batch_tokens"])
+    assert deployment["max_ongoing_requests"] >= most_rows + args.engine["max_queued"]
     assert CONFIG["http_options"]["host"] == "127.0.0.1"
 
 

@@ -135,7 +135,7 @@ VALUES = [
     (f"{APP}.args.engine", []),
     (f"{APP}.args.engine.max_rows", "64"),
     (f"{APP}.args.engine.max_rows", 0),
-    (f"{APP}.args.engine.max_batch_tokens", 8),
+    (f"{APP}.args.engine.max_batch_tokens", 0),
     (f"{APP}.args.engine.device", "gpu"),
     (f"{APP}.args.engine.prefix_caching", "on"),
     (f"{APP}.args.engine.audit_share", "1e-3"),

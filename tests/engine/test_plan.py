@@ -1,0 +1,121 @@
+"""What settings come to on a device that is not here: the same as the engine would choose there."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.evaluation.on_disk import save_artefact_for_it, save_model
+from tests.factories import make_config
+from tests.tiny_models import CONFIGS, tiny_model
+from tide_core.config import GIB, EngineConfig
+from tide_core.engine.assemble import assemble
+from tide_core.engine.plan import GPUS, Outline, device_named, outline, plan, plan_for_folder
+from tide_core.errors import ConfigError, ModelError
+from tide_core.exits.artefact.artefact import load_artefact
+from tide_core.kv import memory
+from tide_core.models.adapter import ModelAdapter
+from tide_core.models.layout_probe import probe_layouts
+
+NEEDS_DATA = {"falcon_alibi"}
+
+
+@pytest.fixture(scope="module")
+def large() -> Outline:
+    """2.4 billion weights; a token takes 80 KiB in 16 bit."""
+    sizes: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 6912}
+    config = LlamaConfig(**sizes, num_hidden_layers=32, num_attention_heads=20, num_key_value_heads=5)
+    config.max_position_embeddings = 32768
+    return outline(config)
+
+
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - NEEDS_DATA))
+def test_weights_and_layouts_of_every_family_are_those_of_its_model(family: str) -> None:
+    model = tiny_model(family)
+    found, adapter = outline(copy.deepcopy(model.config)), ModelAdapter(copy.deepcopy(model))
+    assert found.num_weights == sum(weight.numel() for weight in model.parameters())
+    shapes = [(layout.num_heads, layout.key_size, layout.value_size) for layout in found.slots.layouts]
+    assert shapes == probe_layouts(adapter)
+    assert (found.max_positions, found.vocab) == (adapter.max_positions, adapter.vocab_size)
+
+
+@pytest.mark.parametrize("family", sorted(NEEDS_DATA))
+def test_a_family_whose_layers_need_data_is_refused_by_its_type(family: str) -> None:
+    with pytest.raises(ModelError, match=r"model of type falcon: .*whose layers can be run without their weights"):
+        outline(copy.deepcopy(tiny_model(family).config))
+
+
+@pytest.mark.parametrize("exits", [True, False])
+@pytest.mark.parametrize("pool", ["auto", 0.01])
+def test_a_plan_is_what_the_engine_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: float | str, exits: bool
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    model = save_model(tmp_path / "model")
+    artefact = str(save_artefact_for_it(tmp_path / "artefact", kind="block")) if exits else "none"
+    config = make_config(
+        model=str(model),
+        artefact=artefact,
+        drafts=2,
+        kv_memory_gib=pool,
+        dtype="auto",
+        max_rows="auto",
+        max_batch_tokens="auto",
+    )
+    heads = [checkpoint.head for checkpoint in load_artefact(artefact, None).manifest.checkpoints] if exits else []
+    found, parts = plan_for_folder(config, model, device_named("cpu"), heads), assemble(config)
+    assert found.config == parts.config
+    assert found.size.block_bytes * parts.core.scheduler.blocks.num_blocks <= found.config.kv_memory_gib * GIB
+
+
+def test_weights_leave_less_for_the_pool_in_a_wider_type(large: Outline) -> None:
+    device, config = device_named("cuda:24GiB"), EngineConfig(kv_memory_gib="auto", max_model_len=4096)
+    narrow, wide = (plan(config, large, device, dtype) for dtype in ("bfloat16", "float32"))
+    assert (narrow.weight_bytes, wide.weight_bytes) == (2 * large.num_weights, 4 * large.num_weights)
+    assert narrow.config.kv_memory_gib - wide.config.kv_memory_gib > large.num_weights / GIB
+
+
+def test_spare_blocks_are_kept_on_a_gpu_with_exits_alone(tmp_path: Path, large: Outline) -> None:
+    folder = save_artefact_for_it(tmp_path / "artefact", kind="block")
+    heads = [checkpoint.head for checkpoint in load_artefact(folder, None).manifest.checkpoints]
+    with_exits = outline(tiny_model("llama").config, heads)
+    spare = {
+        (device, which.has_exits): plan(EngineConfig(), which, device_named(device), "float32").size.spare_blocks
+        for device in ("cpu", "l4")
+        for which in (large, with_exits)
+    }
+    assert [key for key, blocks in spare.items() if blocks] == [("l4", True)]
+
+
+def test_a_model_that_is_larger_than_the_device_is_refused(large: Outline) -> None:
+    with pytest.raises(
+        ConfigError, match=r"device: got '4\.00 GiB', expected more memory than the weights take, 4\.45"
+    ):
+        plan(EngineConfig(), large, device_named("cuda:4GiB"), "bfloat16")
+
+
+def test_a_given_pool_that_does_not_fit_is_refused(large: Outline) -> None:
+    config = EngineConfig(kv_memory_gib=30)
+    with pytest.raises(ConfigError, match=r"kv_memory_gib: got 30, expected at most 1\d\.\d\d GiB there, or auto"):
+        plan(config, large, device_named("l4"), "bfloat16")
+    plan(config, large, device_named("l40s"), "bfloat16")
+    plan(config, large, device_named("cpu"), "float32")
+
+
+def test_devices_have_names_or_sizes() -> None:
+    assert device_named("H200").total == GPUS["h200"] * GIB
+    assert (device_named("cuda:79.5GiB").type, device_named("cuda:79.5GiB").total) == ("cuda", int(79.5 * GIB))
+    assert device_named("cpu").total == 0
+    assert device_named("cpu:16GiB").total == 16 * GIB
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h2000", "cuda", "cuda:80", "cuda:0GiB", "cuda:-1GiB", "cuda:9999GiB", "tpu:8GiB"]
+)
+def test_another_device_is_refused_with_what_there_is(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"device: got .*, expected cpu, t4, .*h200, or a size as in cuda:80GiB"):
+        device_named(text)
