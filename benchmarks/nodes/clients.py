@@ -15,11 +15,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from benchmarks.nodes.cluster import API_KEY
 from tide_client import TideClient, TideClientError
-from tide_client.settings import DEFAULT_RETRIES, channel_options
+from tide_client.settings import DEFAULT_RETRIES
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before each attempt after the first one, for an answer that broke off; a partial answer is dropped. A minute in all:
@@ -193,9 +191,7 @@ class Client(threading.Thread):
         self._prompts, self._options, self._pause_s = prompts, options, pause_s
         self._pauses_s = PAUSES_S if retries else ()
         self._stop_requests = threading.Event()
-        own = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
-        channel = grpc.insecure_channel(self._endpoint.address, options=own)
-        self._client = TideClient(api_key=API_KEY, retries=DEFAULT_RETRIES if retries else 0, channel=channel)
+        self._client = TideClient(self._endpoint.address, api_key=API_KEY, retries=DEFAULT_RETRIES if retries else 0)
 
     @property
     def attempts(self) -> list[Attempt]:

@@ -17,14 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import grpc
 import psutil
 
 from benchmarks.common import ROOT
 from benchmarks.common.bars import Bar, Part
 from benchmarks.common.live import Server, wait_until_healthy
 from tide_client import TideClient, TideClientError
-from tide_client.settings import channel_options
 
 QUESTION = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
 EVERY_S = 0.1
@@ -210,9 +208,7 @@ class _Client(threading.Thread):
 
     def __init__(self, server: Server, deadline_s: float) -> None:
         super().__init__(daemon=True)
-        own = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(server.address, options=own)
-        self._client = TideClient(retries=0, channel=self._channel)
+        self._client = TideClient(server.address, retries=0)
         self._deadline_s = deadline_s
         self.running, self.num_done, self.slowest_s = True, 0, 0.0
         self.failures: list[_Failure] = []
@@ -234,7 +230,7 @@ class _Client(threading.Thread):
                     self.failures.append(_Failure(at, name, str(code), taken, str(error)[:300]))
                 self.slowest_s = max(self.slowest_s, time.monotonic() - began)
                 time.sleep(0.05)
-        self._channel.close()
+        self._client.close()
 
 
 def machine_load() -> str:
