@@ -89,7 +89,7 @@ def updated(
         for first in range(NUM_SHORT_CLIENTS)
     ]
     old = {replica.name for replica in cluster.running()}
-    for clients in (long, short):
+    for clients in (short, long):  # the streams last, so that they are open when it is deployed
         for client in clients:
             client.start()
         wait_for_tokens(cluster, clients)

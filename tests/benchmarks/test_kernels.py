@@ -29,8 +29,9 @@ NOT_TIMED = {
     "supports",
     "supports_joined",
     "paged_attention",
+    "quantised_linear",
 }
-"""Not ops of a step, or timed under another name: `paged_attention` is `attend`, `norm_into` is `rms_norm`."""
+"""Not ops of a step on a GPU, or timed under another name: `paged_attention` is `attend`, `norm_into` `rms_norm`."""
 
 
 @pytest.fixture

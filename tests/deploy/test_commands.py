@@ -39,9 +39,12 @@ def test_a_right_config_is_ok_and_the_shipped_one_is_looked_at_by_default(
     assert tide("check-config", "deploy/config.gpu.yaml") == (0, "deploy/config.gpu.yaml: ok\n", "")
 
 
-def test_a_config_is_judged_for_a_device_that_is_not_here(tide: Tide, tmp_path: Path) -> None:
+def test_a_config_is_judged_for_a_device_that_is_not_here(
+    tide: Tide, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.read_text().replace("model: demo", f"model: {save_model(tmp_path / 'model')}"))
+    capsys.readouterr()  # the library shows a bar while it saves the model
     code, out, err = tide("check-config", path, "--device", "h200")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == f"{path}: ok"

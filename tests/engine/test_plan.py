@@ -18,7 +18,7 @@ from tide_core.engine.plan import GPUS, Outline, device_named, outline, plan, pl
 from tide_core.errors import ConfigError, ModelError
 from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.kv import memory
-from tide_core.models.adapter import ModelAdapter
+from tide_core.models.adapter import ATTENTION, ModelAdapter
 from tide_core.models.layout_probe import probe_layouts
 
 NEEDS_DATA = {"falcon_alibi"}
@@ -36,17 +36,18 @@ def large() -> Outline:
 @pytest.mark.parametrize("family", sorted(set(CONFIGS) - NEEDS_DATA))
 def test_weights_and_layouts_of_every_family_are_those_of_its_model(family: str) -> None:
     model = tiny_model(family)
-    found, adapter = outline(copy.deepcopy(model.config)), ModelAdapter(copy.deepcopy(model))
+    found, adapter = outline(model.config), ModelAdapter(copy.deepcopy(model))
     assert found.num_weights == sum(weight.numel() for weight in model.parameters())
     shapes = [(layout.num_heads, layout.key_size, layout.value_size) for layout in found.slots.layouts]
     assert shapes == probe_layouts(adapter)
     assert (found.max_positions, found.vocab) == (adapter.max_positions, adapter.vocab_size)
+    assert model.config._attn_implementation != ATTENTION, "the configuration stays as it was"
 
 
 @pytest.mark.parametrize("family", sorted(NEEDS_DATA))
 def test_a_family_whose_layers_need_data_is_refused_by_its_type(family: str) -> None:
     with pytest.raises(ModelError, match=r"model of type falcon: .*whose layers can be run without their weights"):
-        outline(copy.deepcopy(tiny_model(family).config))
+        outline(tiny_model(family).config)
 
 
 @pytest.mark.parametrize("exits", [True, False])

@@ -3,6 +3,7 @@ without memory for them and probed as the engine does it."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,8 @@ def outline(model_config: Any, heads: Sequence[HeadSpec] = ()) -> Outline:
     try:
         with torch.device("meta"):
             # The layers of some families run in this type alone where there is no data.
-            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
+            # The adapter changes the configuration, which the caller may use again.
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=torch.bfloat16)
         adapter = ModelAdapter(model)
         slots = SlotLayout.of(adapter, heads)
     except (RuntimeError, NotImplementedError, ValueError) as error:
