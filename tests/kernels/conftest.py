@@ -20,3 +20,15 @@ def seed_and_restore_threads() -> Iterator[None]:
     yield
     if native:
         native.set_num_threads(before)
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512", "vnni", "amx", "dotprod"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each one that this machine has, while the test runs."""
+    native, name = importlib.import_module(_NATIVE), str(request.param)
+    if name not in native.instruction_sets():
+        pytest.skip(f"this machine, its system or the compiler of the module has no {name}")
+    before = native.instruction_set()
+    native.set_instruction_set(name)
+    yield name
+    native.set_instruction_set(before)

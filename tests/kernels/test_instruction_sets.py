@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,17 +16,6 @@ from tide_core.kernels.reference import ops as reference
 
 _native = pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
 native = importlib.import_module("tide_core.kernels.cpu.ops")
-
-
-@pytest.fixture(params=["baseline", "avx2", "avx512", "vnni", "amx", "dotprod"])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    name: str = request.param
-    if name not in _native.instruction_sets():
-        pytest.skip(f"this machine, its system or the compiler of the module has no {name}")
-    before = _native.instruction_set()
-    _native.set_instruction_set(name)
-    yield name
-    _native.set_instruction_set(before)
 
 
 def narrow(*shape: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,6 @@ native = importlib.import_module("tide_core.kernels.cpu.ops")
 HALVES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
 FUSED = ("avx2", "avx512", "vnni", "amx", "dotprod")
 """They add with one rounding, in one order."""
-
-
-@pytest.fixture(params=["baseline", *FUSED])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    name: str = request.param
-    if name not in _native.instruction_sets():
-        pytest.skip(f"this machine, its system or the compiler of the module has no {name}")
-    before = _native.instruction_set()
-    _native.set_instruction_set(name)
-    yield name
-    _native.set_instruction_set(before)
 
 
 def blocks_of(kind: str, out_features: int, in_features: int) -> torch.Tensor:
