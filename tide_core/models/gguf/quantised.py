@@ -65,9 +65,7 @@ def _put(model: Any, file: GGUFFile, weight: Weight) -> None:
         factor = getattr(module, "scalar_embed_scale", None)
         model.set_submodule(path, QuantisedEmbedding(panels, None if factor is None else torch.tensor(factor)))
     else:
-        made = QuantisedLinear(panels)
-        made.bias = module.bias  # read after it, or on the meta device until then
-        model.set_submodule(path, made)
+        model.set_submodule(path, QuantisedLinear(panels))  # its bias is the next tensor, if it has one
 
 
 def _read_panels(file: GGUFFile, info: TensorInfo, weight: Weight) -> Panels:
