@@ -25,6 +25,8 @@ def _load(at: Service, request_format: str) -> str:
             "model": at.model,
             "request_format": request_format,
             "max_tokens": NUM_TOKENS,
+            # Its requests name no temperature, so a sampled text might end earlier.
+            "extras": {"body": {"ignore_eos": True}},
         },
         "profile": {"kind": "concurrent", "streams": [2]},
         "constraints": [{"kind": "max_requests", "count": NUM_REQUESTS}],
