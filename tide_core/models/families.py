@@ -146,14 +146,12 @@ def _refuse_unproven_variants(architecture: str, config: Any) -> None:
         value = getattr(config, setting, False)
         if value:
             raise ModelError(f"{architecture} config.{setting}", value, "it unset")
-    if (
-        architecture == "SmolLM3ForCausalLM" and not config.use_sliding_window
-    ):  # its mask would have a window all the same
+    # SmolLM3's mask has a window for such layers even where windows are switched off.
+    if architecture == "SmolLM3ForCausalLM" and not config.use_sliding_window:
         types = set(config.layer_types)
         if types != {"full_attention"}:
-            raise ModelError(
-                f"{architecture} config.layer_types", sorted(types), "windows only with use_sliding_window"
-            )
+            expected = "windows only with use_sliding_window"
+            raise ModelError(f"{architecture} config.layer_types", sorted(types), expected)
 
 
 def falcon_mask(backbone: Module, view: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -124,6 +124,7 @@ void write_tile(const QuantisedLinearParams& p, int64_t panel, int part, int64_t
 
 template <int kKind>
 void write_tiles(const QuantisedLinearParams& p, int64_t panel, int part, int64_t row, int64_t count) {
+    constexpr int kAtMostFive = kMostRows < 5 ? kMostRows : 5;
     switch (count) {
         case 1:
             return write_tile<kKind, 1>(p, panel, part, row);
@@ -134,7 +135,7 @@ void write_tiles(const QuantisedLinearParams& p, int64_t panel, int part, int64_
         case 4:
             return write_tile<kKind, 4>(p, panel, part, row);
         case 5:
-            return write_tile < kKind, kMostRows<5 ? 4 : 5>(p, panel, part, row);
+            return write_tile<kKind, kAtMostFive>(p, panel, part, row);
         default:
             return write_tile<kKind, kMostRows>(p, panel, part, row);
     }
