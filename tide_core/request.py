@@ -133,7 +133,8 @@ class SamplingParams:
     """The contract: full, verified, bounded or fast. None: verified where the engine has an artefact or suffix drafts,
     else full."""
     epsilon: float | None = None
-    """For bounded: most tokens of an answer that full depth would not have chosen, as a share; 0.05 if not given."""
+    """For bounded: most tokens of an answer that full depth would not have chosen, as a share; 0.05 if not given. For
+    fast: the share that its certified contract allows, in the mean over answers; that of the loosest if not given."""
     margin: float | None = None
     """For bounded: how many nats less likely such a token may be than full depth's own choice; 0.2 if not given."""
     threshold: float | None = None
@@ -231,19 +232,26 @@ class ExitPolicy:
 
     mode: str = "full"
     draft_thresholds: tuple[float, ...] = ()
-    """Least score at which a token is drafted from the checkpoint, and in mode fast emitted; infinite where the request
-    may not leave."""
+    """Least score at which a token is drafted from the checkpoint, and in mode fast emitted at the exit; infinite where
+    the request may not leave."""
     budget: Budget | None = None
     """Of mode bounded."""
     may_exit: bool = field(init=False, repr=False, compare=False)
     """Whether it may be drafted from any checkpoint."""
     skips_layers: bool = field(init=False, repr=False, compare=False)
     """Whether tokens that exit never run the deep layers."""
+    last_exit: int = field(init=False, repr=False, compare=False)
+    """The index of the deepest exit where it may leave; -1 if there is none."""
 
     def __post_init__(self) -> None:
-        may_exit = any(threshold <= 1.0 for threshold in self.draft_thresholds)
-        object.__setattr__(self, "may_exit", may_exit)
+        open_exits = [index for index, threshold in enumerate(self.draft_thresholds) if threshold <= 1.0]
+        object.__setattr__(self, "may_exit", bool(open_exits))
+        object.__setattr__(self, "last_exit", open_exits[-1] if open_exits else -1)
         object.__setattr__(self, "skips_layers", self.mode == "fast")
+
+    def asks(self, index: int, *, feeds: bool) -> bool:
+        """Whether the head of an exit runs: the row may leave there, or, where it `feeds` the next exit, behind it."""
+        return index <= self.last_exit and (feeds or self.draft_thresholds[index] <= 1.0)
 
 
 NO_EXITS = ExitPolicy()
@@ -396,8 +404,9 @@ def _check_budget(mode: object, epsilon: object, margin: object) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < limit:
             raise RequestError(name, value, expected)
-        if mode != "bounded":
-            raise RequestError(name, value, f"mode bounded with it; the mode is {mode or 'not given'}")
+        if mode != "bounded" and (mode != "fast" or name != "epsilon"):
+            takes = "mode bounded or fast" if name == "epsilon" else "mode bounded"
+            raise RequestError(name, value, f"{takes} with it; the mode is {mode or 'not given'}")
 
 
 def _check_exits(mode: object, threshold: object, min_layers: object) -> None:

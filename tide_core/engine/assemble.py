@@ -26,10 +26,11 @@ from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.prompts import GraphPrompts
 from tide_core.execution.runner import ModelRunner
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
+from tide_core.exits.artefact.fast import SkipMap
 from tide_core.exits.artefact.heads import HeadSpec
 from tide_core.exits.cost import Acceptance, DraftPlanner
-from tide_core.exits.policy import CheckpointPolicy
-from tide_core.exits.propose import BoundCheckpoint, Exits
+from tide_core.exits.policy import CheckpointPolicy, FastPolicy, resolve_policy
+from tide_core.exits.propose import BoundCheckpoint, BoundFastExit, Exits
 from tide_core.exits.suffix import SuffixDrafts
 from tide_core.identity import ModelIdentity
 from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
@@ -46,6 +47,7 @@ from tide_core.models.loader import fingerprint, keeps_quantised, load_model, lo
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import ResolvedModel, resolve
 from tide_core.outputs.tokenizer import Tokenizer
+from tide_core.request import ExitPolicy, SamplingParams
 from tide_core.sampling.grammar import Grammars
 
 logger = logging.getLogger("tide")
@@ -88,11 +90,17 @@ class Parts:
     """None for parts around a model that was handed in."""
     suffix_drafts: bool = False
     """Whether rows in mode verified may have some."""
+    fast: FastPolicy | None = None
 
     @property
     def default_mode(self) -> str:
         """Mode of a request that names none: verified where anything can be drafted."""
         return "verified" if self.checkpoints or self.suffix_drafts else "full"
+
+    def policy(self, params: SamplingParams) -> ExitPolicy:
+        """The exit policy of a request; refused by name if this engine cannot keep it."""
+        num_layers = self.runner.adapter.num_layers
+        return resolve_policy(params, self.checkpoints, num_layers, suffix_drafts=self.suffix_drafts, fast=self.fast)
 
 
 def assemble(config: EngineConfig, resolved: ResolvedModel | None = None) -> Parts:
@@ -156,8 +164,7 @@ def assemble_loaded(
         kernels = select_kernels(given.kernels, adapter.device)
         use_kernels(model, kernels)
         fused = fuse_layers(adapter.layers, kernels) if isinstance(kernels, CudaKernels) else 0
-        layers = () if artefact is None else tuple(point.layer for point in artefact.manifest.checkpoints)
-        segments = plan_segments(adapter.num_layers, layers)
+        segments = plan_segments(adapter.num_layers, exit_layers(artefact))
         max_model_len = check_model_len(given, adapter.max_positions)
         adapter.keep_rotations(max_model_len)
         if fused == adapter.num_layers:
@@ -224,7 +231,7 @@ def assemble_loaded(
     logger.info("settings: %s", described(given, config, size, str(adapter.device)))
     checkpoints = () if artefact is None else checkpoint_policies(artefact)
     parts = Parts(config, core, runner, text, grammars, kernels, name, max_model_len, checkpoints, planner, digest)
-    return replace(parts, suffix_drafts=suffixes is not None)
+    return replace(parts, suffix_drafts=suffixes is not None, fast=fast_policy(artefact))
 
 
 def bind_exits(
@@ -249,7 +256,28 @@ def bind_exits(
         kv_layer += head.spec.attends
     narrow_head = adapter.narrow_head(artefact.shortlist)
     _place(narrow_head, adapter, kernels)
-    return Exits(adapter, cache, checkpoints, artefact.shortlist, narrow_head, kernels if programs else None)
+    fast: list[BoundFastExit] = []
+    skip_maps: list[SkipMap] = []
+    if artefact.fast is not None:
+        for head, router in zip(artefact.fast.heads, artefact.fast.routers, strict=True):
+            _place(head, adapter, kernels)
+            router.to(adapter.device, adapter.dtype)
+            use_kernels(router, kernels)
+            head.kernels = kernels
+            fast.append(BoundFastExit(head, router))
+        for skip_map in artefact.fast.maps:
+            _place(skip_map, adapter, kernels)
+            skip_maps.append(skip_map)
+    return Exits(
+        adapter,
+        cache,
+        checkpoints,
+        artefact.shortlist,
+        narrow_head,
+        kernels if programs else None,
+        fast=fast,
+        skip_maps=skip_maps,
+    )
 
 
 def _graphs(
@@ -357,6 +385,23 @@ def cost_facts(
         "suffix_drafts": config.suffix_drafts,
         "version": __version__,
     }
+
+
+def exit_layers(artefact: Artefact | None) -> tuple[int, ...]:
+    """The layers of all exits: checkpoints, and behind them the exits of mode fast."""
+    if artefact is None:
+        return ()
+    manifest = artefact.manifest
+    behind = [] if manifest.fast is None else [each.layer for each in manifest.fast.exits]
+    return (*(checkpoint.layer for checkpoint in manifest.checkpoints), *behind)
+
+
+def fast_policy(artefact: Artefact | None) -> FastPolicy | None:
+    """None without fast exits."""
+    if artefact is None or artefact.manifest.fast is None:
+        return None
+    contracts = {each.epsilon: each.thresholds for each in artefact.manifest.fast.contracts}
+    return FastPolicy(exit_layers(artefact), contracts)
 
 
 def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:

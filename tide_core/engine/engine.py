@@ -23,7 +23,6 @@ from tide_core.engine.loop import EngineLoop
 from tide_core.engine.sinks import AnswerSink, AsyncSink, ThreadSink
 from tide_core.errors import ConfigError, EngineBusyError, RequestError
 from tide_core.exits.cost import DraftPlanner
-from tide_core.exits.policy import resolve_policy
 from tide_core.request import (
     MODES,
     Chat,
@@ -237,7 +236,9 @@ class Engine:
             dtype=self.config.dtype,
             device=str(adapter.device),
             version=__version__,
-            checkpoint_layers=tuple(checkpoint.layer for checkpoint in parts.checkpoints),
+            checkpoint_layers=tuple(checkpoint.layer for checkpoint in parts.checkpoints)
+            if parts.fast is None
+            else parts.fast.layers,
             modes=modes,
             artefact=parts.artefact_digest,
         )
@@ -294,7 +295,7 @@ class Engine:
         adapter = parts.runner.adapter
         vocab_size = adapter.vocab_size
         params.check_ids(vocab_size)
-        policy = resolve_policy(params, parts.checkpoints, adapter.num_layers, suffix_drafts=parts.suffix_drafts)
+        policy = parts.policy(params)
         prompt_ids = self._prompt_ids(prompt, vocab_size)
         self._check_length(len(prompt_ids), params.max_tokens)
         return Request(
@@ -347,9 +348,8 @@ class Engine:
 
 def _check_params(params: SamplingParams, parts: Parts) -> None:
     """Refuse what no request to these parts could be asked for."""
-    adapter = parts.runner.adapter
-    params.check_ids(adapter.vocab_size)
-    resolve_policy(params, parts.checkpoints, adapter.num_layers, suffix_drafts=parts.suffix_drafts)
+    params.check_ids(parts.runner.adapter.vocab_size)
+    parts.policy(params)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

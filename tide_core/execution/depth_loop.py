@@ -1,19 +1,20 @@
 """How deep tokens run, on the plain path: segments run here, and layers are skipped here.
 
-The checkpoint layers cut the model into segments. Each pass takes all tokens that have not run through a segment yet,
-whatever rows they belong to and however many each has, and runs them as one flat batch. A token that skips layers (mode
-fast) is not in it: `_write_skipped` writes its K and V of those layers, projected from the state it left with.
+The exits cut the model into segments. Each pass takes all tokens that have not run through a segment yet, whatever rows
+they belong to and however many each has, and runs them as one flat batch. A token that skips layers (mode fast) is not
+in it: `_write_skipped` writes its K and V of those layers, from the states that the skip map of its exit predicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.fast import SkipMap
 from tide_core.exits.row_cycle import Part, RowCycle
 from tide_core.kernels import Kernels
 from tide_core.kv.cache import PagedKV, PagedView
@@ -22,7 +23,7 @@ from tide_core.models.adapter import LayerInputs, ModelAdapter
 
 
 def plan_segments(num_layers: int, checkpoint_layers: tuple[int, ...]) -> tuple[range, ...]:
-    """The layer ranges between checkpoint layers: (2,) of 30 layers gives 0..1 and 2..29."""
+    """The layer ranges between exits: (2,) of 30 layers gives 0..1 and 2..29."""
     if checkpoint_layers and checkpoint_layers[-1] >= num_layers:
         expected = f"layer counts below the model's {num_layers}: the last layer is no checkpoint"
         raise ConfigError("checkpoint_layers", checkpoint_layers, expected)
@@ -53,9 +54,12 @@ class DepthLoop:
         kernels: Kernels,
         segments: tuple[range, ...],
         taps: tuple[int, ...] = (),
+        skip_maps: Sequence[SkipMap] = (),
     ) -> None:
-        """`taps`: layers of the last segment after which states are kept."""
+        """`taps`: layers behind the first segment after which states are kept. `skip_maps`: of each exit; without any,
+        the state at the exit stands for those that the skipped layers would see."""
         self.adapter = adapter
+        self._skip_maps = skip_maps
         self._taps = taps
         self.cache = cache
         self.segments = segments
@@ -74,6 +78,7 @@ class DepthLoop:
         inputs: LayerInputs | None = None
         states = torch.empty(0)
         tapped: dict[int, torch.Tensor] = {}
+        skipping = any(row.step.policy.skips_layers for row in rows)
         for segment in range(first, stop):
             self._write_skipped(rows, segment)
             before, parts = parts, [(row, tokens) for row in rows for tokens in row.running(segment)]
@@ -84,13 +89,18 @@ class DepthLoop:
                 view = self.view(parts)
                 inputs = self.adapter.layer_inputs(view.positions, view)
                 states = self._enter(parts, segment, view)
+                tapped = {}
             assert inputs is not None
             layers = self.segments[segment]
-            if segment == len(self.segments) - 1:
-                tapped = dict.fromkeys(self._taps, states[0])
-            states = self.adapter.run_layers(states, layers.start, layers.stop, inputs, tapped=tapped)
+            mine = dict.fromkeys((tap for tap in self._taps if layers.start < tap <= layers.stop), states[0])
+            states = self.adapter.run_layers(states, layers.start, layers.stop, inputs, tapped=mine)
+            tapped |= mine
             self._keep_states(parts, segment, states[0])
+            if skipping:
+                self._keep_tapped(parts, mine)
             self._mark_done(rows, segment)
+        if skipping and parts and stop == len(self.segments):
+            tapped = {tap: _tapped(parts, tap) for tap in self._taps}
         return Ran(parts, view, states[0] if parts else states, tapped)
 
     def _enter(self, parts: Sequence[Part], segment: int, view: PagedView) -> torch.Tensor:
@@ -103,14 +113,21 @@ class DepthLoop:
         return (torch.cat(taken) if len(taken) > 1 else taken[0]).unsqueeze(0)
 
     def _keep_states(self, parts: Sequence[Part], segment: int, states: torch.Tensor) -> None:
-        """Keep the states of the tokens at the checkpoint, and count the layers that ran for them."""
+        """Keep the states of the tokens at the exit, and count the layers that ran for them."""
         end, num_layers = 0, len(self.segments[segment])
-        is_checkpoint = segment < len(self.segments) - 1
+        is_exit = segment < len(self.segments) - 1
         for row, (first, stop) in parts:
             begin, end = end, end + stop - first
             row.layers_run += (stop - first) * num_layers
-            if is_checkpoint:
+            if is_exit:
                 row.pieces[segment].append((first, states[begin:end]))
+
+    def _keep_tapped(self, parts: Sequence[Part], tapped: Mapping[int, torch.Tensor]) -> None:
+        for tap, states in tapped.items():
+            end = 0
+            for row, (first, stop) in parts:
+                begin, end = end, end + stop - first
+                row.tapped.setdefault(tap, []).append((first, states[begin:end]))
 
     def _mark_done(self, rows: Sequence[RowCycle], segment: int) -> None:
         for row in rows:
@@ -118,16 +135,29 @@ class DepthLoop:
 
     def _write_skipped(self, rows: Sequence[RowCycle], segment: int) -> None:
         """K and V in a segment of the tokens that skip it, from the state each left with."""
-        parts = [(row, tokens) for row in rows for tokens in row.skipping(segment)]
-        if not parts:
-            return
-        taken = [
-            states
-            for row, (first, stop) in parts
-            for token in range(first, stop)
-            for states in row.take(row.left_at[token], (token, token + 1))
-        ]
-        view = self._write_only_kind(self.cache, self._kernels, [row.span(tokens) for row, tokens in parts])
-        inputs = self.adapter.layer_inputs(view.positions, view)
+        left: dict[int, list[tuple[RowCycle, int]]] = {}
+        for row in rows:
+            for first, stop in row.skipping(segment):
+                for token in range(first, stop):
+                    left.setdefault(row.left_at[token], []).append((row, token))
         layers = self.segments[segment]
-        self.adapter.project_kv(torch.cat(taken).unsqueeze(0), layers.start, layers.stop, inputs)
+        for exit_index, tokens in left.items():
+            spans = [row.span((token, token + 1)) for row, token in tokens]
+            view = self._write_only_kind(self.cache, self._kernels, spans)
+            states = self._skipped_states(exit_index, tokens)
+            self.adapter.project_kv(states, layers.start, layers.stop, self.adapter.layer_inputs(view.positions, view))
+
+    def _skipped_states(self, exit_index: int, tokens: Sequence[tuple[RowCycle, int]]) -> Callable[[int], torch.Tensor]:
+        """What each layer behind an exit would have seen of tokens that left there, [1, T, D]."""
+        at_exit = torch.cat([s for row, token in tokens for s in row.take(exit_index, (token, token + 1))])
+        if not self._skip_maps:
+            carried = at_exit.unsqueeze(0)
+            return lambda layer: carried
+        skip_map = self._skip_maps[exit_index]
+        moves = skip_map.moves(torch.cat([row.codes[token] for row, token in tokens]))
+        return lambda layer: skip_map.state(layer, at_exit, moves).unsqueeze(0)
+
+
+def _tapped(parts: Sequence[Part], tap: int) -> torch.Tensor:
+    """The states of these tokens at a tap, [T, D], whenever they ran up to it."""
+    return torch.cat([states for row, tokens in parts for states in row.take_tapped(tap, tokens)])

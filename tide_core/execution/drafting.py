@@ -1,8 +1,8 @@
-"""The draft loop of the plain path: tokens proposed by the checkpoints, one shallow pass after another.
+"""The draft loop of the plain path: tokens proposed at the exits, one shallow pass after another.
 
-In each round the newest token of every row that still drafts runs up to the first checkpoint. If the router's score
-reaches the row's threshold there, the exit's token becomes the row's next token. If not, the token runs on to the next
-checkpoint, if the artefact has one, together with all that is pending. A row whose token exits nowhere waits for the
+In each round the newest token of every row that still drafts runs up to the first exit. If the router's score reaches
+the row's threshold there, the exit's token becomes the row's next token. If not, the token runs on to the next exit at
+which the row may leave, in mode fast, together with all that is pending. A row whose token exits nowhere waits for the
 deep pass. No decision depends on another row.
 
 Prompt tokens exit too, in mode fast only (`exit_prompts`). A prompt is compute-bound, so every token that skips the
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -59,13 +58,14 @@ class Drafter:
     def draft(self, rows: Sequence[RowCycle]) -> None:
         """Let the rows draft until each has stopped or has as many drafts as its step allows."""
         while active := [row for row in rows if not row.stopped and len(row.drafts) < row.step.num_drafts]:
-            for checkpoint in range(len(self._exits.checkpoints)):
-                ran = self._depth.run(active, checkpoint, checkpoint + 1)
-                active = self._draft_at(checkpoint, active, ran)
+            for index in range(self._exits.num_exits):
+                ran = self._depth.run(active, index, index + 1)
+                staying = self._draft_at(index, active, ran)
+                active = [row for row in staying if row.step.policy.last_exit > index]
+                for row in staying:
+                    row.stopped = row.step.policy.last_exit <= index
                 if not active:
                     break
-            for row in active:
-                row.stopped = True
 
     def exit_prompts(self, rows: Sequence[RowCycle]) -> None:
         """Let prompt tokens of rows in mode fast exit at the first checkpoint, unless their log-probabilities are asked
@@ -81,43 +81,61 @@ class Drafter:
         if not prompts:
             return
         self._depth.run(prompts, 0, 1)
-        for row, scores in zip(prompts, self._score_all(prompts), strict=True):
-            for token, score in enumerate(scores[:-1]):
-                if counts(score, row.step.policy.draft_thresholds[0]):
-                    row.left_at[token] = 0
-
-    def _score_all(self, rows: Sequence[RowCycle]) -> list[list[float]]:
-        """Scores of all tokens of the rows at the first checkpoint, which they have run up to."""
-        parts = [(row, (0, len(row.tokens))) for row in rows]
+        parts = [(row, (0, len(row.tokens))) for row in prompts]
         states = torch.cat([states for row, tokens in parts for states in row.take(0, tokens)])
-        every = self._exits.propose(0, parts, self._depth.view(parts), states, each=True).scores
-        ends = list(accumulate(len(row.tokens) for row in rows))
-        return [every[end - len(row.tokens) : end] for row, end in zip(rows, ends, strict=True)]
+        proposal = self._exits.propose(0, parts, self._depth.view(parts), states, each=True)
+        places = [(row, token) for row in prompts for token in range(len(row.tokens))]
+        leaving = [
+            index
+            for index, (row, token) in enumerate(places)
+            if token < len(row.tokens) - 1 and counts(proposal.scores[index], row.step.policy.draft_thresholds[0])
+        ]
+        for index in leaving:
+            row, token = places[index]
+            row.left_at[token] = 0
+        self._keep_codes(0, [places[index] for index in leaving], states[leaving], proposal.features[leaving])
 
-    def _draft_at(self, checkpoint: int, rows: list[RowCycle], ran: Ran) -> list[RowCycle]:
-        """Draft what the checkpoint proposes for rows that have run up to it; returns the rows whose token runs
-        deeper."""
-        asked = [row for row in rows if row.step.policy.draft_thresholds[checkpoint] <= 1.0]
+    def _keep_codes(
+        self, index: int, places: Sequence[tuple[RowCycle, int]], states: torch.Tensor, features: torch.Tensor
+    ) -> None:
+        """What the skip map of an exit makes of tokens that leave there, from their states and features [T, D]."""
+        if self._exits.skip_maps and places:
+            codes = self._exits.skip_maps[index].code(states, features)
+            for (row, token), code in zip(places, torch.split(codes, 1), strict=True):
+                row.codes[token] = code
+
+    def _draft_at(self, index: int, rows: list[RowCycle], ran: Ran) -> list[RowCycle]:
+        """Draft what the exit proposes for rows that have run up to it; returns the rows whose token does not leave."""
+        feeds = bool(self._exits.fast)  # the next exit, whether the row may leave here or not
+        asked = [row for row in rows if row.step.policy.asks(index, feeds=feeds)]
         if not asked:
             return rows
-        parts = [(row, (row.headed[checkpoint], len(row.tokens))) for row in asked]
-        if parts == ran.parts and ran.view is not None:
-            view, states = ran.view, ran.states
-        else:  # the head has not run yet on tokens that reached this checkpoint before
-            view = self._depth.view(parts)
-            states = torch.cat([states for row, tokens in parts for states in row.take(checkpoint, tokens)])
-        staying = self._draft_from(checkpoint, asked, self._exits.propose(checkpoint, parts, view, states))
+        if index >= len(self._exits.checkpoints):
+            newest = [row.take(index, (len(row.tokens) - 1, len(row.tokens)))[0] for row in asked]
+            before = [row.features for row in asked if row.features is not None]
+            proposal = self._exits.refine(index, torch.cat(newest), torch.cat(before))
+        else:
+            parts = [(row, (row.headed[index], len(row.tokens))) for row in asked]
+            if parts == ran.parts and ran.view is not None:
+                view, states = ran.view, ran.states
+            else:  # the head has not run yet on tokens that reached this checkpoint before
+                view = self._depth.view(parts)
+                states = torch.cat([states for row, tokens in parts for states in row.take(index, tokens)])
+            proposal = self._exits.propose(index, parts, view, states)
+        staying = self._draft_from(index, asked, proposal)
         gone = {id(row) for row in asked} - {id(row) for row in staying}
         return [row for row in rows if id(row) not in gone]
 
-    def _draft_from(self, checkpoint: int, asked: Sequence[RowCycle], proposal: Proposal) -> list[RowCycle]:
+    def _draft_from(self, exit_index: int, asked: Sequence[RowCycle], proposal: Proposal) -> list[RowCycle]:
         """Draft what is proposed where the score allows it; returns the rows that do not draft."""
         scores, best_ids = proposal.scores, proposal.best_ids
         leaving: list[int] = []
         for index, row in enumerate(asked):
-            row.headed[checkpoint] = len(row.tokens)
+            row.headed[exit_index] = len(row.tokens)
             row.last_score = scores[index]
-            if counts(scores[index], row.step.policy.draft_thresholds[checkpoint]):
+            if row.step.policy.last_exit > exit_index:
+                row.features = proposal.features[index : index + 1]
+            if counts(scores[index], row.step.policy.draft_thresholds[exit_index]):
                 leaving.append(index)
             elif not math.isfinite(scores[index]):
                 row.non_finite += 1
@@ -125,8 +143,13 @@ class Drafter:
         gone = set()
         for index, choice in zip(leaving, choices, strict=True):
             if choice is not None:
-                self._take(asked[index], checkpoint, scores[index], choice)
+                self._take(asked[index], exit_index, scores[index], choice)
                 gone.add(index)
+        skipping = [index for index in sorted(gone) if asked[index].step.policy.skips_layers]
+        if skipping and self._exits.skip_maps:
+            places = [(asked[index], len(asked[index].tokens) - 2) for index in skipping]
+            at_exit = torch.cat([s for row, token in places for s in row.take(exit_index, (token, token + 1))])
+            self._keep_codes(exit_index, places, at_exit, proposal.features[skipping])
         return [row for index, row in enumerate(asked) if index not in gone]
 
     def _choose(

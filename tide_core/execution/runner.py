@@ -49,7 +49,8 @@ class ModelRunner:
         self.segments = segments
         self.exits = exits
         self.cycles, self.prompts = cycles, prompts
-        self._depth = DepthLoop(adapter, cache, kernels, segments, () if exits is None else exits.taps)
+        taps, skip_maps = ((), ()) if exits is None else (exits.taps, exits.skip_maps)
+        self._depth = DepthLoop(adapter, cache, kernels, segments, taps, skip_maps)
         self._prompt_exits = prompt_exits
         self._verifier = Verifier([segment.stop for segment in segments[:-1]], adapter.num_layers)
         self._drafter = None

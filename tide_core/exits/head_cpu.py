@@ -68,11 +68,13 @@ class HeadProgram:
 
     def propose(
         self, view: PagedView, states: Tensor, sources: DeepSources | None, *, each: bool
-    ) -> tuple[Tensor, list[float], list[int]]:
-        """Logits [C, S], scores [C] and best indices [C] of the last token of each row of the view, or of each."""
-        logits = torch.empty(len(states) if each else len(view._index.context_lens), self._shortlist_size)
-        scores, best = self._run(self._propose, (states.contiguous(), logits), view, sources, each=each)
-        return logits, scores, best
+    ) -> tuple[Tensor, list[float], list[int], Tensor]:
+        """Logits [C, S], scores [C], best indices [C] and features [C, D] of the last token of each row of the view, or
+        of each."""
+        num = len(states) if each else len(view._index.context_lens)
+        logits, features = torch.empty(num, self._shortlist_size), torch.empty(num, states.shape[1])
+        scores, best = self._run(self._propose, (states.contiguous(), logits, features), view, sources, each=each)
+        return logits, scores, best, features
 
     def write_kv(self, view: PagedView, states: Tensor, sources: DeepSources | None) -> None:
         """K and V of the head for the view's tokens, into its pools."""
@@ -104,9 +106,9 @@ class HeadProgram:
         program = _new_program()
         states = program.external(head.spec.width)
         logits = program.external(self._shortlist_size, chosen=True)
-        features = self._widened(
-            program, head, states, self._refined(program, head, self._embedded(program, head, states))
-        )
+        features = program.external(head.spec.width, chosen=True)
+        refined = self._refined(program, head, self._embedded(program, head, states))
+        self._widen(program, head, states, refined, to=features)
         normed = _norm(program, norm, features)
         program.linear(normed, narrow_head.linear.weight, narrow_head.linear.bias, to=logits)
         seen = program.buffer(features.width + CONFIDENCE_SIZE, chosen=True)
@@ -155,13 +157,13 @@ class HeadProgram:
         normed = _norm(program, block.mlp_norm, states)
         return program.add(states, _mlp(program, self._block_gate_up, block.mlp.down_proj, normed))
 
-    def _widened(self, program: Program, head: ExitHead, states: Columns, refined: Columns) -> Columns:
+    def _widen(self, program: Program, head: ExitHead, states: Columns, refined: Columns, to: Columns) -> None:
         """`ExitHead.widen`, of the chosen tokens alone."""
-        chosen = program.select(refined)
         if not head.spec.narrow:
-            return chosen
+            program.select(refined, to)
+            return
         skipped = _norm(program, head.skip_norm, program.select(states))
-        return program.add(skipped, program.linear(chosen, head.up.weight))
+        program.add(skipped, program.linear(program.select(refined), head.up.weight), to)
 
     def _write(self, program: Program, head: ExitHead, projected: Columns) -> None:
         """Rotate what stands before the values, then write K and V, the last columns."""

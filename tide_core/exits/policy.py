@@ -1,14 +1,16 @@
-"""From the contract a request names to thresholds at the checkpoint layers of the artefact. No torch here.
+"""From the contract a request names to thresholds at the exits of the artefact. No torch here.
 
-A request in mode fast leaves at one checkpoint only, the first it may: tokens that skip layers from different ones
-would leave holes in the memory of the deeper heads. Modes verified and bounded need no checkpoint where there are
-suffix drafts. A sampled request has no choice of full depth to differ from: for bounded it is served as verified.
+Modes verified and bounded draft from the checkpoints, and need none where there are suffix drafts. A sampled request
+has no choice of full depth to differ from: for bounded it is served as verified. A request in mode fast leaves at the
+fast exits, at the thresholds of a certified contract or at one of its own. Artefacts without fast exits have one
+uncertified threshold instead, and a request leaves at one checkpoint only, the first it may: heads of deeper ones would
+have holes in their memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tide_core.errors import RequestError
@@ -24,12 +26,23 @@ class CheckpointPolicy:
     fast_threshold: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class FastPolicy:
+    """What calibration found for mode fast."""
+
+    layers: tuple[int, ...]
+    """Of its exits."""
+    contracts: Mapping[float, tuple[float, ...]]
+    """Thresholds at the exits by the certified epsilon."""
+
+
 def resolve_policy(
     params: SamplingParams,
     checkpoints: Sequence[CheckpointPolicy],
     num_layers: int,
     *,
     suffix_drafts: bool = False,
+    fast: FastPolicy | None = None,
 ) -> ExitPolicy:
     """The policy of one request; refused by name if this engine cannot keep it."""
     if params.min_layers > num_layers:
@@ -39,6 +52,10 @@ def resolve_policy(
         return NO_EXITS
     if not checkpoints and (mode == "fast" or not suffix_drafts):
         raise RequestError("mode", mode, "full: the engine has no artefact with exits")
+    if mode == "fast" and fast is not None:
+        return ExitPolicy(mode, _fast_thresholds(params, fast))
+    if mode == "fast" and params.epsilon is not None:
+        raise RequestError("epsilon", params.epsilon, "none: the artefact has no certified contract for mode fast")
     if mode == "bounded" and not params.is_greedy:
         mode = "verified"
     budget = Budget(params.epsilon or DEFAULT_EPSILON, params.margin or DEFAULT_MARGIN) if mode == "bounded" else None
@@ -48,6 +65,25 @@ def resolve_policy(
         used_up = mode == "fast" and any(each <= 1.0 for each in drafts)
         drafts.append(math.inf if checkpoint.layer < params.min_layers or threshold > 1.0 or used_up else threshold)
     return ExitPolicy(mode, tuple(drafts), budget)
+
+
+def _fast_thresholds(params: SamplingParams, fast: FastPolicy) -> tuple[float, ...]:
+    """Least score to leave at each exit."""
+    if params.threshold is not None:
+        if params.epsilon is not None:
+            raise RequestError("threshold", params.threshold, "none beside epsilon, which names a certified contract")
+        thresholds: tuple[float, ...] = (params.threshold,) * len(fast.layers)
+    else:
+        fitting = [each for each in fast.contracts if params.epsilon is None or each <= params.epsilon]
+        if not fitting:
+            certified = ", ".join(f"{each:g}" for each in sorted(fast.contracts)) or "none"
+            expected = f"at least the smallest one that is certified ({certified}), or a threshold"
+            raise RequestError("epsilon", params.epsilon, expected)
+        thresholds = fast.contracts[max(fitting)]
+    return tuple(
+        math.inf if layer < params.min_layers or threshold > 1.0 else threshold
+        for layer, threshold in zip(fast.layers, thresholds, strict=True)
+    )
 
 
 def _threshold(mode: str, asked: float | None, checkpoint: CheckpointPolicy) -> float:

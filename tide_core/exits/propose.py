@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tide_core.exits.artefact.fast import SkipMap, refine
 from tide_core.exits.artefact.heads import ExitHead
 from tide_core.exits.artefact.router import Router, confidence_of
 from tide_core.exits.head_cpu import DeepSources, HeadProgram, unsupported_reason
@@ -41,6 +42,14 @@ class BoundCheckpoint:
     router: Router
     kv_layer: int
     """The pool layer of the head's K and V; -1 for a head without attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundFastExit:
+    """An exit of mode fast behind the checkpoint, cast and placed like the model."""
+
+    head: ExitHead
+    router: Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,8 @@ class Proposal:
     """[T]; one that is not finite must not be used."""
     best_ids: list[int]
     """[T], the token with the largest logit."""
+    features: torch.Tensor
+    """[T, D], of the exit's head."""
 
 
 class Exits:
@@ -96,11 +107,16 @@ class Exits:
         shortlist: torch.Tensor,
         narrow_head: NarrowHead,
         kernels: Kernels | None = None,
+        *,
+        fast: Sequence[BoundFastExit] = (),
+        skip_maps: Sequence[SkipMap] = (),
     ) -> None:
+        """`fast`: the exits of mode fast behind the only checkpoint; `skip_maps`: of all exits, or none."""
         self.checkpoints = tuple(checkpoints)
+        self.fast, self.skip_maps = tuple(fast), tuple(skip_maps)
         self.shortlist = shortlist.to(cache.device)
         self.vocab_size = adapter.vocab_size
-        self.last_segment = len(self.checkpoints)
+        self.num_exits = self.last_segment = len(self.checkpoints) + len(self.fast)
         self._adapter = adapter
         self._cache = cache
         self._narrow_head = narrow_head
@@ -129,8 +145,8 @@ class Exits:
         """What follows the last token (or each) of each part, from states [T, D] of all."""
         sources = self.deep_sources(parts, drafting=True)
         if self._programs:
-            logits, scores, best = self._programs[index].propose(view, states, sources, each=each)
-            return Proposal(logits, scores, [self._ids[i] for i in best])
+            logits, scores, best, features = self._programs[index].propose(view, states, sources, each=each)
+            return Proposal(logits, scores, [self._ids[i] for i in best], features)
         features = self._features(index, view, states, *self._deep_slots(index, sources))
         if len(states) != len(parts) and not each:
             ends = np.cumsum([stop - first for _, (first, stop) in parts]) - 1
@@ -141,9 +157,23 @@ class Exits:
         else:
             logits = self._narrow_logits(features)
             score, top = self._scorers[index](features, logits)
+        return self._proposal(logits, score, top, features)
+
+    def refine(self, index: int, states: torch.Tensor, before: torch.Tensor) -> Proposal:
+        """What follows each token at an exit behind the checkpoint, from its states there and the features of the exit
+        before, [T, D] each."""
+        exit_ = self.fast[index - len(self.checkpoints)]
+        features = refine(exit_.head, states, before)
+        logits = self._narrow_head(self._adapter.norm(features))
+        score = exit_.router.score(features, confidence_of(logits))
+        return self._proposal(logits, score, logits.argmax(-1), features)
+
+    def _proposal(
+        self, logits: torch.Tensor, score: torch.Tensor, top: torch.Tensor, features: torch.Tensor
+    ) -> Proposal:
         # One read of the device; float64 holds ids exactly.
         scores, best_ids = torch.stack((score.double(), self.shortlist[top].double())).tolist()
-        return Proposal(logits, scores, [int(i) for i in best_ids])
+        return Proposal(logits, scores, [int(i) for i in best_ids], features)
 
     def draft(
         self, view: KernelView, states: torch.Tensor, deep_slots: torch.Tensor, distances: torch.Tensor

@@ -50,7 +50,13 @@ class RowCycle:
     last_score: float | None = None
     """Of the token that no draft follows, where a router scored it."""
     left_at: dict[int, int] = field(default_factory=dict)
-    """Tokens that skip all segments after a checkpoint, by its index."""
+    """Tokens that skip all segments after an exit, by its index."""
+    codes: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of these tokens, [1, r] each: what the skip map of their exit makes of them; none where there is no skip map."""
+    features: torch.Tensor | None = None
+    """Of the newest token at the last exit it was asked at, [1, D]; in mode fast, where the next exit needs them."""
+    tapped: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    """States at the taps as in `pieces`, by tap; only in steps with rows in mode fast."""
     audited: set[int] = field(default_factory=set)
     """Tokens that left and still run deep, for the audit."""
     headed: list[int] = field(default_factory=list)
@@ -104,13 +110,11 @@ class RowCycle:
 
     def take(self, segment: int, tokens: Range) -> list[torch.Tensor]:
         """The states of these tokens after a segment, in order, as views."""
-        first, stop = tokens
-        taken = []
-        for begin, states in self.pieces[segment]:
-            low, high = max(first, begin), min(stop, begin + len(states))
-            if low < high:
-                taken.append(states[low - begin : high - begin])
-        return taken
+        return _taken(self.pieces[segment], tokens)
+
+    def take_tapped(self, tap: int, tokens: Range) -> list[torch.Tensor]:
+        """The states of these tokens at a tap, in order, as views."""
+        return _taken(self.tapped[tap], tokens)
 
     def sampling_row(self, token: int, *, stream: int = 0, distance: int = 0) -> SamplingRow:
         """The sampler's input to choose the token after token t of the step; `distance`: of a draft."""
@@ -144,6 +148,16 @@ class RowCycle:
         blocks = np.asarray(self.step.table.block_ids, dtype=np.int64)
         slots: np.ndarray = blocks[positions // block_size] * block_size + positions % block_size
         return slots
+
+
+def _taken(pieces: list[tuple[int, torch.Tensor]], tokens: Range) -> list[torch.Tensor]:
+    first, stop = tokens
+    taken = []
+    for begin, states in pieces:
+        low, high = max(first, begin), min(stop, begin + len(states))
+        if low < high:
+            taken.append(states[low - begin : high - begin])
+    return taken
 
 
 Part = tuple[RowCycle, Range]

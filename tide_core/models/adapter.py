@@ -227,13 +227,13 @@ class ModelAdapter:
                 tapped[index + 1] = states[0]
         return states
 
-    def project_kv(self, states: torch.Tensor, start: int, stop: int, inputs: LayerInputs) -> None:
-        """Writes what layers `start` up to `stop` would cache for these states, [1, T, D], and runs no more of them.
+    def project_kv(self, states: Callable[[int], torch.Tensor], start: int, stop: int, inputs: LayerInputs) -> None:
+        """Writes what layers `start` up to `stop` would cache for `states(layer)`, [1, T, D], and runs no more of them.
 
         `inputs` must be made with a view that ends the layer once K and V are written."""
         for index in range(start, stop):
             try:
-                self._run_layer(index, states, inputs)
+                self._run_layer(index, states(index), inputs)
             except KVWritten:
                 continue
             raise ModelError(f"layer {index}", type(self.layers[index]).__name__, "a layer that caches K and V")

@@ -25,7 +25,6 @@ from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.artefact.match import check_identity
-from tide_core.exits.policy import resolve_policy
 from tide_core.models.identity import identify
 from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
 from tide_core.models.resolver import ResolvedModel, resolve
@@ -120,7 +119,7 @@ class TIDE:
     def _check_policy(self, parts: Parts) -> None:
         """Refuse settings that this artefact does not support, before the first request."""
         params = SamplingParams(**self.config.request_settings())
-        policy = resolve_policy(params, parts.checkpoints, parts.runner.adapter.num_layers)
+        policy = parts.policy(params)
         layers = [checkpoint.layer for checkpoint in parts.checkpoints]
         if policy.mode != "full" and params.min_layers > max(layers):
             shown = ", ".join(map(str, layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
 from tide_core.exits.artefact.artefact import Checkpoint, DataSummary, FastPoint, Manifest, save_artefact
+from tide_core.exits.artefact.fast import FastContract, FastExits, FastModules, fast_exit
 from tide_core.exits.artefact.heads import ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.identity import ModelIdentity
@@ -77,22 +79,39 @@ def make_artefact(
     seed: int = 0,
     reports: Mapping[str, bytes] | None = None,
     heads: Sequence[ExitHead] | None = None,
+    fast_layers: tuple[int, ...] = (),
+    fast_contracts: tuple[FastContract, ...] = (),
+    shake: float = 0.1,
     **settings: Any,
 ) -> Path:
     """Write an artefact for a loaded model or for the tiny model of a family; its folder.
 
-    `layers` for several checkpoints, `sizes` of `make_spec`. `settings` are those of `make_manifest`, such as
-    draft_threshold or fast."""
+    `layers` for several checkpoints, `sizes` of `make_spec`. With `fast_layers` there are fast exits, whose weights are
+    moved from their start by `shake`. `settings` are those of `make_manifest`, such as draft_threshold."""
     model = tiny_model(model) if isinstance(model, str) else model
     identity = identify(model, tiny_tokenizer(), None)
     where = tuple(layers) or (layer,)
     spec = make_spec(kind, identity.width, deep=deep, taps=taps, **dict(sizes))
     heads = heads or [make_head(spec, seed=seed + at) for at in where]
     routers = [make_router(identity.width, settings.get("router_bottleneck", 16), seed=seed + at) for at in where]
-    manifest = make_manifest(identity, dict(zip(where, (head.spec for head in heads), strict=True)), **settings)
+    fast, modules = None, None
+    if fast_layers:
+        fast = make_fast(identity.width, fast_layers, fast_contracts)
+        modules = FastModules.untrained(fast, where[0], identity.num_layers, identity.width)
+        for at, module in enumerate(modules.named(fast, where[0]).values()):
+            _shake(module, seed + at, 0.3 if isinstance(module, Router) else shake)
+        settings = {"fast": None, **settings}
+    specs = dict(zip(where, (head.spec for head in heads), strict=True))
+    manifest = replace(make_manifest(identity, specs, **settings), fast=fast)
     shortlist = make_shortlist(manifest.shortlist_size, identity.vocab_size)
-    save_artefact(folder, manifest, heads, routers, shortlist, reports)
+    save_artefact(folder, manifest, heads, routers, shortlist, reports, modules)
     return folder
+
+
+def make_fast(width: int, layers: Sequence[int], contracts: tuple[FastContract, ...] = ()) -> FastExits:
+    """Fast exits at these layers, with skip maps of rank 4."""
+    exits = tuple(fast_exit(layer, width, hidden=16, bottleneck=8, eps=1e-5) for layer in layers)
+    return FastExits(exits, rank=4, contracts=contracts)
 
 
 def _shake(module: torch.nn.Module, seed: int, scale: float) -> None:
@@ -101,7 +120,7 @@ def _shake(module: torch.nn.Module, seed: int, scale: float) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             start = torch.zeros_like(parameter)
-            if "norm" in name:
+            if "norm" in name or name == "gain":
                 start += 1.0
             elif name in ("mix.weight", "fuse.weight"):
                 torch.nn.init.eye_(start)

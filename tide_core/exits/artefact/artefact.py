@@ -2,6 +2,7 @@
 
     manifest.json        what it is, for which model, thresholds, and the SHA-256 of every other file
     heads.safetensors    checkpoint.<layer>.head.<name> and checkpoint.<layer>.router.<name> in float16,
+                         fast.<layer>.head.<name>, fast.<layer>.router.<name> and fast.<layer>.skip.<name> as well,
                          shortlist in int32
     report.md, *.png     for people; listed and checked like the rest, but no part of the digest
 
@@ -21,11 +22,12 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tide_core.errors import ArtefactError
 from tide_core.exits.artefact import folder as files
 from tide_core.exits.artefact import strict_json
+from tide_core.exits.artefact.fast import FastModules
 from tide_core.exits.artefact.heads import ExitHead
 from tide_core.exits.artefact.manifest import (
     FORMAT,
@@ -76,19 +78,22 @@ class Artefact:
     digest: str
     """SHA-256 over all that manifest.json says but of reports: it stands for everything that is served."""
     path: Path
+    fast: FastModules | None = None
+    """Of the manifest's fast exits."""
 
 
 def load_artefact(folder: str | Path, identity: ModelIdentity | None) -> Artefact:
     """Read and check the artefact in `folder`; with the identity of a model, also that it was made for that model."""
     path = Path(folder)
-    manifest, heads, digest = _read(path, identity)
+    manifest, raw, digest = _read(path, identity)
     try:
-        tensors = safetensors.torch.load(heads)
+        tensors = safetensors.torch.load(raw)
     except Exception as error:  # of several kinds, by what is wrong in the bytes
         raise ArtefactError(f"file {HEADS_FILE}", f"{type(error).__name__}: {error}", "safetensors") from error
     shortlist = _take_shortlist(tensors, manifest)
-    modules = _build(manifest.checkpoints, tensors)
-    return Artefact(manifest, [m[0] for m in modules], [m[1] for m in modules], shortlist, digest, path.absolute())
+    modules, fast = _build(manifest, tensors)
+    heads, routers = [pair[0] for pair in modules], [pair[1] for pair in modules]
+    return Artefact(manifest, heads, routers, shortlist, digest, path.absolute(), fast)
 
 
 def save_artefact(
@@ -98,13 +103,14 @@ def save_artefact(
     routers: Sequence[Router],
     shortlist: Tensor,
     reports: Mapping[str, bytes] | None = None,
+    fast: FastModules | None = None,
 ) -> str:
     """Write an artefact and return its digest. It appears under its name as a whole, in place of one that was there.
 
     The `files` of the manifest are filled in. What was written is loaded once before it gets its name."""
     path = Path(folder).absolute().resolve()
     _check_replaceable(path)
-    tensors = _tensors(manifest, heads, routers)
+    tensors = _tensors(manifest, heads, routers, fast)
     tensors[SHORTLIST] = shortlist.detach().to("cpu", torch.int32).contiguous()
     return _write(path, manifest, safetensors.torch.save(tensors), reports or {})
 
@@ -214,14 +220,17 @@ def _take_shortlist(tensors: dict[str, Tensor], manifest: Manifest) -> Tensor:
     return ids.long()
 
 
-def _build(checkpoints: Sequence[Checkpoint], tensors: Mapping[str, Tensor]) -> list[tuple[ExitHead, Router]]:
+def _build(
+    manifest: Manifest, tensors: Mapping[str, Tensor]
+) -> tuple[list[tuple[ExitHead, Router]], FastModules | None]:
     """Modules that hold the tensors, in float32. All are checked before the first is used."""
     with torch.device("meta"):
-        modules = [(ExitHead(c.head), Router(c.head.width, c.router_bottleneck)) for c in checkpoints]
+        pairs = [(ExitHead(c.head), Router(c.head.width, c.router_bottleneck)) for c in manifest.checkpoints]
+        fast = _untrained_fast(manifest)
+    named = _named(manifest, [pair[0] for pair in pairs], [pair[1] for pair in pairs], fast)
     wanted = {
-        f"checkpoint.{checkpoint.layer}.{part}.{name}": value.shape
-        for checkpoint, pair in zip(checkpoints, modules, strict=True)
-        for part, module in zip(("head", "router"), pair, strict=True)
+        f"{prefix}.{name}": value.shape
+        for prefix, module in named.items()
         for name, value in module.state_dict().items()
     }
     for name in sorted(set(wanted) ^ set(tensors)):
@@ -231,13 +240,31 @@ def _build(checkpoints: Sequence[Checkpoint], tensors: Mapping[str, Tensor]) -> 
         _check_tensor(name, tensors[name], torch.float16, tuple(shape))
         if not bool(tensors[name].isfinite().all()):
             raise ArtefactError(f"tensor {name}", "NaN or infinity", "finite weights")
-    for checkpoint, pair in zip(checkpoints, modules, strict=True):
-        for part, module in zip(("head", "router"), pair, strict=True):
-            prefix = f"checkpoint.{checkpoint.layer}.{part}."
-            state = {name: tensors[prefix + name].float() for name in module.state_dict()}
-            module.load_state_dict(state, assign=True)
-            module.requires_grad_(False).eval()
-    return modules
+    for prefix, module in named.items():
+        state = {name: tensors[f"{prefix}.{name}"].float() for name in module.state_dict()}
+        module.load_state_dict(state, assign=True)
+        module.requires_grad_(False).eval()
+    return pairs, fast
+
+
+def _untrained_fast(manifest: Manifest) -> FastModules | None:
+    if manifest.fast is None:
+        return None
+    model = manifest.model
+    return FastModules.untrained(manifest.fast, manifest.checkpoints[0].layer, model.num_layers, model.width)
+
+
+def _named(
+    manifest: Manifest, heads: Sequence[ExitHead], routers: Sequence[Router], fast: FastModules | None
+) -> dict[str, nn.Module]:
+    """All modules by the first part of the names of their tensors."""
+    named: dict[str, nn.Module] = {}
+    for checkpoint, head, router in zip(manifest.checkpoints, heads, routers, strict=True):
+        prefix = f"checkpoint.{checkpoint.layer}"
+        named |= {f"{prefix}.head": head, f"{prefix}.router": router}
+    if manifest.fast is not None and fast is not None:
+        named |= fast.named(manifest.fast, manifest.checkpoints[0].layer)
+    return named
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -250,22 +277,25 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensors(manifest: Manifest, heads: Sequence[ExitHead], routers: Sequence[Router]) -> dict[str, Tensor]:
+def _tensors(
+    manifest: Manifest, heads: Sequence[ExitHead], routers: Sequence[Router], fast: FastModules | None
+) -> dict[str, Tensor]:
     """All weights as they are stored."""
     counts = len(heads), len(routers)
     if counts != (len(manifest.checkpoints),) * 2:
         raise ArtefactError("heads, routers", counts, f"{len(manifest.checkpoints)} of each, one per checkpoint")
-    tensors = {}
-    for checkpoint, head, router in zip(manifest.checkpoints, heads, routers, strict=True):
+    if (manifest.fast is None) != (fast is None):
+        raise ArtefactError("fast", "modules" if fast else "no modules", "modules exactly where the manifest has exits")
+    for checkpoint, head in zip(manifest.checkpoints, heads, strict=True):
         if head.spec != checkpoint.head:
             raise ArtefactError(f"head at layer {checkpoint.layer}", head.spec, f"the spec {checkpoint.head}")
-        for part, module in (("head", head), ("router", router)):
-            for name, value in module.state_dict().items():
-                stored = value.detach().to("cpu", torch.float16).contiguous()
-                if not bool(stored.isfinite().all()):
-                    expected = "finite weights within the range of float16"
-                    raise ArtefactError(f"tensor checkpoint.{checkpoint.layer}.{part}.{name}", "others", expected)
-                tensors[f"checkpoint.{checkpoint.layer}.{part}.{name}"] = stored
+    tensors = {}
+    for prefix, module in _named(manifest, heads, routers, fast).items():
+        for name, value in module.state_dict().items():
+            stored = value.detach().to("cpu", torch.float16).contiguous()
+            if not bool(stored.isfinite().all()):
+                raise ArtefactError(f"tensor {prefix}.{name}", "others", "finite weights within the range of float16")
+            tensors[f"{prefix}.{name}"] = stored
     return tensors
 
 

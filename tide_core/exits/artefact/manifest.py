@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 from tide_core import __version__
 from tide_core.errors import ArtefactError
+from tide_core.exits.artefact.fast import FastExits
 from tide_core.exits.artefact.heads import HeadSpec
+from tide_core.exits.artefact.strict_json import OPTIONAL
 from tide_core.identity import ModelIdentity
 
 FORMAT = "tide-artefact"
@@ -31,7 +33,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class FastPoint:
-    """The threshold of the mode `fast`, with what was estimated for it on teacher-forced text."""
+    """A threshold for mode `fast` with one exit, as artefacts without `FastExits` have it: estimated on teacher-forced
+    text, certified by nothing."""
 
     threshold: float
     disagreement: float
@@ -114,6 +117,8 @@ class Manifest:
     shortlist_coverage: float
     """Share of the model's own tokens that are in the shortlist."""
     data: DataSummary
+    fast: FastExits | None = field(default=None, metadata=OPTIONAL)
+    """The exits of mode `fast`; None in artefacts made before there were any."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Every file but the manifest; filled in by saving."""
 
@@ -128,6 +133,10 @@ class Manifest:
         _integer("shortlist_size", self.shortlist_size, 2, self.model.vocab_size)
         _number("shortlist_coverage", self.shortlist_coverage, 0, 1)
         self._check_checkpoints()
+        if self.fast is not None:
+            self.fast.check(self.checkpoints[-1].layer, self.model.num_layers, self.model.width)
+            if len(self.checkpoints) > 1:
+                raise ArtefactError("fast", "fast exits", "one checkpoint: the exits of mode fast stand behind it")
         for name in self.files:
             if not _FILE_NAME.fullmatch(name) or name == MANIFEST_FILE:
                 raise ArtefactError("files", name, f"plain names of files, other than {MANIFEST_FILE}")
