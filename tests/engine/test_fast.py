@@ -15,7 +15,8 @@ from tests.factories import random_prompts
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import RequestError
-from tide_core.exits.artefact.fast import FastContract, refine
+from tide_core.exits.artefact.contract import FastContract
+from tide_core.exits.artefact.fast import refine
 from tide_core.exits.artefact.router import confidence_of
 from tide_core.request import Audit, SamplingParams
 

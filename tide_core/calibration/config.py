@@ -111,6 +111,24 @@ class CalibrationConfig:
     max_drafts: int = 5
     """Maximum number of drafts in a row for which heads are trained and measured."""
 
+    # fast
+    fast_layers: tuple[int, ...] | None = None
+    """Exit layers of mode fast behind the draft head's; None: those at one third and two thirds of the depth."""
+    fast_hidden: int | None = None
+    """Width of the SwiGLU of these exits' heads; None: the model's feed-forward width."""
+    fast_rank: int = 64
+    """Rank of the skip maps, which predict the states of skipped layers."""
+    fast_steps: int | None = None
+    """Training steps of the fast exits, 0 for no fast exits; None: a quarter of `steps`."""
+    fast_epsilons: tuple[float, ...] = (0.05, 0.1)
+    """Shares of tokens that may differ from full depth, for each of which a contract is certified if one can be."""
+    fast_delta: float = 0.05
+    """Probability that any of these certificates is wrong."""
+    fast_answers: int = 256
+    """Maximum number of answers on which a contract is certified."""
+    fast_tokens: int = 128
+    """Maximum tokens of these answers: a contract says nothing of longer ones."""
+
     # measure
     measure_batches: tuple[int, ...] = (1, 8, 32)
     """Batch sizes at which the published exits are timed against full depth; none: no timing."""
@@ -136,7 +154,9 @@ class CalibrationConfig:
 
     def _check_tuples(self) -> None:
         layers, heads, batches = self.checkpoints, self.heads, self.measure_batches
-        for name, counts in (("checkpoints", layers), ("taps", () if self.taps is None else self.taps)):
+        rising = {"taps": self.taps, "fast_layers": self.fast_layers}
+        listed = {"checkpoints": layers, **{name: each for name, each in rising.items() if each is not None}}
+        for name, counts in listed.items():
             whole = isinstance(counts, tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in counts)
             if not whole or any(i < 1 for i in counts) or list(counts) != sorted(set(counts)):
                 raise ConfigError(name, counts, "rising layer counts of at least 1, each below the model's")
@@ -148,6 +168,11 @@ class CalibrationConfig:
             raise ConfigError("measure_batches", batches, "different batch sizes, or none")
         for batch in batches:
             _integer("measure_batches", batch, 1, 1024)
+        epsilons = self.fast_epsilons
+        if not isinstance(epsilons, tuple) or list(epsilons) != sorted(set(epsilons)):
+            raise ConfigError("fast_epsilons", epsilons, "rising shares, none twice, or none")
+        for epsilon in epsilons:
+            _number("fast_epsilons", epsilon, 0.001, 0.5)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CalibrationConfig:
@@ -168,6 +193,11 @@ class CalibrationConfig:
         """SHA-256 of the settings as canonical JSON."""
         return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
 
+    @property
+    def num_fast_steps(self) -> int:
+        """Training steps of the fast exits."""
+        return self.steps // 4 if self.fast_steps is None else self.fast_steps
+
     def checkpoints_for(self, num_layers: int) -> tuple[int, ...]:
         """The checkpoint layers in a model of `num_layers` layers."""
         if num_layers < 2:
@@ -179,7 +209,17 @@ class CalibrationConfig:
         return self.checkpoints
 
 
-_OPTIONAL = {"generation_batch", "shortlist_size", "head_hidden", "head_inner", "head_ffn", "learning_rate", "minutes"}
+_OPTIONAL = {
+    "generation_batch",
+    "shortlist_size",
+    "head_hidden",
+    "head_inner",
+    "head_ffn",
+    "learning_rate",
+    "minutes",
+    "fast_hidden",
+    "fast_steps",
+}
 _INTEGERS = {
     "num_samples": (3, 2**24),
     "seed": (0, 2**63 - 1),
@@ -200,6 +240,11 @@ _INTEGERS = {
     "loss_positions": (1, 2**20),
     "warmup_steps": (0, 2**20),
     "max_drafts": (1, 64),
+    "fast_hidden": (1, 2**20),
+    "fast_rank": (1, 4096),
+    "fast_steps": (0, 2**24),
+    "fast_answers": (1, 2**20),
+    "fast_tokens": (1, 2**20),
 }
 _NUMBERS = {
     "calibration_share": (0.001, 0.9),
@@ -212,6 +257,7 @@ _NUMBERS = {
     "learning_rate": (1e-9, 10.0),
     "final_learning_rate": (0.0, 1.0),
     "weight_decay": (0.0, 10.0),
+    "fast_delta": (1e-6, 0.5),
     "measure_seconds": (0.001, 86400.0),
     "minutes": (0.01, 100000.0),
 }

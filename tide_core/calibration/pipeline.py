@@ -112,6 +112,8 @@ class Pipeline:
         self._stage("train", self._train)
         self._remove([stages.STATE])  # only after the ledger has the trained candidates
         self._stage("risk", self._trace)
+        if self._config.num_fast_steps:
+            self._stage("fast", self._train_fast)
         published = self._publish(publish_to, model_name)
         published, failure = self._measure(published, publish_to, timer)
         verdict = (*published.data.verdict, *failure)
@@ -244,6 +246,12 @@ class Pipeline:
             self._executor.run(stages.trace, item, self._progress)
         return [item.path for item in items], {}
 
+    # fast
+
+    def _train_fast(self) -> Outputs:
+        item = stages.FastItem(self._digests("train"), self._training_seconds())
+        return [stages.FAST], self._executor.run(stages.train_fast, item, self._progress)
+
     # publish
 
     def _publish(self, publish_to: Path, model_name: str) -> Published:
@@ -278,7 +286,8 @@ class Pipeline:
         try:
             measured = Measured.from_info(self._ledger.info("measure"), published.digest)
             if measured is None:
-                item = stages.MeasureItem(timer, self._digests("test"), stages.artefact_files(published))
+                shards = {part: self._digests(part) for part in stages.HELD_OUT}
+                item = stages.MeasureItem(timer, shards, stages.artefact_files(published))
                 measured = self._executor.run(stages.measure, item, self._progress)
                 self._ledger.finish("measure", {}, measured.to_info(published.digest), self._workers())
             else:

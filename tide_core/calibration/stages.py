@@ -5,6 +5,7 @@ can run it, and another one can repeat it if that worker dies.
     shards/<part>-<nnnnn>.safetensors   token sequences
     train/choice.json                   which candidates are trained, and why
     train/candidates.safetensors        heads and routers, rounded as the artefact stores them
+    train/fast.safetensors              exits of mode fast, likewise
     train/state/                        state of the training, until the ledger has the finished stage
     risk/<part>.msgpack                 traces of the candidates on held-out sequences
     artefact/                           what is published
@@ -31,11 +32,14 @@ from tide_core.calibration.executor import StageContext
 from tide_core.calibration.ledger import ShardEntry, WorkerTime
 from tide_core.calibration.progress import Progress
 from tide_core.calibration.report.data import Measured
-from tide_core.calibration.report.publish import Findings, Published, publish
+from tide_core.calibration.report.publish import Findings, Published, prices, publish
+from tide_core.calibration.risk.certify import Goal
+from tide_core.calibration.risk.decide import plan_candidates
 from tide_core.calibration.risk.trace import trace_candidates
 from tide_core.calibration.risk.traces import read_traces, write_traces
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec, load_candidates, save_candidates
 from tide_core.calibration.train.choice import Choice, choose
+from tide_core.calibration.train.fast import TrainedFast, fit_fast, load_fast, save_fast
 from tide_core.calibration.train.train import STATE_NAME, fit
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
@@ -44,6 +48,7 @@ from tide_core.identity import ModelIdentity
 ARTEFACT = "artefact"
 CANDIDATES = "train/candidates.safetensors"
 CHOICE = "train/choice.json"
+FAST = "train/fast.safetensors"
 SHARDS = "shards"
 SHORTLIST = "shortlist.safetensors"
 STATE = f"train/state/{STATE_NAME}"
@@ -56,7 +61,7 @@ Digests = Mapping[str, str]
 
 
 class Timer(Protocol):
-    """Times mode `verified` against mode `full` in one engine with the artefact in a folder.
+    """Times mode `verified` against mode `full` in one engine with the artefact in a folder, and certifies mode fast.
 
     Calibration does not import the engine, so the caller passes a timer: `tide_core.evaluation.speedup.time_exits`."""
 
@@ -72,8 +77,10 @@ class Timer(Protocol):
         new_tokens: int,
         limit_s: float,
         progress: Progress,
+        fast: Goal | None = None,
     ) -> Measured:
-        """May replace the model's attention and modules; nothing else uses the model afterwards."""
+        """Certifies the contracts of mode fast, too, if there is a goal. May replace the model's attention and modules;
+        nothing else uses the model afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,13 @@ class Trained:
     num_tokens: int
     steps: int
     """Done, of those of the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class FastItem:
+    shards: Digests
+    seconds: float | None = None
+    """Maximum time of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +132,8 @@ class PublishItem:
 @dataclass(frozen=True, slots=True)
 class MeasureItem:
     timer: Timer
-    shards: Digests
-    """Of the test part."""
+    shards: Mapping[str, Digests]
+    """By held-out part."""
     files: Sequence[str]
     """Of the artefact."""
 
@@ -199,6 +213,19 @@ def trace(context: StageContext, item: TraceItem, progress: Progress) -> None:
     context.files.push([item.path])
 
 
+def train_fast(context: StageContext, item: FastItem, progress: Progress) -> dict[str, float]:
+    """Stage fast: fit the exits of mode fast behind the candidate that will be published; their figures in training."""
+    context.generator.release()
+    files, draft = context.files, _chosen(context)
+    part = _part(context, "train", item.shards)
+    trained = fit_fast(
+        context.config, context.adapter, part, _shortlist(context), draft, progress=progress, seconds=item.seconds
+    )
+    save_fast(files.path(FAST), trained, draft.layer)
+    files.push([FAST])
+    return trained.losses
+
+
 def write_artefact(context: StageContext, item: PublishItem, progress: Progress) -> Published:
     """Stage publish: decide, and write the artefact into the run."""
     files = context.files
@@ -218,6 +245,7 @@ def write_artefact(context: StageContext, item: PublishItem, progress: Progress)
         workers=item.workers,
         choice=_choice(context),
         steps=item.steps,
+        fast=_fast(context),
     )
     published = publish(findings, context.adapter, files.folder / ARTEFACT)
     files.push_together(artefact_files(published))
@@ -233,12 +261,36 @@ def measure(context: StageContext, item: MeasureItem, progress: Progress) -> Mea
         context.tokenizer,
         context.identity,
         context.files.folder / ARTEFACT,
-        held_out_prompts(_part(context, "test", item.shards), NEW_TOKENS),
+        held_out_prompts(_part(context, "test", item.shards["test"]), NEW_TOKENS),
         batches=context.config.measure_batches,
         new_tokens=NEW_TOKENS,
         limit_s=context.config.measure_seconds,
         progress=progress,
+        fast=_goal(context, item.shards),
     )
+
+
+def _goal(context: StageContext, shards: Mapping[str, Digests]) -> Goal | None:
+    """What is to be certified of mode fast: on held-out prompts, people's where there are any, of every part alike."""
+    config, fast = context.config, _fast(context)
+    if fast is None or not config.fast_epsilons:
+        return None
+    parts = [_part(context, part, shards[part]) for part in ("calibration", "given") if shards[part]]
+    share = -(-config.fast_answers // len(parts))
+    chosen = [prompt for part in parts for prompt in prompts_of(part, share)]
+    selection = prompts_of(_part(context, "test", shards["test"]), max(8, config.fast_answers // 4))
+    most, room = config.fast_tokens, context.adapter.max_positions - config.fast_tokens
+    fitting = [[prompt for prompt in prompts if len(prompt) <= room] for prompts in (selection, chosen)]
+    num_exits = len(fast.record.exits) + 1
+    return Goal(config.fast_epsilons, config.fast_delta, most, fitting[0], fitting[1], num_exits)
+
+
+def prompts_of(shards: TokenShards, num: int) -> list[list[int]]:
+    """At most `num` prompts, evenly spaced in the part."""
+    total = shards.num_sequences
+    indices = sorted({index * total // min(num, total) for index in range(min(num, total))})
+    sequences = [shards.sequence(index) for index in indices]
+    return [each.tokens[: each.prompt_len].tolist() for each in sequences]
 
 
 def held_out_prompts(shards: TokenShards, new_tokens: int) -> list[list[int]]:
@@ -278,6 +330,28 @@ def _choice(context: StageContext) -> Choice | None:
     context.files.pull([CHOICE])
     path = context.files.folder / CHOICE
     return Choice.from_json(path.read_bytes()) if path.exists() else None
+
+
+def _chosen(context: StageContext) -> Candidate:
+    """The candidate that the test part selects."""
+    candidates = _candidates(context)
+    if len(candidates) == 1:
+        return candidates[0]
+    path = TraceItem("test", {}).path
+    context.files.pull([path])
+    traces = read_traces(context.files.folder / path)
+    costs = prices(_choice(context), candidates, context.adapter, len(_shortlist(context)))
+    best = plan_candidates(traces, costs, max_drafts=context.config.max_drafts)[0]
+    return next(each for each in candidates if each.name == best.name)
+
+
+def _fast(context: StageContext) -> TrainedFast | None:
+    """None in a run without fast exits."""
+    if not context.config.num_fast_steps:
+        return None
+    context.files.pull([FAST])
+    draft, adapter = _chosen(context), context.adapter
+    return load_fast(context.files.folder / FAST, draft.layer, adapter.num_layers, draft.head.spec.width)
 
 
 def _candidates(context: StageContext) -> list[Candidate]:

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 from tide_core import __version__
 from tide_core.calibration.progress import Progress
 from tide_core.calibration.report.data import Measured
+from tide_core.calibration.risk.certify import Goal
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError, EngineError
+from tide_core.evaluation.certify_fast import certify_fast
 from tide_core.evaluation.machine import device_name
 from tide_core.identity import ModelIdentity
 from tide_core.request import SamplingParams
@@ -53,14 +55,16 @@ def time_exits(
     new_tokens: int,
     limit_s: float,
     progress: Progress,
+    fast: Goal | None = None,
 ) -> Measured:
-    """Mode `verified` against mode `full` at each batch size, smallest first. The engine takes over the model."""
+    """Mode `verified` against mode `full` at each batch size, smallest first; then the contracts of mode fast are
+    certified, if there is a goal. The engine takes over the model."""
     from tide_core.engine.assemble import assemble_loaded
     from tide_core.engine.engine import Engine
     from tide_core.exits.artefact.artefact import load_artefact
 
     started = time.perf_counter()
-    config = _settings(model, prompts, max(batches), new_tokens)
+    config = _settings(model, prompts, max(batches), new_tokens, fast)
     prompts = [prompt for prompt in prompts if len(prompt) + new_tokens <= (config.max_model_len or 0)]
     run = _Run(prompts, new_tokens, deadline=started + limit_s)
     step_s = _step_seconds(model)
@@ -80,7 +84,8 @@ def time_exits(
                 continue
             speedups[rows] = run.speedup(engine, rows)
             stage.update(1, batch=rows, speedup=speedups[rows])
-    return Measured(speedups, _conditions(model, identity, run), ", ".join(left_out))
+        certified = None if fast is None else certify_fast(engine, parts, fast, progress)
+    return Measured(speedups, _conditions(model, identity, run), ", ".join(left_out), certified)
 
 
 @dataclass
@@ -135,7 +140,7 @@ class _Run:
         return [some[repeat::REPEATS] for repeat in range(REPEATS)]
 
 
-def _settings(model: Any, prompts: Prompts, rows: int, new_tokens: int) -> EngineConfig:
+def _settings(model: Any, prompts: Prompts, rows: int, new_tokens: int, fast: Goal | None) -> EngineConfig:
     """A small engine: a pool for these rows and the cached prompts of both modes."""
     from tide_core.models.adapter import ModelAdapter
 
@@ -143,15 +148,19 @@ def _settings(model: Any, prompts: Prompts, rows: int, new_tokens: int) -> Engin
     lengths = [len(prompt) for prompt in prompts if len(prompt) + new_tokens <= most]
     if not lengths:
         raise ConfigError("held-out prompts", len(prompts), f"one with at least {new_tokens} tokens left in {most}")
+    longest = 3 * max(lengths) + new_tokens
+    if fast is not None:
+        longest = max(longest, max(map(len, (*fast.prompts, *fast.selection)), default=0) + fast.max_tokens)
     return EngineConfig(
         model="calibrated",
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
-        max_model_len=min(most, 3 * max(lengths) + new_tokens),
+        max_model_len=min(most, longest),
         kv_memory_gib=KV_MEMORY_GIB,
         max_rows=rows,
         max_batch_tokens=max(512, rows),
         suffix_drafts=False,  # the speed-up of the exits alone; both modes answer the same prompts
+        audit_share=0.0,  # every answer of mode fast is judged here
     )
 
 

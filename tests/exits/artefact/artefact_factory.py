@@ -12,7 +12,8 @@ import torch
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
 from tide_core.exits.artefact.artefact import Checkpoint, DataSummary, FastPoint, Manifest, save_artefact
-from tide_core.exits.artefact.fast import FastContract, FastExits, FastModules, fast_exit
+from tide_core.exits.artefact.contract import FastContract
+from tide_core.exits.artefact.fast import FastExits, FastModules, fast_exit
 from tide_core.exits.artefact.heads import ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.identity import ModelIdentity

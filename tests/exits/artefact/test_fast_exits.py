@@ -12,7 +12,8 @@ import torch
 from tests.exits.artefact.artefact_factory import make_artefact, make_fast
 from tide_core.errors import ArtefactError
 from tide_core.exits.artefact.artefact import MANIFEST_FILE, load_artefact, save_artefact
-from tide_core.exits.artefact.fast import FastContract, FastExit, FastExits, SkipMap, fast_exit
+from tide_core.exits.artefact.contract import FastContract
+from tide_core.exits.artefact.fast import FastExit, FastExits, SkipMap, fast_exit
 from tide_core.exits.artefact.heads import HeadSpec
 
 CONTRACT = FastContract(0.02, 0.05, (0.9, 0.8, 0.7), 0.01, 3.0, 100, 64)

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from tide_core.calibration.ledger import WorkerTime
+from tide_core.calibration.risk.certify import Certified, Tried
 from tide_core.calibration.risk.costs import Considered
 from tide_core.calibration.risk.decide import DraftPlan, FastChoice, threshold_grid
 from tide_core.calibration.risk.traces import CandidateTraces, agreement
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.contract import FastContract
 
 FORMAT_VERSION = 1
 RELIABILITY_BINS = 10
@@ -76,18 +78,40 @@ class Measured:
     """Device, dtype, model, modes, lengths, repeats, versions."""
     left_out: str = ""
     """Which of the requested batch sizes were not timed, and why."""
+    certified: Certified | None = None
+    """Contracts of mode fast; None without fast exits."""
 
     def to_info(self, digest: str) -> dict[str, Any]:
         """The record in the ledger, with the digest of the artefact that was timed."""
         pairs = [[batch, speedup] for batch, speedup in self.speedups.items()]
-        return {"digest": digest, "speedups": pairs, "conditions": self.conditions, "left_out": self.left_out}
+        info = {"digest": digest, "speedups": pairs, "conditions": self.conditions, "left_out": self.left_out}
+        return info if self.certified is None else {**info, "certified": asdict(self.certified)}
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any] | None, digest: str) -> Measured | None:
         """The timings in the ledger if they are of this artefact."""
         if info is None or info["digest"] != digest:
             return None
-        return cls({batch: speedup for batch, speedup in info["speedups"]}, info["conditions"], info["left_out"])
+        certified = None
+        if (plain := info.get("certified")) is not None:
+            contracts = [
+                FastContract(**{**each, "thresholds": tuple(each["thresholds"])}) for each in plain["contracts"]
+            ]
+            certified = Certified(tuple(contracts), tuple(Tried(**each) for each in plain["tried"]))
+        speedups = {batch: speedup for batch, speedup in info["speedups"]}
+        return cls(speedups, info["conditions"], info["left_out"], certified)
+
+
+@dataclass(frozen=True, slots=True)
+class FastFigures:
+    """Of the exits of mode fast."""
+
+    layers: tuple[int, ...]
+    """The draft head's first."""
+    agreement: tuple[float | None, ...]
+    """In training, with full depth; None for the draft head."""
+    map_error: tuple[float, ...]
+    """Of the skip map in training: mean square distance between unit states, over the layers behind the exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +147,7 @@ class ReportData:
     """Empty for a local run."""
     notes: tuple[str, ...] = field(default=())
     """Sentences after the verdict."""
+    fast_exits: FastFigures | None = None
     considered: tuple[Considered, ...] = ()
     """Heads that were priced before training; empty where the settings left nothing to choose."""
 

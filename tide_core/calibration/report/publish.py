@@ -15,6 +15,7 @@ from tide_core.calibration.collect.shards import PARTS, TokenShards
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.ledger import WorkerTime
 from tide_core.calibration.report.data import (
+    FastFigures,
     Measured,
     PartSize,
     ReportData,
@@ -27,6 +28,7 @@ from tide_core.calibration.risk.decide import Decision, decide, traces_of
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.calibration.train.candidates import Candidate
 from tide_core.calibration.train.choice import Choice
+from tide_core.calibration.train.fast import TrainedFast
 from tide_core.exits.artefact.artefact import (
     HEADS_FILE,
     MANIFEST_FILE,
@@ -72,6 +74,7 @@ class Findings:
     """How the candidates were chosen."""
     steps: int | None = None
     """Of training, if the time for it was over before the last one."""
+    fast: TrainedFast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +90,37 @@ class Published:
 
 def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Published:
     """Decide, and write the artefact to `target` atomically."""
-    measured = findings.choice.costs if findings.choice is not None else None
-    costs: dict[str, Costs] = {
-        each.name: costs_of(each, adapter, len(findings.shortlist)) if measured is None else measured[each.name]
-        for each in findings.candidates
-    }
+    costs = prices(findings.choice, findings.candidates, adapter, len(findings.shortlist))
     on_cuda = adapter.device.type == "cuda"
     decision = decide(findings.config, findings.traces, costs, adapter.num_layers, in_cycles=on_cuda)
     chosen = next(each for each in findings.candidates if each.name == decision.best.name)
     manifest = manifest_of(findings, decision, chosen)
     data = report_of(findings, decision, manifest.tool_version)
     reports = render_report(data)
-    digest = save_artefact(target, manifest, [chosen.head], [chosen.router], findings.shortlist, reports)
+    fast = None if findings.fast is None else findings.fast.modules
+    digest = save_artefact(target, manifest, [chosen.head], [chosen.router], findings.shortlist, reports, fast)
     return Published(digest, TEXT, data, _names(reports))
 
 
+def prices(
+    choice: Choice | None, candidates: Sequence[Candidate], adapter: ModelAdapter, shortlist_size: int
+) -> dict[str, Costs]:
+    """What every candidate costs: measured where a choice measured it."""
+    measured = None if choice is None else choice.costs
+    return {
+        each.name: costs_of(each, adapter, shortlist_size) if measured is None else measured[each.name]
+        for each in candidates
+    }
+
+
 def publish_measured(published: Published, measured: Measured, target: Path) -> Published:
-    """Replace the report at `target` by one with timings; the exits and the digest stay the same."""
+    """Replace the report at `target` by one with timings, and add the contracts of mode fast that were certified; the
+    exits stay the same, and without contracts the digest as well."""
     data = add_measured(published.data, measured)
     reports = render_report(data)
-    digest = replace_reports(target, reports)
-    assert digest == published.digest
+    contracts = () if measured.certified is None else measured.certified.contracts
+    digest = replace_reports(target, reports, contracts)
+    assert contracts or digest == published.digest
     return Published(digest, published.report, data, _names(reports))
 
 
@@ -118,7 +131,7 @@ def _names(reports: Mapping[str, bytes]) -> tuple[str, ...]:
 def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Manifest:
     best, fast, shards = decision.best, decision.fast, findings.shards
     point = None
-    if fast is not None:
+    if fast is not None and findings.fast is None:
         point = FastPoint(fast.threshold, fast.disagreement, fast.layers_per_token, fast.num_sequences)
     checkpoint = Checkpoint(
         layer=chosen.layer,
@@ -135,6 +148,7 @@ def manifest_of(findings: Findings, decision: Decision, chosen: Candidate) -> Ma
         max_drafts=best.max_drafts,
         shortlist_size=len(findings.shortlist),
         shortlist_coverage=findings.coverage,
+        fast=None if findings.fast is None else findings.fast.record,
         data=DataSummary(
             kind=findings.data_kind,
             digest=hashlib.sha256(digests.encode()).hexdigest(),
@@ -172,13 +186,23 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         chosen=best.name,
         acceptance=decision.acceptance,
         tokens_per_deep_pass=best.counts.tokens_per_deep_pass,
-        fast=decision.fast,
+        fast=decision.fast if findings.fast is None else None,
+        fast_exits=None if findings.fast is None else _fast_figures(findings.fast, best.layer),
         predicted=decision.speedups,
         reliability=reliability(stated),
         verdict=decision.verdict,
         workers=tuple(findings.workers),
         notes=notes_of(findings),
         considered=() if findings.choice is None else findings.choice.considered,
+    )
+
+
+def _fast_figures(fast: TrainedFast, first: int) -> FastFigures:
+    layers = (first, *(each.layer for each in fast.record.exits))
+    return FastFigures(
+        layers,
+        tuple(fast.losses.get(f"agreement_{layer}") for layer in layers),
+        tuple(fast.losses[f"map_{layer}"] for layer in layers),
     )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tide_core.calibration.report.data import Measured, ReportData
+from tide_core.calibration.report.data import FastFigures, Measured, ReportData
 from tide_core.calibration.report.plots import can_plot, draw_plots
 from tide_core.calibration.risk.costs import PRIOR_ACCEPTANCE
 from tide_core.errors import ConfigError
@@ -145,12 +145,56 @@ def _drafting(data: ReportData) -> str:
 
 
 def _fast(data: ReportData) -> str:
+    if data.fast_exits is not None:
+        return _fast_exits(data, data.fast_exits)
     fast = "No threshold keeps the disagreement low enough; the mode is not offered."
     if data.fast is not None:
         fast = f"Threshold {data.fast.threshold:.4f}: {data.fast.disagreement:.2%} of tokens disagree, teacher-forced; "
         fast += f"{data.fast.layers_per_token:.1f} of {data.num_layers} layers a token, {data.fast.coverage:.1%} exits "
         fast += f"({data.fast.num_sequences} sequences). Not a promise."
     return f"## Mode `fast`\n\n{fast}"
+
+
+def _fast_exits(data: ReportData, exits: FastFigures) -> str:
+    rows = [
+        (str(layer), "" if agreement is None else _share(agreement), f"{error:.3f}")
+        for layer, agreement, error in zip(exits.layers, exits.agreement, exits.map_error, strict=True)
+    ]
+    lines = ["## Mode `fast`", "", _table(("exit after layer", "agreement in training", "error of the skip map"), rows)]
+    certified = next((entry.certified for entry in reversed(data.measured) if entry.certified is not None), None)
+    if certified is None:
+        return "\n".join((*lines, "", "No contract was certified: nothing was measured. A request names a threshold."))
+    shown = [
+        (
+            f"{each.epsilon:g}",
+            ", ".join(f"{threshold:.3f}" for threshold in each.thresholds),
+            f"{each.disagreement:.2%}",
+            f"{each.layers_per_token:.1f} of {data.num_layers}",
+            f"{each.num_sequences} of at most {each.max_tokens} tokens",
+        )
+        for each in certified.contracts
+    ]
+    head = ("epsilon", "thresholds", "tokens that differ", "layers a token", "answers")
+    lines += ["", _table(head, shown) if shown else "No contract could be certified. A request names a threshold.", ""]
+    text = (
+        "Greedy answers of the mode itself to held-out prompts, in this dtype and on this device; full depth read each "
+        "answer. A contract holds in the mean over answers; nothing is said of sampled or longer answers, nor of other "
+        "kinds of prompts."
+    )
+    if certified.contracts:
+        text += f" The probability that any of these is wrong is at most {certified.contracts[0].delta:g}."
+    tried = [
+        (
+            f"{each.epsilon:g}",
+            f"{each.threshold:.3f}",
+            f"{each.disagreement:.2%}",
+            f"{each.layers_per_token:.1f}",
+            f"{each.p_value:.2g}",
+        )
+        for each in certified.tried
+    ]
+    lines.append(text)
+    return "\n".join((*lines, "", _table(("epsilon", "tried", "differ", "layers a token", "p"), tried)))
 
 
 def _speedups(data: ReportData) -> str:

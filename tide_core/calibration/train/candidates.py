@@ -156,7 +156,7 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
     """The shape of a candidate in this model; sizes that are not set follow the model's own decoder blocks."""
     config = adapter.config
     width = int(config.hidden_size)
-    feed_forward = _first(config, "intermediate_size", "ffn_dim", "ffn_hidden_size") or -(-width * 8 // 48) * 16
+    feed_forward = feed_forward_width(adapter)
     shape: dict[str, int] = {}
     if spec.kind == "block":
         heads = int(config.num_attention_heads)
@@ -193,6 +193,12 @@ def head_spec(adapter: ModelAdapter, spec: CandidateSpec, max_distance: int) -> 
         taps=taps if spec.deep else (),
         **shape,
     )
+
+
+def feed_forward_width(adapter: ModelAdapter) -> int:
+    """Of the model's own decoder blocks."""
+    named = _first(adapter.config, "intermediate_size", "ffn_dim", "ffn_hidden_size")
+    return int(named or -(-int(adapter.config.hidden_size) * 8 // 48) * 16)
 
 
 def make_candidate(

@@ -102,7 +102,7 @@ def fit(
         fused_norms(adapter.model, enabled=on_cuda),
         progress.stage("train", config.steps, "step", first) as stage,
     ):
-        for step, batch in _batches(config, shards, first):
+        for step, batch in batches(config, shards, first, config.steps):
             if clock.is_over(step, first):
                 break
             rows = loss_rows(batch, config.loss_positions, ROWS_PER_STEP, seed=(config.seed, step))
@@ -303,7 +303,9 @@ class SavedState:
         self._cost = self._saved_at - started
 
 
-def _batches(config: CalibrationConfig, shards: TokenShards, first: int) -> Iterator[tuple[int, SequenceBatch]]:
+def batches(
+    config: CalibrationConfig, shards: TokenShards, first: int, steps: int
+) -> Iterator[tuple[int, SequenceBatch]]:
     """Numbered batches, one for each step from `first` to the last, epoch after epoch."""
     step = 0
     for epoch in count():
@@ -313,7 +315,7 @@ def _batches(config: CalibrationConfig, shards: TokenShards, first: int) -> Iter
             step += num
             continue
         for batch in shards.batches(config.batch_tokens, **settings):
-            if step == config.steps:
+            if step == steps:
                 return
             if step >= first:
                 yield step, batch

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tide_core.errors import ArtefactError
 from tide_core.exits.artefact import folder as files
 from tide_core.exits.artefact import strict_json
+from tide_core.exits.artefact.contract import FastContract
 from tide_core.exits.artefact.fast import FastModules
 from tide_core.exits.artefact.heads import ExitHead
 from tide_core.exits.artefact.manifest import (
@@ -115,12 +116,17 @@ def save_artefact(
     return _write(path, manifest, safetensors.torch.save(tensors), reports or {})
 
 
-def replace_reports(folder: str | Path, reports: Mapping[str, bytes]) -> str:
+def replace_reports(folder: str | Path, reports: Mapping[str, bytes], contracts: tuple[FastContract, ...] = ()) -> str:
     """Give the artefact in `folder` these reports in place of its own, as a whole or not at all.
 
-    What is served stays, and so does the digest, which is returned."""
+    What is served stays, and so does the digest, which is returned; but contracts of mode fast, if there are any, are
+    added, and change the digest."""
     path = Path(folder).absolute().resolve()
     manifest, heads, _ = _read(path, None)
+    if contracts:
+        if manifest.fast is None:
+            raise ArtefactError("fast.contracts", contracts, "none: the artefact has no fast exits")
+        manifest = dataclasses.replace(manifest, fast=dataclasses.replace(manifest.fast, contracts=contracts))
     return _write(path, manifest, heads, reports)
 
 

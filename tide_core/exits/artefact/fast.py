@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tide_core.errors import ArtefactError
+from tide_core.exits.artefact.contract import FastContract
 from tide_core.exits.artefact.heads import ExitHead, HeadRMSNorm, HeadSpec
 from tide_core.exits.artefact.router import Router
 
@@ -42,37 +43,6 @@ class FastExit:
         if spec.attends or spec.taps or spec.narrow or spec.max_distance != 1:
             expected = "a head without attention that takes the features of the exit before (max_distance 1, no taps)"
             raise ArtefactError(f"fast exit at layer {self.layer}", spec, expected)
-
-
-@dataclass(frozen=True, slots=True)
-class FastContract:
-    """Thresholds at which mode fast was certified on its own answers."""
-
-    epsilon: float
-    """Share of an answer's tokens that full depth would have chosen otherwise, in the mean over answers."""
-    delta: float
-    """Probability that the certificate is wrong; shared among the contracts of an artefact."""
-    thresholds: tuple[float, ...]
-    """Least score to leave at each exit, the draft head's first."""
-    disagreement: float
-    """Mean over the answers it was certified on."""
-    layers_per_token: float
-    num_sequences: int
-    max_tokens: int
-    """Longest of those answers: nothing is said of longer ones."""
-
-    def __post_init__(self) -> None:
-        _share("epsilon", self.epsilon)
-        _share("delta", self.delta)
-        if not isinstance(self.thresholds, tuple) or not self.thresholds:
-            raise ArtefactError("thresholds", self.thresholds, "one number for each exit")
-        for value in (*self.thresholds, self.layers_per_token):
-            _number("threshold, layers_per_token", value, 1e9)
-        _number("disagreement", self.disagreement, 1.0)
-        for name in ("num_sequences", "max_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**53:
-                raise ArtefactError(name, value, "an integer of at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +149,3 @@ def refine(head: ExitHead, states: Tensor, before: Tensor) -> Tensor:
     """Features [T, D] of a fast exit from states at its layer and the features of the exit before, [T, D] each."""
     distances = torch.ones(len(states), dtype=torch.long, device=states.device)
     return head.widen(head.embed(states, before, distances), states)
-
-
-def _share(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ArtefactError(f"fast.contracts, {name}", value, "a number above 0 and below 1")
-
-
-def _number(name: str, value: object, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise ArtefactError(f"fast.contracts, {name}", value, f"a number in 0..{most:g}")
