@@ -14,6 +14,7 @@ from tests.exits.artefact.artefact_factory import make_artefact
 from tests.factories import tiny_tokenizer
 from tests.tiny_models import tiny_model
 from tide_core.exits.artefact.artefact import load_artefact
+from tide_core.exits.artefact.contract import FastContract
 
 Tide = Callable[..., tuple[int, str, str]]
 
@@ -56,6 +57,22 @@ def test_everything_an_artefact_holds_is_printed(tide: Tide, artefact: Path) -> 
     ):
         assert part in out, part
     assert max(map(len, out.splitlines())) <= 120
+
+
+def test_fast_exits_and_their_contracts_are_printed(tide: Tide, tmp_path: Path) -> None:
+    contract = FastContract(0.05, 0.1, (0.9, 0.8, 0.7), 0.0312, 2.25, 256, 128)
+    folder = make_artefact(tmp_path / "a", fast_layers=(2, 3), fast_contracts=(contract,))
+    code, out, _ = tide("inspect", str(folder))
+    assert code == 0
+    for part in (
+        "fast exit after layer 2 of 4",
+        "skip maps   3 of rank 4",
+        "epsilon 0.05: thresholds 0.9000 0.8000 0.7000",
+        "0.0312 differ, 2.25 layers a token, certified on 256 answers of at most 128 tokens (delta 0.1)",
+    ):
+        assert part in out, part
+    bare = make_artefact(tmp_path / "b", fast_layers=(2,))
+    assert "no certified contract: a request names a threshold" in tide("inspect", str(bare))[1]
 
 
 @pytest.mark.parametrize("kind", ["identity", "affine", "mlp"])

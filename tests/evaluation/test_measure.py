@@ -18,7 +18,7 @@ from tide_core.errors import ConfigError, EngineError
 from tide_core.evaluation.full_depth import FullDepth
 from tide_core.evaluation.measure import Contract, contracts_of, evaluate
 from tide_core.evaluation.results import ContractResult, as_csv, as_json, draw_curve, table
-from tide_core.exits.policy import CheckpointPolicy
+from tide_core.exits.policy import CheckpointPolicy, FastPolicy
 from tide_core.request import SamplingParams
 
 PROMPTS = random_prompts(5, 9)
@@ -123,6 +123,13 @@ def test_contracts_are_all_that_every_checkpoint_is_calibrated_for() -> None:
         "bounded 0.1",
         "fast at 0.5",
     ]
+
+
+def test_certified_contracts_of_fast_are_compared_by_their_epsilon() -> None:
+    fast = FastPolicy((1, 2), {0.1: (0.5, 0.5), 0.05: (0.8, 0.8)})
+    found = contracts_of([policy(fast=None)], 4, [0.5], fast)
+    assert [contract.name for contract in found][5:] == ["fast 0.05", "fast 0.1", "fast at 0.5"]
+    assert [contract.epsilon for contract in found][5:] == [0.05, 0.1, None]
 
 
 def test_without_exits_there_is_nothing_to_compare() -> None:

@@ -90,7 +90,7 @@ def evaluate(
 
         parts = assemble(config)
     num_layers = parts.runner.adapter.num_layers
-    contracts = contracts_of(parts.checkpoints, num_layers, sorted(set(given)))
+    contracts = contracts_of(parts.checkpoints, num_layers, sorted(set(given)), parts.fast)
     with Engine.from_parts(parts) as engine:
         ids = _ids(engine, items, max_tokens, chat=chat)
         with console.progress(len(contracts) * -(-len(ids) // batch), quiet=quiet) as bar:
@@ -133,6 +133,7 @@ def _conditions(parts: Parts) -> dict[str, Any]:
         "artefact": parts.artefact_digest,
         "num_layers": parts.runner.adapter.num_layers,
         "checkpoint_layers": [checkpoint.layer for checkpoint in parts.checkpoints],
+        "fast_layers": [] if parts.fast is None else list(parts.fast.layers),
         "dtype": parts.config.dtype,
         "device": str(device),
         "kernels": parts.kernels.name,

@@ -16,6 +16,7 @@ from tide_core.errors import ArtefactError
 
 if TYPE_CHECKING:
     from tide_core.exits.artefact.artefact import Artefact
+    from tide_core.exits.artefact.fast import FastExits, FastModules
     from tide_core.exits.artefact.heads import HeadSpec
     from tide_core.exits.artefact.manifest import Checkpoint
 
@@ -107,11 +108,30 @@ def _lines(artefact: Artefact) -> Iterator[str]:
         yield from _shape(checkpoint.head)
         yield f"  router    bottleneck {checkpoint.router_bottleneck}, {size:,} parameters"
         yield from _measured(checkpoint)
+    if manifest.fast is not None and artefact.fast is not None:
+        yield from _fast_lines(manifest.fast, artefact.fast, model.num_layers)
     yield ""
     yield f"files       {sum(entry.size for entry in manifest.files.values()):,} bytes"
     width = max(map(len, manifest.files))
     for name, entry in manifest.files.items():
         yield f"  {name:{width}}  {entry.size:>13,}  {entry.sha256}"
+
+
+def _fast_lines(fast: FastExits, modules: FastModules, num_layers: int) -> Iterator[str]:
+    for each, head in zip(fast.exits, modules.heads, strict=True):
+        yield ""
+        yield f"fast exit after layer {each.layer} of {num_layers}"
+        yield f"  head      {each.head.kind}, {head.num_parameters:,} parameters, MLP of width {each.head.hidden}"
+    size = sum(weight.numel() for skip_map in modules.maps for weight in skip_map.parameters())
+    yield ""
+    yield f"skip maps   {len(modules.maps)} of rank {fast.rank}, {size:,} parameters"
+    for contract in fast.contracts:
+        found = f"{contract.disagreement:.4f} differ, {contract.layers_per_token:.2f} layers a token"
+        yield f"  fast      epsilon {contract.epsilon:g}: thresholds {' '.join(map(_threshold, contract.thresholds))}"
+        answers = f"{contract.num_sequences:,} answers of at most {contract.max_tokens} tokens"
+        yield f"            {found}, certified on {answers} (delta {contract.delta:g})"
+    if not fast.contracts:
+        yield "  fast      no certified contract: a request names a threshold"
 
 
 def _shape(spec: HeadSpec) -> Iterator[str]:

@@ -14,7 +14,7 @@ from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import ConfigError, EngineError, RequestError
 from tide_core.evaluation.full_depth import FullDepth, FullDepthScores
 from tide_core.evaluation.results import ContractResult
-from tide_core.exits.policy import CheckpointPolicy, resolve_policy
+from tide_core.exits.policy import CheckpointPolicy, FastPolicy, resolve_policy
 from tide_core.request import DEFAULT_EPSILON, DEFAULT_MARGIN, SamplingParams
 
 FULL = "full"
@@ -45,7 +45,10 @@ class Contract:
 
 
 def contracts_of(
-    checkpoints: Sequence[CheckpointPolicy], num_layers: int, thresholds: Sequence[float] = ()
+    checkpoints: Sequence[CheckpointPolicy],
+    num_layers: int,
+    thresholds: Sequence[float] = (),
+    fast: FastPolicy | None = None,
 ) -> list[Contract]:
     """Full depth first, then verified, bounded with some budgets, fast as calibrated and at each threshold."""
     if not checkpoints:
@@ -54,17 +57,20 @@ def contracts_of(
         Contract(FULL, FULL),
         Contract("verified", "verified"),
         *(Contract(f"bounded {epsilon:g}", "bounded", epsilon=epsilon, margin=DEFAULT_MARGIN) for epsilon in BUDGETS),
-        Contract("fast", "fast"),
+        *(Contract(f"fast {epsilon:g}", "fast", epsilon=epsilon) for epsilon in sorted(fast.contracts if fast else ())),
+        *([] if fast else [Contract("fast", "fast")]),
         *(Contract(f"fast at {threshold:g}", "fast", threshold=threshold) for threshold in thresholds),
     ]
-    return [contract for contract in wanted if _is_supported(contract, checkpoints, num_layers)]
+    return [contract for contract in wanted if _is_supported(contract, checkpoints, num_layers, fast)]
 
 
-def _is_supported(contract: Contract, checkpoints: Sequence[CheckpointPolicy], num_layers: int) -> bool:
+def _is_supported(
+    contract: Contract, checkpoints: Sequence[CheckpointPolicy], num_layers: int, fast: FastPolicy | None
+) -> bool:
     """Whether all checkpoints are calibrated for the contract."""
     params = contract.params(max_tokens=1)
     try:
-        resolve_policy(params, checkpoints, num_layers)
+        resolve_policy(params, checkpoints, num_layers, fast=fast)
     except RequestError:
         return False
     return True

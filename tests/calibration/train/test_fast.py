@@ -15,6 +15,7 @@ from tide_core.calibration.progress import SilentProgress
 from tide_core.calibration.train.candidates import CandidateSpec, make_candidate
 from tide_core.calibration.train.fast import TrainedFast, fast_layers, fit_fast, load_fast, save_fast
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.fast import FastExits, FastModules, fast_exit, refine
 
 FEW = {"max_drafts": 3, "batch_tokens": 512, "fast_rank": 8, "fast_hidden": 32, "fast_layers": (2, 3)}
 
@@ -36,6 +37,14 @@ def test_exits_come_to_agree_with_full_depth_and_skip_maps_to_predict_states(tmp
         assert many.losses[f"map_{layer}"] < 0.8 * few.losses[f"map_{layer}"]
     assert [each.layer for each in many.record.exits] == [2, 3]
     assert not any(p.requires_grad for skip_map in many.modules.maps for p in skip_map.parameters())
+
+
+def test_an_untrained_exit_says_what_the_one_before_it_says() -> None:
+    record = FastExits((fast_exit(2, 16, 8, 4, 1e-5),), rank=2)
+    [head] = FastModules.untrained(record, 1, 4, 16).heads
+    states, before = torch.randn(3, 16), torch.randn(3, 16)
+    passed = refine(head, states, before)
+    assert torch.allclose(passed, torch.nn.functional.rms_norm(before, (16,)), atol=1e-4)
 
 
 def test_the_same_run_gives_the_same_exits_and_a_file_gives_them_back(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_run_in_a_store_gives_the_bytes_of_one_in_a_folder_on_any_machine(tmp_
     assert contents(tmp_path / "store" / "run" / "artefact") == expected
     ledger = read_ledger(tmp_path / "store" / "run")
     assert ledger is not None
-    assert ledger["stages"].keys() == {"dataset", "collect", "train", "risk", "publish"}
+    assert ledger["stages"].keys() == {"dataset", "collect", "train", "risk", "fast", "publish"}
     assert not list((tmp_path / "store" / "run" / "train").rglob("training*")), "no state is left"
 
 

@@ -2,7 +2,8 @@
 
 Mode fast leaves at the first exit whose router is sure enough. The first exit is the draft head's checkpoint; each exit
 behind it refines what the one before made of the same token: its head is fed with the features of that exit, in the
-place where a draft head takes the deep state. So it needs no memory of its own, and a token may leave anywhere.
+place where a draft head takes the deep state, and starts by passing them on. So it needs no memory of its own, and a
+token may leave anywhere.
 
 Deep layers still attend to a token that left, so they need its K and V. A skip map predicts the states that the skipped
 layers would have seen, from the state h and the features z at the exit:
@@ -125,7 +126,7 @@ class FastModules:
     def untrained(cls, fast: FastExits, first_layer: int, num_layers: int, width: int) -> FastModules:
         layers = [first_layer, *(each.layer for each in fast.exits)]
         return cls(
-            [ExitHead(each.head) for each in fast.exits],
+            [_carrying(ExitHead(each.head)) for each in fast.exits],
             [Router(width, each.router_bottleneck) for each in fast.exits],
             [SkipMap(width, layer, num_layers, fast.rank) for layer in layers],
         )
@@ -143,6 +144,14 @@ def fast_exit(layer: int, width: int, hidden: int, bottleneck: int, eps: float) 
     """An exit as it is trained: a head that mixes state and features and adds a SwiGLU."""
     spec = HeadSpec("mlp", width, deep=True, max_distance=1, hidden=hidden, norm_eps=eps)
     return FastExit(layer, spec, bottleneck)
+
+
+@torch.no_grad()
+def _carrying(head: ExitHead) -> ExitHead:
+    """A head that starts as "take the features of the exit before"."""
+    head.mix.weight.zero_()
+    nn.init.eye_(head.mix.weight[:, head.spec.width :])
+    return head
 
 
 def refine(head: ExitHead, states: Tensor, before: Tensor) -> Tensor:
