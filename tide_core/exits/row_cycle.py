@@ -51,8 +51,6 @@ class RowCycle:
     """Of the token that no draft follows, where a router scored it."""
     left_at: dict[int, int] = field(default_factory=dict)
     """Tokens that skip all segments after a checkpoint, by its index."""
-    audited: set[int] = field(default_factory=set)
-    """Tokens that left and still run deep, for the audit."""
     headed: list[int] = field(default_factory=list)
     """Tokens that the head of each checkpoint has run on."""
     layers_run: int = 0
@@ -96,7 +94,7 @@ class RowCycle:
         return list(_ranges(t for t in range(first, stop) if self.skips(t, segment))) if self.left_at else []
 
     def skips(self, token: int, segment: int) -> bool:
-        return token in self.left_at and segment > self.left_at[token] and token not in self.audited
+        return token in self.left_at and segment > self.left_at[token]
 
     def span(self, tokens: Range) -> RowSpan:
         first, stop = tokens
