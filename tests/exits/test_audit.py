@@ -17,6 +17,7 @@ EPSILON, DELTA = 0.05, 0.05
 STREAMS, ANSWERS = 1000, 2000
 TOKENS = 40
 
+
 def bursts(generator: np.random.Generator, rate: float, shape: tuple[int, ...]) -> np.ndarray:
     """Losses of answers that are right as a rule, or wrong for one long stretch: the tokens of an answer depend on each
     other. The mean is exactly the rate."""

@@ -213,6 +213,11 @@ class Engine:
             **({} if planner is None else _plan_stats(planner)),
         )
 
+    def forget_audits(self) -> None:
+        """Drop what audits of mode fast have found: an operator's way back after an alarm. Another artefact does so,
+        too."""
+        self._parts.core.judge.forget()
+
     @property
     def artefact_digest(self) -> str | None:
         """Of the exits in use; None without any."""

@@ -64,7 +64,11 @@ class Judge:
     def offer(self, row: Row, reason: FinishReason) -> None:
         """An answer has ended: judge it later, if it is one of those to judge."""
         request = row.request
-        if self._closed or not is_judged(request, self._share) or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if (
+            self._closed
+            or not is_judged(request, self._share)
+            or reason not in (FinishReason.STOP, FinishReason.LENGTH)
+        ):
             return
         if not row.output_ids:
             return
