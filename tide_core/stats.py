@@ -26,6 +26,15 @@ class AuditSnapshot:
     """Most probability of ever raising an alarm while the contract is kept."""
     alarmed: bool
 
+    @property
+    def contract(self) -> str:
+        return contract_name(self.epsilon)
+
+
+def contract_name(epsilon: float | None) -> str:
+    """Of mode fast: `fast(0.05)`; `fast` without a certified contract."""
+    return "fast" if epsilon is None else f"fast({epsilon:g})"
+
 
 def tenant_label(cache_salt: str) -> str:
     """How the holder of a cache salt is called in logs and replies: a short hash; `anyone` without a salt."""
@@ -76,6 +85,8 @@ class EngineStats:
     """Exit layers of output tokens and layers run for them: `ExitStats.summary()` over all requests."""
     audits: Sequence[AuditSnapshot] = ()
     """Of mode fast, by tenant and contract, those with most evidence first; empty before the first judged answer."""
+    judged: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Judged answers and the sum of their losses, of all tenants, by `contract_name`."""
     num_audits_dropped: int = 0
     """Answers that were chosen to be judged and were not: too many waited, or full depth failed."""
     predicted_gain: float = 1.0

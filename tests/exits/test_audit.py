@@ -151,7 +151,7 @@ def test_a_loss_that_is_no_share_is_refused(loss: float) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.0, True])
 def test_a_contract_or_a_confidence_that_means_nothing_is_refused(value: float) -> None:
-    with pytest.raises(ConfigError, match="delta: .* a number above 0 and below 1"):
+    with pytest.raises(ConfigError, match=r"delta: .* a number above 0 and below 1"):
         AuditProcess(EPSILON, value)
-    with pytest.raises(ConfigError, match="epsilon: .* a number above 0 and below 1"):
+    with pytest.raises(ConfigError, match=r"epsilon: .* a number above 0 and below 1"):
         AuditProcess(value)

@@ -209,6 +209,7 @@ class Engine:
             artefact=self._parts.artefact_digest,
             exits=core.exits.summary(),
             audits=core.judge.snapshots(),
+            judged=core.judge.totals.copy(),
             num_audits_dropped=core.judge.num_dropped,
             **({} if planner is None else _plan_stats(planner)),
         )

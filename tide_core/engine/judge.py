@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from tide_core.batch import RowResult
 from tide_core.engine.scheduler import Scheduler
-from tide_core.exits.audit import DEFAULT_DELTA, AuditProcess
+from tide_core.exits.audit import DEFAULT_DELTA, LOSS_CAP, AuditProcess
 from tide_core.request import FinishReason, Request, SamplingParams
 from tide_core.row import Row
-from tide_core.stats import AuditSnapshot, tenant_label
+from tide_core.stats import AuditSnapshot, contract_name, tenant_label
 
 logger = logging.getLogger("tide")
 
@@ -51,6 +51,8 @@ class Judge:
         self._scheduler, self._share, self._delta = scheduler, share, delta
         self.num_dropped = 0
         """Answers that were chosen to be judged and were not."""
+        self.totals: dict[str, tuple[int, float]] = {}
+        """Judged answers and the sum of their losses, by contract."""
         self._waiting: deque[_Answer] = deque()  # the first is the one that is judged
         self._row: Row | None = None
         self._choices: list[int] = []
@@ -118,7 +120,7 @@ class Judge:
 
     def take_over_counts(self, other: Judge) -> None:
         """Continue the counts of the judge before this one. Its evidence is about other exits."""
-        self.num_dropped = other.num_dropped
+        self.num_dropped, self.totals = other.num_dropped, other.totals.copy()
         other.close()
 
     def snapshots(self) -> tuple[AuditSnapshot, ...]:
@@ -137,12 +139,15 @@ class Judge:
         was_alarmed = process.alarmed
         process.observe(loss)
         processes[key] = process
+        contract = contract_name(answer.epsilon)
+        num, total = self.totals.get(contract, (0, 0.0))
+        self.totals[contract] = num + 1, total + min(loss, LOSS_CAP)
         if process.alarmed and not was_alarmed:
             audit = process.snapshot(tenant_label(answer.tenant))
             logger.warning(
-                "fast(%g) of tenant %s is served as verified from now on: the audit of its answers found the contract "
-                "broken (evidence %.3g in %d answers, mean loss %.4f)",
-                audit.epsilon,
+                "%s of tenant %s is served as verified from now on: the audit of its answers found the contract broken "
+                "(evidence %.3g in %d answers, mean loss %.4f)",
+                audit.contract,
                 audit.tenant,
                 audit.evidence,
                 audit.num_answers,
