@@ -203,6 +203,12 @@ def test_a_row_that_judges_runs_in_the_budget_that_others_leave_and_stays_the_la
     assert scheduler.num_running == 1
 
 
+def test_a_row_that_judges_runs_in_short_pieces_whatever_the_budget() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_batch_tokens=2048, prefix_caching=False)
+    judge(scheduler, 600)
+    assert [step(scheduler)["judge"] for _ in range(3)] == [256, 256, 88]
+
+
 @pytest.mark.parametrize("lacks", ["a slot", "blocks", "blocks for its next token", "blocks for drafts"])
 def test_a_row_that_judges_gives_way_to_a_request_that_lacks(lacks: str) -> None:
     drafts = 6 if lacks == "blocks for drafts" else 0

@@ -39,6 +39,10 @@ ROWS_PER_PREFILL_AHEAD, SPARE_BLOCKS_PER_ROW = 8, 4
 """Row slots for each row that prefills ahead; and blocks that must be left for each running row before one is admitted,
 or the row that judges, so that it is not preempted at once."""
 
+JUDGE_CHUNK = 256
+"""Most tokens of an answer that is judged in a step: streams beside it are held up little, and on a GPU longer pieces
+may round otherwise than decoding."""
+
 
 class SuffixSource:
     """Suffix drafts for the rows of a step, if the planner predicts that they pay."""
@@ -217,7 +221,7 @@ class Scheduler:
             preempted = self.num_preemptions != num_preemptions or self.judging is not judging
             if preempted and row not in self.running:
                 continue  # preempted for the sake of an earlier row of this loop
-            share = min(missing[row], budget)
+            share = min(missing[row], budget, JUDGE_CHUNK if row is self.judging else budget)
             num_tokens = row.table.length + share
             if share and (has_capacity(row.table, num_tokens) or self._free_blocks_for(row, num_tokens)):
                 shares[row] = share
