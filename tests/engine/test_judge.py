@@ -173,7 +173,8 @@ def test_an_answer_that_was_aborted_or_failed_is_not_judged() -> None:
         core.add(each)
     core.step()
     core.step()
-    core.abort("r0")
+    assert core.abort("r0") is not None
+    assert not core.judge.has_work
     inner = core._runner
 
     def broken(batch: ScheduledBatch) -> StepResult:
@@ -184,6 +185,7 @@ def test_an_answer_that_was_aborted_or_failed_is_not_judged() -> None:
     core._runner = inner
     assert not core.has_work
     assert core.judge.snapshots() == ()
+    assert core.judge.num_dropped == 0
 
 
 def test_the_share_is_kept_by_the_request_id_alone() -> None:
@@ -196,16 +198,23 @@ def test_the_share_is_kept_by_the_request_id_alone() -> None:
 
 
 def test_answers_wait_for_requests_and_are_taken_in_the_order_in_which_they_ended() -> None:
-    core = exit_parts(audit_share=1.0, max_rows=2).core
-    core.judge._observe = lambda answer, loss: seen.append(answer.tenant)  # type: ignore[method-assign]
-    seen: list[str] = []
+    core = exit_parts(share=0.3, audit_share=1.0, max_rows=2).core
+    seen: list[tuple[str, float]] = []
+    core.judge._observe = lambda answer, loss: seen.append((answer.tenant, loss))  # type: ignore[method-assign]
     for n in range(6):
-        core.add(request(f"r{n}", PROMPTS[n], salt=f"s{n}", max_tokens=8))
-    while core.scheduler.waiting:
-        assert core.scheduler.judging is None
-        core.step()
-    run(core)
-    assert seen == [f"s{n}" for n in range(6)]
+        core.add(request(f"r{n}", PROMPTS[n], salt=f"s{n}"))
+    outputs: dict[str, list[RequestOutput]] = {f"r{n}": [] for n in range(6)}
+    while core.has_work:
+        assert core.scheduler.judging is None or not core.scheduler.waiting
+        for output in core.step():
+            outputs[output.request_id].append(output)
+    # rows of equal length end as they came
+    losses = [
+        differing(easy_model(share=0.3), prompt, tokens_of(outputs[name]))
+        for name, prompt in zip(outputs, PROMPTS, strict=True)
+    ]
+    assert seen == [(f"s{n}", pytest.approx(loss)) for n, loss in enumerate(losses)]
+    assert len(set(losses)) > 2
 
 
 def test_a_judge_that_gives_way_starts_again_and_finds_the_same() -> None:
