@@ -242,14 +242,19 @@ def test_too_many_waiting_answers_are_dropped_and_counted() -> None:
     assert judge.snapshots()[0].num_answers == MAX_WAITING
 
 
-def test_a_judge_that_fails_is_dropped_and_logged_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("fault", ["a step that raises", "too few scores"])
+def test_a_judge_that_fails_is_dropped_and_logged_once_and_harms_nobody(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     parts = exit_parts(audit_share=1.0)
     inner = parts.runner.run
 
     def broken(batch: ScheduledBatch) -> StepResult:
-        if any(step.request.scores_from is not None for step in batch.rows):
+        if all(step.request.scores_from is None for step in batch.rows):
+            return inner(batch)
+        if fault == "a step that raises":
             raise RuntimeError("a fault of the judge")
-        return inner(batch)
+        return StepResult(tuple(row._replace(prompt_logprobs=()) for row in inner(batch).rows))
 
     parts.core._runner = RunnerOf(broken)
     with caplog.at_level(logging.WARNING, "tide"):

@@ -57,6 +57,7 @@ class Judge:
         self._row: Row | None = None
         self._choices: list[int] = []
         self._processes: dict[tuple[str, float | None], AuditProcess] = {}  # used longest ago first
+        self._alarmed: set[tuple[str, float | None]] = set()
         self._failed = self._closed = False
 
     @property
@@ -66,13 +67,8 @@ class Judge:
     def offer(self, row: Row, reason: FinishReason) -> None:
         """An answer has ended: judge it later, if it is one of those to judge."""
         request = row.request
-        if (
-            self._closed
-            or not is_judged(request, self._share)
-            or reason not in (FinishReason.STOP, FinishReason.LENGTH)
-        ):
-            return
-        if not row.output_ids:
+        ended = reason in (FinishReason.STOP, FinishReason.LENGTH) and bool(row.output_ids)
+        if self._closed or not ended or not is_judged(request, self._share):
             return
         if len(self._waiting) >= MAX_WAITING:
             self.num_dropped += 1
@@ -90,29 +86,31 @@ class Judge:
             self._drop("the KV pool is too small for it")
 
     def commit(self, row: Row, result: RowResult) -> None:
-        """Record what a step found."""
-        if result.error is not None:
-            self._scheduler.remove(row)
-            self._drop(result.error)
-            return
-        self._choices += [token.top_logprobs[0][0] for token in result.prompt_logprobs]
-        if not result.token_ids:
-            self._scheduler.advance(row, result.num_valid, ())
-            return
+        """Record what a step found. Whatever goes wrong ends the judging of this answer alone."""
+        error = result.error
+        if error is None:
+            try:
+                self._choices += [token.top_logprobs[0][0] for token in result.prompt_logprobs]
+                if not result.token_ids:
+                    self._scheduler.advance(row, result.num_valid, ())
+                    return
+                loss = _loss(self._waiting[0].output_ids, [*self._choices, result.token_ids[0]])
+            except Exception as fault:
+                error = f"{type(fault).__name__}: {fault}"
         self._scheduler.remove(row)
-        self._row, answer = None, self._waiting.popleft()
-        choices = [*self._choices, result.token_ids[0]]
-        differing = sum([ours != theirs for ours, theirs in zip(answer.output_ids, choices, strict=True)])
-        self._observe(answer, differing / len(choices))
+        if error is not None:
+            self._drop(error)
+            return
+        self._row = None
+        self._observe(self._waiting.popleft(), loss)
 
     def is_alarmed(self, tenant: str, epsilon: float | None) -> bool:
         """Whether the contract was found broken for a tenant."""
-        process = self._processes.get((tenant, epsilon))
-        return process is not None and process.alarmed
+        return (tenant, epsilon) in self._alarmed
 
     def forget(self) -> None:
         """Drop all evidence and all alarms."""
-        self._processes = {}
+        self._processes, self._alarmed = {}, set()
 
     def close(self) -> None:
         """Judge no further answer: others exits are in use."""
@@ -129,20 +127,22 @@ class Judge:
         return tuple(sorted(found, key=lambda audit: (not audit.alarmed, -audit.evidence)))
 
     def _observe(self, answer: _Answer, loss: float) -> None:
-        processes, key = self._processes, (answer.tenant, answer.epsilon)
+        processes, alarmed = self._processes, self._alarmed  # another thread may replace both
+        key = answer.tenant, answer.epsilon
         process = processes.pop(key, None)
         if process is None:
             process = AuditProcess(answer.epsilon, self._delta)
             if len(processes) >= MAX_PROCESSES:
-                quiet = (other for other, one in processes.items() if not one.alarmed)
-                del processes[next(quiet, next(iter(processes)))]
-        was_alarmed = process.alarmed
+                gone = next((other for other in processes if other not in alarmed), next(iter(processes)))
+                del processes[gone]
+                alarmed.discard(gone)
         process.observe(loss)
         processes[key] = process
         contract = contract_name(answer.epsilon)
         num, total = self.totals.get(contract, (0, 0.0))
         self.totals[contract] = num + 1, total + min(loss, LOSS_CAP)
-        if process.alarmed and not was_alarmed:
+        if process.alarmed and key not in alarmed:
+            alarmed.add(key)
             audit = process.snapshot(tenant_label(answer.tenant))
             logger.warning(
                 "%s of tenant %s is served as verified from now on: the audit of its answers found the contract broken "
@@ -172,6 +172,11 @@ def is_judged(request: Request, share: float) -> bool:
         return False
     digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < share * 2**64
+
+
+def _loss(output_ids: Sequence[int], choices: Sequence[int]) -> float:
+    """The share of the tokens that full depth would have chosen otherwise."""
+    return sum([ours != theirs for ours, theirs in zip(output_ids, choices, strict=True)]) / len(choices)
 
 
 def _request_of(answer: _Answer) -> Request:
