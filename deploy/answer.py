@@ -12,6 +12,7 @@ from deploy.failures import DeadlineError
 from deploy.keys import Caller
 from tide_core.errors import EngineDeadError, EngineError, RequestError
 from tide_core.request import FinishReason, RequestOutput, SamplingParams
+from tide_core.stats import tenant_label
 
 if TYPE_CHECKING:
     from tide_core.engine.engine import Prompt
@@ -90,6 +91,7 @@ class Answer:
         facts = {
             "tide_request_id": self.engine_id,
             "caller": self.caller.name,
+            "tenant": tenant_label(self.caller.salt),
             "mode": self.params.mode,
             "finish": reason,
             "output_tokens": self.num_tokens,

@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve import Application
 
 from deploy.artefact_source import ArtefactSource
-from deploy.autoscaling import KV_USAGE, ROWS, TARGET_WAIT_S, WAIT_S
+from deploy.autoscaling import KV_USAGE, ROWS, TARGET_WAIT_S, WAIT_S, most_replicas
 from deploy.config import last_good
 from deploy.config.args import AppArgs
 from deploy.config.last_good import ClusterStore
@@ -65,6 +65,8 @@ class TideServer(GrpcApi):
         settings = {**checked.engine, "model": local_model(checked.engine["model"])}
         if settings.get("num_threads") is None and (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
             settings["num_threads"] = int(given)  # comes with the actor: a spare process has imported Torch before
+        # Each replica audits what it serves; together they may raise so many false alarms.
+        settings["audit_delta"] /= most_replicas(getattr(context, "_deployment_config", None))
         engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model, *other_names = checked.model_names or [engine.model_name]
         self._exporter = TextExporter(RayExporter()) if checked.metrics else RayExporter()

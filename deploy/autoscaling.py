@@ -31,6 +31,13 @@ TARGET_ROWS, TARGET_KV_USAGE, DEFAULT_WAIT_S = 0.8, 0.7, 2.0
 ROUNDING = 1e-9
 
 
+def most_replicas(deployment_config: Any) -> int:
+    """Most replicas that a deployment may have at once, by Serve's own settings of it; 1 if they are not known."""
+    scaling = getattr(deployment_config, "autoscaling_config", None)
+    most = getattr(deployment_config, "num_replicas", 1) if scaling is None else scaling.max_replicas
+    return max(1, int(most or 1))
+
+
 def by_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """The number of replicas at which none exceeds its target load, and the policy state (none)."""
     metrics = context.aggregated_metrics or {}

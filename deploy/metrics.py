@@ -76,7 +76,7 @@ METRICS = (
     Metric(
         "tide_differing_tokens",
         "counter",
-        "Output tokens that full depth would not have chosen: in bounded all, in fast those that an audit found.",
+        "Output tokens that full depth would not have chosen, kept by the budgets of mode bounded.",
         ("mode",),
     ),
     Metric("tide_num_requests_running", "gauge", "Running requests."),
@@ -90,21 +90,21 @@ METRICS = (
     Metric("tide_draft_acceptance", "gauge", "Share of drafts accepted since the start."),
     Metric("tide_predicted_gain", "gauge", "Predicted speed-up of the last plan over full depth, by the cost table."),
     Metric("tide_config_refused", "gauge", "1 while the last user_config is refused and the previous one is in force."),
+    Metric("tide_judged_answers", "counter", "Answers of mode fast that full depth has judged.", ("contract",)),
     Metric(
-        "tide_audit_disagreement", "gauge", "Rate of disagreement with full depth, of audited tokens.", ("contract",)
-    ),
-    Metric(
-        "tide_audit_disagreement_lower",
-        "gauge",
-        "Lower end of the confidence interval of the disagreement rate.",
+        "tide_judged_loss",
+        "counter",
+        "Sum over these answers of the share of tokens that full depth would have chosen otherwise, at most 0.5 each.",
         ("contract",),
     ),
+    Metric("tide_judged_dropped", "counter", "Answers that were chosen to be judged and were not."),
     Metric(
-        "tide_audit_disagreement_upper",
+        "tide_audit_evidence",
         "gauge",
-        "Upper end of the confidence interval of the disagreement rate.",
+        "Most evidence of a tenant against a contract of fast; the alarm is raised at 1 / audit_delta.",
         ("contract",),
     ),
+    Metric("tide_audit_alarms", "gauge", "Tenants and contracts of fast that are served as verified after an alarm."),
     Metric(
         "tide_time_to_first_token_seconds", "histogram", "Time from arrival to the first token.", ("mode",), LATENCIES_S
     ),
@@ -193,9 +193,9 @@ class Meter:
         """Why the last `user_config` was refused, if it was."""
         self._exporter, self._model, self._max_queued = exporter, model, max_queued
         self._recorded: deque[tuple[str, str, float]] = deque(maxlen=MAX_HELD)
-        self._before: Counter[str] = Counter()
+        self._before: defaultdict[str, float] = defaultdict(float)
         self._exits_before: Counter[int] = Counter()
-        self._saved = 0
+        self._saved = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -305,7 +305,7 @@ class Meter:
         for value in thinned(left.elements()):
             self._exporter.add("tide_exit_layer", value, {})
 
-    def _gained(self, name: str, count: int) -> int:
+    def _gained(self, name: str, count: float) -> float:
         """The increase since the last call; 0 if the count went down, as after a restart."""
         before, self._before[name] = self._before[name], count
         return max(0, count - before)
@@ -327,11 +327,16 @@ class Meter:
         self._exporter.add("tide_model_layers", stats.exits["num_layers"], {"model": self._model})
 
     def _flush_audits(self, stats: EngineStats) -> None:
-        for contract, audit in stats.audits.items():
-            tags = {"contract": contract}
-            self._exporter.add("tide_audit_disagreement", audit.rate, tags)
-            self._exporter.add("tide_audit_disagreement_lower", audit.lower, tags)
-            self._exporter.add("tide_audit_disagreement_upper", audit.upper, tags)
+        """One series for each contract, whatever the number of tenants."""
+        for contract, (num, loss) in stats.judged.items():
+            for name, value in (("tide_judged_answers", num), ("tide_judged_loss", loss)):
+                if (gained := self._gained(f"{name}, {contract}", value)) > 0:
+                    self._exporter.add(name, gained, {"contract": contract})
+            mine = [audit.evidence for audit in stats.audits if audit.contract == contract]
+            self._exporter.add("tide_audit_evidence", max(mine, default=1.0), {"contract": contract})
+        if (dropped := self._gained("tide_judged_dropped", stats.num_audits_dropped)) > 0:
+            self._exporter.add("tide_judged_dropped", dropped, {})
+        self._exporter.add("tide_audit_alarms", sum(audit.alarmed for audit in stats.audits), {})
 
 
 def thinned(values: Iterable[float], most: int = MAX_SAMPLES) -> list[float]:

@@ -292,6 +292,8 @@ class Service:
                 self.engine.check_params(default_params(self.natural_mode))
         except RequestError as error:
             raise ConfigError(f"user_config.{error.field}", error.value, error.expected) from error
+        if policy.audit_epoch != self.policy.audit_epoch:
+            self.engine.forget_audits()
         self.policy = policy
 
     def check(self) -> None:

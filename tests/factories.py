@@ -47,9 +47,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_config(**settings: Any) -> EngineConfig:
-    """Without suffix drafts: random models repeat themselves, and most tests count what exits do."""
+    """Without suffix drafts: random models repeat themselves, and most tests count what exits do. Without audits: most
+    tests count what their own requests did."""
     usual = {"device": "cpu", "dtype": "float32", "kv_memory_gib": 0.01, "max_rows": 8, "max_batch_tokens": 64}
-    return EngineConfig(**{**usual, "suffix_drafts": False, **settings})
+    return EngineConfig(**{**usual, "suffix_drafts": False, "audit_share": 0.0, **settings})
 
 
 def make_parts(family: str = "llama", **settings: Any) -> Parts:

@@ -115,13 +115,22 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
+    """How answers of mode fast compared with full depth, for one tenant and contract."""
+
     contract: str
-    tokens: int
-    disagreements: int
-    rate: float
-    lower: float
-    upper: float
+    """fast(0.05); fast without a certified contract."""
+    tenant: str
+    """A hash of the key of those who asked; anyone without keys."""
+    epsilon: float | None
+    answers: int
+    """Judged by full depth."""
+    mean_loss: float
+    """Mean share of an answer's tokens that full depth would have chosen otherwise; of one answer at most 0.5."""
+    evidence: float
+    """Against the contract; at 1/delta the alarm is raised."""
     delta: float
+    alarmed: bool
+    """Requests of this tenant for this contract are served as verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,8 @@ class ExitStats:
     accepted: int
     non_finite_scores: int
     audits: tuple[AuditReport, ...]
+    answers_not_judged: int
+    """Answers of fast that were chosen to be judged and were not."""
     num_running: int
     num_waiting: int
     kv_usage: float
@@ -240,15 +251,17 @@ def exit_stats_of(message: pb.GetExitStatsResponse) -> ExitStats:
         audits=tuple(
             AuditReport(
                 audit.contract,
-                audit.tokens,
-                audit.disagreements,
-                audit.rate,
-                audit.lower,
-                audit.upper,
+                audit.tenant,
+                audit.epsilon if audit.HasField("epsilon") else None,
+                audit.answers,
+                audit.mean_loss,
+                audit.evidence,
                 audit.delta,
+                audit.alarmed,
             )
             for audit in message.audits
         ),
+        answers_not_judged=message.answers_not_judged,
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         kv_usage=message.kv_usage,

@@ -48,9 +48,10 @@ class RowStep(NamedTuple):
     @property
     def prompt_targets(self) -> range:
         """The tokens of the prompt whose log-probabilities a step that scores gives, by position: those after the
-        tokens it runs, and the first of all, which has none."""
+        tokens it runs, and the first of all, which has none. Of an answer that is judged, those of the answer."""
         start = self.table.length
-        return range(start + 1 if start else 0, min(start + len(self.token_ids) + 1, len(self.request.prompt_ids)))
+        first = max(start + 1 if start else 0, self.request.scores_from or 0)
+        return range(first, min(start + len(self.token_ids) + 1, len(self.request.prompt_ids)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,12 @@ class EngineConfig:
     mode verified. It needs a measured cost table: with a fixed number of `drafts` there are none."""
     prompt_exits: bool = False
     """Whether prompt tokens may exit early in mode fast."""
-    audit_share: float = 0.05
-    """Share of exits that mode fast also runs to full depth, to audit them."""
+    audit_share: float = 0.02
+    """Share of greedy answers of mode fast that full depth judges afterwards, while the engine has nothing else to
+    run."""
+    audit_delta: float = 0.05
+    """Most probability of ever raising an alarm for a contract of mode fast that is kept, for each tenant. A deployment
+    divides it by its number of replicas."""
     prefix_caching: bool = True
     """Share the KV of whole blocks between requests with equal prefix and salt."""
     kernels: str = "auto"
@@ -115,6 +119,9 @@ class EngineConfig:
         share = self.audit_share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise ConfigError("audit_share", share, "a number from 0 up to 1")
+        delta = self.audit_delta
+        if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 1:
+            raise ConfigError("audit_delta", delta, "a number above 0 and below 1")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:

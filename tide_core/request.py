@@ -199,11 +199,11 @@ class Audit(StrEnum):
     VERIFIED = "verified"
     """It is the full-depth token: it ran all layers, or the deep pass agreed before it was emitted."""
     AGREED = "agreed"
-    """Emitted at its exit; full depth chose it, too."""
+    """No token has it: of mode fast whole answers are judged, not tokens."""
     DISAGREED = "disagreed"
-    """Full depth would have chosen another token: kept within the budget of mode bounded, or emitted at its exit."""
+    """Full depth would have chosen another token: kept within the budget of mode bounded."""
     UNAUDITED = "unaudited"
-    """Emitted at its exit; no deep layer ever saw it."""
+    """Emitted at its exit; no deep layer saw it."""
 
 
 class FinishReason(StrEnum):
@@ -236,6 +236,9 @@ class ExitPolicy:
     the request may not leave."""
     budget: Budget | None = None
     """Of mode bounded."""
+    epsilon: float | None = None
+    """Of mode fast, the certified contract: most tokens of an answer that full depth would have chosen otherwise, as a
+    share, in the mean over answers. None: the thresholds are not certified."""
     may_exit: bool = field(init=False, repr=False, compare=False)
     """Whether it may be drafted from any checkpoint."""
     skips_layers: bool = field(init=False, repr=False, compare=False)
@@ -273,6 +276,9 @@ class Request:
     policy: ExitPolicy = NO_EXITS
     mask: TokenMask | None = field(default=None, repr=False, compare=False)
     """Follows its grammar."""
+    scores_from: int | None = None
+    """Internal: where an answer that is judged begins in the prompt, which is scored from there on. Nobody waits for
+    such a request (`engine.judge`)."""
     end_ids: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids that end the text and are not part of it."""
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
@@ -343,7 +349,7 @@ class Usage:
     num_accepted: int = 0
     """Drafts that became output."""
     num_differing: int = 0
-    """Output tokens that full depth would not have chosen: in bounded all of them, in fast those an audit found."""
+    """Output tokens that full depth would not have chosen, kept by the budget of mode bounded."""
     exits: Mapping[int, int] = field(default_factory=dict)
     """Output tokens by exit layer."""
     queue_s: float = 0.0

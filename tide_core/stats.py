@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class AuditSnapshot:
-    """Audit results of mode fast: disagreements with full depth, and the confidence interval of their rate."""
+    """How answers of mode fast compared with full depth, for one tenant and contract."""
 
-    num_tokens: int
-    num_disagreements: int
-    rate: float
-    lower: float
-    upper: float
+    tenant: str
+    """The label of its cache salt: `tenant_label`."""
+    epsilon: float | None
+    """The contract: most tokens that full depth would have chosen otherwise, as a share. None without a contract."""
+    num_answers: int
+    """Answers that were judged."""
+    mean_loss: float
+    """Mean share of an answer's tokens that full depth would have chosen otherwise; of one answer at most 0.5."""
+    evidence: float
+    """Against the contract. It starts at 1, and at 1/delta the alarm is raised."""
     delta: float
+    """Most probability of ever raising an alarm while the contract is kept."""
+    alarmed: bool
+
+    @property
+    def contract(self) -> str:
+        return contract_name(self.epsilon)
+
+
+def contract_name(epsilon: float | None) -> str:
+    """Of mode fast: `fast(0.05)`; `fast` without a certified contract."""
+    return "fast" if epsilon is None else f"fast({epsilon:g})"
+
+
+def tenant_label(cache_salt: str) -> str:
+    """How the holder of a cache salt is called in logs and replies: a short hash; `anyone` without a salt."""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=6).hexdigest() if cache_salt else "anyone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +83,12 @@ class EngineStats:
     """Digest of the artefact; None without exits."""
     exits: Mapping[str, Any] = field(default_factory=dict)
     """Exit layers of output tokens and layers run for them: `ExitStats.summary()` over all requests."""
-    audits: Mapping[str, AuditSnapshot] = field(default_factory=dict)
-    """Audit results by mode; empty before the first audit."""
+    audits: Sequence[AuditSnapshot] = ()
+    """Of mode fast, by tenant and contract, those with most evidence first; empty before the first judged answer."""
+    judged: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Judged answers and the sum of their losses, of all tenants, by `contract_name`."""
+    num_audits_dropped: int = 0
+    """Answers that were chosen to be judged and were not: too many waited, or full depth failed."""
     predicted_gain: float = 1.0
     """Predicted speed-up of the last plan over full depth."""
     num_plans: int = 0

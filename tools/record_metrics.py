@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["RAY_metrics_report_interval_ms"] = "2500"  # noqa: SIM112  # Ray's own spelling; 10 s by default
     config = default_config()
-    config["applications"][0]["args"]["engine"]["kv_memory_gib"] = KV_MEMORY_GIB
+    config["applications"][0]["args"]["engine"] |= {"kv_memory_gib": KV_MEMORY_GIB, "audit_share": 1.0}
     with serving(config) as server, TideClient(server.address) as client:
         stop = threading.Event()
         load = threading.Thread(target=_load, args=(server, client, args.seconds, stop))

@@ -126,7 +126,7 @@ def quality(bench: Bench, sizes: Sizes) -> Part:
         part.bars.append(Bar(name, max(kept, default=0.0), MARGIN + TIE, at_least=False))
         untold = float(sum(budget.num_untold for budget in budgets))
         part.bars.append(Bar("tokens of bounded that differ and do not say so", untold, 0.0, at_least=False))
-    part.data["engine_audits"] = {key: asdict(value) for key, value in bench.engine.stats().audits.items()}
+    part.data["engine_audits"] = [asdict(audit) for audit in bench.engine.stats().audits]
     return part
 
 

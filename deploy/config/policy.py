@@ -37,6 +37,9 @@ class LivePolicy(BaseModel):
     artefact: str | None = Field(default=None, min_length=1)
     """The calibrated exits: a folder, a URL, or a pointer to a published artefact; None: those in the settings of the
     engine. Changes without a restart."""
+    audit_epoch: int = Field(default=0, ge=0, le=2**31 - 1)
+    """Any change of this number makes replicas forget what audits of mode fast have found, so that tenants served as
+    verified after an alarm get fast again. Another artefact does so, too."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> LivePolicy:

@@ -177,16 +177,18 @@ def stats_of(stats: EngineStats) -> pb.GetExitStatsResponse:
         non_finite_scores=exits["non_finite_scores"],
         audits=[
             pb.AuditReport(
-                contract=contract,
-                tokens=audit.num_tokens,
-                disagreements=audit.num_disagreements,
-                rate=audit.rate,
-                lower=audit.lower,
-                upper=audit.upper,
+                contract=audit.contract,
+                tenant=audit.tenant,
+                epsilon=audit.epsilon,
+                answers=audit.num_answers,
+                mean_loss=audit.mean_loss,
+                evidence=audit.evidence,
                 delta=audit.delta,
+                alarmed=audit.alarmed,
             )
-            for contract, audit in stats.audits.items()
+            for audit in stats.audits
         ],
+        answers_not_judged=stats.num_audits_dropped,
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         kv_usage=stats.kv_usage,

@@ -76,20 +76,23 @@ def exits_object(usage: Usage) -> dict[str, Any]:
 
 
 def stats_object(stats: EngineStats) -> dict[str, Any]:
-    audits = {
-        name: {
-            "tokens": audit.num_tokens,
-            "disagreements": audit.num_disagreements,
-            "rate": audit.rate,
-            "lower": audit.lower,
-            "upper": audit.upper,
+    audits = [
+        {
+            "contract": audit.contract,
+            "tenant": audit.tenant,
+            "epsilon": audit.epsilon,
+            "answers": audit.num_answers,
+            "mean_loss": audit.mean_loss,
+            "evidence": audit.evidence,
             "delta": audit.delta,
+            "alarmed": audit.alarmed,
         }
-        for name, audit in stats.audits.items()
-    }
+        for audit in stats.audits
+    ]
     return {
         **stats.exits,
         "contracts": audits,
+        "answers_not_judged": stats.num_audits_dropped,
         "num_running": stats.num_running,
         "num_waiting": stats.num_waiting,
         "kv_usage": stats.kv_usage,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tide_core.batch import DraftCounts, RowResult, TokenResult
-from tide_core.request import Audit
+from tide_core.batch import DraftCounts, RowResult, RowStep, TokenResult
+from tide_core.kv.block_manager import BlockTable
+from tide_core.request import Audit, Request, SamplingParams
 
 pytestmark = pytest.mark.unit
 
@@ -20,6 +21,17 @@ def test_tokens_come_out_of_their_columns_as_they_went_in() -> None:
     result = RowResult.of(TOKENS, 3, 27)
     assert result.token_ids == (5, 6, 7)
     assert result.tokens == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("start", "scores_from", "targets"),
+    [(0, None, range(5)), (4, None, range(5, 9)), (0, 7, range(7, 5)), (4, 7, range(7, 9)), (8, 7, range(9, 10))],
+)
+def test_a_judged_answer_is_scored_from_its_first_token_on(start: int, scores_from: int | None, targets: range) -> None:
+    prompt = tuple(range(10))
+    request = Request("r", prompt, SamplingParams(max_tokens=1, prompt_logprobs=1), seed=0, scores_from=scores_from)
+    step = RowStep(request, BlockTable(start), prompt[start : start + 4], (), samples=start == 8)
+    assert list(step.prompt_targets) == list(targets)
 
 
 def test_tokens_of_which_there_is_nothing_to_note_have_no_notes() -> None:

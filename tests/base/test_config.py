@@ -30,6 +30,8 @@ BAD_VALUES: list[tuple[str, Any]] = [
     *(("max_batch_tokens", v) for v in (0, 2**30, "many")),
     *(("num_threads", v) for v in (0, 4096, 1.0)),
     *(("max_queued", v) for v in (0, -1)),
+    *(("audit_share", v) for v in (-0.1, 1.1, math.nan, True, "all")),
+    *(("audit_delta", v) for v in (0, 1, math.nan, True, "none")),
     *(("prefix_caching", v) for v in (1, "yes", None)),
 ]
 

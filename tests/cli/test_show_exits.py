@@ -141,7 +141,7 @@ def test_a_batch_of_prompts_is_compared_as_a_batch(tide: Tide, use_engine: UseEn
 
 
 def test_an_output_that_differs_from_full_depth_is_said_to(tide: Tide, use_engine: UseEngine) -> None:
-    use_engine(exit_engine(easy=False, audit_share=0.0))
+    use_engine(exit_engine(easy=False))
     _, _, err = tide("generate", "the cat", "--mode", "fast", "--threshold", "0", "--show-exits", *OPTIONS)
     assert re.search(r"fast [\d.]+ tok/s, full depth [\d.]+ tok/s: [\d.]+x, output differs", err)
     assert "unaudited" in err

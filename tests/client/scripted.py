@@ -165,7 +165,7 @@ class Script(tide_pb2_grpc.TideServiceServicer):
         )
 
     def GetExitStats(self, request: pb.GetExitStatsRequest, context: Any) -> pb.GetExitStatsResponse:
-        audit = pb.AuditReport(contract="fast", tokens=10, delta=0.05)
+        audit = pb.AuditReport(contract="fast(0.05)", epsilon=0.05, answers=10, delta=0.05)
         return pb.GetExitStatsResponse(total_tokens=9, tokens_per_layer={4: 2, 1: 7}, audits=[audit])
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:

@@ -68,7 +68,7 @@ def test_the_other_calls_give_plain_records(server: GrpcServer, call: Call) -> N
     assert (info.default_mode, info.artefact_digest) == ("verified", None)
     stats = call(server.address, "exit_stats")
     assert (stats.total_tokens, stats.tokens_per_layer) == (9, {1: 7, 4: 2})
-    assert (stats.audits[0].contract, stats.audits[0].delta) == ("fast", 0.05)
+    assert (stats.audits[0].contract, stats.audits[0].epsilon, stats.audits[0].answers) == ("fast(0.05)", 0.05, 10)
     assert call(server.address, "abort", "r-1") is True
     assert call(server.address, "abort", "r-2") is False
     assert call(server.address, "tokenize", "ab") == [97, 98]

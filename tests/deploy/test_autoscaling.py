@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from deploy.autoscaling import DEFAULT_WAIT_S, KV_USAGE, ROWS, TARGET_WAIT_S, WAIT_S, by_load, replicas_for
+from deploy.autoscaling import (
+    DEFAULT_WAIT_S,
+    KV_USAGE,
+    ROWS,
+    TARGET_WAIT_S,
+    WAIT_S,
+    by_load,
+    most_replicas,
+    replicas_for,
+)
 
 
 def context_of(
@@ -134,3 +143,18 @@ def test_the_application_reports_what_the_policy_reads() -> None:
     )
     reported = TideServer.func_or_class.record_autoscaling_stats(server)  # type: ignore[attr-defined]
     assert reported == {ROWS: 0.5, WAIT_S: 1.5, KV_USAGE: 0.25, TARGET_WAIT_S: 2.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({}, 1),
+        ({"num_replicas": 3}, 3),
+        ({"num_replicas": 2, "autoscaling_config": {"min_replicas": 1, "max_replicas": 8}}, 8),
+    ],
+)
+def test_the_most_replicas_of_a_deployment_are_found_in_serves_own_settings(given: dict[str, Any], most: int) -> None:
+    from ray.serve._private.config import DeploymentConfig
+
+    assert most_replicas(DeploymentConfig(**given)) == most
+    assert most_replicas(None) == 1

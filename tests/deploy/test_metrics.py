@@ -81,8 +81,8 @@ def stats_of(exit_stats: ExitStats | None = None, **values: Any) -> EngineStats:
     return EngineStats(**{**known, **values})
 
 
-def audit() -> AuditSnapshot:
-    return AuditSnapshot(1000, 9, 0.009, 0.004, 0.015, 0.05)
+def audit(tenant: str = "anyone", evidence: float = 3.0, *, alarmed: bool = False) -> AuditSnapshot:
+    return AuditSnapshot(tenant, 0.05, 20, 0.04, evidence, 0.05, alarmed)
 
 
 def piece(num_tokens: int = 1, usage: Usage | None = None) -> RequestOutput:
@@ -112,9 +112,10 @@ WANTED = {
     "tide_num_requests_waiting": "gauge",
     "tide_kv_cache_usage_perc": "gauge",
     "tide_draft_acceptance": "gauge",
-    "tide_audit_disagreement": "gauge",
-    "tide_audit_disagreement_lower": "gauge",
-    "tide_audit_disagreement_upper": "gauge",
+    "tide_judged_answers": "counter",
+    "tide_judged_loss": "counter",
+    "tide_audit_evidence": "gauge",
+    "tide_audit_alarms": "gauge",
 }
 
 
@@ -190,6 +191,7 @@ def test_gauges_show_the_engine_as_it_is(meter: Meter, sink: Sink) -> None:
         stats_of(made, num_running=3, num_waiting=2, blocks_owned=25, last_step_age_s=0.5, predicted_gain=1.4), 77
     )
     assert sink.gauges == {
+        ("tide_audit_alarms", ""): 0,
         ("tide_num_requests_running", ""): 3,
         ("tide_num_requests_waiting", ""): 2,
         ("tide_queue_limit", ""): 9,
@@ -216,14 +218,30 @@ def test_a_dead_engine_is_told_as_long_as_its_replica_lives(meter: Meter, sink: 
         assert sink.gauges["tide_engine_dead", ""] == dead
 
 
-def test_audits_show_the_rate_and_its_interval(meter: Meter, sink: Sink) -> None:
-    meter.flush(stats_of(audits={"fast": audit()}), 0)
-    shown = {name: value for name, value in sink.gauges.items() if "audit" in name[0]}
-    assert shown == {
-        ("tide_audit_disagreement", "fast"): 0.009,
-        ("tide_audit_disagreement_lower", "fast"): 0.004,
-        ("tide_audit_disagreement_upper", "fast"): 0.015,
+def test_audits_are_counted_by_contract_whatever_the_number_of_tenants(meter: Meter, sink: Sink) -> None:
+    audits = (audit("a", 300.0, alarmed=True), audit("b"), audit("c", 0.5))
+    meter.flush(stats_of(audits=audits, judged={"fast(0.05)": (60, 2.5), "fast": (7, 0.5)}, num_audits_dropped=2), 0)
+    meter.flush(stats_of(audits=audits, judged={"fast(0.05)": (80, 3.0), "fast": (7, 0.5)}, num_audits_dropped=2), 0)
+    assert {key: count for key, count in sink.counts.items() if "judged" in key[0]} == {
+        ("tide_judged_answers", "fast(0.05)"): 80,
+        ("tide_judged_loss", "fast(0.05)"): 3.0,
+        ("tide_judged_answers", "fast"): 7,
+        ("tide_judged_loss", "fast"): 0.5,
+        ("tide_judged_dropped", ""): 2,
     }
+    assert {key: value for key, value in sink.gauges.items() if "audit" in key[0]} == {
+        ("tide_audit_evidence", "fast(0.05)"): 300.0,
+        ("tide_audit_evidence", "fast"): 1.0,
+        ("tide_audit_alarms", ""): 1,
+    }
+
+
+def test_evidence_that_was_forgotten_is_gone_from_the_metrics(meter: Meter, sink: Sink) -> None:
+    judged = {"fast(0.05)": (60, 2.5)}
+    meter.flush(stats_of(audits=(audit("a", 300.0, alarmed=True),), judged=judged), 0)
+    meter.flush(stats_of(judged=judged), 0)
+    assert sink.gauges["tide_audit_evidence", "fast(0.05)"] == 1.0
+    assert sink.gauges["tide_audit_alarms", ""] == 0
 
 
 def test_tokens_that_differ_are_counted_by_mode(meter: Meter, sink: Sink) -> None:
@@ -423,4 +441,6 @@ def test_rays_own_classes_take_the_table_and_what_a_meter_says() -> None:
     meter = Meter(RayExporter(), model="tiny", max_queued=9)
     meter.on_end(make_answer(), "stop")
     meter.on_output(make_answer(), piece(1, Usage(3, 1)))
-    meter.flush(stats_of(exits(left={2: 3, 8: 1}, drafts=3, accepted=3), audits={"fast": audit()}), 1)
+    judged = {"fast(0.05)": (20, 0.8)}
+    left = exits(left={2: 3, 8: 1}, drafts=3, accepted=3)
+    meter.flush(stats_of(left, audits=(audit(),), judged=judged, num_audits_dropped=1), 1)

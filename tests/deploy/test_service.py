@@ -24,6 +24,7 @@ from tests.deploy.scripted import FOREVER, HEL, LO, ScriptedEngine
 from tests.engine.runners import HANG_S, Gate
 from tide_core.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
 from tide_core.request import Chat, FinishReason, RequestOutput, SamplingParams
+from tide_core.stats import tenant_label
 
 ANYONE = Caller()
 PROMPT = [2, 3, 4]
@@ -206,6 +207,7 @@ async def test_the_log_of_a_request_has_counts_and_never_its_text(
         await run(service, Call("secret words", {"max_tokens": 3}))
     [record] = [record for record in caplog.records if "request ended" in record.message]
     assert record.output_tokens == 3  # type: ignore[attr-defined]
+    assert (record.caller, record.tenant) == ("anyone", tenant_label(""))  # type: ignore[attr-defined]
     assert "secret" not in caplog.text
 
 
@@ -468,6 +470,19 @@ async def test_exits_come_with_their_policy_and_go_with_it() -> None:
     await service.apply(LivePolicy.read({"artefact": "other", "mode": "full"}))
     await service.apply(LivePolicy.read({}))
     assert engine.taken == ["other", "own"]
+
+
+async def test_another_audit_epoch_makes_the_engine_forget_its_audits_and_nothing_else_does() -> None:
+    engine, forgotten = SwappingEngine(), []
+    engine.forget_audits = lambda: forgotten.append(1)  # type: ignore[attr-defined]
+    service = scripted_service(engine)
+    for policy, num in (({}, 0), ({"audit_epoch": 2}, 1), ({"audit_epoch": 2, "mode": "full"}, 1), ({}, 2)):
+        await service.apply(LivePolicy.read(policy))
+        assert len(forgotten) == num
+    refused = LivePolicy.read({"audit_epoch": 3, "mode": "bounded", "epsilon": 0.01})
+    with pytest.raises(ConfigError):
+        await service.apply(refused)
+    assert len(forgotten) == 2
 
 
 async def test_a_policy_is_checked_in_the_mode_that_requests_get_also_without_an_artefact() -> None:

@@ -182,6 +182,9 @@ def test_a_contract_is_taken_by_its_epsilon_and_the_loosest_by_default() -> None
     assert parts.policy(params(epsilon=0.05)).draft_thresholds == CONTRACTS[0].thresholds
     assert parts.policy(params()).draft_thresholds == CONTRACTS[1].thresholds
     assert parts.policy(params(min_layers=2, epsilon=0.1)).draft_thresholds == (float("inf"), 0.45, 0.4)
+    assert [parts.policy(params(epsilon=each)).epsilon for each in (0.02, 0.05, None)] == [0.02, 0.02, 0.1]
+    for beyond in ({"temperature": 0.7}, {"min_layers": 2}, {"threshold": 0.5}):
+        assert parts.policy(params(**beyond)).epsilon is None
     tokens, _ = plain(CONTRACTS[1].thresholds)
     assert all_ids(answers(Engine.from_parts(parts))) == tokens
 

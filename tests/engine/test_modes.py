@@ -228,7 +228,7 @@ def test_a_cached_prefix_of_full_depth_requests_is_not_taken_for_one_with_head_m
 
 
 def test_fast_skips_layers_and_says_which_tokens_nobody_checked() -> None:
-    got = answers(exit_engine(audit_share=0.0), mode="fast", threshold=0.0)
+    got = answers(exit_engine(), mode="fast", threshold=0.0)
     for answer in got:
         usage = answer.usage
         assert usage is not None
@@ -242,19 +242,6 @@ def _dropped(answer: Completion) -> int:
     """Layers run for drafts behind the last token of the answer."""
     assert answer.usage is not None
     return answer.usage.num_drafts - sum(token.exit_layer == 1 for token in answer.tokens)
-
-
-def test_fast_audits_the_share_it_is_told_to() -> None:
-    with exit_engine(audit_share=1.0) as engine:
-        got = engine.generate(PROMPTS, params(mode="fast", threshold=0.0))
-        audit = engine.stats().audits["fast"]
-    exits = [token for answer in got for token in answer.tokens if token.exit_layer == 1]
-    assert all(token.audit in (Audit.AGREED, Audit.DISAGREED) for token in exits)
-    assert audit.num_tokens == len(exits)
-    with exit_engine(audit_share=0.3) as engine:
-        some = engine.generate(PROMPTS, params(mode="fast", threshold=0.0, max_tokens=64))
-    audits = Counter(token.audit for answer in some for token in answer.tokens if token.exit_layer == 1)
-    assert 0.1 < 1 - audits[Audit.UNAUDITED] / audits.total() < 0.5
 
 
 def test_prompt_exits_save_prompt_layers_and_leave_the_last_token_whole() -> None:
@@ -341,7 +328,7 @@ def test_the_easy_model_is_not_the_tiny_one() -> None:
 
 def test_fast_leaves_at_one_checkpoint_only() -> None:
     artefact = {"kind": "block", "layers": (1, 2), "draft_threshold": 0.0}
-    got = answers(exit_engine(artefact=artefact, audit_share=0.0), mode="fast", threshold=0.6)
+    got = answers(exit_engine(artefact=artefact), mode="fast", threshold=0.6)
     assert all(answer.error is None for answer in got)
     assert {layer for answer in got for layer in exit_layers(answer)} == {1, NUM_LAYERS}
     deeper = answers(exit_engine(artefact=artefact), mode="fast", threshold=0.0, min_layers=2)

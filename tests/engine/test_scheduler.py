@@ -174,6 +174,68 @@ def test_drafts_preempt_nobody_and_shrink_to_what_the_pool_has() -> None:
     assert old.num_preemptions == young.num_preemptions == 0
 
 
+def judge(scheduler: Scheduler, length: int) -> Row | None:
+    return scheduler.add_judge(make_request(range(200, 200 + length), request_id="judge", max_tokens=1))
+
+
+def test_a_row_that_judges_starts_only_in_what_nobody_needs() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_rows=2, prefix_caching=False)
+    assert judge(scheduler, 33) is None, "nine blocks"
+    add(scheduler, "waits", 3)
+    assert judge(scheduler, 3) is None, "somebody waits"
+    step(scheduler)
+    assert judge(scheduler, 13) is None, "four blocks are left for the row that runs"
+    assert judge(scheduler, 12) is not None
+    assert judge(scheduler, 3) is None, "one at a time"
+    scheduler = make_scheduler(max_rows=1)
+    add(scheduler, "only", 3)
+    step(scheduler)
+    assert judge(scheduler, 3) is None, "no slot is left"
+
+
+def test_a_row_that_judges_runs_in_the_budget_that_others_leave_and_stays_the_last() -> None:
+    scheduler = make_scheduler(num_blocks=32, max_batch_tokens=8, prefix_caching=False)
+    row = judge(scheduler, 12)
+    assert step(scheduler) == {"judge": 8}
+    add(scheduler, "client", 7)
+    assert step(scheduler) == {"client": 7, "judge": 1}
+    assert scheduler.running[-1] is row is scheduler.judging
+    assert scheduler.num_running == 1
+
+
+def test_a_row_that_judges_runs_in_short_pieces_whatever_the_budget() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_batch_tokens=2048, prefix_caching=False)
+    judge(scheduler, 600)
+    assert [step(scheduler)["judge"] for _ in range(3)] == [256, 256, 88]
+
+
+@pytest.mark.parametrize("lacks", ["a slot", "blocks", "blocks for its next token", "blocks for drafts"])
+def test_a_row_that_judges_gives_way_to_a_request_that_lacks(lacks: str) -> None:
+    drafts = 6 if lacks == "blocks for drafts" else 0
+    max_rows = 1 if lacks == "a slot" else 8
+    scheduler = make_scheduler(num_blocks=8, max_rows=max_rows, drafts=drafts, prefix_caching=False)
+    if lacks in ("a slot", "blocks"):
+        judging = judge(scheduler, 12)
+        client = add(scheduler, "client", 24)
+    else:
+        client = add(scheduler, "client", 4, policy=EXITS, max_tokens=40)
+        step(scheduler)
+        judging = judge(scheduler, 12)
+    assert judging is not None
+    while True:
+        rows, batch = scheduler.schedule()
+        if scheduler.judging is None:
+            break
+        assert rows == [client, judging]
+        scheduler.advance(client, 1, [1])
+    assert rows == scheduler.running == [client]
+    assert batch.rows[0].num_drafts == drafts
+    assert client.num_tokens + drafts > (0 if lacks == "a slot" else 20), "all that the judge left was in use"
+    assert scheduler.num_preemptions == 0
+    assert not scheduler.waiting
+    scheduler.check_integrity()
+
+
 def test_with_lookahead_decoding_rows_get_blocks_for_the_next_step_too() -> None:
     scheduler = make_scheduler(num_blocks=16, drafts=2, prefix_caching=False)
     talks = add(scheduler, "talks", 3, policy=EXITS, max_tokens=50)

@@ -1,4 +1,4 @@
-"""The live audit: an interval that may be looked at after every token."""
+"""The live audit: evidence against a contract that may be looked at after every answer."""
 
 from __future__ import annotations
 
@@ -9,95 +9,149 @@ import numpy as np
 import pytest
 
 from tide_core.errors import ConfigError
-from tide_core.exits.audit import AuditLedger
+from tide_core.exits.audit import LOSS_CAP, MAX_EVIDENCE, NUM_BETS, AuditProcess
 
 pytestmark = pytest.mark.unit
 
-RUNS = 300
-TOKENS = 5000
-STEP = 5
-DELTA = 0.1
+EPSILON, DELTA = 0.05, 0.05
+STREAMS, ANSWERS = 1000, 2000
+TOKENS = 40
 
 
-def drawn_counts(rate: float, seed: int = 0) -> list[list[int]]:
-    """Disagreements in each batch of `STEP` tokens, for every run."""
-    counts: list[list[int]] = np.random.default_rng(seed).binomial(STEP, rate, (RUNS, TOKENS // STEP)).tolist()
-    return counts
+def bursts(generator: np.random.Generator, rate: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Losses of answers that are right as a rule, or wrong for one long stretch: the tokens of an answer depend on each
+    other. The mean is exactly the rate."""
+    share = 0.2
+    return np.where(generator.random(shape) < rate / share, share, 0.0)
 
 
-def interval(ledger: AuditLedger) -> tuple[float, float]:
-    snapshot = ledger.snapshot()
-    return snapshot.lower, snapshot.upper
+def independent(generator: np.random.Generator, rate: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Losses of answers whose tokens are wrong one by one."""
+    losses: np.ndarray = generator.binomial(TOKENS, rate, shape) / TOKENS
+    return losses
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.005, 0.3, 1.0])
-def test_the_interval_holds_the_rate_at_every_step_of_nearly_all_runs(rate: float) -> None:
-    missed = 0
-    for run in drawn_counts(rate)[:100]:
-        ledger = AuditLedger(DELTA)
-        for step in range(0, len(run), 50):
-            for disagreements in run[step : step + 50]:
-                ledger.observe(STEP, disagreements)
-            lower, upper = interval(ledger)
-            if not lower <= rate <= upper:
-                missed += 1
-                break
-    assert missed / 100 <= DELTA + 3.0 * math.sqrt(DELTA * (1.0 - DELTA) / 100)
+def evidence_of(losses: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
+    """Evidence after each answer of each stream [streams, answers], by the formula of the contract."""
+    bets = 2.0 ** -np.arange(NUM_BETS) / epsilon
+    money = np.zeros((len(losses), NUM_BETS))
+    evidence, given = np.empty(losses.shape), 0.0
+    for t in range(1, losses.shape[1] + 1):
+        new = 1.0 / (t * (t + 1))
+        given += new
+        money = (money + new) * (1.0 + bets * (np.minimum(losses[:, t - 1 : t], LOSS_CAP) - epsilon))
+        evidence[:, t - 1] = 1.0 - given + money.mean(axis=1)
+    return evidence
 
 
-def test_the_interval_is_that_of_the_mixture_martingale() -> None:
-    ledger = AuditLedger(0.05)
-    ledger.observe(40, 11)
-    q = (np.arange(200_000) + 0.5) / 200_000
-    prior = 1 / np.sqrt(q * (1 - q))  # Beta(1/2, 1/2)
-    likelihood = q**11 * (1 - q) ** 29
-    mixture = float((prior * likelihood).sum() / prior.sum())
-    for end in interval(ledger):
-        assert mixture / (end**11 * (1 - end) ** 29) == pytest.approx(20.0, rel=1e-3)
+def answers_until_alarm(losses: np.ndarray) -> int | None:
+    process = AuditProcess(EPSILON, DELTA)
+    for number, loss in enumerate(losses.tolist(), 1):
+        process.observe(loss)
+        if process.alarmed:
+            return number
+    return None
 
 
-def test_the_interval_narrows_and_is_everything_before_the_first_token() -> None:
-    ledger = AuditLedger()
-    assert interval(ledger) == (0.0, 1.0)
-    widths = []
-    for _ in range(5):
-        ledger.observe(1000, 10)
-        lower, upper = interval(ledger)
-        assert lower < 0.01 < upper
-        widths.append(upper - lower)
-    assert widths == sorted(widths, reverse=True)
-    ledger = AuditLedger()
-    ledger.observe(10, 0)
-    assert interval(ledger)[0] == 0.0
-    ledger = AuditLedger()
-    ledger.observe(10, 10)
-    assert interval(ledger)[1] == 1.0
+@pytest.mark.parametrize("kind", [bursts, independent])
+def test_the_process_is_the_one_of_the_contract(kind: object) -> None:
+    assert callable(kind)
+    losses = kind(np.random.default_rng(5), 2 * EPSILON, (1, 300))
+    process, got = AuditProcess(EPSILON, DELTA), []
+    for loss in losses[0].tolist():
+        process.observe(loss)
+        got.append(process.snapshot().evidence)
+    assert got == pytest.approx(evidence_of(losses)[0].tolist(), rel=1e-9)
 
 
-def test_counts_beyond_a_billion_stay_sound() -> None:
-    ledger = AuditLedger(DELTA)
-    ledger.observe(10**10, 10**8)
-    lower, upper = interval(ledger)
-    assert 0.00999 < lower < 0.01 < upper < 0.01001
+@pytest.mark.parametrize("kind", [bursts, independent])
+def test_streams_that_keep_the_contract_exactly_raise_an_alarm_in_at_most_delta_of_them(kind: object) -> None:
+    assert callable(kind)
+    losses = kind(np.random.default_rng(7), EPSILON, (STREAMS, ANSWERS))
+    assert losses.mean() == pytest.approx(EPSILON, rel=0.01)
+    assert (evidence_of(losses).max(axis=1) >= 1.0 / DELTA).sum() <= DELTA * STREAMS
+
+
+@pytest.mark.parametrize("kind", [bursts, independent])
+def test_a_threefold_rise_behind_ten_thousand_good_answers_is_seen_within_sixty_more(kind: object) -> None:
+    assert callable(kind)
+    generator, good, waits = np.random.default_rng(11), 10_000, []
+    for _ in range(6):
+        before = kind(generator, 0.5 * EPSILON, (good,))
+        seen = answers_until_alarm(np.concatenate([before, kind(generator, 3 * EPSILON, (500,))]))
+        assert seen is not None
+        assert seen > good, "a contract that is kept twice over raises no alarm"
+        waits.append(seen - good)
+    assert np.mean(waits) <= 60
+
+
+def test_a_threefold_rise_at_the_start_is_seen_within_a_few_answers() -> None:
+    generator = np.random.default_rng(13)
+    waits = [answers_until_alarm(independent(generator, 3 * EPSILON, (200,))) for _ in range(20)]
+    assert np.mean([200 if wait is None else wait for wait in waits]) <= 20
+
+
+def test_an_alarm_stays_raised() -> None:
+    process = AuditProcess(EPSILON, DELTA)
+    for _ in range(50):
+        process.observe(1.0)
+    assert process.alarmed
+    for _ in range(5000):
+        process.observe(0.0)
+    snapshot = process.snapshot()
+    assert snapshot.evidence < 1.0 / DELTA
+    assert snapshot.alarmed
+
+
+def test_one_answer_counts_at_most_half_wrong() -> None:
+    whole, half = AuditProcess(EPSILON), AuditProcess(EPSILON)
+    whole.observe(1.0)
+    half.observe(LOSS_CAP)
+    assert whole.snapshot() == half.snapshot()
+    assert whole.snapshot().mean_loss == LOSS_CAP
+
+
+def test_evidence_stays_a_finite_number() -> None:
+    process = AuditProcess(1e-6, DELTA)
+    for _ in range(2000):
+        process.observe(1.0)
+    assert 1.0 / DELTA < process.snapshot().evidence <= MAX_EVIDENCE
+    for _ in range(2000):
+        process.observe(0.0)
+    assert 0.0 <= process.snapshot().evidence <= MAX_EVIDENCE
+
+
+def test_without_a_contract_losses_are_counted_and_nothing_raises_an_alarm() -> None:
+    process = AuditProcess(None, DELTA)
+    for _ in range(1000):
+        process.observe(0.25)
+    snapshot = process.snapshot()
+    assert (snapshot.num_answers, snapshot.mean_loss) == (1000, 0.25)
+    assert (snapshot.evidence, snapshot.alarmed) == (1.0, False)
 
 
 def test_a_snapshot_is_plain_numbers() -> None:
-    ledger = AuditLedger(DELTA)
-    ledger.observe(200, 3)
-    snapshot = ledger.snapshot()
+    process = AuditProcess(EPSILON, DELTA)
+    assert process.snapshot().evidence == 1.0
+    process.observe(0.2)
+    process.observe(0.1)
+    snapshot = process.snapshot("someone")
     assert pickle.loads(pickle.dumps(snapshot)) == snapshot
-    assert (snapshot.rate, snapshot.delta) == (0.015, DELTA)
+    assert (snapshot.tenant, snapshot.epsilon, snapshot.delta) == ("someone", EPSILON, DELTA)
+    assert (snapshot.num_answers, snapshot.mean_loss) == (2, pytest.approx(0.15))
 
 
-@pytest.mark.parametrize(("tokens", "disagreements"), [(1, 2), (0, 1), (5, -1)])
-def test_more_disagreements_than_tokens_are_refused(tokens: int, disagreements: int) -> None:
-    ledger = AuditLedger()
-    with pytest.raises(ConfigError, match=f"num_disagreements: got {disagreements}, expected a count in 0..{tokens}"):
-        ledger.observe(tokens, disagreements)
-    assert ledger.snapshot().num_tokens == 0
+@pytest.mark.parametrize("loss", [-0.1, 1.1, math.nan])
+def test_a_loss_that_is_no_share_is_refused(loss: float) -> None:
+    process = AuditProcess(EPSILON)
+    with pytest.raises(ConfigError, match="a share from 0 to 1"):
+        process.observe(loss)
+    assert process.snapshot().num_answers == 0
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, True])
-def test_a_confidence_that_means_nothing_is_refused(delta: float) -> None:
-    with pytest.raises(ConfigError, match="a number above 0 and below 1"):
-        AuditLedger(delta)
+@pytest.mark.parametrize("value", [0.0, 1.0, True])
+def test_a_contract_or_a_confidence_that_means_nothing_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"delta: .* a number above 0 and below 1"):
+        AuditProcess(EPSILON, value)
+    with pytest.raises(ConfigError, match=r"epsilon: .* a number above 0 and below 1"):
+        AuditProcess(value)

@@ -10,10 +10,8 @@ from tools.promql_syntax import Aggregate, Binary, Node, Selector, parse, walk
 OF_EVERY_REPLICA = ("application", "deployment", "replica")
 RARE = {
     "ray_tide_non_finite_scores_total": "a router gave no number: never on sound weights",
-    "ray_tide_differing_tokens_total": "mode bounded kept a near tie, or an audit of mode fast found a difference",
-    "ray_tide_audit_disagreement": "an exit of mode fast was audited",
-    "ray_tide_audit_disagreement_lower": "the same",
-    "ray_tide_audit_disagreement_upper": "the same",
+    "ray_tide_differing_tokens_total": "mode bounded kept a near tie",
+    "ray_tide_judged_dropped_total": "more answers of mode fast waited to be judged than may",
     "ray_tide_artefact_moves_total": "a pointer to a published artefact was moved",
     "ray_tide_ignored_fields_total": "a client sent a field that is not known here",
     "ray_tide_failed_authentications_total": "a call had no known key",

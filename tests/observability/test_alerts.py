@@ -111,6 +111,7 @@ FIRES = [
     ("TideEngineStuck", {"tide_engine_step_age_seconds": 31}),
     ("TideKvExhausted", {"tide_kv_cache_usage_perc": 0.95}),
     ("TideConfigRefused", {"tide_config_refused": 1}),
+    ("TideAuditAlarm", {"tide_audit_alarms": 1}),
 ]
 KEEPS_STILL = [
     ("TideNoReplica", {HEALTHY: 1}),
@@ -127,6 +128,7 @@ KEEPS_STILL = [
     ("TideEngineStuck", {"tide_engine_step_age_seconds": 5}),
     ("TideKvExhausted", {"tide_kv_cache_usage_perc": 0.85}),
     ("TideConfigRefused", {"tide_config_refused": 0}),
+    ("TideAuditAlarm", {"tide_audit_alarms": 0}),
 ]
 
 

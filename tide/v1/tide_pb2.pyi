@@ -398,7 +398,7 @@ class GetExitStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetExitStatsResponse(_message.Message):
-    __slots__ = ("total_tokens", "exited_tokens", "num_layers", "tokens_per_layer", "layers_per_token", "tokens_per_deep_pass", "drafts", "accepted", "non_finite_scores", "audits", "num_running", "num_waiting", "kv_usage", "artefact_digest")
+    __slots__ = ("total_tokens", "exited_tokens", "num_layers", "tokens_per_layer", "layers_per_token", "tokens_per_deep_pass", "drafts", "accepted", "non_finite_scores", "audits", "num_running", "num_waiting", "kv_usage", "artefact_digest", "answers_not_judged")
     class TokensPerLayerEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +420,7 @@ class GetExitStatsResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     ARTEFACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_NOT_JUDGED_FIELD_NUMBER: _ClassVar[int]
     total_tokens: int
     exited_tokens: int
     num_layers: int
@@ -434,25 +435,28 @@ class GetExitStatsResponse(_message.Message):
     num_waiting: int
     kv_usage: float
     artefact_digest: str
-    def __init__(self, total_tokens: _Optional[int] = ..., exited_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., tokens_per_layer: _Optional[_Mapping[int, int]] = ..., layers_per_token: _Optional[float] = ..., tokens_per_deep_pass: _Optional[float] = ..., drafts: _Optional[int] = ..., accepted: _Optional[int] = ..., non_finite_scores: _Optional[int] = ..., audits: _Optional[_Iterable[_Union[AuditReport, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., artefact_digest: _Optional[str] = ...) -> None: ...
+    answers_not_judged: int
+    def __init__(self, total_tokens: _Optional[int] = ..., exited_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., tokens_per_layer: _Optional[_Mapping[int, int]] = ..., layers_per_token: _Optional[float] = ..., tokens_per_deep_pass: _Optional[float] = ..., drafts: _Optional[int] = ..., accepted: _Optional[int] = ..., non_finite_scores: _Optional[int] = ..., audits: _Optional[_Iterable[_Union[AuditReport, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., artefact_digest: _Optional[str] = ..., answers_not_judged: _Optional[int] = ...) -> None: ...
 
 class AuditReport(_message.Message):
-    __slots__ = ("contract", "tokens", "disagreements", "rate", "lower", "upper", "delta")
+    __slots__ = ("contract", "delta", "tenant", "epsilon", "answers", "mean_loss", "evidence", "alarmed")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DISAGREEMENTS_FIELD_NUMBER: _ClassVar[int]
-    RATE_FIELD_NUMBER: _ClassVar[int]
-    LOWER_FIELD_NUMBER: _ClassVar[int]
-    UPPER_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_LOSS_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    ALARMED_FIELD_NUMBER: _ClassVar[int]
     contract: str
-    tokens: int
-    disagreements: int
-    rate: float
-    lower: float
-    upper: float
     delta: float
-    def __init__(self, contract: _Optional[str] = ..., tokens: _Optional[int] = ..., disagreements: _Optional[int] = ..., rate: _Optional[float] = ..., lower: _Optional[float] = ..., upper: _Optional[float] = ..., delta: _Optional[float] = ...) -> None: ...
+    tenant: str
+    epsilon: float
+    answers: int
+    mean_loss: float
+    evidence: float
+    alarmed: bool
+    def __init__(self, contract: _Optional[str] = ..., delta: _Optional[float] = ..., tenant: _Optional[str] = ..., epsilon: _Optional[float] = ..., answers: _Optional[int] = ..., mean_loss: _Optional[float] = ..., evidence: _Optional[float] = ..., alarmed: bool = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

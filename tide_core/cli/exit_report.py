@@ -128,7 +128,7 @@ def warm_up(engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
     """Generate a few tokens with exits and a few without.
 
     The prompt is reversed: it has the same length and leaves nothing in the prefix cache for the real one. Exits run in
-    mode verified, so that this text does not count in the audits of the requested mode."""
+    mode verified, so that this text is never judged."""
     ids = engine.make_request(prompt, params).prompt_ids[::-1]
     full = replace(at_full_depth(params), max_tokens=min(params.max_tokens, WARM_UP_TOKENS), min_tokens=0)
     for short in (replace(full, mode="verified"), full):

@@ -189,7 +189,6 @@ def assemble_loaded(
         kernels,
         segments,
         exits=exits,
-        audit_share=config.audit_share,
         prompt_exits=config.prompt_exits,
         cycles=cycles,
         prompts=prompts,
@@ -219,6 +218,8 @@ def assemble_loaded(
         num_layers=adapter.num_layers,
         planner=planner,
         prompt_exits=config.prompt_exits,
+        audit_share=config.audit_share,
+        audit_delta=config.audit_delta,
     )
     logger.info(
         "model %s: %d layers in %d segments, %s kernels, artefact %s",

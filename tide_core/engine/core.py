@@ -7,7 +7,8 @@ A fault of one row ends that row alone. A fault of a whole batch runs its rows a
 that cause it end with an error. If all of them fail, one token of no request decides: if that fails too, the engine is
 broken and raises.
 
-In mode fast every token that was compared with full depth after it left is audited.
+Answers of mode fast are judged by full depth when nothing else is to be run (`judge.py`). Neither clients nor counters
+see such a row.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tide_core.batch import DraftCounts, RowResult, RowStep, Runner, RunningStep, ScheduledBatch, StepResult
+from tide_core.engine.judge import Judge
 from tide_core.engine.scheduler import Scheduler
 from tide_core.errors import EngineError, RequestError
-from tide_core.exits.audit import AuditLedger
+from tide_core.exits.audit import DEFAULT_DELTA
 from tide_core.exits.cost import ROWS_APART, RowAcceptance
 from tide_core.kv.block_manager import BlockTable
 from tide_core.outputs.exit_stats import ExitStats
 from tide_core.outputs.request_state import RequestState, StepOutput
 from tide_core.outputs.step_stats import ALL_VERIFIED, DraftStats, PendingStats, StepRecord
 from tide_core.outputs.tokenizer import Tokenizer
-from tide_core.request import Audit, FinishReason, Request, RequestOutput, SamplingParams
+from tide_core.request import FinishReason, Request, RequestOutput, SamplingParams
 from tide_core.row import Row
 
 logger = logging.getLogger("tide")
@@ -67,13 +69,15 @@ class EngineCore:
         num_layers: int,
         planner: Planner | None = None,
         prompt_exits: bool = False,
+        audit_share: float = 0.0,
+        audit_delta: float = DEFAULT_DELTA,
     ) -> None:
-        """`prompt_exits`: prompt tokens of requests that skip layers may skip some, too."""
+        """`prompt_exits`: prompt tokens of requests that skip layers may skip some, too. `audit_share`, `audit_delta`:
+        of the judge."""
         self.scheduler = scheduler
         self.counters = Counters()
         self.exits = ExitStats(num_layers)
-        self.audits = AuditLedger()
-        """Of mode fast."""
+        self.judge = Judge(scheduler, share=audit_share, delta=audit_delta)
         self._num_layers = num_layers
         self._stats = PendingStats(num_layers)
         self._planner = planner
@@ -87,11 +91,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._pending)
+        return self.scheduler.has_work or bool(self._pending) or self.judge.has_work
 
     def take_over_counts(self, other: EngineCore) -> None:
-        """Continue the counts of the core before this one. Its audits do not apply to these exits."""
+        """Continue the counts of the core before this one."""
         self.counters, self.exits = other.counters, other.exits
+        self.judge.take_over_counts(other.judge)
         self.scheduler.num_preemptions = other.scheduler.num_preemptions
 
     def add(self, request: Request) -> None:
@@ -133,6 +138,7 @@ class EngineCore:
     def advance(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
         """One step of all rows that fit in it. The outputs of the step before are delivered while it runs; its own are
         pending afterwards."""
+        self.judge.start()
         if not self.scheduler.has_work:
             deliver(self.emit())
             return
@@ -187,7 +193,9 @@ class EngineCore:
             except Exception:
                 logger.exception("a step of %d rows failed; running them one by one", len(batch.rows))
         result = StepResult(tuple(self._run_alone(row) for row in batch.rows))
-        if all(row.error is not None for row in result.rows):
+        judging = self.scheduler.judging
+        failed = [row.error is not None for row in result.rows]
+        if all(failed) and not (len(failed) == 1 and judging is not None and batch.rows[0].table is judging.table):
             self._probe()
         return result
 
@@ -214,6 +222,9 @@ class EngineCore:
 
     def _commit(self, row: Row, step: RowStep, result: RowResult, began_at: float) -> None:
         """Record the new ids and length of a row: all that the next schedule depends on."""
+        if row is self.scheduler.judging:
+            self.judge.commit(row, result)
+            return
         state = self._open[row.request.request_id]
         if state.ended_early:  # its text failed while this step ran
             self._close(state)
@@ -272,6 +283,8 @@ class EngineCore:
                     tokens, _ = state.token_outputs_until_stop(result.tokens, step.policy.mode, True)
         except Exception as error:
             return self._fail_output(state, error)
+        if reason is not None:
+            self.judge.offer(state.row, reason)
         emitted = () if tokens is None else tuple(tokens)
         prompt = state.take_prompt_logprobs()
         if reason is None:
@@ -296,11 +309,8 @@ class EngineCore:
         audits = tuple([note.audit for note in result.notes]) if result.notes else ALL_VERIFIED
         record = StepRecord(result.exit_layers, audits, layers_run, result.counts, step.request.informs_planner)
         self._stats.add(record, state.steps)
-        if self._planner is not None and len(self.scheduler.running) <= ROWS_APART:
+        if self._planner is not None and self.scheduler.num_running <= ROWS_APART:
             self._planner.observe_row(state.row.acceptance, result.counts)
-        if step.policy.skips_layers:
-            agreed, disagreed = audits.count(Audit.AGREED), audits.count(Audit.DISAGREED)
-            self.audits.observe(agreed + disagreed, disagreed)
 
     def _flush_stats(self) -> None:
         drafts = self._stats.flush(self.exits)

@@ -26,6 +26,7 @@ from tide_core.exits.cost import DraftPlanner
 from tide_core.request import (
     MODES,
     Chat,
+    ExitPolicy,
     FinishReason,
     PromptToken,
     Request,
@@ -188,7 +189,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         core, blocks = self._parts.core, self._parts.core.scheduler.blocks
-        num_running = len(core.scheduler.running)
+        num_running = core.scheduler.num_running
         planner = self._parts.planner
         return EngineStats(
             num_running=num_running,
@@ -206,9 +207,16 @@ class Engine:
             last_step_age_s=time.monotonic() - self._loop.last_beat,
             artefact=self._parts.artefact_digest,
             exits=core.exits.summary(),
-            audits={"fast": audit} if (audit := core.audits.snapshot()).num_tokens else {},
+            audits=core.judge.snapshots(),
+            judged=core.judge.totals.copy(),
+            num_audits_dropped=core.judge.num_dropped,
             **({} if planner is None else _plan_stats(planner)),
         )
+
+    def forget_audits(self) -> None:
+        """Drop what audits of mode fast have found: an operator's way back after an alarm. Another artefact does so,
+        too."""
+        self._parts.core.judge.forget()
 
     @property
     def artefact_digest(self) -> str | None:
@@ -295,7 +303,7 @@ class Engine:
         adapter = parts.runner.adapter
         vocab_size = adapter.vocab_size
         params.check_ids(vocab_size)
-        policy = parts.policy(params)
+        policy = self._policy(params, parts, cache_salt)
         prompt_ids = self._prompt_ids(prompt, vocab_size)
         self._check_length(len(prompt_ids), params.max_tokens)
         return Request(
@@ -308,6 +316,14 @@ class Engine:
             policy=policy,
             mask=None if params.grammar is None else parts.grammars.matcher(params.grammar),
         )
+
+    def _policy(self, params: SamplingParams, parts: Parts, cache_salt: str) -> ExitPolicy:
+        """The policy of a request. A contract of mode fast that was found broken for its tenant is served as
+        verified."""
+        policy = parts.policy(params)
+        if policy.skips_layers and parts.core.judge.is_alarmed(cache_salt, policy.epsilon):
+            policy = parts.policy(replace(params, mode="verified", epsilon=None, margin=None))
+        return policy
 
     def _named(self, index: int, prompt: Prompt, params: SamplingParams, parts: Parts) -> Request:
         try:

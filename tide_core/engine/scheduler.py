@@ -16,6 +16,9 @@ lose blocks and budget.
 A row that may exit drafts some tokens before its deep pass. The planner decides how many, once per step; the number is
 limited by what the row can use, by free blocks, and by the token budget, of which a part is reserved for prompts.
 Drafts preempt no row. A row whose last tokens have a match may use suffix drafts instead.
+
+One more row may run in what nobody else needs: it judges an answer (`judge.py`). It starts if nobody waits, is always
+the youngest, and gives way as soon as a request lacks its slot or its blocks.
 """
 
 from __future__ import annotations
@@ -32,9 +35,13 @@ from tide_core.row import Row
 
 PROMPT_SHARE = 0.25
 """Share of the token budget that drafts leave free while a prompt has tokens to run."""
-ROWS_PER_PREFILL_AHEAD, BLOCKS_BEFORE_PREFILL_AHEAD = 8, 4
+ROWS_PER_PREFILL_AHEAD, SPARE_BLOCKS_PER_ROW = 8, 4
 """Row slots for each row that prefills ahead; and blocks that must be left for each running row before one is admitted,
-so that it is not preempted at once."""
+or the row that judges, so that it is not preempted at once."""
+
+JUDGE_CHUNK = 256
+"""Most tokens of an answer that is judged in a step: streams beside it are held up little, and on a GPU longer pieces
+may round otherwise than decoding."""
 
 
 class SuffixSource:
@@ -96,6 +103,8 @@ class Scheduler:
         self.suffixes = suffixes
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
+        self.judging: Row | None = None
+        """The row that judges an answer; it is the last of those that run."""
         self.num_preemptions = 0
         self._refused: tuple[Row, int, int] | None = None
 
@@ -105,8 +114,25 @@ class Scheduler:
         self.waiting.append(row)
         return row
 
+    def add_judge(self, request: Request) -> Row | None:
+        """Run a request in what nobody else needs; None if there is too little of it. It gives way without notice:
+        `judging` is another row then, or none."""
+        row = Row(request, None, BlockTable(), RowAcceptance())
+        reserve = len(self.running) * SPARE_BLOCKS_PER_ROW
+        if self.waiting or self.judging is not None or len(self.running) >= self.max_rows:
+            return None
+        if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=reserve):
+            return None
+        self.blocks.allocate(row.table, row.num_tokens)
+        self.running.append(row)
+        self.judging = row
+        return row
+
     def remove(self, row: Row) -> None:
         """Take a row out, whatever its phase, and give its blocks back."""
+        if row is self.judging:
+            self._give_way()
+            return
         if row in self.running:
             self.running.remove(row)
         else:
@@ -119,6 +145,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return max(0, len(self.running) - (self.judging is not None))  # another thread may ask
+
     def schedule(self, lookahead: int = 0) -> tuple[list[Row], ScheduledBatch]:
         """Choose the next step: rows and their share of it, in arrival order. Empty only when there is no row.
 
@@ -130,7 +161,10 @@ class Scheduler:
         drafting = self._drafting(missing)
         wanted, suffix_drafts = self._plan(drafting, missing)
         shares = self._shares(missing, self.max_batch_tokens - sum(wanted.values()))
+        judging = self.judging
         drafts = self._allocate_drafts(wanted, shares)
+        if judging is not None and self.judging is None:  # it gave way to drafts
+            shares.pop(judging, None)
         if suffix_drafts:  # the next step depends on this one's tokens, so it cannot be launched ahead
             lookahead = 0
         if lookahead:
@@ -154,23 +188,27 @@ class Scheduler:
 
     def _admit(self) -> None:
         most = self.max_rows + (-(-self.max_rows // ROWS_PER_PREFILL_AHEAD) if self.prefills_ahead else 0)
-        while self.waiting and len(self.running) < most:
+        while self.waiting and (len(self.running) < most or self.judging is not None):
+            if len(self.running) >= self.max_rows and self._give_way():
+                continue
             row = self.waiting[0]
             situation = (row, self.blocks.num_available, len(self.running))
-            if situation == self._refused:
+            if situation == self._refused and not self._give_way():
                 return  # nothing has changed since it did not fit
             if row.namespace is not None:
                 row.table = self.blocks.match_prefix(row.tokens(0, row.num_shareable), row.namespace)
             # One block is left for each row that runs: admitting this one must not preempt another at once.
-            reserve = len(self.running) * (1 if len(self.running) < self.max_rows else BLOCKS_BEFORE_PREFILL_AHEAD)
+            reserve = len(self.running) * (1 if len(self.running) < self.max_rows else SPARE_BLOCKS_PER_ROW)
             if not self.blocks.can_allocate(row.table, row.num_tokens, reserve=reserve):
                 self.blocks.free(row.table)
+                if self._give_way():
+                    continue
                 self._refused = situation
                 return
             self.blocks.allocate(row.table, row.num_tokens)
             if not row.num_preemptions:
                 row.cached_tokens = row.table.length
-            self.running.append(self.waiting.popleft())
+            self.running.insert(self.num_running, self.waiting.popleft())
 
     def _shares(self, missing: dict[Row, int], budget: int) -> dict[Row, int]:
         """How many tokens each row runs, with blocks for them, in arrival order."""
@@ -178,11 +216,12 @@ class Scheduler:
         by_need = [row for row, num in missing.items() if num <= 1]
         if len(by_need) < len(missing):
             by_need += [row for row, num in missing.items() if num > 1]
-        num_preemptions, has_capacity = self.num_preemptions, self.blocks.has_capacity
+        num_preemptions, judging, has_capacity = self.num_preemptions, self.judging, self.blocks.has_capacity
         for row in by_need:
-            if self.num_preemptions != num_preemptions and row not in self.running:
+            preempted = self.num_preemptions != num_preemptions or self.judging is not judging
+            if preempted and row not in self.running:
                 continue  # preempted for the sake of an earlier row of this loop
-            share = min(missing[row], budget)
+            share = min(missing[row], budget, JUDGE_CHUNK if row is self.judging else budget)
             num_tokens = row.table.length + share
             if share and (has_capacity(row.table, num_tokens) or self._free_blocks_for(row, num_tokens)):
                 shares[row] = share
@@ -254,7 +293,7 @@ class Scheduler:
                 continue
             if not self.blocks.has_capacity(row.table, row.num_tokens + useful):
                 while useful > 0 and not self.blocks.can_allocate(row.table, row.num_tokens + useful):
-                    useful -= 1
+                    useful -= not self._give_way()
                 self.blocks.allocate(row.table, row.num_tokens + useful)
             if useful > 0:
                 drafts[row] = useful
@@ -280,7 +319,19 @@ class Scheduler:
                 return
             blocks.allocate(row.table, num_tokens)
 
+    def _give_way(self) -> bool:
+        """End the row that judges, for a request; False if there is none."""
+        row, self.judging = self.judging, None
+        if row is None:
+            return False
+        self.running.remove(row)
+        self.blocks.free(row.table)
+        return True
+
     def _preempt(self, row: Row) -> None:
+        if row is self.judging:
+            self._give_way()
+            return
         self.running.remove(row)
         self.blocks.free(row.table)
         row.num_preemptions += 1

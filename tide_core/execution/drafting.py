@@ -24,7 +24,7 @@ from tide_core.exits.accept import counts
 from tide_core.exits.propose import Exits, Proposal
 from tide_core.exits.row_cycle import Draft, RowCycle
 from tide_core.sampling.adjust import needs_adjusting
-from tide_core.sampling.draw import AUDIT_STREAM, DRAFT_STREAM, uniform
+from tide_core.sampling.draw import DRAFT_STREAM
 from tide_core.sampling.sampler import sample_with_chances
 
 
@@ -42,18 +42,10 @@ class Choice:
 class Drafter:
     """Drafts for all rows that may."""
 
-    def __init__(
-        self,
-        depth: DepthLoop,
-        exits: Exits,
-        *,
-        vocab_size: int,
-        audit_share: float,
-    ) -> None:
+    def __init__(self, depth: DepthLoop, exits: Exits, *, vocab_size: int) -> None:
         self._depth = depth
         self._exits = exits
         self._vocab_size = vocab_size
-        self._audit_share = audit_share
 
     def draft(self, rows: Sequence[RowCycle]) -> None:
         """Let the rows draft until each has stopped or has as many drafts as its step allows."""
@@ -179,9 +171,6 @@ class Drafter:
         draft = Draft(choice.token_id, checkpoint, score, choice.probabilities, choice.logits)
         if row.step.policy.skips_layers:
             row.left_at[newest] = checkpoint
-            # By token and position, not by seed: an audit changes K and V of its position, and greedy text has no seed.
-            if uniform(draft.token_id, row.step.start + newest, AUDIT_STREAM) < self._audit_share:
-                row.audited.add(newest)
         row.drafts.append(draft)
         row.tokens.append(draft.token_id)
         row.last_score = None

@@ -37,7 +37,6 @@ class ModelRunner:
         segments: tuple[range, ...],
         *,
         exits: Exits | None = None,
-        audit_share: float = 0.0,
         prompt_exits: bool = False,
         cycles: GraphCycles | None = None,
         prompts: GraphPrompts | None = None,
@@ -55,7 +54,7 @@ class ModelRunner:
         self._verifier = Verifier([segment.stop for segment in segments[:-1]], adapter.num_layers)
         self._drafter = None
         if exits is not None:
-            self._drafter = Drafter(self._depth, exits, vocab_size=adapter.vocab_size, audit_share=audit_share)
+            self._drafter = Drafter(self._depth, exits, vocab_size=adapter.vocab_size)
 
     @torch.inference_mode()
     def start(self, batch: ScheduledBatch) -> RunningStep:

@@ -1,15 +1,16 @@
-"""Live audit of mode fast: how often does full depth disagree? No torch here.
+"""Live audit of mode fast: does it keep its contract? No torch here.
 
-A sample of the tokens that exit runs the deep layers as well, which tell what full depth would have chosen. The share
-of those that differ gets a confidence sequence: an interval that holds at every moment at once with probability
-1 - delta, so it may be looked at after every token. It comes from a mixture martingale (Robbins, Ville). Were p the
-rate, then
+A contract says: full depth would choose otherwise at a share of at most `epsilon` of an answer's tokens, in the mean
+over answers. Answers are judged one by one (`engine.judge`); the loss L of one is that share, capped. The evidence
+against the contract is an e-process, a bet that starts at 1 and cannot grow in the mean while the contract is kept:
 
-    M(p) = integral of q^s (1-q)^(n-s) dBeta(q; a, b)  /  p^s (1-p)^(n-s)        s disagreements in n tokens
-         = B(a + s, b + n - s) / B(a, b)  /  p^s (1-p)^(n-s)
+    lambda_k = 2^-k / epsilon, k = 0..7        how much of its money the k-th bettor risks on an answer
+    w_t = 1 / (t (t + 1))                      what each bettor gets anew before answer t, so that late harm is seen
+    Z_k <- (Z_k + w_t) (1 + lambda_k (L_t - epsilon))
+    E_t = (1 - w_1 - ... - w_t) + (Z_0 + ... + Z_7) / 8
 
-would be a martingale that starts at 1 and reaches 1/delta with probability at most delta, ever. The interval holds the
-p with M(p) < 1/delta.
+By Ville's inequality E ever reaches 1/delta with probability at most delta while the contract is kept, whatever the
+dependence of the tokens within an answer. So it may be looked at after every answer.
 """
 
 from __future__ import annotations
@@ -20,59 +21,60 @@ from tide_core.errors import ConfigError
 from tide_core.stats import AuditSnapshot
 
 DEFAULT_DELTA = 0.05
-_PRIOR = (0.5, 0.5)
-_BISECTIONS = 60
+LOSS_CAP = 0.5
+"""Most loss of one answer: without a cap a single broken answer would weigh as much as many that are worse than they
+should be."""
+NUM_BETS = 8
+MAX_EVIDENCE = 1e300
+"""Evidence is cut there: less money than it won only makes a bettor more careful."""
 
 
-class AuditLedger:
-    """Audited tokens and disagreements, with the interval of their rate."""
+class AuditProcess:
+    """The evidence against one contract of one tenant. Another thread may take snapshots."""
 
-    __slots__ = ("_counts", "delta")
+    __slots__ = ("_bets", "_state", "delta", "epsilon")
 
-    def __init__(self, delta: float = DEFAULT_DELTA) -> None:
-        if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0.0 < delta < 1.0:
+    def __init__(self, epsilon: float | None, delta: float = DEFAULT_DELTA) -> None:
+        """`epsilon`: None without a contract; losses are then counted, and no alarm is raised."""
+        if epsilon is not None and not _is_share(epsilon):
+            raise ConfigError("epsilon", epsilon, "a number above 0 and below 1, or none")
+        if not _is_share(delta):
             raise ConfigError("delta", delta, "a number above 0 and below 1")
-        self.delta = delta
-        self._counts = (0, 0)  # tokens and disagreements, changed in one go: another thread may read them
+        self.epsilon, self.delta = epsilon, delta
+        self._bets = () if epsilon is None else tuple(2.0**-k / epsilon for k in range(NUM_BETS))
+        # Answers, the sum of their losses, the money of each bettor and the alarm; replaced in one go.
+        self._state = (0, 0.0, (0.0,) * len(self._bets), False)
 
-    def observe(self, num_tokens: int, num_disagreements: int) -> None:
-        """Add audited tokens, and how many of them disagree with full depth."""
-        if not 0 <= num_disagreements <= num_tokens:
-            raise ConfigError("num_disagreements", num_disagreements, f"a count in 0..{num_tokens}, the tokens")
-        tokens, disagreements = self._counts
-        self._counts = (tokens + num_tokens, disagreements + num_disagreements)
+    def observe(self, loss: float) -> None:
+        """Add the loss of the next answer: the share of its tokens that full depth would have chosen otherwise."""
+        if not 0.0 <= loss <= 1.0:
+            raise ConfigError("loss", loss, "a share from 0 to 1")
+        num, total, money, alarmed = self._state
+        loss, num = min(loss, LOSS_CAP), num + 1
+        if self.epsilon is not None:
+            gain, new = loss - self.epsilon, 1.0 / (num * (num + 1))
+            money = tuple(
+                [min((z + new) * (1.0 + bet * gain), MAX_EVIDENCE) for z, bet in zip(money, self._bets, strict=True)]
+            )
+            alarmed = alarmed or _evidence(num, money) >= 1.0 / self.delta
+        self._state = num, total + loss, money, alarmed
 
-    def snapshot(self) -> AuditSnapshot:
-        counts = tokens, disagreements = self._counts
-        ends = self._end(counts, 0.0), self._end(counts, 1.0)
-        return AuditSnapshot(tokens, disagreements, _rate(counts), *ends, self.delta)
+    @property
+    def alarmed(self) -> bool:
+        """Whether the evidence has ever reached 1/delta."""
+        return self._state[3]
 
-    def _evidence(self, counts: tuple[int, int], rate: float) -> float:
-        """log M(rate): convex in the rate, lowest at the observed one."""
-        wrong, right = counts[1], counts[0] - counts[1]
-        if (wrong and rate <= 0.0) or (right and rate >= 1.0):
-            return math.inf
-        likelihood = (wrong * math.log(rate) if wrong else 0.0) + (right * math.log1p(-rate) if right else 0.0)
-        return _log_beta(_PRIOR[0] + wrong, _PRIOR[1] + right) - _log_beta(*_PRIOR) - likelihood
-
-    def _end(self, counts: tuple[int, int], outside: float) -> float:
-        """Where the evidence reaches 1/delta between the observed rate and 0 or 1; the end itself if it never does."""
-        limit = -math.log(self.delta)
-        if self._evidence(counts, outside) < limit:
-            return outside
-        inside = _rate(counts)
-        for _ in range(_BISECTIONS):
-            middle = 0.5 * (inside + outside)
-            if self._evidence(counts, middle) < limit:
-                inside = middle
-            else:
-                outside = middle
-        return outside
+    def snapshot(self, tenant: str = "") -> AuditSnapshot:
+        num, total, money, alarmed = self._state
+        mean = total / num if num else 0.0
+        return AuditSnapshot(tenant, self.epsilon, num, mean, _evidence(num, money), self.delta, alarmed)
 
 
-def _log_beta(a: float, b: float) -> float:
-    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+def _evidence(num: int, money: tuple[float, ...]) -> float:
+    if not money:
+        return 1.0
+    return 1.0 / (num + 1) + math.fsum(money) / NUM_BETS  # 1 - w_1 - ... - w_t is 1 / (t + 1)
 
 
-def _rate(counts: tuple[int, int]) -> float:
-    return counts[1] / counts[0] if counts[0] else 0.0
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value < 1.0

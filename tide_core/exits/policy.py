@@ -53,7 +53,7 @@ def resolve_policy(
     if not checkpoints and (mode == "fast" or not suffix_drafts):
         raise RequestError("mode", mode, "full: the engine has no artefact with exits")
     if mode == "fast" and fast is not None:
-        return ExitPolicy(mode, _fast_thresholds(params, fast))
+        return _fast(params, fast)
     if mode == "fast" and params.epsilon is not None:
         raise RequestError("epsilon", params.epsilon, "none: the artefact has no certified contract for mode fast")
     if mode == "bounded" and not params.is_greedy:
@@ -67,8 +67,9 @@ def resolve_policy(
     return ExitPolicy(mode, tuple(drafts), budget)
 
 
-def _fast_thresholds(params: SamplingParams, fast: FastPolicy) -> tuple[float, ...]:
-    """Least score to leave at each exit."""
+def _fast(params: SamplingParams, fast: FastPolicy) -> ExitPolicy:
+    """Mode fast at a certified contract, or at a threshold of the request's own."""
+    epsilon = None
     if params.threshold is not None:
         if params.epsilon is not None:
             raise RequestError("threshold", params.threshold, "none beside epsilon, which names a certified contract")
@@ -79,11 +80,15 @@ def _fast_thresholds(params: SamplingParams, fast: FastPolicy) -> tuple[float, .
             certified = ", ".join(f"{each:g}" for each in sorted(fast.contracts)) or "none"
             expected = f"at least the smallest one that is certified ({certified}), or a threshold"
             raise RequestError("epsilon", params.epsilon, expected)
-        thresholds = fast.contracts[max(fitting)]
-    return tuple(
+        epsilon = max(fitting)
+        thresholds = fast.contracts[epsilon]
+    in_force = tuple(
         math.inf if layer < params.min_layers or threshold > 1.0 else threshold
         for layer, threshold in zip(fast.layers, thresholds, strict=True)
     )
+    # Greedy answers at all exits were certified, and no others.
+    certified_as_is = params.is_greedy and params.min_layers <= fast.layers[0]
+    return ExitPolicy("fast", in_force, epsilon=epsilon if certified_as_is else None)
 
 
 def _threshold(mode: str, asked: float | None, checkpoint: CheckpointPolicy) -> float:

@@ -57,8 +57,6 @@ class RowCycle:
     """Of the newest token at the last exit it was asked at, [1, D]; in mode fast, where the next exit needs them."""
     tapped: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
     """States at the taps as in `pieces`, by tap; only in steps with rows in mode fast."""
-    audited: set[int] = field(default_factory=set)
-    """Tokens that left and still run deep, for the audit."""
     headed: list[int] = field(default_factory=list)
     """Tokens that the head of each checkpoint has run on."""
     layers_run: int = 0
@@ -102,7 +100,7 @@ class RowCycle:
         return list(_ranges(t for t in range(first, stop) if self.skips(t, segment))) if self.left_at else []
 
     def skips(self, token: int, segment: int) -> bool:
-        return token in self.left_at and segment > self.left_at[token] and token not in self.audited
+        return token in self.left_at and segment > self.left_at[token]
 
     def span(self, tokens: Range) -> RowSpan:
         first, stop = tokens

@@ -5,7 +5,7 @@ with draft x with probability min(1, p(x) / q(x)), where full depth and the exit
 rejected draft is replaced by a draw from what p has more than q. A suffix draft has a q of 1. The tokens then have
 exactly the distribution p (Leviathan et al., 2023; Chen et al., 2023). Where a greedy row of mode bounded differs, the
 gap of the draft is how much larger the logit of full depth's token is. `accept` decides what is kept. In mode fast each
-draft leaves: it is emitted either way, and its audit records whether full depth agreed.
+draft leaves: it is emitted, and no deep layer sees it.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ class Verifier:
                 score, min_score = draft.score, policy.draft_thresholds[draft.checkpoint]
             if position not in deep:
                 verdicts.append(None)
-                yield Compared(score, policy.skips_layers, min_score=min_score)
+                yield Compared(score, True, min_score=min_score)
                 continue
             verdict = agreement(draft, deep[position], row, position)
             verdicts.append(verdict)
             if verdict.instead.error is not None:
                 min_score = inf  # nothing is known of this draft or of those after it
-            yield Compared(score, verdict.agrees or policy.skips_layers, verdict.gap, min_score)
+            yield Compared(score, verdict.agrees, verdict.gap, min_score)
 
     def _failed(self, row: RowCycle, tokens: Sequence[TokenResult], error: str) -> RowResult:
         """Tokens decided before the failure are kept: the text may end with them. If not, the next step fails too."""
@@ -152,9 +152,7 @@ class Verifier:
     def _accepted(
         self, row: RowCycle, position: int, draft: Draft, logits: torch.Tensor, *, agrees: bool, gap: float | None
     ) -> TokenResult:
-        audit = Audit.DISAGREED
-        if agrees:
-            audit = Audit.AGREED if row.step.policy.skips_layers else Audit.VERIFIED
+        audit = Audit.VERIFIED if agrees else Audit.DISAGREED
         token = with_logprobs(logits, row.sampling_row(position), draft.token_id)
         return self._exit(draft, token, audit, gap)
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, AUDIT_STREAM = 1, 2, 3, 4
-"""Further streams of random numbers; stream 0 is plain sampling: to draw a draft, accept it, replace it, audit it."""
+DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2, 3
+"""Further streams of random numbers; stream 0 is plain sampling: to draw a draft, accept it, replace it."""
 DISTANCE_BITS = 32
 """Where the distance stands above the step."""
 

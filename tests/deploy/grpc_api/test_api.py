@@ -22,8 +22,9 @@ from deploy.service import Service
 from tests.deploy.in_process import Context, Grpc, all_of, make_service
 from tests.engine.runners import HANG_S
 from tide.v1 import tide_pb2 as pb
+from tide_client.results import AuditReport, exit_stats_of
 from tide_core.errors import EngineBusyError
-from tide_core.stats import EngineStats
+from tide_core.stats import AuditSnapshot, EngineStats
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,23 @@ async def test_exit_stats_count_what_ran(api: Grpc) -> None:
     after = await api.GetExitStats(pb.GetExitStatsRequest(), Context())
     assert after.total_tokens - before.total_tokens == 12
     assert sum(after.tokens_per_layer.values()) == after.total_tokens
+
+
+async def test_exit_stats_have_the_audits_of_each_tenant_and_contract(
+    api: Grpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audits = (
+        AuditSnapshot("a1b2", 0.05, 40, 0.125, 1e30, 0.025, alarmed=True),
+        AuditSnapshot("anyone", None, 7, 0.25, 1.0, 0.05, alarmed=False),
+    )
+    found = replace(api.service.engine.stats(), audits=audits, num_audits_dropped=3)
+    monkeypatch.setattr(api.service.engine, "stats", lambda: found)
+    stats = exit_stats_of(await api.GetExitStats(pb.GetExitStatsRequest(), Context()))
+    assert stats.audits == (
+        AuditReport("fast(0.05)", "a1b2", 0.05, 40, 0.125, 1e30, 0.025, alarmed=True),
+        AuditReport("fast", "anyone", None, 7, 0.25, 1.0, 0.05, alarmed=False),
+    )
+    assert stats.answers_not_judged == 3
 
 
 async def test_ids_become_text_again(api: Grpc) -> None:

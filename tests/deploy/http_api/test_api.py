@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from deploy.keys import Caller, KeyRing
 from deploy.service import Service
 from tests.deploy.in_process import Http, make_service
 from tests.deploy.scripted import FOREVER, HEL, ScriptedEngine
+from tide_core.stats import AuditSnapshot
 
 BODY = {"model": "tiny", "prompt": "hello there", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CHAT = {
@@ -183,6 +185,28 @@ async def test_health_and_version_and_exit_stats_answer(http: Http) -> None:
     stats = (await http.ask("GET", "/exit_stats")).json
     assert stats["policy_refused"] is None
     assert stats["total_tokens"] == stats["total_exited"] + stats["remaining_tokens"]
+
+
+async def test_exit_stats_have_the_audits_of_each_tenant_and_contract(
+    http: Http, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audits = (AuditSnapshot("a1b2", 0.05, 40, 0.125, 1e30, 0.025, alarmed=True),)
+    found = replace(service.engine.stats(), audits=audits, num_audits_dropped=3)
+    monkeypatch.setattr(service.engine, "stats", lambda: found)
+    stats = (await http.ask("GET", "/exit_stats")).json
+    assert stats["contracts"] == [
+        {
+            "contract": "fast(0.05)",
+            "tenant": "a1b2",
+            "epsilon": 0.05,
+            "answers": 40,
+            "mean_loss": 0.125,
+            "evidence": 1e30,
+            "delta": 0.025,
+            "alarmed": True,
+        }
+    ]
+    assert stats["answers_not_judged"] == 3
 
 
 UNSUPPORTED = [
