@@ -15,7 +15,7 @@ from tests.engine.runners import Gate, RunnerOf
 from tests.engine.test_faults import wait_until
 from tests.factories import random_prompts
 from tide_core.batch import RowResult, ScheduledBatch, StepResult
-from tide_core.engine import engine as engine_module
+from tide_core.engine import assemble
 from tide_core.engine.core import EngineCore
 from tide_core.engine.engine import Engine
 from tide_core.engine.judge import MAX_PROCESSES, MAX_WAITING, Judge, is_judged
@@ -275,7 +275,7 @@ def judged_engine(monkeypatch: pytest.MonkeyPatch, *, easy: bool, **settings: An
         is_certified = policy.mode == "fast" and params.threshold is None
         return replace(policy, epsilon=EPSILON, draft_thresholds=(0.0,)) if is_certified else policy
 
-    monkeypatch.setattr(engine_module, "resolve_policy", certified)
+    monkeypatch.setattr(assemble, "resolve_policy", certified)
     return Engine.from_parts(exit_parts(easy=easy, audit_share=1.0, **settings))
 
 

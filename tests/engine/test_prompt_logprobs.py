@@ -19,9 +19,9 @@ from tide_core.engine.engine import Engine
 from tide_core.engine.sinks import AsyncSink
 from tide_core.errors import RequestError
 from tide_core.execution import prompt_logprobs, runner
-from tide_core.execution.drafting import Drafter
 from tide_core.execution.graphs.cycle import GraphCycles
 from tide_core.execution.graphs.prompts import GraphPrompts
+from tide_core.exits.propose import Exits, Proposal
 from tide_core.outputs.tokenizer import TextStream
 from tide_core.request import FinishReason, PromptToken, RequestOutput, SamplingParams, TokenOutput
 
@@ -88,8 +88,13 @@ def test_a_prompt_that_runs_in_chunks_has_every_token_once(budget: int) -> None:
 def test_they_are_those_of_full_depth_in_every_mode(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Mode fast with exits of prompts, too: the row's own prompt does not exit, its mate's does."""
     scored: list[int] = []
-    score_all = Drafter._score_all
-    monkeypatch.setattr(Drafter, "_score_all", lambda self, rows: scored.append(len(rows)) or score_all(self, rows))
+    propose = Exits.propose
+
+    def watched(self: Exits, index: int, parts: Any, *args: Any, each: bool = False) -> Proposal:
+        scored.extend([len(parts)] if each else [])
+        return propose(self, index, parts, *args, each=each)
+
+    monkeypatch.setattr(Exits, "propose", watched)
     prompts = [*random_prompts(2, 21), random_prompts(1, 1)[0]]
     wanted = [params(**mode), params(prompt_logprobs=None, **mode), params(**mode)]
     with Engine.from_parts(exit_parts(prompt_exits=True)) as engine:
