@@ -11,6 +11,7 @@ OF_EVERY_REPLICA = ("application", "deployment", "replica")
 RARE = {
     "ray_tide_non_finite_scores_total": "a router gave no number: never on sound weights",
     "ray_tide_differing_tokens_total": "mode bounded kept a near tie",
+    "ray_tide_judged_loss_total": "full depth disagreed with a judged answer of mode fast",
     "ray_tide_judged_dropped_total": "more answers of mode fast waited to be judged than may",
     "ray_tide_artefact_moves_total": "a pointer to a published artefact was moved",
     "ray_tide_ignored_fields_total": "a client sent a field that is not known here",

@@ -57,6 +57,7 @@ def server(folders: dict[str, Path]) -> Iterator[Server]:
             "artefact": str(folders["published"] / CURRENT),
             "num_threads": 1,
             "kv_memory_gib": 0.05,
+            "audit_share": 1.0,
             "suffix_drafts": False,  # a tiny model repeats itself, and streams are to last
         },
     }
