@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from typing import Any
@@ -10,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.exit_engines import all_ids, exit_engine, exit_layers, exit_parts, ids, poisoned
+from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_layers, exit_parts, ids, poisoned
 from tests.factories import random_prompts
+from tide_core.calibration.train.skipping import SkippingPass
 from tide_core.engine.assemble import Parts
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import RequestError
 from tide_core.exits.artefact.contract import FastContract
 from tide_core.exits.artefact.fast import refine
 from tide_core.exits.artefact.router import confidence_of
+from tide_core.models.adapter import ModelAdapter
 from tide_core.request import Audit, SamplingParams
 
 NUM_LAYERS = 4
@@ -84,6 +87,8 @@ class PlainFast:
     def generate(self, prompt: list[int], num: int, thresholds: tuple[float, ...]) -> tuple[list[int], list[int]]:
         """Token ids and exit layers."""
         self.seen: list[list[Tensor]] = [[] for _ in range(NUM_LAYERS)]
+        self.left: dict[int, tuple[int, Tensor]] = {}
+        """Exit and features of the positions that left."""
         self.deep, self.since = torch.zeros(1), 0
         for token in prompt:
             newest = self.full(token)
@@ -123,6 +128,7 @@ class PlainFast:
             if score >= thresholds[exit_index]:
                 skip_map = self.exits.skip_maps[exit_index]
                 moves = skip_map.moves(skip_map.code(tapped[index + 1], features))
+                self.left[len(self.seen[0]) - 1] = exit_index, features[0]
                 for layer in range(index + 1, NUM_LAYERS):
                     self.seen[layer].append(skip_map.state(layer, tapped[index + 1], moves)[0])
                 self.since += 1
@@ -148,6 +154,29 @@ def test_fast_is_what_a_plain_model_of_it_gives(threshold: float, kernels: str) 
     got = answers(Engine.from_parts(fast_parts(kernels=kernels)), threshold=threshold)
     assert all_ids(got) == tokens
     assert [exit_layers(answer) for answer in got] == layers
+
+
+@torch.no_grad()
+def test_skip_maps_are_trained_on_what_the_engine_does() -> None:
+    """The pass of the training over a finished answer gives full depth's tokens of mode fast, where tokens stayed."""
+    parts = fast_parts(kernels="reference")
+    model = PlainFast(parts, drafts=4)
+    out, where = model.generate(PROMPTS[0], 24, (0.45,) * 3)
+    assert len(set(where)) >= 3
+    tokens = torch.tensor([[*PROMPTS[0], *out[:-1]]])
+    exits = torch.full_like(tokens, -1)
+    features = [torch.zeros(tokens.shape[1], 48) for _ in model.layers]
+    for position, (exit_index, found) in model.left.items():
+        exits[0, position] = exit_index
+        features[exit_index][position] = found
+    adapter = ModelAdapter(copy.deepcopy(easy_model()), paged=False)
+    last = SkippingPass(adapter, model.layers, model.exits.skip_maps).run(tokens, exits, features)
+    chosen = adapter.head(adapter.norm(last)).argmax(-1)[len(PROMPTS[0]) - 1 :].tolist()
+    stayed = [layer == NUM_LAYERS for layer in where]
+    assert [token for token, full in zip(chosen, stayed, strict=True) if full] == [
+        token for token, full in zip(out, stayed, strict=True) if full
+    ]
+    assert chosen != out, "tokens that left are not computed"
 
 
 def test_tokens_leave_at_every_exit_and_their_layers_are_counted() -> None:

@@ -2,11 +2,12 @@
 
 A head learns the full-depth distribution within the shortlist from the state at its layer and the features of the exit
 before it. Features of the draft head are taken at a random distance to the last deep state, as mode fast meets them. A
-router learns whether its head's token is the full-depth one. A skip map learns the states behind its exit: the layers'
-own norms take their size away, so their directions count.
+router learns whether its head's token is the full-depth one.
 
-All states are those of full depth: that later tokens see K and V of skipped layers is left to certification, which
-measures answers of the mode itself.
+A skip map learns two things. The states behind its exit: the layers' own norms take their size away, so their
+directions count. And what they are for: in a second pass over a part of the batch tokens leave where their scores say,
+and those that stay must still have the full-depth distribution (`skipping.py`; only for models whose layers can be
+called one by one).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tide_core.calibration.train.candidates import Candidate, feed_forward_width
 from tide_core.calibration.train.chain import features_by_distance
 from tide_core.calibration.train.learner import BETAS, EMA_DECAY, MAX_GRADIENT_NORM
 from tide_core.calibration.train.process_group import SINGLE_PROCESS
+from tide_core.calibration.train.skipping import SkippingPass, leaving
 from tide_core.calibration.train.teacher import States, Targets, Teacher, fast_matmul, fused_norms
 from tide_core.calibration.train.train import REPORT_EVERY, ROWS_PER_STEP, Clock, batches, loss_rows
 from tide_core.disk import write_whole
@@ -41,6 +43,10 @@ RATE = 1e-3
 """Learning rate of AdamW."""
 MAP_ROWS = 1024
 """Maximum number of positions of a step that skip maps learn from: each counts once for every layer."""
+SKIPPING_TOKENS = 4096
+"""Of a step, tokens in the pass in which some leave."""
+SCORED_AT_ONCE = 4096
+"""Rows of logits in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,8 @@ class TrainedFast:
     record: FastExits
     modules: FastModules
     losses: dict[str, float]
-    """Means over the last steps: by exit layer the head's agreement with full depth, and the error of the skip map."""
+    """Means over the last steps: by exit layer the head's agreement with full depth, and the error of the skip map; and
+    of tokens that stay while others leave, how many keep the full-depth token."""
 
 
 def fast_layers(config: CalibrationConfig, first: int, num_layers: int) -> tuple[int, ...]:
@@ -101,7 +108,8 @@ def fit_fast(
                 break
             rows = loss_rows(batch, config.loss_positions, ROWS_PER_STEP, seed=(config.seed, step))
             learner.begin(step, steps, clock.share)
-            learner.learn(batch.tokens.to(adapter.device), rows.to(adapter.device))
+            tokens, prompt_lens = batch.tokens.to(adapter.device), batch.prompt_lens.to(adapter.device)
+            learner.learn(tokens, prompt_lens, rows.to(adapter.device))
             learner.end(step)
             if (step + 1) % REPORT_EVERY == 0 or step + 1 == steps:
                 stage.update(1, **learner.report())
@@ -140,6 +148,7 @@ class FastLearner:
             weight_decay=config.weight_decay,
             fused=adapter.device.type == "cuda",
         )
+        self._skipping = SkippingPass(adapter, self._layers, self.modules.maps)
         self._generator = torch.Generator().manual_seed(config.seed)
         self._sums: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
@@ -151,8 +160,8 @@ class FastLearner:
         for group in self._optimiser.param_groups:
             group["lr"] = RATE * warm * (1.0 - (1.0 - self._config.final_learning_rate) * done)
 
-    def learn(self, tokens: Tensor, rows: Tensor) -> None:
-        """One step on tokens [B, S] and positions [N] of the flattened batch."""
+    def learn(self, tokens: Tensor, prompt_lens: Tensor, rows: Tensor) -> None:
+        """One step on tokens [B, S], the lengths of their prompts [B] and positions [N] of the flattened batch."""
         behind = range(self._layers[0], self._num_layers)
         states = self._teacher.run(tokens, sorted({*behind, *self._draft.head.spec.taps}))
         weight = torch.ones(len(rows), device=tokens.device)
@@ -166,6 +175,8 @@ class FastLearner:
                 before = refine(head, at[layer], before).float()
                 total = total + self._exit_loss(index, before, targets)
                 total = total + self._map_loss(index, at, before.detach(), mapped)
+            if self._teacher.is_plain:
+                total = total + self._skipping_loss(tokens, prompt_lens, states)
         self._optimiser.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
@@ -205,6 +216,50 @@ class FastLearner:
         error = torch.stack(errors).mean()
         self._add(f"map_{layer}", error.detach())
         return error
+
+    def _skipping_loss(self, tokens: Tensor, prompt_lens: Tensor, states: States) -> Tensor:
+        """How far tokens that stay are from their full-depth distribution where others have left."""
+        num = max(1, SKIPPING_TOKENS // tokens.shape[1])
+        tokens, prompt_lens = tokens[:num], prompt_lens[:num]
+        head, distances = self._draft.head, tuple(range(1, self._config.max_drafts + 1))
+        some = States({layer: each[:num] for layer, each in states.at.items()}, states.last[:num], states.normed[:num])
+        with torch.no_grad():
+            every = features_by_distance(head, some.at[self._layers[0]], some.fed_to(head), distances)
+            scores = torch.stack([self._scores(0, every[1])])
+            before = every[1]
+            for index, layer in enumerate(self._layers[1:], 1):
+                before = refine(self.modules.heads[index - 1], some.at[layer].flatten(0, 1).float(), before.float())
+                scores = torch.cat((scores, self._scores(index, before).unsqueeze(0)))
+            draws = torch.rand(2, generator=self._generator)
+            threshold = float(torch.sigmoid(draws[0] * 5.0 - 1.0))
+            offset = int(draws[1] * (len(distances) + 1))
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            answer = positions >= prompt_lens.unsqueeze(1) - 1
+            left = leaving(scores.view(len(scores), *tokens.shape), threshold, answer, len(distances), offset)
+            stacked = torch.stack([every[distance] for distance in distances]).float()
+            nearest = left.distances.clamp(1, len(distances)).flatten() - 1
+            features = [stacked[nearest, torch.arange(stacked.shape[1], device=stacked.device)]]
+            for index, layer in enumerate(self._layers[1:], 1):
+                at_exit = some.at[layer].flatten(0, 1).float()
+                features.append(refine(self.modules.heads[index - 1], at_exit, features[-1]).float())
+            stayed = ((left.exits < 0) & answer & ((left.exits >= 0).cumsum(-1) > 0)).flatten().nonzero().squeeze(-1)
+            stayed = stayed[torch.randperm(len(stayed), generator=self._generator)[:MAP_ROWS].to(stayed.device)]
+        if not len(stayed):
+            return torch.zeros((), device=tokens.device)
+        after = self._skipping.run(tokens, left.exits, features)[stayed]
+        targets = self._teacher.targets(some, stayed)
+        logits = self._teacher.exit_logits(after)
+        divergence = F.cross_entropy(logits, targets.distribution, reduction="none")
+        entropy = -(targets.distribution * targets.distribution.clamp(min=1e-9).log()).sum(-1)
+        self._add("left", (left.exits >= 0)[answer].float().mean())
+        self._add("kept", (self._teacher.shortlist[logits.detach().argmax(-1)] == targets.top).float().mean())
+        return ((divergence - entropy) * targets.mass).sum() / targets.mass_sum.clamp(min=1.0)
+
+    def _scores(self, index: int, features: Tensor) -> Tensor:
+        """Scores [N] of an exit from its features [N, D]."""
+        router = self._draft.router if index == 0 else self.modules.routers[index - 1]
+        parts = features.float().split(SCORED_AT_ONCE)  # type: ignore[no-untyped-call]
+        return torch.cat([router.score(part, confidence_of(self._teacher.exit_logits(part))) for part in parts])
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums.get(name, torch.zeros(2, device=value.device)) + torch.stack(
