@@ -14,6 +14,7 @@ FOLDERS = {
     "clients",
     "copying",
     "engine",
+    "fast_exits",
     "gpu",
     "kernels",
     "modes",

@@ -50,6 +50,16 @@ SCORED_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class MapWeights:
+    """Of the two losses of the skip maps."""
+
+    states: float = 1.0
+    """Of what they predict."""
+    kept: float = 1.0
+    """Of what tokens that stay make of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainedFast:
     """Trained fast exits, without contracts."""
 
@@ -91,10 +101,11 @@ def fit_fast(
     *,
     progress: Progress,
     seconds: float | None = None,
+    weights: MapWeights = MapWeights(),  # noqa: B008
 ) -> TrainedFast:
     """Train the fast exits behind a draft head; with a limit of `seconds`, training ends when they are spent."""
     record = plan_fast(config, adapter, draft)
-    learner = FastLearner(config, adapter, shortlist, draft, record)
+    learner = FastLearner(config, adapter, shortlist, draft, record, weights)
     steps = config.num_fast_steps
     clock = Clock(seconds, 0.0, SINGLE_PROCESS, adapter.device)
     on_cuda = adapter.device.type == "cuda"
@@ -128,8 +139,9 @@ class FastLearner:
         shortlist: Tensor,
         draft: Candidate,
         record: FastExits,
+        weights: MapWeights,
     ) -> None:
-        self._config, self._draft = config, draft
+        self._config, self._draft, self._weights = config, draft, weights
         self._teacher = Teacher(adapter, shortlist, mixed=True)
         self._num_layers = adapter.num_layers
         self._layers = [draft.layer, *(each.layer for each in record.exits)]
@@ -175,8 +187,8 @@ class FastLearner:
                 before = refine(head, at[layer], before).float()
                 total = total + self._exit_loss(index, before, targets)
                 total = total + self._map_loss(index, at, before.detach(), mapped)
-            if self._teacher.is_plain:
-                total = total + self._skipping_loss(tokens, prompt_lens, states)
+            if self._teacher.is_plain and self._weights.kept:
+                total = total + self._weights.kept * self._skipping_loss(tokens, prompt_lens, states)
         self._optimiser.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
@@ -215,7 +227,7 @@ class FastLearner:
         ]
         error = torch.stack(errors).mean()
         self._add(f"map_{layer}", error.detach())
-        return error
+        return self._weights.states * error
 
     def _skipping_loss(self, tokens: Tensor, prompt_lens: Tensor, states: States) -> Tensor:
         """How far tokens that stay are from their full-depth distribution where others have left."""
