@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.exit_engines import all_ids, exit_engine, exit_layers
+from tests.engine.exit_engines import all_ids, exit_engine, exit_layers, exit_parts
 from tests.engine.test_bounded import HARD, check
+from tests.engine.test_faults import wait_until
 from tests.factories import random_prompts
+from tide_core.engine.engine import Engine
+from tide_core.evaluation.full_depth import FullDepth
 from tide_core.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +41,40 @@ def test_tokens_leave_early_and_every_request_ends(mode: str) -> None:
     got = answers(mode, artefact={"draft_threshold": 0.0})
     assert all(len(answer.tokens) == 24 and answer.error is None for answer in got)
     assert 1 in {layer for answer in got for layer in exit_layers(answer)}
+
+
+LADDER: dict[str, Any] = {"kind": "mlp", "taps": (2, 3), "fast_layers": (2, 3), "draft_threshold": 0.0}
+
+
+def test_with_several_exits_fast_gives_the_tokens_of_plain_torch() -> None:
+    """In float32, on the same device: tokens and where they left; modes beside it equal full depth, in graphs."""
+    found = []
+    for kernels in ("auto", "reference"):
+        with exit_engine(device="cuda", artefact=LADDER, kernels=kernels) as engine:
+            fast = SamplingParams(max_tokens=24, ignore_eos=True, mode="fast", threshold=0.45)
+            modes = [fast, replace(fast, mode="verified", threshold=None), replace(fast, mode="full", threshold=None)]
+            found.append(engine.generate(PROMPTS * 3, [params for params in modes for _ in PROMPTS]))
+    ours, plain = found
+    num = len(PROMPTS)
+    assert all_ids(ours) == all_ids(plain)
+    assert [exit_layers(answer) for answer in ours[:num]] == [exit_layers(answer) for answer in plain[:num]]
+    assert len({layer for answer in ours[:num] for layer in exit_layers(answer)}) >= 3
+    assert all_ids(ours[num : 2 * num]) == all_ids(ours[2 * num :])
+
+
+def test_the_judge_finds_on_a_gpu_what_full_depth_would_have_chosen() -> None:
+    parts = exit_parts(device="cuda", artefact={"draft_threshold": 0.0}, audit_share=1.0)
+    with Engine.from_parts(parts) as engine:
+        params = SamplingParams(max_tokens=24, ignore_eos=True, mode="fast", threshold=0.0)
+        got = engine.generate(PROMPTS, params)
+        wait_until(lambda: sum(each.num_answers for each in engine.stats().audits) == len(PROMPTS))
+        [audit] = engine.stats().audits
+        judge = FullDepth(parts.runner.adapter, parts.kernels)
+        losses = []
+        for prompt, answer in zip(PROMPTS, got, strict=True):
+            agreed = judge.score(prompt, all_ids([answer])[0]).agreed(all_ids([answer])[0])
+            losses.append(min(0.5, agreed.count(False) / len(agreed)))
+    assert audit.mean_loss == pytest.approx(sum(losses) / len(losses))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
