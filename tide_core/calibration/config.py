@@ -115,7 +115,7 @@ class CalibrationConfig:
     fast_layers: tuple[int, ...] | None = None
     """Exit layers of mode fast behind the draft head's; None: those at one third and two thirds of the depth."""
     fast_hidden: int | None = None
-    """Width of the SwiGLU of these exits' heads; None: the model's feed-forward width."""
+    """Width of the SwiGLU of these exits' heads; None: the model's feed-forward width, at most 1024."""
     fast_rank: int = 64
     """Rank of the skip maps, which predict the states of skipped layers."""
     fast_steps: int | None = None

@@ -50,6 +50,8 @@ from tide_core.identity import ModelIdentity
 
 SHARE_AFTER_TRAINING = 0.2
 """Of a limit on the time of a run: for traces, the decision and timing."""
+SHARE_OF_FAST_EXITS = 0.25
+"""Of the time for training: for the exits of mode fast, which are trained after the others."""
 LEAST_TRAINING_SHARE = 0.1
 """Of the same: for training, whatever the stages before it took."""
 
@@ -223,19 +225,21 @@ class Pipeline:
 
     def _train(self) -> Outputs:
         choice = self._executor.run(stages.choose_candidates, None, self._progress)
-        item = stages.TrainItem(self._digests("train"), choice.names, self._training_seconds())
+        fast_share = SHARE_OF_FAST_EXITS if self._config.num_fast_steps else 0.0
+        item = stages.TrainItem(self._digests("train"), choice.names, self._training_seconds(1.0 - fast_share))
         trained = self._executor.train(stages.train, item, self._progress)
         if trained.steps < self._config.steps:
             self._progress.note(f"train: the time is over after {trained.steps} of {self._config.steps} steps")
         return [stages.CHOICE, stages.CANDIDATES], asdict(trained)
 
-    def _training_seconds(self) -> float | None:
-        """What is left of the time for the whole run, less a share for the stages after training; never nothing."""
+    def _training_seconds(self, share: float = 1.0) -> float | None:
+        """A share of what is left of the time for the whole run, less that for the stages after training; never
+        nothing."""
         if self._config.minutes is None:
             return None
         whole = self._config.minutes * 60.0
         left = whole * (1.0 - SHARE_AFTER_TRAINING) - (time.monotonic() - self._started)
-        return max(left, whole * LEAST_TRAINING_SHARE)
+        return max(left * share, whole * LEAST_TRAINING_SHARE)
 
     # risk
 

@@ -41,6 +41,8 @@ from tide_core.models.adapter import ModelAdapter
 
 RATE = 1e-3
 """Learning rate of AdamW."""
+WIDEST = 1024
+"""Width of a head's SwiGLU, unless set."""
 MAP_ROWS = 1024
 """Maximum number of positions of a step that skip maps learn from: each counts once for every layer."""
 SKIPPING_TOKENS = 4096
@@ -84,7 +86,7 @@ def fast_layers(config: CalibrationConfig, first: int, num_layers: int) -> tuple
 
 def plan_fast(config: CalibrationConfig, adapter: ModelAdapter, draft: Candidate) -> FastExits:
     spec = draft.head.spec
-    hidden = config.fast_hidden if config.fast_hidden is not None else feed_forward_width(adapter)
+    hidden = config.fast_hidden or min(feed_forward_width(adapter), WIDEST)
     exits = [
         fast_exit(layer, spec.width, hidden, config.router_bottleneck, spec.norm_eps)
         for layer in fast_layers(config, draft.layer, adapter.num_layers)
