@@ -87,7 +87,7 @@ def add_worker_times(before: Sequence[WorkerTime], now: Sequence[WorkerTime]) ->
 
 FORMAT_VERSION = 3
 LEDGER = "ledger.msgpack"
-STAGES = ("dataset", "collect", "train", "risk", "publish", "measure")
+STAGES = ("dataset", "collect", "train", "risk", "fast", "publish", "measure")
 MAX_SHOWN_CHANGES = 6
 
 
