@@ -32,6 +32,7 @@ def contract_of(policy: dict[str, Any], given: dict[str, Any], caller: Caller = 
         ({"mode": "bounded"}, ("bounded", None, None, 0)),
         ({"mode": "bounded", "epsilon": 0.01}, ("bounded", 0.01, None, 0)),
         ({"mode": "fast", "threshold": 0.9, "min_layers": 4}, ("fast", None, 0.9, 4)),
+        ({"mode": "fast", "epsilon": 0.05}, ("fast", 0.05, None, 0)),
         ({"threshold": 0.7}, ("verified", None, 0.7, 0)),
         ({"modes": ["full", "fast"]}, ("full", None, None, 0)),
         ({"modes": ["fast"]}, ("fast", None, None, 0)),
@@ -62,7 +63,7 @@ def test_a_request_that_names_no_mode_keeps_the_policys_and_changes_the_rest() -
 
 
 def test_a_bound_without_its_mode_is_refused_and_says_so() -> None:
-    with pytest.raises(RequestError, match="mode bounded with it; the mode is not given"):
+    with pytest.raises(RequestError, match="mode bounded or fast with it; the mode is not given"):
         params_of({}, {"epsilon": 0.05})
 
 
@@ -146,7 +147,7 @@ def test_a_silent_request_of_a_key_with_a_floor_gets_the_policys_threshold_raise
         ({"modes": ["fst"]}, "user_config.modes"),
         ({"modes": "full"}, "user_config.modes"),
         ({"epsilon": 0.02}, "user_config.epsilon"),
-        ({"mode": "fast", "epsilon": 0.02}, "user_config.epsilon"),
+        ({"mode": "verified", "epsilon": 0.02}, "user_config.epsilon"),
         ({"mode": "bounded", "epsilon": 0}, "user_config.epsilon"),
         ({"mode": "bounded", "epsilon": float("nan")}, "user_config.epsilon"),
         ({"mode": "bounded", "epsilon": "1e-3"}, "user_config.epsilon"),
