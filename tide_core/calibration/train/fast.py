@@ -61,6 +61,9 @@ class MapWeights:
     """Of what tokens that stay make of it."""
 
 
+EVEN = MapWeights()
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedFast:
     """Trained fast exits, without contracts."""
@@ -103,7 +106,7 @@ def fit_fast(
     *,
     progress: Progress,
     seconds: float | None = None,
-    weights: MapWeights = MapWeights(),  # noqa: B008
+    weights: MapWeights = EVEN,
 ) -> TrainedFast:
     """Train the fast exits behind a draft head; with a limit of `seconds`, training ends when they are spent."""
     record = plan_fast(config, adapter, draft)
@@ -178,8 +181,7 @@ class FastLearner:
         """One step on tokens [B, S], the lengths of their prompts [B] and positions [N] of the flattened batch."""
         behind = range(self._layers[0], self._num_layers)
         states = self._teacher.run(tokens, sorted({*behind, *self._draft.head.spec.taps}))
-        weight = torch.ones(len(rows), device=tokens.device)
-        targets = self._teacher.targets(states, rows, weight=weight)
+        targets = self._teacher.targets(states, rows)
         before = self._draft_features(states, rows)
         at = {layer: states.at[layer].flatten(0, 1)[rows].float() for layer in behind}
         mapped = torch.randperm(len(rows), generator=self._generator)[:MAP_ROWS].to(rows.device)
