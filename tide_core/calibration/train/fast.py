@@ -44,7 +44,11 @@ RATE = 1e-3
 WIDEST = 1024
 """Width of a head's SwiGLU, unless set."""
 MAP_ROWS = 1024
-"""Maximum number of positions of a step that skip maps learn from: each counts once for every layer."""
+"""Maximum number of positions of a step whose states skip maps learn: each counts once for every layer."""
+KEPT_ROWS = 2048
+"""Maximum number of tokens of a step that stay while others leave, and from which skip maps learn."""
+THRESHOLDS = 1.0, 5.0
+"""Tokens leave, in training, at scores between these logits: about half of them to one in seven."""
 SKIPPING_TOKENS = 4096
 """Of a step, tokens in the pass in which some leave."""
 SCORED_AT_ONCE = 4096
@@ -184,7 +188,7 @@ class FastLearner:
         targets = self._teacher.targets(states, rows)
         before = self._draft_features(states, rows)
         at = {layer: states.at[layer].flatten(0, 1)[rows].float() for layer in behind}
-        mapped = torch.randperm(len(rows), generator=self._generator)[:MAP_ROWS].to(rows.device)
+        mapped = self._likely_to_leave(before)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type == "cuda"):
             total = self._map_loss(0, at, before, mapped)
             for index, (head, layer) in enumerate(zip(self.modules.heads, self._layers[1:], strict=True), 1):
@@ -197,6 +201,13 @@ class FastLearner:
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
         self._optimiser.step()
+
+    def _likely_to_leave(self, features: Tensor) -> Tensor:
+        """At most MAP_ROWS positions, by chance, with a weight of their squared score at the first exit."""
+        with torch.no_grad():
+            weights = self._scores(0, features).square().clamp(min=1e-4).cpu()
+        num = min(MAP_ROWS, len(weights))
+        return torch.multinomial(weights, num, generator=self._generator).to(features.device)
 
     def _draft_features(self, states: States, rows: Tensor) -> Tensor:
         """Features of the draft head [N, D], each at a random distance to the last deep state."""
@@ -247,7 +258,8 @@ class FastLearner:
                 before = refine(self.modules.heads[index - 1], some.at[layer].flatten(0, 1).float(), before.float())
                 scores = torch.cat((scores, self._scores(index, before).unsqueeze(0)))
             draws = torch.rand(2, generator=self._generator)
-            threshold = float(torch.sigmoid(draws[0] * 5.0 - 1.0))
+            lowest, highest = THRESHOLDS
+            threshold = float(torch.sigmoid(lowest + draws[0] * (highest - lowest)))
             offset = int(draws[1] * (len(distances) + 1))
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             answer = positions >= prompt_lens.unsqueeze(1) - 1
@@ -259,7 +271,7 @@ class FastLearner:
                 at_exit = some.at[layer].flatten(0, 1).float()
                 features.append(refine(self.modules.heads[index - 1], at_exit, features[-1]).float())
             stayed = ((left.exits < 0) & answer & ((left.exits >= 0).cumsum(-1) > 0)).flatten().nonzero().squeeze(-1)
-            stayed = stayed[torch.randperm(len(stayed), generator=self._generator)[:MAP_ROWS].to(stayed.device)]
+            stayed = stayed[torch.randperm(len(stayed), generator=self._generator)[:KEPT_ROWS].to(stayed.device)]
         if not len(stayed):
             return torch.zeros((), device=tokens.device)
         after = self._skipping.run(tokens, left.exits, features)[stayed]
