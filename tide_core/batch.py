@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from tide_core.kv.block_manager import BlockTable
 
 
+FEW_QUERIES = 16
+"""Tokens of a row in one pass that have the bits they would have one by one, on a GPU, too. With more of a row, Torch's
+flash attention over gathered contexts is faster there; it adds up in another order."""
+
+
 class RowStep(NamedTuple):
     """One row's share of a step: the tokens to run, and whether the next token is wanted. A tuple: one is made for
     every row of every step."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,8 +175,10 @@ def test_drafts_preempt_nobody_and_shrink_to_what_the_pool_has() -> None:
     assert old.num_preemptions == young.num_preemptions == 0
 
 
-def judge(scheduler: Scheduler, length: int) -> Row | None:
-    return scheduler.add_judge(make_request(range(200, 200 + length), request_id="judge", max_tokens=1))
+def judge(scheduler: Scheduler, length: int, answer: int = 0) -> Row | None:
+    """`length` tokens, the last of which are those of the answer."""
+    request = make_request(range(200, 200 + length), request_id="judge", max_tokens=1)
+    return scheduler.add_judge(replace(request, scores_from=length - answer))
 
 
 def test_a_row_that_judges_starts_only_in_what_nobody_needs() -> None:
@@ -205,8 +208,8 @@ def test_a_row_that_judges_runs_in_the_budget_that_others_leave_and_stays_the_la
 
 def test_a_row_that_judges_runs_in_short_pieces_whatever_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=200, max_batch_tokens=2048, prefix_caching=False)
-    judge(scheduler, 600)
-    assert [step(scheduler)["judge"] for _ in range(3)] == [256, 256, 88]
+    judge(scheduler, 600, answer=40)
+    assert [step(scheduler)["judge"] for _ in range(6)] == [256, 256, 48, 16, 16, 8], "the answer as if decoded"
 
 
 @pytest.mark.parametrize("lacks", ["a slot", "blocks", "blocks for its next token", "blocks for drafts"])
@@ -300,6 +303,17 @@ def test_rows_that_skip_layers_draft_what_they_can_whatever_is_planned() -> None
     step(scheduler)
     _, batch = scheduler.schedule()
     assert [share.num_drafts for share in batch.rows] == [4, 2, 0]
+
+
+def test_rows_that_skip_layers_share_a_token_budget_that_ends_and_still_skip() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_rows=8, max_batch_tokens=32, drafts=2)
+    scheduler.max_drafts = 5
+    for row in range(7):
+        add(scheduler, f"fast {row}", 3, policy=FAST, first=10 * row + 2)
+    add(scheduler, "verified", 3, policy=EXITS, first=100)
+    step(scheduler)
+    _, batch = scheduler.schedule()
+    assert [share.num_drafts for share in batch.rows] == [3, 3, 3, 3, 3, 3, 3, 2]
 
 
 def test_a_row_that_gives_way_after_it_was_given_its_share_does_not_run() -> None:

@@ -31,6 +31,23 @@ def test_scores_are_those_of_the_librarys_forward(
     assert got.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def test_texts_that_are_scored_together_have_the_scores_of_each_alone() -> None:
+    parts = make_parts("llama")
+    texts = [
+        (tokens[:cut], tokens[cut:end])
+        for cut, end, tokens in zip(
+            (1, 9, 17, 30, 5, 5, 20, 39, 12), (2, 40, 40, 31, 5, 40, 37, 40, 29), random_prompts(9, 40), strict=True
+        )
+    ]
+    full_depth = FullDepth(parts.runner.adapter, parts.kernels)
+    together = full_depth.score_all(texts)
+    for (prompt, output), found in zip(texts, together, strict=True):
+        alone = FullDepth(parts.runner.adapter, parts.kernels).score(prompt, output)
+        assert found.choices == alone.choices
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        assert len(found.choices) == len(output)
+
+
 def test_greedy_text_of_full_depth_is_agreed_with_and_a_changed_token_is_not() -> None:
     parts = exit_parts()
     full_depth = FullDepth(parts.runner.adapter, parts.kernels)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tide_core.batch import RowStep, ScheduledBatch
+from tide_core.batch import FEW_QUERIES, RowStep, ScheduledBatch
 from tide_core.exits.cost import ROWS_APART, DraftPlanner, RowAcceptance
 from tide_core.exits.suffix import SuffixDraft, SuffixDrafts
 from tide_core.kv.block_manager import BlockManager, BlockTable
@@ -40,8 +40,7 @@ ROWS_PER_PREFILL_AHEAD, SPARE_BLOCKS_PER_ROW = 8, 4
 or the row that judges, so that it is not preempted at once."""
 
 JUDGE_CHUNK = 256
-"""Most tokens of an answer that is judged in a step: streams beside it are held up little, and on a GPU longer pieces
-may round otherwise than decoding."""
+"""Most tokens of the prompt of an answer that is judged in a step: streams beside it are held up little."""
 
 
 class SuffixSource:
@@ -91,9 +90,9 @@ class Scheduler:
         """`plan_drafts(num_drafting, num_rows, factors)`: number of drafts of each row that may draft, in a step of
         `num_rows`; with few rows `factors` has the factor of each (`RowAcceptance`).
 
-        Rows that skip layers (mode fast) always make up to `max_drafts`, because each draft saves work whatever the
-        load. With `prefills_ahead` the prompts of a few rows beyond `max_rows` run before these rows have a slot.
-        `suffixes` proposes and plans suffix drafts."""
+        Rows that skip layers (mode fast) make up to `max_drafts` whatever the load, because each draft saves work;
+        fewer where the token budget ends. With `prefills_ahead` the prompts of a few rows beyond `max_rows` run before
+        these rows have a slot. `suffixes` proposes and plans suffix drafts."""
         self.blocks = blocks
         self.max_rows = max_rows
         self.prefills_ahead = prefills_ahead
@@ -221,7 +220,7 @@ class Scheduler:
             preempted = self.num_preemptions != num_preemptions or self.judging is not judging
             if preempted and row not in self.running:
                 continue  # preempted for the sake of an earlier row of this loop
-            share = min(missing[row], budget, JUDGE_CHUNK if row is self.judging else budget)
+            share = min(missing[row], budget, _judged_at_once(row) if row is self.judging else budget)
             num_tokens = row.table.length + share
             if share and (has_capacity(row.table, num_tokens) or self._free_blocks_for(row, num_tokens)):
                 shares[row] = share
@@ -242,8 +241,8 @@ class Scheduler:
         return True
 
     def _drafting(self, missing: dict[Row, int]) -> dict[Row, tuple[int, int]]:
-        """The rows that may draft: the fewest drafts of each, which it makes whatever is planned, and the most it can
-        use."""
+        """The rows that may draft: the fewest drafts of each, which it makes whatever is planned where the token budget
+        allows, and the most it can use."""
         drafting: dict[Row, tuple[int, int]] = {}
         for row, num in missing.items():
             if row.policy.may_exit and num == 1:
@@ -270,8 +269,9 @@ class Scheduler:
         suffix_drafts: dict[Row, Sequence[int]] = {}
         if self.suffixes is not None:
             planned, suffix_drafts = self.suffixes.plan(missing, len(drafting), num_decoding, planned)
+        most_each = max([planned, *(least for least, _ in drafting.values())])
         while True:
-            wanted = {row: _num_drafts(planned, *limits) for row, limits in drafting.items()}
+            wanted = {row: min(least or min(planned, most), most_each) for row, (least, most) in drafting.items()}
             wanted |= {row: len(token_ids) for row, token_ids in suffix_drafts.items()}
             if sum(wanted.values()) <= budget:
                 return wanted, suffix_drafts
@@ -280,10 +280,10 @@ class Scheduler:
                 suffix_drafts = (
                     {row: token_ids[:longest] for row, token_ids in suffix_drafts.items()} if longest else {}
                 )
-            elif planned <= 0:
+            elif most_each <= 0:
                 return {}, {}
             else:
-                planned -= 1
+                most_each -= 1
 
     def _allocate_drafts(self, wanted: dict[Row, int], shares: dict[Row, int]) -> dict[Row, int]:
         """Allocate blocks for the drafts of each row that runs; with too few free blocks, fewer drafts."""
@@ -348,10 +348,6 @@ def _usable(row: Row, token_ids: Sequence[int]) -> Sequence[int]:
     return token_ids[: max(most, 0)]
 
 
-def _num_drafts(planned: int, least: int, most: int) -> int:
-    return least or min(planned, most)
-
-
 def _step(row: Row, share: int, num_missing: int, num_drafts: int, suffix_drafts: Sequence[int]) -> RowStep:
     start = row.table.length
     output_ids = row.output_ids
@@ -366,3 +362,10 @@ def _step(row: Row, share: int, num_missing: int, num_drafts: int, suffix_drafts
         suffix_drafts[:num_drafts],
         row.num_differing,
     )
+
+
+def _judged_at_once(row: Row) -> int:
+    """Most tokens of a row that judges in one step: the answer's in so small pieces that they have the bits that
+    decoding gives them."""
+    prompt_len, start = row.request.scores_from or 0, row.table.length
+    return FEW_QUERIES if start >= prompt_len else min(JUDGE_CHUNK, prompt_len - start)

@@ -42,13 +42,15 @@ def answers_at(
 ) -> list[Answer]:
     """What full depth finds of the answers of mode fast at a threshold."""
     params = SamplingParams(max_tokens=max_tokens, mode="fast", threshold=threshold)
-    found = []
+    found, texts = [], []
     for prompt, answer in zip(prompts, engine.generate(list(prompts), params), strict=True):
         if answer.error is not None:
             raise EngineError(f"mode fast at threshold {threshold:.4f}: {answer.error}")
         assert answer.usage is not None
-        output = [token.token_id for token in answer.tokens]
-        if output:
-            agreed = judge.score(prompt, output).agreed(output)
-            found.append(Answer(len(output), agreed.count(False), answer.usage.layers_per_token))
-    return found
+        if answer.tokens:
+            texts.append((prompt, [token.token_id for token in answer.tokens]))
+            found.append(answer.usage.layers_per_token)
+    return [
+        Answer(len(output), scores.agreed(output).count(False), layers)
+        for (_, output), scores, layers in zip(texts, judge.score_all(texts), found, strict=True)
+    ]

@@ -1,16 +1,19 @@
-"""Score a given text with full depth: at every token, the choice of full depth and the log-probability of the token.
+"""Score given texts with full depth: at every token, the choice of full depth and the log-probability of the token.
 
-The text runs through all layers of the engine's own model, a chunk of tokens at a time, over its own small KV pool.
-So the model is not loaded twice, no layer is skipped, and the longest text and one chunk of logits bound the memory.
+The texts run through all layers of the engine's own model, a few at a time, over a small KV pool of their own. So the
+model is not loaded twice, no layer is skipped, and a few texts and one chunk of logits bound the memory. Output tokens
+run in pieces of at most FEW_QUERIES: attention then adds up in the order in which the engine decodes, so in bfloat16,
+too, a text of mode `full` is agreed with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from tide_core.batch import FEW_QUERIES
 from tide_core.errors import RequestError
 from tide_core.kernels import Kernels
 from tide_core.kv.cache import KVLayout, PagedKV, RowSpan
@@ -20,7 +23,12 @@ from tide_core.models.layout_probe import probe_layouts
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 128
-"""Tokens in one pass; a chunk of logits has as many rows."""
+"""Tokens of a prompt in one pass."""
+TEXTS = 8
+"""Texts that run together."""
+
+Text = tuple[Sequence[int], Sequence[int]]
+"""A prompt and its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +54,61 @@ class FullDepth:
         self._pool = self._new_pool(1)
         self._view_kind = view_kind(self._pool, kernels, gathers_kv=adapter.gathers_kv)
 
-    @torch.inference_mode()
     def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> FullDepthScores:
         """Scores of the output tokens after the prompt."""
-        if not prompt_ids:
-            raise RequestError("prompt", "", "at least one token")
-        choices: list[int] = []
-        logprobs: list[float] = []
-        targets = torch.tensor(output_ids, dtype=torch.long, device=self._adapter.device)
-        # The last output token needs no pass of its own.
-        for logits in self._logits([*prompt_ids, *output_ids][:-1], first=len(prompt_ids) - 1):
-            mine = targets[len(choices) : len(choices) + len(logits)]
-            more_choices, more_logprobs = read_logits(logits, mine)
-            choices += more_choices
-            logprobs += more_logprobs
-        return FullDepthScores(tuple(choices), tuple(logprobs))
+        [scores] = self.score_all([(prompt_ids, output_ids)])
+        return scores
 
-    def _logits(self, tokens: Sequence[int], *, first: int) -> Iterator[torch.Tensor]:
-        """Logits at token `first` and all later ones, [n, V] per chunk."""
-        adapter, num_blocks = self._adapter, -(-len(tokens) // BLOCK_SIZE)
-        if num_blocks > self._pool.num_blocks:
-            self._pool = self._new_pool(num_blocks)
-        block_ids = range(num_blocks)
-        for start in range(0, len(tokens), CHUNK_TOKENS):
-            chunk = tokens[start : start + CHUNK_TOKENS]
-            view = self._view_kind(self._pool, self._kernels, [RowSpan(block_ids, start, len(chunk))])
-            states = adapter.embed(torch.tensor(chunk, device=adapter.device), view.positions)
-            states = adapter.run_layers(states, 0, adapter.num_layers, adapter.layer_inputs(view.positions, view))[0]
-            wanted = states[max(0, first - start) :]
-            if len(wanted):
-                yield adapter.head(adapter.norm(wanted))
+    @torch.inference_mode()
+    def score_all(self, texts: Sequence[Text]) -> list[FullDepthScores]:
+        """Scores of several texts, each as if it were alone."""
+        if not all(prompt for prompt, _ in texts):
+            raise RequestError("prompt", "", "at least one token")
+        return [each for start in range(0, len(texts), TEXTS) for each in self._score(texts[start : start + TEXTS])]
+
+    def _score(self, texts: Sequence[Text]) -> list[FullDepthScores]:
+        tokens = [[*prompt, *output][:-1] for prompt, output in texts]  # the last token needs no pass of its own
+        self._place(tokens)
+        ran = [0] * len(texts)
+        choices: list[list[int]] = [[] for _ in texts]
+        logprobs: list[list[float]] = [[] for _ in texts]
+        prompts = [min(len(mine), len(prompt)) for mine, (prompt, _) in zip(tokens, texts, strict=True)]
+        for piece, ends in ((CHUNK_TOKENS, prompts), (min(CHUNK_TOKENS, FEW_QUERIES), list(map(len, tokens)))):
+            while pieces := [(i, ran[i], min(ran[i] + piece, end)) for i, end in enumerate(ends) if ran[i] < end]:
+                states = self._run([(i, tokens[i], start, stop) for i, start, stop in pieces])
+                wanted, targets, flat = [], [], 0
+                for i, start, stop in pieces:
+                    prompt, output = texts[i]
+                    scored = range(max(start, len(prompt) - 1), stop)
+                    wanted += [(i, flat + token - start) for token in scored]
+                    targets += [output[token + 1 - len(prompt)] for token in scored]
+                    flat, ran[i] = flat + stop - start, stop
+                if wanted:
+                    index = torch.tensor([place for _, place in wanted], device=self._adapter.device)
+                    logits = self._adapter.head(self._adapter.norm(states[index]))
+                    read = read_logits(logits, torch.tensor(targets, device=self._adapter.device))
+                    for (i, _), choice, logprob in zip(wanted, *read, strict=True):
+                        choices[i].append(choice)
+                        logprobs[i].append(logprob)
+        return [FullDepthScores(tuple(mine), tuple(given)) for mine, given in zip(choices, logprobs, strict=True)]
+
+    def _place(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Give each text its blocks."""
+        self._blocks: list[range] = []
+        end = 0
+        for mine in tokens:
+            self._blocks.append(range(end, end := end + -(-len(mine) // BLOCK_SIZE)))
+        if end > self._pool.num_blocks:
+            self._pool = self._new_pool(end)
+
+    def _run(self, pieces: Sequence[tuple[int, Sequence[int], int, int]]) -> torch.Tensor:
+        """States after the last layer [T, D] of tokens start .. stop of some texts."""
+        adapter = self._adapter
+        spans = [RowSpan(self._blocks[i], start, stop - start) for i, _, start, stop in pieces]
+        flat = [token for _, tokens, start, stop in pieces for token in tokens[start:stop]]
+        view = self._view_kind(self._pool, self._kernels, spans)
+        states = adapter.embed(torch.tensor(flat, device=adapter.device), view.positions)
+        return adapter.run_layers(states, 0, adapter.num_layers, adapter.layer_inputs(view.positions, view))[0]
 
     def _new_pool(self, num_blocks: int) -> PagedKV:
         adapter = self._adapter

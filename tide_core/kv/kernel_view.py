@@ -16,14 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tide_core.batch import Rotation
+from tide_core.batch import FEW_QUERIES, Rotation
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.cuda.checks import MOST_JOINED_QUERIES
 from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex, WriteOnlyView
 from tide_core.kv.device_view import DeviceView, flash_takes
-
-FEW_QUERIES = 16
-"""Of a row; with more, Torch's flash attention over gathered contexts is faster."""
 
 FEW_POSITIONS = 32768
 """Capacity of all rows together; with more, rotating and attending several queries of a row takes as long in two

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tide_core.batch import RowResult, RowStep, StepTiming
+from tide_core.batch import FEW_QUERIES, RowResult, RowStep, StepTiming
 from tide_core.execution.graphs import adjust
 from tide_core.execution.graphs.adjust import AdjustSlots
 from tide_core.execution.graphs.base import MIN_BLOCKS, TOKEN_SIZES, blocks_for, size_for
@@ -36,7 +36,6 @@ from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
 from tide_core.kernels.reference.cycle import MOST_ROWS
 from tide_core.kv.cache import PagedKV
-from tide_core.kv.kernel_view import FEW_QUERIES
 from tide_core.models.adapter import ModelAdapter
 
 MAX_SUFFIX_TOKENS = 64
