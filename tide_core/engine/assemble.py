@@ -46,6 +46,7 @@ from tide_core.models.layout_probe import probe_layouts
 from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import ResolvedModel, resolve
+from tide_core.models.weights import weight_bytes
 from tide_core.outputs.tokenizer import Tokenizer
 from tide_core.request import ExitPolicy, SamplingParams
 from tide_core.sampling.grammar import Grammars
@@ -178,6 +179,7 @@ def assemble_loaded(
             vocab=adapter.vocab_size,
             max_model_len=max_model_len,
             spare_blocks=spare_blocks,
+            weight_bytes=weight_bytes(model),
         )
         config = resolve_config(given, _memory(given, adapter.device), size, dtype=_dtype_of(adapter))
         cache, blocks = build_pool(config, slots, adapter, size)
@@ -439,6 +441,7 @@ class SlotLayout:
         vocab: int,
         max_model_len: int,
         spare_blocks: int,
+        weight_bytes: int,
     ) -> ModelSize:
         return ModelSize(
             hidden=hidden,
@@ -447,6 +450,7 @@ class SlotLayout:
             block_bytes=block_bytes(self.layouts, config.block_size, dtype, state_widths=self.state_widths),
             max_model_len=max_model_len,
             spare_blocks=spare_blocks,
+            weight_bytes=weight_bytes,
         )
 
 
