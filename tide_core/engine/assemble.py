@@ -70,6 +70,9 @@ class Source:
     identity: ModelIdentity
     key: str
     is_demo: bool
+    text: Tokenizer | None = None
+    """What the tokenizer became for the first parts, and the grammars that were compiled since: both outlive exits."""
+    grammars: Grammars | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +134,11 @@ def with_artefact(config: EngineConfig, source: Source, lock: Lock = contextlib.
         name=source.identity.name,
         identity=source.key,
         artefact=artefact,
+        text=source.text,
+        grammars=source.grammars,
         lock=lock,
     )
-    return replace(parts, source=source)
+    return replace(parts, source=replace(source, text=parts.tokenizer, grammars=parts.grammars))
 
 
 def artefact_folder(config: EngineConfig, *, is_demo: bool) -> Path | None:
@@ -153,10 +158,12 @@ def assemble_loaded(
     name: str,
     identity: str,
     artefact: Artefact | None = None,
+    text: Tokenizer | None = None,
+    grammars: Grammars | None = None,
     lock: Lock = contextlib.nullcontext,
 ) -> Parts:
     """Build the engine around a loaded model. `identity` names its weights. The model may be in
-    use: `lock` is held whenever it is touched here."""
+    use: `lock` is held whenever it is touched here. `text` and `grammars` are those of other parts around it."""
     with lock():
         if given.num_threads is not None:
             torch.set_num_threads(given.num_threads)
@@ -209,8 +216,8 @@ def assemble_loaded(
         prefills_ahead=runner.prompts is not None,
         suffixes=suffixes,
     )
-    text = Tokenizer(tokenizer, adapter.vocab_size)
-    grammars = Grammars(tokenizer, adapter.vocab_size, adapter.eos_ids)
+    text = text or Tokenizer(tokenizer, adapter.vocab_size)
+    grammars = grammars or Grammars(tokenizer, adapter.vocab_size, adapter.eos_ids)
     digest = None if artefact is None else artefact.digest
     core = EngineCore(
         scheduler,
