@@ -13,7 +13,7 @@ from deploy.strict import yaml_file
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError
 from tide_core.models import hub
-from tide_core.models.resolver import DEMO, find_here
+from tide_core.models.resolver import DEMO, ResolvedModel, find_here, resolve
 
 
 def sizes_in_file(path: Path, device: str) -> list[str]:
@@ -30,26 +30,29 @@ def sizes(config: Mapping[str, Any], device: str) -> Iterator[str]:
         args = AppArgs.model_validate(app.get("args") or {})
         engine = EngineConfig.from_mapping(args.engine)
         name = app.get("name", "default")
-        folder = _model_folder(engine.model)
-        if folder is None:
+        model = _model_here(engine.model)
+        if model is None:
             yield f"{name} on {device}: the model {engine.model} is not on this machine, so nothing was computed"
             continue
         try:
-            found = plan_for_folder(engine, folder, place, _heads(engine))
+            found = plan_for_folder(engine, model.path, place, _heads(engine), model.gguf)
         except ConfigError as error:
             where = f"applications[{index}].args.engine.{error.field}"
             raise ConfigError("--device" if error.field == "device" else where, error.value, error.expected) from error
         yield f"{name} on {device}: {found}"
 
 
-def _model_folder(model: str) -> Path | None:
-    """None for a model that would have to be fetched or converted."""
+def _model_here(model: str) -> ResolvedModel | None:
+    """None for a model that would have to be fetched. Of a GGUF file only the configuration is converted."""
     if is_url(model):
         return None
+    if model == DEMO or model.lower().endswith(".gguf"):
+        return resolve(model, quantised=True)
     found = find_here(model)
-    if found is not None:
-        return found.path
-    return hub.cached(model) if model != DEMO and hub.is_hub_id(model) else None
+    if found is not None or not hub.is_hub_id(model):
+        return found
+    folder = hub.cached(model)
+    return None if folder is None else ResolvedModel(folder, model, "hub")
 
 
 def _heads(engine: EngineConfig) -> list[Any]:

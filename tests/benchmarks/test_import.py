@@ -20,6 +20,7 @@ FOLDERS = {
     "modes",
     "nodes",
     "production",
+    "quantised",
     "recovery",
     "serving",
     "structured",

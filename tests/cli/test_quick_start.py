@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engine.runners import HANG_S
 from tests.evaluation.on_disk import save_model
 from tests.factories import make_config
 from tide_core.cli import runs
@@ -59,6 +63,24 @@ def test_an_engine_is_opened_without_the_compiler_which_works_as_ever_afterwards
 
 def test_whoever_needs_more_of_the_compiler_than_its_marks_gets_it() -> None:
     assert output_of(MARKS) == ["torch._dynamo.config False"]
+
+
+def test_files_are_looked_for_while_torch_is_imported_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def find(model: str, **form: bool) -> None:
+        begun.set()
+        raise ModelError("model", model, "enough is known")
+
+    @contextlib.contextmanager
+    def start() -> Iterator[None]:
+        assert begun.wait(HANG_S), "Torch is imported from here on"
+        yield
+
+    monkeypatch.setattr(runs, "find_here", find)
+    monkeypatch.setattr(runs, "quick_start", start)
+    with pytest.raises(ModelError, match="enough is known"):
+        runs.open_engine(make_config())
 
 
 def test_a_model_that_is_not_there_is_refused_as_ever(tmp_path: Path) -> None:

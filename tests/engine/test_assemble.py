@@ -46,7 +46,7 @@ def test_an_auto_pool_takes_the_budget_that_was_chosen_and_one_line_says_what_fi
     assert parts.config.kv_memory_bytes == int(0.9 * 2**20)
     blocks = parts.core.scheduler.blocks
     [line] = [each for each in caplog.messages if each.startswith("settings: ")]
-    assert line.startswith("settings: float32 on cpu, KV pool 0.00 GiB (auto) in ")
+    assert line.startswith("settings: weights 0.00 GiB, float32 on cpu, KV pool 0.00 GiB (auto) in ")
     assert f"{blocks.num_blocks} blocks, max_rows 8, max_batch_tokens 64: fits 8 rows of 64 tokens" in line
 
 

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType
 from transformers import LlamaConfig
 
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
 from tests.factories import make_config
+from tests.models.gguf_factory import make_family_gguf, make_gguf
+from tests.models.test_gguf_architectures import GEMMA, gemma
 from tests.tiny_models import CONFIGS, tiny_model
 from tide_core.config import GIB, EngineConfig
 from tide_core.engine.assemble import assemble
@@ -20,6 +24,9 @@ from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.kv import memory
 from tide_core.models.adapter import ATTENTION, ModelAdapter
 from tide_core.models.layout_probe import probe_layouts
+from tide_core.models.loader import keeps_quantised, load_model
+from tide_core.models.resolver import ResolvedModel, resolve
+from tide_core.models.weights import weight_bytes
 
 NEEDS_DATA = {"falcon_alibi"}
 
@@ -37,11 +44,45 @@ def large() -> Outline:
 def test_weights_and_layouts_of_every_family_are_those_of_its_model(family: str) -> None:
     model = tiny_model(family)
     found, adapter = outline(model.config), ModelAdapter(copy.deepcopy(model))
-    assert found.num_weights == sum(weight.numel() for weight in model.parameters())
+    assert weight_bytes(found.weights, torch.bfloat16) == 2 * sum(weight.numel() for weight in model.parameters())
     shapes = [(layout.num_heads, layout.key_size, layout.value_size) for layout in found.slots.layouts]
     assert shapes == probe_layouts(adapter)
     assert (found.max_positions, found.vocab) == (adapter.max_positions, adapter.vocab_size)
     assert model.config._attn_implementation != ATTENTION, "the configuration stays as it was"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - NEEDS_DATA))
+def test_counted_bytes_of_weights_are_those_that_the_loader_keeps(family: str, dtype: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    loaded = load_model(ResolvedModel(tmp_path, family, "folder"), dtype=dtype, device="cpu")
+    memory = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in loaded.parameters()}
+    planned = plan_for_folder(make_config(dtype=dtype, max_model_len=16), tmp_path, device_named("cpu"))
+    assert planned.size.weight_bytes == weight_bytes(loaded) == sum(memory.values())
+
+
+@pytest.mark.parametrize(("quantization", "device"), [("auto", "cpu"), ("none", "cpu"), ("auto", "l4")])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_matrices_that_stay_quantised_count_as_the_loader_keeps_them(
+    architecture: str, tied: bool, quantization: str, device: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
+    file, kind = tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_1
+    if architecture == "llama":
+        make_gguf(file, kind=kind, tie_word_embeddings=tied)
+    else:
+        make_family_gguf(file, architecture, kind=kind, metadata=GEMMA, **gemma(tie_word_embeddings=tied))
+    config = make_config(quantization=quantization, dtype="auto", max_model_len=16)
+    place = device_named(device)
+    resolved = resolve(str(file), cache_dir=tmp_path, quantised=keeps_quantised(config, place.type))
+    planned = plan_for_folder(config, resolved.path, place, gguf=resolved.gguf)
+    loaded = load_model(resolved, dtype=planned.config.dtype, device="cpu")
+    in_modules = [module.panels.data for module in loaded.modules() if hasattr(module, "panels")]
+    panels = {data.data_ptr(): data for data in in_modules}
+    kept = sum(weight.nbytes for weight in (*loaded.parameters(), *panels.values()))
+    assert bool(panels) == (quantization == "auto" and device == "cpu")
+    assert planned.size.weight_bytes == weight_bytes(loaded) == kept
 
 
 @pytest.mark.parametrize("family", sorted(NEEDS_DATA))
@@ -53,8 +94,13 @@ def test_a_family_whose_layers_need_data_is_refused_by_its_type(family: str) -> 
 @pytest.mark.parametrize("exits", [True, False])
 @pytest.mark.parametrize("pool", ["auto", 0.01])
 def test_a_plan_is_what_the_engine_chooses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: float | str, exits: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pool: float | str,
+    exits: bool,
 ) -> None:
+    caplog.set_level("INFO", "tide")
     monkeypatch.setattr(memory, "available_memory", lambda: None)
     model = save_model(tmp_path / "model")
     artefact = str(save_artefact_for_it(tmp_path / "artefact", kind="block")) if exits else "none"
@@ -70,14 +116,16 @@ def test_a_plan_is_what_the_engine_chooses(
     heads = [checkpoint.head for checkpoint in load_artefact(artefact, None).manifest.checkpoints] if exits else []
     found, parts = plan_for_folder(config, model, device_named("cpu"), heads), assemble(config)
     assert found.config == parts.config
+    assert f"settings: {found}" in caplog.text
     assert found.size.block_bytes * parts.core.scheduler.blocks.num_blocks <= found.config.kv_memory_gib * GIB
 
 
 def test_weights_leave_less_for_the_pool_in_a_wider_type(large: Outline) -> None:
     device, config = device_named("cuda:24GiB"), EngineConfig(kv_memory_gib="auto", max_model_len=4096)
     narrow, wide = (plan(config, large, device, dtype) for dtype in ("bfloat16", "float32"))
-    assert (narrow.weight_bytes, wide.weight_bytes) == (2 * large.num_weights, 4 * large.num_weights)
-    assert narrow.config.kv_memory_gib - wide.config.kv_memory_gib > large.num_weights / GIB
+    num_weights = sum(weight.numel() for weight in large.weights.parameters())
+    assert (narrow.size.weight_bytes, wide.size.weight_bytes) == (2 * num_weights, 4 * num_weights)
+    assert narrow.config.kv_memory_gib - wide.config.kv_memory_gib > num_weights / GIB
 
 
 def test_spare_blocks_are_kept_on_a_gpu_with_exits_alone(tmp_path: Path, large: Outline) -> None:

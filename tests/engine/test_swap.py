@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +94,31 @@ async def test_a_core_that_is_done_is_let_go_and_counts_go_on(engine: Engine, fo
         while len(engine._loop._cores) > 1:
             await asyncio.sleep(0.01)
     assert engine._loop._cores == [engine._parts.core]
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+def test_a_swap_shares_weights_tokenizer_and_grammars(engine: Engine, folders: dict[str, Path]) -> None:
+    before = engine._parts
+    places = [weight.data_ptr() for weight in before.runner.adapter.model.parameters()]
+    for artefact in (str(folders["artefact"]), "none"):
+        engine.use_artefact(artefact)
+        after = engine._parts
+        assert after.runner.cache is not before.runner.cache
+        assert after.runner.adapter.model is before.runner.adapter.model
+        assert [weight.data_ptr() for weight in after.runner.adapter.model.parameters()] == places
+        assert after.tokenizer is before.tokenizer is engine.tokenizer
+        assert after.grammars is before.grammars
+
+
+async def test_the_pool_of_a_core_that_is_done_is_dropped(engine: Engine, folders: dict[str, Path]) -> None:
+    engine.generate([PROMPT], PARAMS)
+    pool = weakref.ref(engine._parts.runner.cache)
+    await asyncio.to_thread(engine.use_artefact, str(folders["artefact"]))
+    engine.generate([PROMPT], PARAMS)
+    async with asyncio.timeout(HANG_S):
+        while pool() is not None:
+            gc.collect()
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("engine", [2], indirect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,15 +187,15 @@ def test_settings_in_force_resolve_to_themselves_whatever_is_left() -> None:
 
 
 def test_the_line_of_the_start_says_what_was_chosen_and_what_fits() -> None:
-    config = EngineConfig(kv_memory_gib=32)
+    config, of_8b = EngineConfig(kv_memory_gib=32), replace(LLAMA_8B, weight_bytes=15 * GIB)
     in_force = resolved(config, gpu(139, own=15), ModelSize(4096, 128256, 2, 2**21, 8192))
-    assert described(config, in_force, LLAMA_8B, "cuda:0") == (
-        "bfloat16 (auto) on cuda:0 (auto), KV pool 32.00 GiB in 16384 blocks, max_rows 128 (auto), "
+    assert described(config, in_force, of_8b, "cuda:0") == (
+        "weights 15.00 GiB, bfloat16 (auto) on cuda:0 (auto), KV pool 32.00 GiB in 16384 blocks, max_rows 128 (auto), "
         "max_batch_tokens 8192 (auto): fits 128 rows of 2048 tokens, or 2 of full length (131072)"
     )
     small, size = given(dtype="bfloat16", device="cpu", max_model_len=1024), ModelSize(576, 49152, 2, 2**14, 1024)
     assert described(small, resolved(small, CPU, size), size, "cpu") == (
-        "bfloat16 on cpu, KV pool 0.06 GiB (auto) in 4096 blocks, max_rows 64, max_batch_tokens 512: "
+        "weights 0.00 GiB, bfloat16 on cpu, KV pool 0.06 GiB (auto) in 4096 blocks, max_rows 64, max_batch_tokens 512: "
         "fits 64 rows of 1024 tokens"
     )
 

@@ -17,7 +17,7 @@ from tide_core.cli.imports import quick_start
 from tide_core.cli.prompts import PromptItem
 from tide_core.config import EngineConfig
 from tide_core.errors import RequestError
-from tide_core.models.resolver import ResolvedModel, find_here
+from tide_core.models.resolver import find_here
 from tide_core.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,20 +29,19 @@ Put = Callable[[int, RequestOutput], None]
 
 def open_engine(config: EngineConfig) -> Engine:
     """The model's files are looked for and checked while the libraries are imported: seconds, both."""
-    with ThreadPoolExecutor(1) as thread, quick_start():
-        found = thread.submit(_find, config)
-        from tide_core.engine.assemble import assemble
-        from tide_core.engine.engine import Engine
-        from tide_core.models.loader import import_libraries
+    with ThreadPoolExecutor(1) as thread:
+        found = None
+        if config.quantization == "none":  # else the device decides in which form, and Torch knows it
+            found = thread.submit(find_here, config.model)
+        with quick_start():
+            from tide_core.engine.assemble import assemble
+            from tide_core.engine.engine import Engine
+            from tide_core.models.loader import import_libraries, keeps_quantised
 
-        import_libraries()
-        return Engine.from_parts(assemble(config, found.result()))
-
-
-def _find(config: EngineConfig) -> ResolvedModel | None:
-    from tide_core.models.loader import keeps_quantised
-
-    return find_here(config.model, quantised=keeps_quantised(config))
+            if found is None:
+                found = thread.submit(find_here, config.model, quantised=keeps_quantised(config))
+            import_libraries()
+            return Engine.from_parts(assemble(config, found.result()))
 
 
 def check_all(engine: Engine, items: Sequence[PromptItem], params: SamplingParams) -> None:

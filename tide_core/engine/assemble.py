@@ -46,6 +46,7 @@ from tide_core.models.layout_probe import probe_layouts
 from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import ResolvedModel, resolve
+from tide_core.models.weights import weight_bytes
 from tide_core.outputs.tokenizer import Tokenizer
 from tide_core.request import ExitPolicy, SamplingParams
 from tide_core.sampling.grammar import Grammars
@@ -69,6 +70,9 @@ class Source:
     identity: ModelIdentity
     key: str
     is_demo: bool
+    text: Tokenizer | None = None
+    """What the tokenizer became for the first parts, and the grammars that were compiled since: both outlive exits."""
+    grammars: Grammars | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +134,11 @@ def with_artefact(config: EngineConfig, source: Source, lock: Lock = contextlib.
         name=source.identity.name,
         identity=source.key,
         artefact=artefact,
+        text=source.text,
+        grammars=source.grammars,
         lock=lock,
     )
-    return replace(parts, source=source)
+    return replace(parts, source=replace(source, text=parts.tokenizer, grammars=parts.grammars))
 
 
 def artefact_folder(config: EngineConfig, *, is_demo: bool) -> Path | None:
@@ -152,10 +158,12 @@ def assemble_loaded(
     name: str,
     identity: str,
     artefact: Artefact | None = None,
+    text: Tokenizer | None = None,
+    grammars: Grammars | None = None,
     lock: Lock = contextlib.nullcontext,
 ) -> Parts:
     """Build the engine around a loaded model. `identity` names its weights. The model may be in
-    use: `lock` is held whenever it is touched here."""
+    use: `lock` is held whenever it is touched here. `text` and `grammars` are those of other parts around it."""
     with lock():
         if given.num_threads is not None:
             torch.set_num_threads(given.num_threads)
@@ -178,6 +186,7 @@ def assemble_loaded(
             vocab=adapter.vocab_size,
             max_model_len=max_model_len,
             spare_blocks=spare_blocks,
+            weight_bytes=weight_bytes(model),
         )
         config = resolve_config(given, _memory(given, adapter.device), size, dtype=_dtype_of(adapter))
         cache, blocks = build_pool(config, slots, adapter, size)
@@ -207,8 +216,8 @@ def assemble_loaded(
         prefills_ahead=runner.prompts is not None,
         suffixes=suffixes,
     )
-    text = Tokenizer(tokenizer, adapter.vocab_size)
-    grammars = Grammars(tokenizer, adapter.vocab_size, adapter.eos_ids)
+    text = text or Tokenizer(tokenizer, adapter.vocab_size)
+    grammars = grammars or Grammars(tokenizer, adapter.vocab_size, adapter.eos_ids)
     digest = None if artefact is None else artefact.digest
     core = EngineCore(
         scheduler,
@@ -439,6 +448,7 @@ class SlotLayout:
         vocab: int,
         max_model_len: int,
         spare_blocks: int,
+        weight_bytes: int,
     ) -> ModelSize:
         return ModelSize(
             hidden=hidden,
@@ -447,6 +457,7 @@ class SlotLayout:
             block_bytes=block_bytes(self.layouts, config.block_size, dtype, state_widths=self.state_widths),
             max_model_len=max_model_len,
             spare_blocks=spare_blocks,
+            weight_bytes=weight_bytes,
         )
 
 

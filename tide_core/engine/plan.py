@@ -20,7 +20,9 @@ from tide_core.exits.artefact.heads import HeadSpec
 from tide_core.kv.sizing import DeviceMemory, ModelSize, described, gib, reserve_bytes, resolve_config
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.checkpoint import chosen_dtype
-from tide_core.models.loader import TORCH_DTYPES
+from tide_core.models.gguf.quantised import outline_quantised
+from tide_core.models.loader import TORCH_DTYPES, keeps_quantised
+from tide_core.models.weights import weight_bytes
 
 GPUS = {"t4": 14, "l4": 22, "a10": 22, "l40s": 44, "a100-40gb": 39, "a100": 79, "h100": 79, "h200": 139}
 """GiB that the driver reports, rounded down."""
@@ -31,7 +33,8 @@ _SIZED = re.compile(r"(cpu|cuda):(\d+(?:\.\d+)?)GiB")
 class Outline:
     """What the memory that a model takes depends on."""
 
-    num_weights: int
+    weights: Any
+    """The model without data, for the bytes of its weights."""
     slots: SlotLayout
     hidden: int
     vocab: int
@@ -46,11 +49,9 @@ class Plan:
     given: EngineConfig
     config: ResolvedConfig
     size: ModelSize
-    weight_bytes: int
 
     def __str__(self) -> str:
-        line = described(self.given, self.config, self.size, self.config.device)
-        return f"weights {gib(self.weight_bytes)}, {line}"
+        return described(self.given, self.config, self.size, self.config.device)
 
 
 def device_named(text: str) -> DeviceMemory:
@@ -89,7 +90,7 @@ def outline(model_config: Any, heads: Sequence[HeadSpec] = ()) -> Outline:
         expected = "a model whose layers can be run without their weights; the engine says it when it starts"
         raise ModelError(f"model of type {model_config.model_type}", one_line(error), expected) from error
     return Outline(
-        num_weights=sum(weight.numel() for weight in model.parameters()),
+        weights=model,
         slots=slots,
         hidden=int(adapter.config.hidden_size),
         vocab=adapter.vocab_size,
@@ -98,14 +99,20 @@ def outline(model_config: Any, heads: Sequence[HeadSpec] = ()) -> Outline:
     )
 
 
-def plan_for_folder(config: EngineConfig, folder: Path, device: DeviceMemory, heads: Sequence[HeadSpec] = ()) -> Plan:
-    return plan(config, outline_of_folder(folder, heads), device, chosen_dtype(config.dtype, device.type, folder))
+def plan_for_folder(
+    config: EngineConfig, folder: Path, device: DeviceMemory, heads: Sequence[HeadSpec] = (), gguf: Path | None = None
+) -> Plan:
+    """`gguf` is the file that the folder was made from, whose matrices the engine may keep as they are."""
+    model = outline_of_folder(folder, heads)
+    if gguf is not None and keeps_quantised(config, device.type):
+        model = replace(model, weights=outline_quantised(folder, gguf))
+    return plan(config, model, device, chosen_dtype(config.dtype, device.type, folder))
 
 
 def plan(config: EngineConfig, model: Outline, device: DeviceMemory, dtype: str) -> Plan:
     """Raises ConfigError for what the engine would refuse there, or not have the memory for."""
     kind = TORCH_DTYPES[dtype]
-    weights = model.num_weights * kind.itemsize
+    weights = weight_bytes(model.weights, kind)
     free = device.total - weights if device.total else None
     if free is not None and free <= 0:
         raise ConfigError("device", gib(device.total), f"more memory than the weights take, {gib(weights)} in {dtype}")
@@ -118,10 +125,11 @@ def plan(config: EngineConfig, model: Outline, device: DeviceMemory, dtype: str)
         vocab=model.vocab,
         max_model_len=check_model_len(config, model.max_positions),
         spare_blocks=spare_blocks,
+        weight_bytes=weights,
     )
     in_force = resolve_config(config, loaded, size, dtype=dtype)
     if config.kv_memory_gib != AUTO and free is not None:
         most = free - (reserve_bytes(in_force, size) if device.type == "cuda" else 0)
         if in_force.kv_memory_gib * GIB > most:
             raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at most {gib(max(0, most))} there, or auto")
-    return Plan(replace(config, device=device.type), in_force, size, weights)
+    return Plan(replace(config, device=device.type), in_force, size)

@@ -46,11 +46,16 @@ class Panels:
             raise ValueError(f"blocks: got rows of {num_bytes} bytes, expected {expected}")
         if order is not None and (order.dtype is not torch.int64 or order.shape != (num_rows,)):
             raise ValueError(f"order: got {order.dtype} {list(order.shape)}, expected int64 [{num_rows}]")
-        code = KINDS.index(kind)
-        data = torch.empty(native.panels_bytes(code, in_features, num_rows), dtype=torch.uint8)
+        panels = cls.empty(kind, num_rows, in_features)
         address = 0 if order is None else order.contiguous().data_ptr()
-        native.pack_panels(code, blocks.data_ptr(), address, in_features, num_rows, data.data_ptr())
-        return cls(kind, num_rows, in_features, data)
+        native.pack_panels(panels.code, blocks.data_ptr(), address, in_features, num_rows, panels.data.data_ptr())
+        return panels
+
+    @classmethod
+    def empty(cls, kind: str, out_features: int, in_features: int, device: str = "cpu") -> Panels:
+        """Memory for the numbers, or on the meta device their size alone."""
+        num_bytes = _native().panels_bytes(KINDS.index(kind), in_features, out_features)
+        return cls(kind, out_features, in_features, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     @property
     def code(self) -> int:

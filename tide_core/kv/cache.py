@@ -1,11 +1,13 @@
 """The KV block pool as tensors, and the view of it that one step's layers use.
 
 Pools are [num_blocks, heads, block_size, head size], one pair per layer, so that one head's slots of a block lie
-together. They are allocated without being touched: on a CPU the memory becomes real block by block, as tokens fill it.
+together. They are allocated without being touched: on a CPU the memory becomes real block by block, as tokens fill it,
+and all pools are one piece, which the system has back as soon as they are dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +20,9 @@ import torch
 from tide_core.batch import KVWritten
 from tide_core.kernels import Kernels
 from tide_core.kernels.reference import ops as reference
+
+ALIGNED = 64
+"""Each tensor of a pool on a CPU begins at a multiple of so many elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +65,16 @@ class PagedKV:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.device = device
-        self.deep_states = [
-            torch.empty(num_blocks * block_size, width, dtype=dtype, device=device) for width in state_widths
-        ]
+        pages = [(num_blocks, layout.num_heads, block_size) for layout in layouts]
+        shapes: list[tuple[int, ...]] = [(num_blocks * block_size, width) for width in state_widths]
+        for page, layout in zip(pages, layouts, strict=True):
+            shapes += [(*page, layout.key_size), (*page, layout.value_size)]
+        buffers = iter(_buffers(shapes, dtype, device))
+        self.deep_states = [next(buffers) for _ in state_widths]
         self.workspaces: list[torch.Tensor] = []
         """What attention works in, where it wants memory: the last is the largest. Those before it stay as long as
         graphs that were captured with them may run."""
-        self.pools = [
-            (
-                torch.empty(num_blocks, layout.num_heads, block_size, layout.key_size, dtype=dtype, device=device),
-                torch.empty(num_blocks, layout.num_heads, block_size, layout.value_size, dtype=dtype, device=device),
-            )
-            for layout in layouts
-        ]
+        self.pools = [(next(buffers), next(buffers)) for _ in layouts]
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN, so that a read past a valid length cannot go unseen."""
@@ -89,6 +91,18 @@ class PagedKV:
             value_pool[index] = value
         for states in self.deep_states:
             states.view(self.num_blocks, -1)[index] = value
+
+
+def _buffers(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Untouched. On a CPU in one piece: the allocator keeps freed pieces of some MiB for itself, and a pool that is
+    dropped after a change of the artefact would stay in memory. The allocator of a GPU gives them to the next pool."""
+    if device.type != "cpu":
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
+    whole = torch.empty(ends[-1] if ends else 0, dtype=dtype)
+    starts = [0, *ends[:-1]]
+    return [whole[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ class ModelSize:
     """The model's own limit, or the lower one of the settings."""
     spare_blocks: int = 0
     """Blocks that the pool has besides those of rows."""
+    weight_bytes: int = 0
+    """As the loader keeps them."""
 
     def blocks_of_a_row(self, config: EngineConfig) -> int:
         return -(-self.max_model_len // config.block_size)
@@ -121,7 +123,8 @@ def described(given: EngineConfig, config: ResolvedConfig, size: ModelSize, devi
 
     pool = shown("kv_memory_gib", gib(fits.num_blocks * size.block_bytes))
     return (
-        f"{shown('dtype', config.dtype)} on {shown('device', device)}, KV pool {pool} in {fits.num_blocks} blocks, "
+        f"weights {gib(size.weight_bytes)}, {shown('dtype', config.dtype)} on {shown('device', device)}, "
+        f"KV pool {pool} in {fits.num_blocks} blocks, "
         f"max_rows {shown('max_rows', str(config.max_rows))}, "
         f"max_batch_tokens {shown('max_batch_tokens', str(config.max_batch_tokens))}: {fits}"
     )

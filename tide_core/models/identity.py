@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from tide_core.models import model_cache
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.folder import weight_files
 from tide_core.models.resolver import ResolvedModel
+from tide_core.models.weights import named_weights
 
 NUM_SAMPLED_WEIGHTS = 32
 NUM_SAMPLED_VALUES = 8
@@ -123,7 +123,7 @@ def weights_digest(resolved: ResolvedModel) -> str:
 
 def weights_sample(model: Any) -> dict[str, tuple[float, ...]]:
     """A few values of a few weights, evenly spaced. Tied weights count once."""
-    weights = sorted(_weights(model), key=lambda named: named[0])
+    weights = sorted(named_weights(model), key=lambda named: named[0])
     sample = {}
     for which in _spread(len(weights), NUM_SAMPLED_WEIGHTS):
         name, weight = weights[which]
@@ -134,16 +134,6 @@ def weights_sample(model: Any) -> dict[str, tuple[float, ...]]:
             values = weight.detach()[torch.unravel_index(places, weight.shape)]
         sample[name] = tuple(values.double().tolist())
     return sample
-
-
-def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor | Panels]]:
-    yield from model.named_parameters()
-    seen = set()
-    for name, module in model.named_modules():
-        panels = getattr(module, "panels", None)
-        if isinstance(panels, Panels) and id(panels) not in seen:
-            seen.add(id(panels))
-            yield f"{name}.weight", panels
 
 
 def _spread(length: int, most: int) -> list[int]:

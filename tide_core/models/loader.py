@@ -32,9 +32,10 @@ def import_libraries() -> None:
         importlib.import_module(f"transformers.models.{name}")  # the classes of other models need little more
 
 
-def keeps_quantised(config: EngineConfig) -> bool:
-    """Whether the matrices of a GGUF file stay as they are."""
-    on_cpu = torch_device(config.device).type == "cpu" and config.dtype in (AUTO, "float32")
+def keeps_quantised(config: EngineConfig, device_type: str | None = None) -> bool:
+    """Whether the matrices of a GGUF file stay as they are; `device_type` is that of another device than the
+    settings'."""
+    on_cpu = (device_type or torch_device(config.device).type) == "cpu" and config.dtype in (AUTO, "float32")
     return config.quantization == "auto" and on_cpu and native_unsupported_reason("cpu") is None
 
 

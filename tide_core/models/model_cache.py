@@ -37,7 +37,7 @@ LOCK_POLL_S = 0.1
 MAX_STEM_CHARS = 100
 NO_WEIGHTS = "-config"
 """Ends the name of a folder whose weights are read from their source."""
-READ_BYTES = 2**20
+READ_BYTES = 2**24
 """Large pieces: each is read and hashed without Python's lock, next to a thread that imports libraries."""
 
 

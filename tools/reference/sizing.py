@@ -11,6 +11,7 @@ from deploy.strict import yaml_file
 from tide_core.config import GIB, EngineConfig
 from tide_core.engine.plan import Outline, Plan, device_named, outline, plan
 from tide_core.errors import ConfigError
+from tide_core.models.weights import weight_bytes as counted
 from tools.reference.markdown import table
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def outline_of(name: str) -> Outline:
 
 
 def weight_bytes(name: str) -> int:
-    return outline_of(name).num_weights * BYTES
+    return counted(outline_of(name).weights)
 
 
 def kv_bytes_per_token(name: str) -> int:

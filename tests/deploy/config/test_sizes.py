@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from deploy.config.sizes import sizes
 from tests.evaluation.on_disk import save_artefact_for_it, save_model
+from tests.models.gguf_factory import make_gguf
 from tide_core.errors import ConfigError
 
 
@@ -28,6 +31,23 @@ def test_every_application_has_a_line(folders: tuple[str, str]) -> None:
     assert "max_rows 256 (auto), max_batch_tokens 2048 (auto): fits " in first
     assert "app1 on l4: " in second
     assert "max_rows 8, " in second
+
+
+def test_quantised_weights_count_as_they_are_kept_and_only_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("tide_core.kv.sizing.gib", str)  # bytes: the file is small
+    file = make_gguf(tmp_path / "tiny.gguf", kind=GGMLQuantizationType.Q8_0).path
+    counted = {}
+    for quantization, device in (("auto", "cpu"), ("none", "cpu"), ("auto", "l4")):
+        [line] = sizes(config_of({"model": str(file), "quantization": quantization}), device)
+        counted[quantization, device] = int(line.split(": weights ")[1].split(",")[0])
+    widened = counted["none", "cpu"]
+    assert counted["auto", "l4"] == widened // 2, "a GPU runs it in bfloat16"
+    assert 8.5 / 32 < counted["auto", "cpu"] / widened < 0.35, "8 bits and a scale, and a few weights in float32"
+    assert not list(tmp_path.rglob("*.safetensors")), "nothing was widened for the answer"
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/has-this"])

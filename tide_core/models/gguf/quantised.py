@@ -31,17 +31,16 @@ def load_quantised(folder: Path, source: Path) -> PreTrainedModel:
     """The model of `source`, whose configuration and tokenizer are in `folder`, on the CPU with float32 states.
 
     Matrices of other formats are float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     file = GGUFFile.open(source)
     described = describe(file)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _without_data(folder)
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     bar = tqdm(described.weights, desc=f"loading {source.name}", unit="tensor", disable=not sys.stderr.isatty())
     for weight in bar:
         _put(model, file, weight)
+    _tie(model, described)
     _finish(model, described)
     counts = {
         kind: sum(file.tensors[weight.source].kind.name == kind for weight in described.weights) for kind in KINDS
@@ -53,14 +52,35 @@ def load_quantised(folder: Path, source: Path) -> PreTrainedModel:
     return loaded
 
 
-def _put(model: Any, file: GGUFFile, weight: Weight) -> None:
+def outline_quantised(folder: Path, source: Path) -> PreTrainedModel:
+    """The same model without data, for the sizes of its weights; it cannot be run."""
+    file = GGUFFile.open(source)
+    described = describe(file)
+    model = _without_data(folder)
+    for weight in described.weights:
+        _put(model, file, weight, read=False)
+    _tie(model, described)
+    return model
+
+
+def _without_data(folder: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _put(model: Any, file: GGUFFile, weight: Weight, *, read: bool = True) -> None:
     """Read one tensor into its module, or put a quantised module into its place."""
     path, _, name = weight.name.rpartition(".")
     module, info = model.get_submodule(path), file.tensors[weight.source]
     if info.kind.name not in KINDS or name != "weight" or not isinstance(module, (nn.Linear, nn.Embedding)):
-        setattr(module, name, nn.Parameter(torch.from_numpy(np.array(read_weight(file, weight))), requires_grad=False))
+        if read:
+            values = torch.from_numpy(np.array(read_weight(file, weight)))
+            setattr(module, name, nn.Parameter(values, requires_grad=False))
         return
-    panels = _read_panels(file, info, weight)
+    panels = _read_panels(file, info, weight) if read else _empty_panels(info)
     if isinstance(module, nn.Embedding):
         factor = getattr(module, "scalar_embed_scale", None)
         model.set_submodule(path, QuantisedEmbedding(panels, None if factor is None else torch.tensor(factor)))
@@ -81,6 +101,11 @@ def _read_panels(file: GGUFFile, info: TensorInfo, weight: Weight) -> Panels:
     return Panels.pack(info.kind.name, torch.from_numpy(blocks), columns, order)
 
 
+def _empty_panels(info: TensorInfo) -> Panels:
+    rows, columns = info.shape
+    return Panels.empty(info.kind.name, rows, columns, device="meta")
+
+
 def _check_finite(file: GGUFFile, info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> None:
     """Codes and factors are always finite; the halves may not be."""
     kind = info.kind.name
@@ -91,14 +116,18 @@ def _check_finite(file: GGUFFile, info: TensorInfo, blocks: npt.NDArray[np.uint8
             raise ModelError(f"{file.path}: {info.name}", "NaN or infinity", "finite weights")
 
 
-def _finish(model: Any, described: GGUFModel) -> None:
-    """What the file does not hold: the head that is the embedding, and tables that the library computes."""
+def _tie(model: Any, described: GGUFModel) -> None:
+    """The head that is the embedding shares its weight."""
     if described.config["tie_word_embeddings"]:
         embedding = model.get_input_embeddings()
         if isinstance(embedding, QuantisedEmbedding):
             model.lm_head = QuantisedLinear(embedding.panels)
         else:
             model.lm_head.weight = embedding.weight
+
+
+def _finish(model: Any, described: GGUFModel) -> None:
+    """What the file does not hold: tables that the library computes."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             model.set_submodule(name, type(module)(config=model.config))
