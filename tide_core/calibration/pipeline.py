@@ -50,7 +50,7 @@ from tide_core.identity import ModelIdentity
 
 SHARE_AFTER_TRAINING = 0.2
 """Of a limit on the time of a run: for traces, the decision and timing."""
-SHARE_OF_FAST_EXITS = 0.25
+SHARE_OF_FAST_EXITS = 0.1
 """Of the time for training: for the exits of mode fast, which are trained after the others."""
 LEAST_TRAINING_SHARE = 0.1
 """Of the same: for training, whatever the stages before it took."""

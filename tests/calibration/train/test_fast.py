@@ -10,10 +10,10 @@ import torch
 
 from tests.calibration.tiny_runs import tiny_calibration
 from tests.calibration.train.heads import SHORTLIST, tiny_adapter, write_sequences
-from tide_core.calibration.collect.shards import TokenShards
+from tide_core.calibration.collect.shards import SequenceBatch, TokenShards
 from tide_core.calibration.progress import SilentProgress
 from tide_core.calibration.train.candidates import CandidateSpec, make_candidate
-from tide_core.calibration.train.fast import TrainedFast, fast_layers, fit_fast, load_fast, save_fast
+from tide_core.calibration.train.fast import TrainedFast, answers_of, fast_layers, fit_fast, load_fast, save_fast
 from tide_core.errors import ConfigError
 from tide_core.exits.artefact.fast import FastExits, FastModules, fast_exit, refine
 
@@ -39,6 +39,11 @@ def test_exits_come_to_agree_with_full_depth_and_skip_maps_to_predict_states(tmp
     assert 0.0 < many.losses["kept"] <= 1.0
     assert [each.layer for each in many.record.exits] == [2, 3]
     assert not any(p.requires_grad for skip_map in many.modules.maps for p in skip_map.parameters())
+
+
+def test_neither_prompts_nor_padding_are_taken_for_answers() -> None:
+    batch = SequenceBatch(torch.zeros(2, 6, dtype=torch.long), torch.tensor([6, 3]), torch.tensor([4, 1]))
+    assert answers_of(batch).int().tolist() == [[0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]]
 
 
 def test_an_untrained_exit_says_what_the_one_before_it_says() -> None:

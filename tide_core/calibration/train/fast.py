@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tide_core.calibration.collect.shards import TokenShards
+from tide_core.calibration.collect.shards import SequenceBatch, TokenShards
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import Progress
 from tide_core.calibration.train.candidates import Candidate, feed_forward_width
@@ -47,8 +47,8 @@ MAP_ROWS = 1024
 """Maximum number of positions of a step whose states skip maps learn: each counts once for every layer."""
 KEPT_ROWS = 2048
 """Maximum number of tokens of a step that stay while others leave, and from which skip maps learn."""
-THRESHOLDS = 1.0, 5.0
-"""Tokens leave, in training, at scores between these logits: about half of them to one in seven."""
+SHARES = 0.1, 0.5
+"""Least and largest share of an answer's tokens that are sure enough to leave at the first exit, in training."""
 SKIPPING_TOKENS = 4096
 """Of a step, tokens in the pass in which some leave."""
 SCORED_AT_ONCE = 4096
@@ -128,14 +128,20 @@ def fit_fast(
                 break
             rows = loss_rows(batch, config.loss_positions, ROWS_PER_STEP, seed=(config.seed, step))
             learner.begin(step, steps, clock.share)
-            tokens, prompt_lens = batch.tokens.to(adapter.device), batch.prompt_lens.to(adapter.device)
-            learner.learn(tokens, prompt_lens, rows.to(adapter.device))
+            tokens, answers = batch.tokens.to(adapter.device), answers_of(batch).to(adapter.device)
+            learner.learn(tokens, answers, rows.to(adapter.device))
             learner.end(step)
             if (step + 1) % REPORT_EVERY == 0 or step + 1 == steps:
                 stage.update(1, **learner.report())
             else:
                 stage.update(1)
     return TrainedFast(record, learner.finish(), learner.report())
+
+
+def answers_of(batch: SequenceBatch) -> Tensor:
+    """[B, S]: positions that a token of an answer follows, or its end."""
+    positions = torch.arange(batch.tokens.shape[1])
+    return (positions >= batch.prompt_lens.unsqueeze(1) - 1) & (positions < batch.lengths.unsqueeze(1))
 
 
 class FastLearner:
@@ -181,22 +187,22 @@ class FastLearner:
         for group in self._optimiser.param_groups:
             group["lr"] = RATE * warm * (1.0 - (1.0 - self._config.final_learning_rate) * done)
 
-    def learn(self, tokens: Tensor, prompt_lens: Tensor, rows: Tensor) -> None:
-        """One step on tokens [B, S], the lengths of their prompts [B] and positions [N] of the flattened batch."""
+    def learn(self, tokens: Tensor, answers: Tensor, rows: Tensor) -> None:
+        """One step on tokens [B, S], where answers go on [B, S], and positions [N] of the flattened batch."""
         behind = range(self._layers[0], self._num_layers)
         states = self._teacher.run(tokens, sorted({*behind, *self._draft.head.spec.taps}))
         targets = self._teacher.targets(states, rows)
         before = self._draft_features(states, rows)
-        at = {layer: states.at[layer].flatten(0, 1)[rows].float() for layer in behind}
         mapped = self._likely_to_leave(before)
+        truth = torch.stack([states.at[layer].flatten(0, 1)[rows[mapped]].float() for layer in behind], dim=1)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type == "cuda"):
-            total = self._map_loss(0, at, before, mapped)
+            total = self._map_loss(0, truth, before[mapped])
             for index, (head, layer) in enumerate(zip(self.modules.heads, self._layers[1:], strict=True), 1):
-                before = refine(head, at[layer], before).float()
+                before = refine(head, states.at[layer].flatten(0, 1)[rows].float(), before).float()
                 total = total + self._exit_loss(index, before, targets)
-                total = total + self._map_loss(index, at, before.detach(), mapped)
+                total = total + self._map_loss(index, truth[:, layer - behind[0] :], before.detach()[mapped])
             if self._teacher.is_plain and self._weights.kept:
-                total = total + self._weights.kept * self._skipping_loss(tokens, prompt_lens, states)
+                total = total + self._weights.kept * self._skipping_loss(tokens, answers, states)
         self._optimiser.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
@@ -231,23 +237,19 @@ class FastLearner:
         self._add(f"agreement_{layer}", agree.mean())
         return head_loss + F.binary_cross_entropy_with_logits(score.float(), agree)
 
-    def _map_loss(self, index: int, at: dict[int, Tensor], features: Tensor, rows: Tensor) -> Tensor:
-        """The mean error of what the skip map of an exit predicts, over the layers behind it, in units of the state."""
-        skip_map, layer = self.modules.maps[index], self._layers[index]
-        states = at[layer][rows]
-        moves = skip_map.moves(skip_map.code(states, features[rows])).float()
-        errors = [
-            (_unit(skip_map.state(behind, states, moves)) - _unit(at[behind][rows])).square().mean()
-            for behind in range(layer, self._num_layers)
-        ]
-        error = torch.stack(errors).mean()
-        self._add(f"map_{layer}", error.detach())
+    def _map_loss(self, index: int, truth: Tensor, features: Tensor) -> Tensor:
+        """The mean error of what the skip map of an exit predicts from features [N, D], in units of the state, against
+        what the layers behind it have seen [N, layers, D], its own layer first."""
+        skip_map, states = self.modules.maps[index], truth[:, 0]
+        moves = skip_map.moves(skip_map.code(states, features)).float()
+        error = (_unit(skip_map.all_states(states, moves)) - _unit(truth)).square().mean()
+        self._add(f"map_{self._layers[index]}", error.detach())
         return self._weights.states * error
 
-    def _skipping_loss(self, tokens: Tensor, prompt_lens: Tensor, states: States) -> Tensor:
+    def _skipping_loss(self, tokens: Tensor, answers: Tensor, states: States) -> Tensor:
         """How far tokens that stay are from their full-depth distribution where others have left."""
         num = max(1, SKIPPING_TOKENS // tokens.shape[1])
-        tokens, prompt_lens = tokens[:num], prompt_lens[:num]
+        tokens, answer = tokens[:num], answers[:num]
         head, distances = self._draft.head, tuple(range(1, self._config.max_drafts + 1))
         some = States({layer: each[:num] for layer, each in states.at.items()}, states.last[:num], states.normed[:num])
         with torch.no_grad():
@@ -258,12 +260,11 @@ class FastLearner:
                 before = refine(self.modules.heads[index - 1], some.at[layer].flatten(0, 1).float(), before.float())
                 scores = torch.cat((scores, self._scores(index, before).unsqueeze(0)))
             draws = torch.rand(2, generator=self._generator)
-            lowest, highest = THRESHOLDS
-            threshold = float(torch.sigmoid(lowest + draws[0] * (highest - lowest)))
             offset = int(draws[1] * (len(distances) + 1))
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            answer = positions >= prompt_lens.unsqueeze(1) - 1
-            left = leaving(scores.view(len(scores), *tokens.shape), threshold, answer, len(distances), offset)
+            scores = scores.view(len(scores), *tokens.shape)
+            share = SHARES[0] + float(draws[0]) * (SHARES[1] - SHARES[0])
+            threshold = float(scores[0][answer].quantile(1.0 - share))
+            left = leaving(scores, threshold, answer, len(distances), offset)
             stacked = torch.stack([every[distance] for distance in distances]).float()
             nearest = left.distances.clamp(1, len(distances)).flatten() - 1
             features = [stacked[nearest, torch.arange(stacked.shape[1], device=stacked.device)]]

@@ -18,6 +18,11 @@ from tide_core.calibration.train.teacher import plain_inputs
 from tide_core.exits.artefact.fast import SkipMap
 from tide_core.models.adapter import LayerInputs, ModelAdapter
 
+ON_DEVICE = 8 * 2**30
+"""Bytes of a GPU that what layers keep for their gradients may take; beyond, layers run again on the way back."""
+KEPT_WIDTHS = 24
+"""What a layer keeps of a token, in widths of the model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
@@ -57,6 +62,8 @@ class SkippingPass:
         flat = adapter.embed(tokens.flatten(), positions.repeat(num_rows)).view(num_rows * length, -1)
         inputs, chosen = plain_inputs(adapter, positions), exits.flatten()
         left: list[tuple[SkipMap, Tensor, Tensor, Tensor]] = []
+        kept = KEPT_WIDTHS * flat.numel() * flat.element_size() * adapter.num_layers
+        runs_again = flat.device.type != "cuda" or kept > ON_DEVICE
         for layer in range(adapter.num_layers):
             for index, at in enumerate(self._layers):
                 rows = (chosen == index).nonzero().squeeze(-1) if at == layer else chosen[:0]
@@ -66,12 +73,13 @@ class SkippingPass:
                     left.append((skip_map, rows, states, moves))
             for skip_map, rows, states, moves in left:
                 flat = flat.index_put((rows,), skip_map.state(layer, states, moves).to(flat.dtype))
-            flat = self._run_layer(layer, flat.view(num_rows, length, -1), inputs, keeps=not left).flatten(0, 1)
+            seen = flat.view(num_rows, length, -1)
+            flat = self._run_layer(layer, seen, inputs, runs_again and bool(left)).flatten(0, 1)
         return flat
 
-    def _run_layer(self, layer: int, states: Tensor, inputs: LayerInputs, *, keeps: bool) -> Tensor:
-        """One layer; where gradients will flow its own results are computed again on the way back."""
-        if keeps:
+    def _run_layer(self, layer: int, states: Tensor, inputs: LayerInputs, runs_again: bool) -> Tensor:
+        """One layer; with `runs_again` it keeps nothing for the gradients and runs again on the way back."""
+        if not runs_again:
             return self._adapter.run_layers(states, layer, layer + 1, inputs)
         again: Tensor = checkpoint(self._adapter.run_layers, states, layer, layer + 1, inputs, use_reentrant=False)
         return again

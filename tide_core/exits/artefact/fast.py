@@ -113,6 +113,10 @@ class SkipMap(nn.Module):
         index = layer - self.first_layer
         return states * self.gain[index] + moves[..., index, :]
 
+    def all_states(self, states: Tensor, moves: Tensor) -> Tensor:
+        """The same for every layer that is skipped, [T, layers, D]."""
+        return states.unsqueeze(-2) * self.gain.unsqueeze(-1) + moves
+
 
 @dataclass(frozen=True, slots=True)
 class FastModules:
