@@ -267,15 +267,16 @@ def _answers(
 ) -> dict[str, Any]:
     """The mean loss over answers, layers per token and the share of tokens by exit layer."""
     params = SamplingParams(max_tokens=new_tokens, mode="fast", threshold=threshold, min_layers=first)
-    losses, exits, layers = [], Counter[int](), 0
-    for prompt, answer in zip(prompts, engine.generate(list(prompts), params), strict=True):
+    outputs, exits, layers = [], Counter[int](), 0
+    for answer in engine.generate(list(prompts), params):
         if answer.error is not None:
             raise answer.error
         assert answer.usage is not None
-        output = [token.token_id for token in answer.tokens]
+        outputs.append([token.token_id for token in answer.tokens])
         exits.update(token.exit_layer for token in answer.tokens)
         layers += answer.usage.layers_run
-        losses.append(judge.score(prompt, output).agreed(output).count(False) / len(output))
+    judged = judge.score_all(list(zip(prompts, outputs, strict=True)))
+    losses = [each.agreed(ids).count(False) / len(ids) for each, ids in zip(judged, outputs, strict=True)]
     num = exits.total()
     return {
         "differing": sum(losses) / len(losses),
