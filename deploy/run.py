@@ -159,12 +159,12 @@ def _run(path: Path, say: Say) -> int:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         nonlocal asked
-        if asked:
+        again, asked = asked, True  # first of all: the next signal may come while this one is still being dealt with
+        if again:
             os.killpg(child.pid, signal.SIGKILL)
         else:
             say("stopping: open requests may end first; a second signal stops at once")
             child.send_signal(signal.SIGINT)
-        asked = True
 
     before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
