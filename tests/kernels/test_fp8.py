@@ -55,5 +55,5 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     weight = random_weight(256, 200, (128, 128))
     with pytest.raises(ValueError, match=r"got scales \[2, 2\]; expected \[256, 1\]"):
         Fp8Weight(weight.values, weight.scales, 1, 200)
-    with pytest.raises(ValueError, match="expected a matrix in torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match="expected a matrix in torch"):
         Fp8Weight(torch.ones(256, 200), weight.scales, 128, 128)
