@@ -30,6 +30,7 @@ from deploy.spare import Spares
 from deploy.telemetry import join_serve_logs
 from deploy.weights import local_model
 from tide_core.errors import TideError
+from tide_core.models.quick_start import quick_start
 
 logger = logging.getLogger("ray.serve")
 
@@ -48,7 +49,8 @@ class TideServer(GrpcApi):
         started = time.monotonic()
         configure_process()
         logger.info("tide: loading the engine's libraries")
-        from tide_core.engine.engine import Engine  # torch comes with it; only replicas need that
+        with quick_start():
+            from tide_core.engine.engine import Engine  # torch comes with it; only replicas need that
 
         checked = AppArgs(**args)
         self._args, self._configured = checked, False
@@ -67,7 +69,8 @@ class TideServer(GrpcApi):
             settings["num_threads"] = int(given)  # comes with the actor: a spare process has imported Torch before
         # Each replica audits what it serves; together they may raise so many false alarms.
         settings["audit_delta"] /= most_replicas(getattr(context, "_deployment_config", None))
-        engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
+        with quick_start():
+            engine = self._artefacts.first(lambda folder: Engine(**{**settings, "artefact": folder}))
         model, *other_names = checked.model_names or [engine.model_name]
         self._exporter = TextExporter(RayExporter()) if checked.metrics else RayExporter()
         self._meter = Meter(self._exporter, model=model, max_queued=engine.config.max_queued)

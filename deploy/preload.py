@@ -10,8 +10,11 @@ import os
 PRELOAD = "TIDE_PRELOAD"
 
 if os.environ.get(PRELOAD) == "1":
-    import deploy.app  # noqa: F401
-    import tide_core.engine.engine  # noqa: F401
-    from tide_core.models.loader import import_libraries
+    from tide_core.models.quick_start import quick_start
 
-    import_libraries()
+    with quick_start():
+        import deploy.app  # noqa: F401
+        import tide_core.engine.engine  # noqa: F401
+        from tide_core.models.loader import import_libraries
+
+        import_libraries()

@@ -11,6 +11,7 @@ from tide_core.calibration.ledger import check_output
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.config import AUTO, DTYPE_CHOICES
 from tide_core.errors import ConfigError
+from tide_core.models.quick_start import quick_start
 
 if TYPE_CHECKING:
     from tide_core.calibration.pipeline import CalibrationResult
@@ -78,7 +79,8 @@ def load(model: str, *, dtype: str = AUTO, device: str = AUTO, threads: int | No
     if threads is not None:
         use_threads(threads)
     resolved = resolve(model)
-    loaded, tokenizer = load_model(resolved, dtype=dtype, device=device), load_tokenizer(resolved)
+    with quick_start():
+        loaded, tokenizer = load_model(resolved, dtype=dtype, device=device), load_tokenizer(resolved)
     name = model if resolved.source in ("demo", "hub") else resolved.name
     return Loaded(loaded, tokenizer, identify(loaded, tokenizer, resolved), name)
 

@@ -15,6 +15,7 @@ from tide_core.cli.options import numbers
 from tide_core.cli.output import write
 from tide_core.config import AUTO, DEVICES, DTYPE_CHOICES, LEAST_AUTO_ROWS, EngineConfig
 from tide_core.errors import ConfigError, RequestError
+from tide_core.models.quick_start import quick_start
 from tide_core.request import MAX_THRESHOLD
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def evaluate(
     )
     _make_folder(output)
 
-    with console.status(f"loading {model}", quiet=quiet):
+    with console.status(f"loading {model}", quiet=quiet), quick_start():
         from tide_core.engine.assemble import assemble  # torch comes with it
         from tide_core.engine.engine import Engine
         from tide_core.evaluation.full_depth import FullDepth

@@ -13,6 +13,7 @@ from tide_core.cli import console
 from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.output import write
 from tide_core.errors import ArtefactError
+from tide_core.models.quick_start import quick_start
 
 if TYPE_CHECKING:
     from tide_core.exits.artefact.artefact import Artefact
@@ -58,8 +59,9 @@ def _refusal(artefact: Artefact, model: str, *, quiet: bool) -> ArtefactError | 
     made_in = artefact.manifest.model.dtype
     with console.status(f"loading {model}", quiet=quiet):
         resolved = resolve(model)
-        loaded = load_model(resolved, dtype=made_in if made_in in TORCH_DTYPES else "float32", device="cpu")
-        identity = identify(loaded, load_tokenizer(resolved), resolved)
+        with quick_start():
+            loaded = load_model(resolved, dtype=made_in if made_in in TORCH_DTYPES else "float32", device="cpu")
+            identity = identify(loaded, load_tokenizer(resolved), resolved)
     try:
         check_identity(artefact.manifest.model, identity)
     except ArtefactError as error:

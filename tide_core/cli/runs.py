@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from tide_core.cli.exit_codes import print_error
-from tide_core.cli.imports import quick_start
 from tide_core.cli.prompts import PromptItem
 from tide_core.config import EngineConfig
 from tide_core.errors import RequestError
+from tide_core.models.quick_start import quick_start
 from tide_core.models.resolver import find_here
 from tide_core.request import RequestOutput, SamplingParams
 

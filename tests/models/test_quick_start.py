@@ -1,4 +1,4 @@
-"""The quick start of a command: what it leaves out, and that nothing of it stays behind."""
+"""The quick start: what it leaves out, and that nothing of it stays behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(torch._dynamo.config.__name__, torch.compiler.disable(abs) is abs)
 
 MARKS = """
 import sys, torch
-from tide_core.cli.imports import quick_start
+from tide_core.models.quick_start import quick_start
 
 def plain():
     return 1

@@ -1,4 +1,4 @@
-"""A quick start for a process that runs a model and neither compiles nor distributes it.
+"""A quick start for a process of our own that runs a model and neither compiles it nor distributes it by transformers.
 
 While they are imported and while they make a model, transformers and torch mark functions for torch's compiler and look
 for distributed tensors; for that torch imports its compiler, sympy and more. Here those marks do nothing. Whatever else
