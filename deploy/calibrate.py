@@ -30,7 +30,7 @@ from tide_core.cli.exit_codes import with_exit_code
 from tide_core.errors import ConfigError
 
 NAMESPACE = "tide"
-CLEAN_UP_S = 60.0
+CLEAN_UP_S = 120.0
 """Time in which Ray ends the actors of a job whose driver was killed."""
 
 

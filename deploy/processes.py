@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -100,12 +101,17 @@ def holder(port: int, proc: Path = PROC) -> int | None:
     for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue
-        try:
-            if any(os.readlink(file) in inodes for file in (folder / "fd").iterdir()):
+        with contextlib.suppress(OSError):  # it has just ended, or is not ours to look into
+            if any(_target(file) in inodes for file in (folder / "fd").iterdir()):
                 return int(folder.name)
-        except OSError:  # it has just ended, or is not ours to look into
-            continue
     return None
+
+
+def _target(link: Path) -> str | None:
+    try:
+        return os.readlink(link)
+    except OSError:  # closed since it was listed
+        return None
 
 
 def _listening(port: int, proc: Path) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import secrets
 import signal
@@ -154,20 +155,28 @@ def _run(path: Path, say: Say) -> int:
         environment.setdefault(BINARY, str(guard))
     environment.setdefault(PRELOADED, "deploy.preload")
     command = [str(tool), "run", str(path)]
-    child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=_end_with_parent)  # noqa: S603
+    end_with_parent = functools.partial(_end_with_parent, os.getpid())
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait until they can be passed on
+    try:
+        child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=end_with_parent)  # noqa: S603
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        raise
     asked = False
 
     def stop(signum: int, frame: FrameType | None) -> None:
         nonlocal asked
         again, asked = asked, True  # first of all: the next signal may come while this one is still being dealt with
         if again:
-            os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
         else:
             say("stopping: open requests may end first; a second signal stops at once")
             child.send_signal(signal.SIGINT)
 
     before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         code = child.wait()
     finally:
         for each, handler in before.items():
@@ -175,7 +184,10 @@ def _run(path: Path, say: Say) -> int:
     return 0 if asked else code or 1  # `serve run` ends with 0 after a failed start, too
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     """In the child: a signal as from Ctrl-C if the parent dies, and Ctrl-C itself even where it is ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -58,6 +58,8 @@ class Bench:
         try:
             stream = self._start()
             self._streams.append(stream)
+            if self._failures:  # another one has closed those that were there
+                stream.close()
             for _ in stream:
                 now = time.perf_counter()
                 (self._gaps_ms if count else self._first_ms).append(1000 * (now - before))

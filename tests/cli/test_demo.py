@@ -32,7 +32,8 @@ def test_json_lines_at_full_depth_have_every_token_with_the_last_layer() -> None
 
 @pytest.mark.skipif(not DEMO_ARTEFACT.is_dir(), reason="no artefact for the demo model")
 def test_exits_are_shown_and_the_text_is_that_of_full_depth() -> None:
-    done = subprocess.run([*COMMAND, PROMPT, "--max-tokens", "32", "--show-exits"], capture_output=True, text=True)
+    words = ["--max-tokens", "32", "--show-exits", "--drafts", "4"]  # a busy machine may measure that none pays
+    done = subprocess.run([*COMMAND, PROMPT, *words], capture_output=True, text=True)
     assert done.returncode == 0
     assert "Paris" in done.stdout
     assert len(set(re.findall(r"\[(\d+)\]", done.stdout))) > 1

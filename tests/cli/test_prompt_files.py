@@ -98,13 +98,21 @@ class UnevenEngine(FakeEngine):
     max_open = 0
     num_open = 0
 
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__(outputs)
+        self._ended = [asyncio.Event() for _ in range(3)]
+
     async def stream(self, prompt: Any, params: SamplingParams) -> AsyncIterator[RequestOutput]:
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
-        for output in outputs([f"{prompt}-", "end"]):
-            await asyncio.sleep(0.02 * (3 - int(prompt)))
+        first, *others = outputs([f"{prompt}-", "end"])
+        yield first
+        for next_one in self._ended[int(prompt) + 1 :][:1]:
+            await next_one.wait()
+        for output in others:
             yield output
         self.num_open -= 1
+        self._ended[int(prompt)].set()
 
 
 def test_answers_are_printed_in_the_order_of_the_prompts(tide: Tide, use_engine: UseEngine, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_stream_that_hangs_ends_at_its_deadline_with_what_had_come(
     server: GrpcServer, script: Script, read: Read
 ) -> None:
     script.acts.append(hangs(after=1))
-    seen = read(server.address, timeout_s=3.0)
+    seen = read(server.address, timeout_s=10.0)
     assert isinstance(seen.error, StatusError)
     assert (seen.error.code, seen.error.num_tokens, seen.text) == ("DEADLINE_EXCEEDED", 1, "The")
     assert script.ends.get(timeout=PATIENCE_S) == "gone"

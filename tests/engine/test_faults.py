@@ -338,13 +338,14 @@ def test_leaving_a_stream_early_aborts_the_request() -> None:
 
 def test_cancelling_a_streaming_task_aborts_the_request() -> None:
     async def run(engine: Engine) -> None:
+        begun = asyncio.Event()
+
         async def read() -> None:
             async for _ in engine.stream("the cat", LONG):
-                pass
+                begun.set()
 
         task = asyncio.create_task(read())
-        while not engine.stats().num_output_tokens:
-            await asyncio.sleep(0.01)
+        await begun.wait()  # a token comes here once the next step is in flight
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

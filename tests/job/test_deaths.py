@@ -14,7 +14,7 @@ from tests.job.cluster import Driver, Ended, until_gone
 from tests.job.gates import Gate
 from tests.job.runs import STATE, Bench, Job, check_agree, pieces
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
 STAGES = {
     "prompts/0-00001.jsonl": "dataset: ",

@@ -13,7 +13,7 @@ from tests.job.cluster import Ended
 from tests.job.disks import full, read_only, small_disk
 from tests.job.runs import Bench, Job
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
 DISK_BYTES = 16 * 2**20
 FULL, READ_ONLY = "No space left on device", "Read-only file system"

@@ -22,7 +22,7 @@ from tests.job.cluster import START_S, STORE_CREDENTIALS, until_gone
 from tests.job.runs import Bench, Job, pieces
 from tide_core.exits.artefact.artefact import load_artefact
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
 EMULATOR = ROOT / "build" / "emulator-venv" / "bin" / "moto_server"
 
@@ -40,9 +40,9 @@ def store(tmp_path: Path) -> Iterator[str]:
         while True:
             try:
                 asked = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-                urllib.request.urlopen(asked, timeout=5).close()
+                urllib.request.urlopen(asked, timeout=60).close()
                 break
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:
                 assert process.poll() is None, (tmp_path / "emulator.log").read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.1)

@@ -18,7 +18,7 @@ from benchmarks.common.live import ROOT
 from tests.job.cluster import JOB_S, START_S, Ended
 from tests.job.runs import Bench, Job, pieces
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
 
 def ray_job(bench: Bench, *words: str) -> subprocess.CompletedProcess[str]:

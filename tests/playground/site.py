@@ -23,6 +23,7 @@ from deploy.service import Service
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
 
 
 def find_chromium() -> str | None:

@@ -6,7 +6,8 @@ import re
 
 from playwright.sync_api import Locator, expect
 
-from tests.playground.site import Playground
+from tests.deploy.in_process import make_service
+from tests.playground.site import Playground, serve
 
 WALK = ["prompt", "mode", "threshold", "tokens", "temperature", "go", "chat", "compare"]
 
@@ -62,15 +63,19 @@ def test_arrow_keys_move_among_the_tokens_and_tab_comes_back_to_the_same_one(pla
     expect(focused(playground)).to_have_attribute("data-index", "1")
 
 
-def test_the_focus_goes_from_run_to_stop_and_back(playground: Playground) -> None:
-    page = playground.page
-    playground.set(compare_with_full_depth=False, Mode="full", Tokens="200")
-    page.get_by_role("button", name="Run").focus()
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="Stop")).to_be_focused()
-    page.keyboard.press("Enter")
-    playground.wait()
-    expect(page.get_by_role("button", name="Run")).to_be_focused()
+def test_the_focus_goes_from_run_to_stop_and_back(blank: Playground) -> None:
+    service = make_service(step_s=0.2)  # 200 tokens take longer than the browser to look where the focus is
+    page = blank.page
+    with serve(service) as address:
+        blank.visit(address)
+        blank.set(compare_with_full_depth=False, Mode="full", Tokens="200")
+        page.get_by_role("button", name="Run").focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("button", name="Stop")).to_be_focused()
+        page.keyboard.press("Enter")
+        blank.wait()
+        expect(page.get_by_role("button", name="Run")).to_be_focused()
+    service.engine.close()
 
 
 def test_every_control_has_a_name_and_the_verdict_is_read_out(playground: Playground) -> None:

@@ -28,7 +28,7 @@ from tide_client import TideClient
 from tools.dashboard import queries
 from tools.promql_syntax import parse
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,11 @@ def server(folders: dict[str, Path]) -> Iterator[Server]:
     app["import_path"] = "tests.serve.paced_app:build_app"
     app.setdefault("runtime_env", {}).setdefault("env_vars", {})[STEP_VARIABLE] = "0.02"
     app["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.5}
+    for place in (
+        config["controller_options"],
+        app,
+    ):  # 3 s are short for the proxy of a busy machine
+        place["runtime_env"]["env_vars"]["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
     with serving(config) as server:
         yield server
 

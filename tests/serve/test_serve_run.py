@@ -32,7 +32,7 @@ from tests.docs.documents import Document
 from tests.serve.load import PATIENCE_S, until
 from tide_client import StatusError, TideClient
 
-pytestmark = [pytest.mark.serve, pytest.mark.demo]
+pytestmark = [pytest.mark.serve, pytest.mark.demo, pytest.mark.timeout(1800)]
 
 PROMPT = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
 CHAT = [{"role": "user", "content": "Explain in two sentences why the sky is blue."}]
@@ -326,7 +326,7 @@ def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(serve
     stream = client.stream(CHAT, max_tokens=MANY_TOKENS, ignore_eos=True)
     tokens = iter(stream)
     with TideClient(server.address, retries=1000, resume=True) as patient:
-        resumed = patient.stream(CHAT, max_tokens=400, ignore_eos=True, timeout_s=PATIENCE_S)
+        resumed = patient.stream(CHAT, max_tokens=1000, ignore_eos=True, timeout_s=PATIENCE_S)
         for _ in range(6):
             next(tokens)
             next(resumed)
@@ -344,7 +344,7 @@ def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(serve
         assert [process.pid for process in server.replicas()] == [spare.pid], "it starts with its libraries imported"
         assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
         list(resumed)
-        whole = client.generate(CHAT, max_tokens=400, ignore_eos=True, timeout_s=PATIENCE_S)
+        whole = client.generate(CHAT, max_tokens=1000, ignore_eos=True, timeout_s=PATIENCE_S)
         assert resumed.answer.tokens != ()
         assert [token.id for token in resumed.answer.tokens] == [token.id for token in whole.tokens]
         assert resumed.answer.text == whole.text
@@ -380,9 +380,10 @@ def test_names_of_applications_are_not_shown(server: Server, path: str) -> None:
 
 
 def test_a_haproxy_that_is_killed_is_replaced(server: Server) -> None:
-    for process in server.haproxies():
+    killed = server.haproxies()
+    for process in killed:
         process.kill()
-    assert until(lambda: not server.is_healthy())
+    assert until(lambda: {each.pid for each in server.haproxies()} - {each.pid for each in killed})
     assert until(server.is_healthy)
     assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
 
@@ -391,10 +392,15 @@ def test_a_second_one_stops_at_once_with_the_port_and_who_holds_it(server: Serve
     command = [Path(sys.executable).parent / "tide", "serve", server.folder / "config.yaml"]
     done = subprocess.run(command, env=server.environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"http_options.port: got {server.http_port}" in done.stderr
-    assert "haproxy (pid " in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert server.is_healthy()
+    [line] = [line for line in done.stderr.splitlines() if not is_of_another_session(line)]
+    assert f"http_options.port: got {server.http_port}" in line
+    assert "haproxy (pid " in line
+    assert until(server.is_healthy)
+
+
+def is_of_another_session(line: str) -> bool:
+    """Other tests end sessions at the same time."""
+    return "which a session that is gone" in line or line.startswith("waiting for the processes of a session")
 
 
 def test_sigterm_to_its_group_ends_it_in_order_and_leaves_no_process(server: Server) -> None:

@@ -30,7 +30,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 ANY_SERVICE = health_pb2.HealthCheckRequest().SerializeToString()
 NOT_A_MESSAGE = b"\xff\xff\xff\xff"
-WAIT_S = 30.0
+WAIT_S = 120.0
 """Bounds a hang."""
 
 

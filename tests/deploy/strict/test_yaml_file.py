@@ -129,7 +129,7 @@ def test_keys_are_texts_and_come_once(text: str, why: str) -> None:
     assert why in refusal_of(text)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_bomb_of_aliases_is_refused_before_it_is_lit() -> None:
     assert "line 1: anchors, aliases and tags are not allowed" in refusal_of(BOMB)
 

@@ -9,13 +9,14 @@ import grpc
 import pytest
 
 from benchmarks.common.live import Server
-from tests.serve.bad_input.requests import METADATA, assert_scrubbed, becomes_idle, generate, ids, sampled
+from tests.serve.bad_input.requests import AUTH, METADATA, assert_scrubbed, becomes_idle, generate, ids, sampled
+from tests.serve.load import until
 from tests.serve.tiny import KEY, NARROW_KEY
 from tide.v1 import tide_pb2 as pb
 from tide.v1 import tide_pb2_grpc
 from tide_client import StatusError, TideClient
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -193,7 +194,12 @@ def test_29_a_call_that_is_cancelled_before_its_first_token_leaves_nothing(serve
 
 
 def test_34_a_client_that_never_reads_holds_no_blocks_once_its_text_is_made(server: Server, stub: Any) -> None:
+    def tokens() -> int:
+        return int(server.ask("GET", "/exit_stats", headers=AUTH)[1]["total_tokens"])
+
+    before = tokens()
     calls = [stub.GenerateStream(sampled(max_tokens=200, ignore_eos=True), metadata=METADATA) for _ in range(8)]
+    assert until(lambda: tokens() >= before + 8 * 200)
     assert becomes_idle(server)
     for call in calls:
         assert sum(len(chunk.tokens) for chunk in call) == 200

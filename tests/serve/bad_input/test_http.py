@@ -16,7 +16,7 @@ from tests.serve.bad_input.requests import AUTH, BODY, CHAT, assert_envelope, se
 from tests.serve.tiny import KEY
 from tide_client import StatusError, TideClient
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
 
 def deep(levels: int) -> bytes:
