@@ -70,7 +70,8 @@ class Runs:
         return statistics.median(a / b for a, b in zip(self.tokens_per_s, other.tokens_per_s, strict=True))
 
     def figures(self) -> dict[str, Any]:
-        return {"tokens_per_s": self.rate, "of_each_repeat": self.tokens_per_s, **usage_of(self.answers)}
+        usage = usage_of(self.answers) if self.answers else {}  # another program keeps its answers
+        return {"tokens_per_s": self.rate, "of_each_repeat": self.tokens_per_s, **usage}
 
 
 STRIDE = 37

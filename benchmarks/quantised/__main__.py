@@ -2,6 +2,7 @@
 
     python -m benchmarks.quantised                       # a table and the bars, about four minutes
     python -m benchmarks.quantised --text wiki.test.txt  # perplexity on a text, too
+    python -m benchmarks.quantised --llama-cpp FOLDER    # and llama.cpp, one row (see llama_cpp.py)
 
 Both engines answer the same prompts in turns, greedy; every ratio is the median of the ratios within each repeat. Peak
 memory is that of a process with one engine. Exits with 1 if a bar is missed.
@@ -22,24 +23,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import ROOT
 from benchmarks.common.bars import Bar, Part, conclude
 from benchmarks.common.prompts import PROMPT_FILE
 from benchmarks.common.runs import Bench, greedy, output_ids, take_turns
+from benchmarks.quantised.llama_cpp import LlamaCpp
+from tide_core.cli.runs import open_engine
 from tide_core.config import EngineConfig
-from tide_core.engine.assemble import assemble
-from tide_core.engine.engine import Engine
 from tide_core.evaluation.full_depth import FullDepth
 from tide_core.evaluation.machine import cpu_name
+from tide_core.models.resolver import resolve
 from tide_core.request import SamplingParams
 
 FORMS = {"widened": "none", "quantised": "auto"}
 MODES = ("full", "verified")
 LEAST_RATIO, MOST_MEMORY = 2.2, 0.5
+LEAST_OF_LLAMA_CPP = {"full": 0.9, "verified": 1.2}
 WINDOW_TOKENS, NUM_WINDOWS = 512, 8
 
 
-def speed(benches: dict[str, Bench], rows: int, count: int, tokens: int, repeats: int) -> Part:
+def speed(
+    benches: dict[str, Bench], rows: int, count: int, tokens: int, repeats: int, other: LlamaCpp | None = None
+) -> Part:
     prompts = next(iter(benches.values())).spread(count)
     groups = [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
     works = {
@@ -47,8 +54,16 @@ def speed(benches: dict[str, Bench], rows: int, count: int, tokens: int, repeats
         for mode in MODES
         for form, bench in benches.items()
     }
+    if other is not None:
+        works["llama.cpp"] = [functools.partial(other.timed, group, tokens) for group in groups]
     runs = take_turns(works, repeats)
     part = Part(f"batch {rows}", data={name: mine.figures() for name, mine in runs.items()})
+    if other is not None:
+        theirs = runs["llama.cpp"]
+        part.lines.append(f"  batch {rows}, llama.cpp {theirs.rate:.1f} tokens/s ({other.facts})")
+        for mode, least in LEAST_OF_LLAMA_CPP.items():
+            ratio = runs[f"{mode} quantised"].over(theirs)
+            part.bars.append(Bar(f"batch {rows}, {mode}: quantised against llama.cpp", ratio, least))
     for mode in MODES:
         quantised, widened = runs[f"{mode} quantised"], runs[f"{mode} widened"]
         part.lines.append(
@@ -100,8 +115,15 @@ def memory(model: str) -> Part:
     return part
 
 
+def gguf_file(model: str) -> Path:
+    found = resolve(model, quantised=True).gguf
+    if found is None:
+        raise SystemExit(f"benchmark: --model: got {model}; expected demo or a .gguf file")
+    return found
+
+
 def print_peak(config: EngineConfig) -> None:
-    with Engine.from_parts(assemble(config)) as engine:
+    with open_engine(config) as engine:
         engine.generate("The capital of France is", SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
@@ -114,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="where npm installed node-llama-cpp")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peak-of", choices=sorted(FORMS), help="run one engine and print the peak of its memory, MiB")
     chosen = parser.parse_args(argv)
@@ -137,7 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "repeats": chosen.repeats,
     }
     log(json.dumps(conditions))
-    parts += [speed(benches, rows, chosen.prompts, chosen.tokens, chosen.repeats) for rows in chosen.rows]
+    other = None
+    if chosen.llama_cpp is not None:
+        other = LlamaCpp(chosen.llama_cpp, gguf_file(chosen.model), torch.get_num_threads())
+    for rows in chosen.rows:
+        beside = other if rows == 1 else None
+        parts.append(speed(benches, rows, chosen.prompts, chosen.tokens, chosen.repeats, beside))
+    if other is not None:
+        other.close()
     parts.append(quality(benches, chosen.prompts, chosen.tokens, chosen.text))
     for part in parts:
         for line in part.lines:

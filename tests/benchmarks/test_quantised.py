@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,3 +86,38 @@ def test_both_forms_are_really_compared(run: Any, monkeypatch: pytest.MonkeyPatc
     assert code == 1
     assert "MISS batch 1, full: quantised against widened" in out
     assert "ok   batch 2: answers of verified equal to full, quantised" in out
+
+
+NODE = """#!{python}
+import json, sys
+assert sys.argv[1].endswith("llama_cpp.mjs")
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "ids" in asked:
+        print(json.dumps({{"ids": asked["ids"][: asked["tokens"]], "seconds": 1000.0}}), flush=True)
+    else:
+        print(json.dumps({{"version": "v1", "threads": asked["threads"], "model": asked["model"]}}), flush=True)
+"""
+
+
+def test_llama_cpp_is_another_side_of_single_rows_on_the_same_file_and_prompts(
+    run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "node_modules" / "node-llama-cpp").mkdir(parents=True)
+    (tmp_path / "node").write_text(NODE.format(python=sys.executable))
+    (tmp_path / "node").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(quantised, "memory", lambda model: quantised.Part("memory"))
+    monkeypatch.setattr(quantised, "LEAST_RATIO", 0.0)
+    code, out, _ = run(f"--llama-cpp {tmp_path}")
+    assert code == 0, "a side that takes a thousand seconds is beaten"
+    assert re.search(r"batch 1, llama.cpp 0\.0 tokens/s .*'version': 'v1'", out)
+    assert str(model) in out
+    assert "batch 2, llama.cpp" not in out
+    assert "batch 1, verified: quantised against llama.cpp" in out
+
+
+def test_a_folder_without_llama_cpp_is_refused(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "memory", lambda model: quantised.Part("memory"))
+    with pytest.raises(SystemExit, match=f"--llama-cpp: got {tmp_path}"):
+        run(f"--llama-cpp {tmp_path}")
