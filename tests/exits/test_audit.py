@@ -25,6 +25,12 @@ def bursts(generator: np.random.Generator, rate: float, shape: tuple[int, ...]) 
     return np.where(generator.random(shape) < rate / share, share, 0.0)
 
 
+def broken(generator: np.random.Generator, rate: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Losses of answers that are right, or wrong nearly throughout."""
+    share = 0.4
+    return np.where(generator.random(shape) < rate / share, share, 0.0)
+
+
 def independent(generator: np.random.Generator, rate: float, shape: tuple[int, ...]) -> np.ndarray:
     """Losses of answers whose tokens are wrong one by one."""
     losses: np.ndarray = generator.binomial(TOKENS, rate, shape) / TOKENS
@@ -37,7 +43,7 @@ def evidence_of(losses: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
     money = np.zeros((len(losses), NUM_BETS))
     evidence, given = np.empty(losses.shape), 0.0
     for t in range(1, losses.shape[1] + 1):
-        new = 1.0 / (t * (t + 1))
+        new = 1.0 / (1.0 + math.log(t)) - 1.0 / (1.0 + math.log(t + 1))
         given += new
         money = (money + new) * (1.0 + bets * (np.minimum(losses[:, t - 1 : t], LOSS_CAP) - epsilon))
         evidence[:, t - 1] = 1.0 - given + money.mean(axis=1)
@@ -64,7 +70,7 @@ def test_the_process_is_the_one_of_the_contract(kind: object) -> None:
     assert got == pytest.approx(evidence_of(losses)[0].tolist(), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", [bursts, independent])
+@pytest.mark.parametrize("kind", [bursts, independent, broken])
 def test_streams_that_keep_the_contract_exactly_raise_an_alarm_in_at_most_delta_of_them(kind: object) -> None:
     assert callable(kind)
     losses = kind(np.random.default_rng(7), EPSILON, (STREAMS, ANSWERS))
@@ -72,8 +78,8 @@ def test_streams_that_keep_the_contract_exactly_raise_an_alarm_in_at_most_delta_
     assert (evidence_of(losses).max(axis=1) >= 1.0 / DELTA).sum() <= DELTA * STREAMS
 
 
-@pytest.mark.parametrize("kind", [bursts, independent])
-def test_a_threefold_rise_behind_ten_thousand_good_answers_is_seen_within_sixty_more(kind: object) -> None:
+@pytest.mark.parametrize(("kind", "most"), [(bursts, 60), (independent, 60), (broken, 90)])
+def test_a_threefold_rise_behind_ten_thousand_good_answers_is_soon_seen(kind: object, most: int) -> None:
     assert callable(kind)
     generator, good, waits = np.random.default_rng(11), 10_000, []
     for _ in range(6):
@@ -82,7 +88,7 @@ def test_a_threefold_rise_behind_ten_thousand_good_answers_is_seen_within_sixty_
         assert seen is not None
         assert seen > good, "a contract that is kept twice over raises no alarm"
         waits.append(seen - good)
-    assert np.mean(waits) <= 60
+    assert np.mean(waits) <= most
 
 
 def test_a_threefold_rise_at_the_start_is_seen_within_a_few_answers() -> None:
