@@ -110,7 +110,8 @@ def make_fp8(
         stored[f"{base}.{scale_name}"] = scales
         if "static" in str(described):
             stored[f"{base}.input_scale"] = torch.tensor(0.5)
-    save_file({name: weight.float() for name, weight in widened.items()}, folder / "model.safetensors", {"format": "pt"})
+    in_float32 = {name: weight.float() for name, weight in widened.items()}
+    save_file(in_float32, folder / "model.safetensors", {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     change(stored)
     _save(folder, stored, shards)

@@ -140,7 +140,7 @@ def put(name: str, tensor: torch.Tensor) -> Callable[[Weights], object]:
         (without(f"{DOWN}.weight_scale_inv"), rf"{DOWN}.weight: got 'F8_E4M3 without scales'.*{DOWN}.weight_scale_inv"),
         (put("model.extra.weight", torch.ones(3)), "unexpected: model.extra.weight"),
         (put("model.norm.weight_scale_inv", torch.ones(1)), "unexpected: model.norm.weight_scale_inv"),
-        (put("model.norm.weight", torch.ones(3)), r"other shapes in: model.norm.weight \(got \[3\], expected \[192\]\)"),
+        (put("model.norm.weight", torch.ones(3)), r"shapes in: model.norm.weight \(got \[3\], expected \[192\]\)"),
         (put(f"{DOWN}.weight_scale_inv", torch.ones(3, 2)), r"weight_scale_inv: got \[3, 2\], expected \[2, 3\]"),
         (put(f"{DOWN}.weight_scale_inv", torch.ones(192, 1)), r"weight_scale_inv: got \[192, 1\], expected \[2, 3\]"),
         (put(f"{DOWN}.weight_scale_inv", torch.ones(2, 3).to(torch.float8_e8m0fnu)), "scale_inv: got 'F8_E8M0'"),
