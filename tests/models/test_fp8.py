@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.factories import random_prompts
+from tests.exits.artefact.artefact_factory import make_artefact, make_head, make_spec
+from tests.factories import make_config, random_prompts, tiny_tokenizer
 from tests.models.fp8_factory import FORMATS, Weights, compressed, make_fp8
+from tests.tiny_models import CONFIGS, tiny_model
+from tide_core.calibration.train.candidates import copy_block_weights
 from tide_core.engine.engine import Engine
+from tide_core.engine.plan import device_named, plan_for_folder
 from tide_core.errors import ArtefactError, ConfigError, ModelError
 from tide_core.exits.artefact.match import check_identity
-from tide_core.kernels.fp8 import quantised_by_row
+from tide_core.kernels.fp8 import Fp8Weight, quantised_by_row
 from tide_core.models.adapter import ModelAdapter
+from tide_core.models.checkpoint import chosen_dtype
+from tide_core.models.fp8.layers import quantise_layers
 from tide_core.models.identity import identify
 from tide_core.models.loader import load_model, load_tokenizer
 from tide_core.models.quantised import Fp8Linear
@@ -242,6 +249,22 @@ def test_linears_of_the_layers_are_rounded_by_row_and_all_else_stays(tmp_path: P
     assert ModelAdapter(model).num_layer_weights == ModelAdapter(plain).num_layer_weights
 
 
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"gpt2"}))
+def test_linears_of_every_family_run_in_8_bits(family: str) -> None:
+    """And no router: experts would be chosen by other numbers."""
+    model = copy.deepcopy(tiny_model(family))
+    if "falcon" in family:
+        with pytest.raises(ConfigError, match="FalconForCausalLM, whose layers have no linears"):
+            quantise_layers(model, torch.device("cpu"))
+        return
+    assert quantise_layers(model, torch.device("cpu")) == len(fp8_linears(model)) >= 4 * 2
+    expected = copy.deepcopy(tiny_model(family))
+    for name, linear in fp8_linears(model).items():
+        expected.get_submodule(name).weight.data = linear.fp8.dequantised(torch.float32)
+    assert torch.equal(logits_of(model), logits_of(expected))
+    assert not any("gate." in name or "router" in name for name in fp8_linears(model))
+
+
 def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
     def break_it(weights: Weights) -> None:
         weights[f"{DOWN}.weight"][3, 5] = float("nan")
@@ -252,13 +275,73 @@ def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_model_without_plain_linears_is_refused_by_name(tmp_path: Path) -> None:
-    from tests.factories import tiny_tokenizer
-    from tests.tiny_models import tiny_model
-
     tiny_model("gpt2").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="quantization: got 'fp8', expected auto or none with GPT2LMHeadModel"):
         load(tmp_path, "fp8")
+
+
+# What reads weights.
+
+
+def test_a_head_begins_with_the_numbers_of_a_layer_in_8_bits(tmp_path: Path) -> None:
+    make_fp8(tmp_path)
+    heads = []
+    for quantization in ("none", "fp8"):
+        model = load(tmp_path, quantization)
+        sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "ffn": 300}
+        head = make_head(make_spec("block", 192, **sizes))
+        copied = copy_block_weights(head, model.model.layers[-1])
+        assert {"q_proj", "k_proj", "v_proj", "mlp.gate_proj", "mlp.up_proj", "attention_norm"} <= set(copied)
+        heads.append(head.state_dict())
+    assert all(torch.equal(weight, heads[1][name]) for name, weight in heads[0].items())
+
+
+@pytest.mark.parametrize("shape", ["block", "row"])
+def test_gradients_flow_through_a_layer_in_8_bits(shape: str) -> None:
+    weight = quantised_by_row(torch.randn(130, 200))
+    if shape == "block":
+        weight = Fp8Weight(weight.values, torch.rand(2, 2), 128, 128)
+    linear, x = Fp8Linear(weight), torch.randn(3, 200, requires_grad=True)
+    linear(x).sum().backward()
+    torch.testing.assert_close(x.grad, weight.dequantised(torch.float32).sum(0).expand(3, -1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "l4"])
+@pytest.mark.parametrize("quantization", ["none", "auto", "fp8"])
+@pytest.mark.parametrize("form", ["fp8 block", "compressed channel", "unquantised"])
+def test_a_plan_counts_the_bytes_that_the_loader_keeps(
+    form: str, quantization: str, device: str, tmp_path: Path
+) -> None:
+    if form == "unquantised":
+        forget(unquantised(tmp_path, attention_bias=True))
+    else:
+        make_fp8(tmp_path, form, attention_bias=True, plain=("lm_head", "embed_tokens", "norm", ".bias", "0.mlp.up"))
+    config = make_config(quantization=quantization, dtype="auto", max_model_len=16)
+    planned = plan_for_folder(config, tmp_path, device_named(device))
+    kept = quantization == "fp8" or (form != "unquantised" and quantization == "auto" and device == "l4")
+    loaded = load(tmp_path, "fp8" if kept else "none", planned.config.dtype)
+    matrices = [each for linear in fp8_linears(loaded).values() for each in (linear.fp8.values, linear.fp8.scales)]
+    assert bool(matrices) == kept
+    assert planned.config.dtype == ("float32" if device == "cpu" else "bfloat16")
+    assert planned.size.weight_bytes == weight_bytes(loaded)
+    assert weight_bytes(loaded) == sum(each.nbytes for each in (*loaded.parameters(), *matrices))
+
+
+def test_a_plan_refuses_other_quantisations_as_the_loader_does(tmp_path: Path) -> None:
+    make_fp8(tmp_path, quantization={"quant_method": "awq"})
+    with pytest.raises(ModelError, match=r"quantization_config.quant_method: got 'awq'"):
+        plan_for_folder(make_config(), tmp_path, device_named("l4"))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_dtype_auto_is_never_that_of_the_8_bits(named: bool, tmp_path: Path) -> None:
+    make_fp8(tmp_path, dtype=torch.float16)
+    if not named:
+        path = tmp_path / "config.json"
+        config = {key: value for key, value in json.loads(path.read_text()).items() if "dtype" not in key}
+        path.write_text(json.dumps(config))
+    assert chosen_dtype("auto", "cuda", tmp_path) == ("float16" if named else "bfloat16")
 
 
 # Identity.
@@ -298,8 +381,6 @@ def test_verified_gives_the_tokens_of_full_and_8_bits_those_of_widened_weights(
 ) -> None:
     if kernels == "native":
         pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
-    from tests.exits.artefact.artefact_factory import make_artefact
-
     tiny = make_fp8(tmp_path / "model", form, family)
     artefact = make_artefact(tmp_path / "artefact", tiny.model, kind="identity", shortlist_size=380)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kernels": kernels, "kv_memory_gib": 0.01}

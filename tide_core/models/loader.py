@@ -68,6 +68,8 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization
         from tide_core.models.fp8.checkpoint import load_fp8
 
         keep = keeps_fp8(quantization, place.type)
+        if not keep and place.type == "cuda":
+            logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
         with _quiet():
             return load_fp8(resolved.path, resolved.name, scheme, dtype=chosen, place=place, keep=keep)
     from transformers import AutoModelForCausalLM
