@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from tide_core.exits.artefact.match import check_identity
 from tide_core.kernels.fp8 import Fp8Weight, quantised_by_row
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.checkpoint import chosen_dtype
-from tide_core.models.fp8.layers import quantise_layers
+from tide_core.models.fp8.layers import layer_linears, quantise_layers
+from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.identity import identify
 from tide_core.models.loader import load_model, load_tokenizer
 from tide_core.models.quantised import Fp8Linear
@@ -157,15 +159,14 @@ def put(name: str, tensor: torch.Tensor) -> Callable[[Weights], object]:
         (with_infinite_scale, f"{DOWN}.weight: got 'NaN or infinity'"),
     ],
 )
-@pytest.mark.parametrize("keep", ["none", "fp8"])
 def test_what_does_not_fit_is_refused_by_key(
-    change: Callable[[Weights], object], named: str, keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Weights], object], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_fp8(tmp_path, change=change)
     if "NaN" not in named:
         monkeypatch.setattr("tide_core.models.fp8.checkpoint.safe_open", None)  # headers tell
     with pytest.raises(ModelError, match=named) as caught:
-        load(tmp_path, keep)
+        load(tmp_path, "fp8")
     assert "\n" not in str(caught.value)
 
 
@@ -211,10 +212,9 @@ GROUP = "quantization_config.config_groups.group_0.weights"
 def test_other_quantisations_are_refused_by_name(
     form: str, quantization: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    make_fp8(tmp_path, form, quantization=quantization)
-    for setting in ("none", "auto", "fp8"):
-        with pytest.raises(ModelError, match=named):
-            load(tmp_path, setting)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**FORMATS[form][0], **quantization}}))
+    with pytest.raises(ModelError, match=named):
+        fp8_scheme(tmp_path)
 
 
 # quantization: fp8 of a model that is not.
@@ -247,6 +247,20 @@ def test_linears_of_the_layers_are_rounded_by_row_and_all_else_stays(tmp_path: P
     difference = logits_of(model) - logits_of(plain)
     assert 0 < difference.std() < 0.1 * logits_of(plain).std()
     assert ModelAdapter(model).num_layer_weights == ModelAdapter(plain).num_layer_weights
+
+
+def test_a_matrix_is_freed_before_the_next_one_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    weights = [weakref.ref(linear.weight) for _, linear in layer_linears(model)]
+    alive = []
+
+    def counted(weight: torch.Tensor) -> Fp8Weight:
+        alive.append(sum(each() is not None for each in weights))
+        return quantised_by_row(weight)
+
+    monkeypatch.setattr("tide_core.models.fp8.layers.quantised_by_row", counted)
+    quantise_layers(model, torch.device("cpu"))
+    assert alive == list(range(4 * 7, 0, -1))
 
 
 @pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"gpt2"}))
@@ -328,8 +342,11 @@ def test_a_plan_counts_the_bytes_that_the_loader_keeps(
     assert weight_bytes(loaded) == sum(each.nbytes for each in (*loaded.parameters(), *matrices))
 
 
-def test_a_plan_refuses_other_quantisations_as_the_loader_does(tmp_path: Path) -> None:
+def test_loader_and_plan_refuse_other_quantisations(tmp_path: Path) -> None:
     make_fp8(tmp_path, quantization={"quant_method": "awq"})
+    for setting in ("none", "auto", "fp8"):
+        with pytest.raises(ModelError, match=r"quantization_config.quant_method: got 'awq'"):
+            load(tmp_path, setting)
     with pytest.raises(ModelError, match=r"quantization_config.quant_method: got 'awq'"):
         plan_for_folder(make_config(), tmp_path, device_named("l4"))
 

@@ -1,5 +1,5 @@
-"""What settings come to on a device that is not here: from config.json alone, without weights. The model is made
-without memory for them and probed as the engine does it."""
+"""What settings come to on a device that is not here: from config.json, and of weights in FP8 from the headers of their
+files. The model is made without memory for weights and probed as the engine does it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +42,14 @@ class Piece:
     """A stored tensor, and where it goes."""
 
     source: str
-    scales: str | None
-    """Of a matrix in FP8."""
     target: str
     """A parameter or buffer of the model."""
+    shape: tuple[int, ...]
     expert: int | None = None
     rows: tuple[int, int] | None = None
     """Of a matrix of the target's experts."""
-    shape: tuple[int, ...] = ()
+    scales: str | None = None
+    """Of a matrix in FP8."""
 
 
 def load_fp8(
@@ -99,52 +99,43 @@ def _empty(tensor: StoredTensor) -> Tensor:
 
 def _pieces(model: Any, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme, name: str) -> list[Piece]:
     """Where every stored tensor goes, in order of the model; refuses by key what does not fit it."""
-    state = model.state_dict()
-    tied = _tied(model)
+    state, tied = model.state_dict(), _tied(model)
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
-    optional = [re.compile(each) for each in model._keys_to_ignore_on_load_missing or ()]
+    of_model = [key for key in stored if not any(each.search(key) for each in ignored)]
+    unused = {key for key in of_model if key.rpartition(".")[2] in scheme.scale_names}
+    unexpected: list[str] = []
+    mismatched: list[str] = []
     pieces: list[Piece] = []
-    wrong: dict[str, list[str]] = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
-    used_scales = set()
-    for key, tensor in stored.items():
-        last = key.rpartition(".")[2]
-        if last in IGNORED or last in scheme.scale_names or any(each.search(key) for each in ignored):
+    used: set[str | None] = set()
+    for key in of_model:
+        if key in unused or key.rpartition(".")[2] in IGNORED or key.endswith("rotary_emb.inv_freq"):  # of old writers
             continue
-        piece = _target(key, state)
+        tensor, piece = stored[key], _target(key, state)
         if piece is None:
-            if not key.endswith("rotary_emb.inv_freq"):  # which writers of old stored
-                wrong["unexpected_keys"].append(key)
-            continue
-        if piece.target in tied:
-            continue
-        if tensor.shape != piece.shape:
-            wrong["mismatched_keys"].append(f"{key} (got {list(tensor.shape)}, expected {list(piece.shape)})")
-            continue
-        scales = _scales_of(key, tensor, stored, scheme)
-        if scales is not None:
-            used_scales.add(scales)
-        pieces.append(Piece(key, scales, piece.target, piece.expert, piece.rows, piece.shape))
-    for key in stored:
-        of_model = key.rpartition(".")[2] in scheme.scale_names and not any(each.search(key) for each in ignored)
-        if of_model and key not in used_scales and not (tied & {key.rpartition(".")[0] + ".weight"}):
-            wrong["unexpected_keys"].append(key)
-    missing = _missing(pieces, state, tied)
-    wrong["missing_keys"] = [key for key in missing if not any(each.search(key) for each in optional)]
-    if wrong["mismatched_keys"]:  # what has another shape is not missing
-        del wrong["missing_keys"]
-    check_keys(name, wrong)
+            unexpected.append(key)
+        elif piece.target in tied:
+            unused -= {f"{key.rpartition('.')[0]}.{each}" for each in scheme.scale_names}
+        elif tensor.shape != piece.shape:
+            mismatched.append(f"{key} (got {list(tensor.shape)}, expected {list(piece.shape)})")
+        else:
+            scales = _scales_of(key, tensor, stored, scheme)
+            pieces.append(replace(piece, scales=scales))
+            used.add(scales)
+    # What has another shape is not missing.
+    missing = [] if mismatched else _missing(pieces, state, tied)
+    unexpected += sorted(unused - used)
+    check_keys(name, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched})
     order = {key: index for index, key in enumerate(state)}
     return sorted(pieces, key=lambda piece: order[piece.target])
 
 
 def _target(key: str, state: Mapping[str, Tensor]) -> Piece | None:
     """Where the tensor of this key belongs; None for nowhere."""
-    if key in state:
-        return Piece(key, None, key, shape=tuple(state[key].shape))
-    found = EXPERT.fullmatch(key.replace(".block_sparse_moe.", ".mlp."))
-    if found is None:
-        renamed = key.replace(".block_sparse_moe.", ".mlp.")
-        return Piece(key, None, renamed, shape=tuple(state[renamed].shape)) if renamed in state else None
+    name = key.replace(".block_sparse_moe.", ".mlp.")  # of Mixtral
+    if name in state:
+        return Piece(key, name, tuple(state[name].shape))
+    if (found := EXPERT.fullmatch(name)) is None:
+        return None
     experts, index, kind = found[1], int(found[2]), found[3]
     stack = f"{experts}.{'gate_up_proj' if kind in GATE + UP else 'down_proj'}"
     if stack not in state or state[stack].dim() != 3 or index >= len(state[stack]):
@@ -152,7 +143,7 @@ def _target(key: str, state: Mapping[str, Tensor]) -> Piece | None:
     num_rows, width = state[stack].shape[1:]
     half = num_rows // 2
     rows = (0, half) if kind in GATE else (half, num_rows) if kind in UP else (0, num_rows)
-    return Piece(key, None, stack, index, rows, (rows[1] - rows[0], width))
+    return Piece(key, stack, (rows[1] - rows[0], width), index, rows)
 
 
 def _scales_of(key: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme) -> str | None:

@@ -32,18 +32,18 @@ def layer_linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
 def quantise_layers(model: Any, place: torch.device) -> int:
     """Round those linears to FP8, each output row with its own scale, one after another on `place`; returns how many.
     A matrix is freed before the next one is rounded. Also of a model without data, for its sizes."""
-    count = 0
-    for name, linear in list(layer_linears(model)):
+    names = [name for name, _ in layer_linears(model)]  # the linears themselves would not be freed
+    for name in names:
+        linear = model.get_submodule(name)
         where = linear.weight.device if linear.weight.is_meta else place
         weight = quantised_by_row(linear.weight.detach().to(where))
         check_numbers(f"{name}.weight", weight)
         bias = None if linear.bias is None else linear.bias.detach().to(where)
         model.set_submodule(name, Fp8Linear(weight, bias))
-        count += 1
-    if not count:
+    if not names:
         expected = f"auto or none with {type(model).__name__}, whose layers have no linears that are known as such"
         raise ConfigError("quantization", "fp8", expected)
-    return count
+    return len(names)
 
 
 def check_numbers(name: str, weight: Fp8Weight) -> None:
