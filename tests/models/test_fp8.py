@@ -6,6 +6,7 @@ import copy
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,17 @@ def test_a_plan_counts_the_bytes_that_the_loader_keeps(
     assert planned.config.dtype == ("float32" if device == "cpu" else "bfloat16")
     assert planned.size.weight_bytes == weight_bytes(loaded)
     assert weight_bytes(loaded) == sum(each.nbytes for each in (*loaded.parameters(), *matrices))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_states_than_bfloat16_on_a_gpu_widen_or_are_refused(dtype: str, tmp_path: Path) -> None:
+    make_fp8(tmp_path)
+    config = make_config(quantization="auto", dtype=dtype, max_model_len=16)
+    assert plan_for_folder(config, tmp_path, device_named("l4")).size.weight_bytes == weight_bytes(
+        load(tmp_path, dtype=dtype)
+    )
+    with pytest.raises(ConfigError, match=f"dtype: got '{dtype}', expected bfloat16 with quantization fp8 on a GPU"):
+        plan_for_folder(replace(config, quantization="fp8"), tmp_path, device_named("l4"))
 
 
 def test_loader_and_plan_refuse_other_quantisations(tmp_path: Path) -> None:

@@ -33,12 +33,15 @@ class Kernels:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.packed: list[Fp8Weight] = []
+        self.refused: torch.Tensor | None = None
         self.seen: set[tuple[int, ...]] = set()
         module = types.ModuleType("tide_core.kernels.cuda.fp8")
         module.packed = self._packed  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def _packed(self, weight: Fp8Weight) -> Fp8Weight:
+        if weight.values is self.refused:
+            raise ValueError("refused")
         self.packed.append(weight)
         return dataclasses.replace(weight)
 
@@ -107,6 +110,20 @@ def test_layers_are_fused_where_their_matrices_can_be_joined(
     for name, module in model.named_modules():
         if isinstance(module, Fp8Linear):
             assert torch.equal(module.fp8.dequantised(torch.float32), tiny.model.get_submodule(name).weight)
+
+
+def test_a_matrix_that_no_kernel_reads_stays_with_its_layer_in_plain_torch(
+    tmp_path: Path, kernels: Kernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = make_fp8(tmp_path)
+    model = load(tmp_path)
+    kernels.refused = model.model.layers[1].mlp.down_proj.fp8.values
+    use_kernels(model, kernels.cuda())
+    assert "model.layers.1.mlp.down_proj runs in plain Torch: refused" in caplog.text
+    assert fuse_layers(ModelAdapter(model, paged=False).layers, kernels.cuda()) == 2
+    x = torch.randn(3, 384)
+    expected = tiny.model.model.layers[1].mlp.down_proj(x)
+    assert torch.equal(model.model.layers[1].mlp.down_proj(x), expected)
 
 
 @pytest.mark.parametrize("form", ["fp8 block", "compressed channel"])

@@ -115,7 +115,8 @@ def plan_for_folder(
         model = replace(model, weights=outline_quantised(folder, gguf))
     dtype = chosen_dtype(config.dtype, device.type, folder)
     scheme = fp8_scheme(folder)
-    if scheme is not None and keeps_fp8(config.quantization, device.type):
+    kept = keeps_fp8(config.quantization, device.type, dtype)
+    if scheme is not None and kept:
         model = replace(model, weights=outline_fp8(folder, folder.name, scheme, dtype=TORCH_DTYPES[dtype]))
     elif scheme is None and config.quantization == "fp8":
         quantise_layers(model.weights, torch.device("meta"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import types
 from typing import Any
 
@@ -27,6 +28,7 @@ from tide_core.models.experts import SILU, use_kernels_for_experts
 from tide_core.models.quantised import Fp8Linear, QuantisedLinear
 from tide_core.models.rebound import rebound
 
+logger = logging.getLogger("tide")
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
 
@@ -84,7 +86,7 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
 
     count = 0
     attentions: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
         if (bound := _with_rotary(type(module), kernels, attentions)) is not None:
             module.__class__ = bound
             count += 1
@@ -97,7 +99,11 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             module.__class__ = KernelQuantisedLinear
         elif type(module) is Fp8Linear:
             if isinstance(kernels, CudaKernels):
-                module.fp8 = _packed(module.fp8)
+                try:
+                    module.fp8 = _packed(module.fp8)
+                except ValueError as error:
+                    logger.warning("%s runs in plain Torch: %s", name, error)
+                    continue
             module.__class__ = KernelFp8Linear
         elif type(module) is nn.Embedding and isinstance(kernels, CudaKernels):
             module.__class__ = KernelEmbedding
@@ -110,9 +116,8 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
 
 
 def _packed(weight: Fp8Weight) -> Fp8Weight:
-    """In the order that the CUDA kernels read, once: another engine may have done so for this model."""
-    if getattr(weight, "packed", False):
-        return weight
+    """In the order that the CUDA kernels read, if it is not yet: another engine may have done so for this model.
+    ValueError for one that they cannot read."""
     packed: Fp8Weight = importlib.import_module("tide_core.kernels.cuda.fp8").packed(weight)
     return packed
 

@@ -43,10 +43,15 @@ def keeps_quantised(config: EngineConfig, device_type: str | None = None) -> boo
     return config.quantization == "auto" and on_cpu and native_unsupported_reason("cpu") is None
 
 
-def keeps_fp8(quantization: str, device_type: str) -> bool:
-    """Whether the FP8 weights of a checkpoint stay in 8 bits. `auto` widens them on a CPU, which has no kernel for
-    them."""
-    return quantization == "fp8" or (quantization == "auto" and device_type == "cuda")
+def keeps_fp8(quantization: str, device_type: str, dtype: str) -> bool:
+    """Whether the FP8 weights of a checkpoint stay in 8 bits; `dtype` is that of the states. `auto` widens them where
+    no kernel reads them: on a CPU, and on a GPU with other states than bfloat16, which `fp8` refuses."""
+    read = device_type == "cuda" and dtype == "bfloat16"
+    if quantization == "fp8" and device_type == "cuda" and not read:
+        raise ConfigError(
+            "dtype", dtype, "bfloat16 with quantization fp8 on a GPU; quantization auto widens the weights"
+        )
+    return quantization == "fp8" or (quantization == "auto" and read)
 
 
 def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization: str = "none") -> PreTrainedModel:
@@ -61,13 +66,13 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization
     if resolved.gguf is not None:
         return _load_quantised(resolved, resolved.gguf, dtype, place)
     scheme = fp8_scheme(resolved.path)
-    chosen = TORCH_DTYPES[chosen_dtype(dtype, place.type, resolved.path)]
+    named_dtype = chosen_dtype(dtype, place.type, resolved.path)
+    chosen, keep = TORCH_DTYPES[named_dtype], keeps_fp8(quantization, place.type, named_dtype)
     if quantization == "fp8" and place.type == "cpu":
         logger.warning("quantization fp8 on a cpu: no kernel reads 8 bits there, every product widens its matrix first")
     if scheme is not None:
         from tide_core.models.fp8.checkpoint import load_fp8
 
-        keep = keeps_fp8(quantization, place.type)
         if not keep and place.type == "cuda":
             logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
         with _quiet():
