@@ -11,7 +11,7 @@ from tide_core.errors import ConfigError, refuse_unknown
 DTYPES = ("float32", "float16", "bfloat16")
 AUTO = "auto"
 DTYPE_CHOICES = (AUTO, *DTYPES)
-QUANTIZATIONS = ("auto", "none")
+QUANTIZATIONS = ("auto", "none", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "reference")
 GIB = 2**30
@@ -32,8 +32,10 @@ class EngineConfig:
     """Of weights, states and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's own, but bfloat16 for
     one in float32; on a CPU float32."""
     quantization: str = "none"
-    """auto: matrices of a GGUF file stay quantised, as they are in it, where the native module runs on a CPU with dtype
-    float32; none: all weights are widened to `dtype`."""
+    """auto: weights stay in 8 bits or less where kernels of the device read them so: matrices of a GGUF file where the
+    native module runs on a CPU with dtype float32, FP8 weights of a folder on a GPU with dtype bfloat16; none: all
+    weights are widened to `dtype`; fp8: linears of the decoder layers are in FP8, rounded to it at load where the
+    model is not."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     max_model_len: int | None = None

@@ -230,7 +230,9 @@ class Library:
     """The model as `transformers` runs it: loaded again, without any code of the engine in its forward."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._model: Any = load_model(resolve(config.model), dtype=config.dtype, device=config.device)
+        self._model: Any = load_model(
+            resolve(config.model), dtype=config.dtype, device=config.device, quantization=config.quantization
+        )
 
     @torch.inference_mode()
     def score(self, prompt: Prompt, output_ids: Sequence[int]) -> FullDepthScores:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from deploy.object_store import is_url, refuse_credentials
 from deploy.strict.schema import validated
 from tide_core.calibration.config import CalibrationConfig
-from tide_core.config import DEVICES, DTYPE_CHOICES
+from tide_core.config import DEVICES, DTYPE_CHOICES, QUANTIZATIONS
 from tide_core.errors import ConfigError
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -59,6 +59,9 @@ class JobSettings(BaseModel):
     """Of the calibrated model; auto: on a GPU the checkpoint's own, but bfloat16 for float32; on a CPU float32."""
     device: str = "auto"
     """Of the workers; auto: cuda if available."""
+    quantization: str = "none"
+    """As that of the engine which serves with the exits: none, auto, or fp8, whose weights are other numbers. A GGUF
+    file is widened in any case."""
     measure: bool = True
     """Whether the published exits are timed."""
     calibration: dict[str, Any] = Field(default_factory=dict)
@@ -72,6 +75,11 @@ class JobSettings(BaseModel):
     @classmethod
     def _dtype(cls, dtype: str) -> str:
         return _one_of(dtype, DTYPE_CHOICES)
+
+    @field_validator("quantization")
+    @classmethod
+    def _quantization(cls, quantization: str) -> str:
+        return _one_of(quantization, QUANTIZATIONS)
 
     @field_validator("device")
     @classmethod

@@ -84,7 +84,13 @@ def load_context(
         raise ConfigError(
             "storage", place, f"a folder that every node sees; node {node} does not see run {settings.name}"
         )
-    loaded = load(local_model(settings.model), dtype=settings.dtype, device=settings.device, threads=settings.threads)
+    loaded = load(
+        local_model(settings.model),
+        dtype=settings.dtype,
+        device=settings.device,
+        quantization=settings.quantization,
+        threads=settings.threads,
+    )
     context = StageContext(
         settings.config, loaded.model, loaded.tokenizer, loaded.identity, files, group or SINGLE_PROCESS
     )

@@ -103,6 +103,7 @@ def test_a_taken_output_is_refused_before_the_model_is_loaded(
         (["--set", "delta=high"], "a JSON value"),
         (["--set", "epsilons=[0.05]"], "epsilons: got [0.05]"),
         (["--dtype", "int8"], "dtype: got 'int8'"),
+        (["--quantization", "int8"], "quantization: got 'int8'"),
         (["--data", "missing.jsonl"], "nothing was found at this path"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.ledger import check_output
 from tide_core.calibration.progress import Progress, SilentProgress
-from tide_core.config import AUTO, DTYPE_CHOICES
+from tide_core.config import AUTO, DTYPE_CHOICES, QUANTIZATIONS
 from tide_core.errors import ConfigError
 from tide_core.models.quick_start import quick_start
 
@@ -27,23 +27,28 @@ def calibrate_model(
     run_dir: Path | None = None,
     dtype: str = AUTO,
     device: str = AUTO,
+    quantization: str = "none",
     progress: Progress | None = None,
     force: bool = False,
     timer: Timer | None = None,
 ) -> CalibrationResult:
-    """Load a model and calibrate it; `dtype` and `device` as for an engine.
+    """Load a model and calibrate it; `dtype`, `device` and `quantization` as for an engine.
 
     A `timer` measures the speed-up at the end; without one the report holds predictions only."""
     progress = progress or SilentProgress()
     run_dir = run_dir or default_run_dir(publish_to)
-    if dtype not in DTYPE_CHOICES:
-        raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPE_CHOICES)}")
+    for name, value, allowed in (
+        ("dtype", dtype, DTYPE_CHOICES),
+        ("quantization", quantization, QUANTIZATIONS),
+    ):
+        if value not in allowed:
+            raise ConfigError(name, value, f"one of {', '.join(allowed)}")
     check_output(publish_to, run_dir, force=force)
     # This imports torch; every check that does not need torch is done.
     from tide_core.calibration.pipeline import calibrate
 
     with progress.stage(f"load {model}", None, "model") as stage:
-        loaded = load(model, dtype=dtype, device=device)
+        loaded = load(model, dtype=dtype, device=device, quantization=quantization)
         stage.update(1, dtype=loaded.identity.dtype, device=loaded.model.device.type)
     return calibrate(
         config,
@@ -70,8 +75,10 @@ class Loaded:
     """The name for a command that repeats the calibration: no path of this machine."""
 
 
-def load(model: str, *, dtype: str = AUTO, device: str = AUTO, threads: int | None = None) -> Loaded:
-    """`threads` is the number for this calling thread."""
+def load(
+    model: str, *, dtype: str = AUTO, device: str = AUTO, quantization: str = "none", threads: int | None = None
+) -> Loaded:
+    """`threads` is the number for this calling thread. A GGUF file is widened in any case."""
     from tide_core.models.identity import identify
     from tide_core.models.loader import load_model, load_tokenizer
     from tide_core.models.resolver import resolve
@@ -80,7 +87,8 @@ def load(model: str, *, dtype: str = AUTO, device: str = AUTO, threads: int | No
         use_threads(threads)
     resolved = resolve(model)
     with quick_start():
-        loaded, tokenizer = load_model(resolved, dtype=dtype, device=device), load_tokenizer(resolved)
+        loaded = load_model(resolved, dtype=dtype, device=device, quantization=quantization)
+        tokenizer = load_tokenizer(resolved)
     name = model if resolved.source in ("demo", "hub") else resolved.name
     return Loaded(loaded, tokenizer, identify(loaded, tokenizer, resolved), name)
 

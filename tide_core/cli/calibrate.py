@@ -53,6 +53,9 @@ def calibrate(
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = AUTO,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = AUTO,
+    quantization: Annotated[
+        str, typer.Option(help="As the engine that serves with the exits: none, auto or fp8.")
+    ] = "none",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artefact at the output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
@@ -89,6 +92,7 @@ def calibrate(
             run_dir=run_dir,
             dtype=dtype,
             device=device,
+            quantization=quantization,
             progress=default_progress(quiet=quiet),
             force=force,
             timer=time_exits,

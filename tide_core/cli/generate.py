@@ -94,7 +94,11 @@ def generate(
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object per token and per answer.")] = False,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = SETTINGS.dtype,
     quantization: Annotated[
-        str, typer.Option(help="auto: the matrices of a GGUF file stay quantised, on a CPU; none: they are widened.")
+        str,
+        typer.Option(
+            help="auto: the matrices of a GGUF file stay quantised on a CPU, FP8 weights on a GPU; none: they are "
+            "widened; fp8: linears are in FP8."
+        ),
     ] = SETTINGS.quantization,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,

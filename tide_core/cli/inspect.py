@@ -28,6 +28,9 @@ def inspect(
     model: Annotated[
         str | None, typer.Option(help="Also check that it was made for this model, named as for generate.")
     ] = None,
+    quantization: Annotated[
+        str, typer.Option(help="With --model: as the engine has it; fp8 makes other weights of a model that is not.")
+    ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
@@ -40,7 +43,7 @@ def inspect(
     from tide_core.exits.artefact.artefact import load_artefact  # torch comes with it
 
     artefact = load_artefact(path, None)
-    refusal = None if model is None else _refusal(artefact, model, quiet=quiet)
+    refusal = None if model is None else _refusal(artefact, model, quantization, quiet=quiet)
     matches = None if model is None else refusal is None
     write(_as_json(artefact, matches) if as_json else _as_text(artefact))
     if refusal is not None:
@@ -49,7 +52,7 @@ def inspect(
         write(f"\nmatches the model {model}\n")
 
 
-def _refusal(artefact: Artefact, model: str, *, quiet: bool) -> ArtefactError | None:
+def _refusal(artefact: Artefact, model: str, quantization: str, *, quiet: bool) -> ArtefactError | None:
     """The error if the artefact was made for another model."""
     from tide_core.exits.artefact.match import check_identity
     from tide_core.models.identity import identify
@@ -59,8 +62,9 @@ def _refusal(artefact: Artefact, model: str, *, quiet: bool) -> ArtefactError | 
     made_in = artefact.manifest.model.dtype
     with console.status(f"loading {model}", quiet=quiet):
         resolved = resolve(model)
+        dtype = made_in if made_in in TORCH_DTYPES else "float32"
         with quick_start():
-            loaded = load_model(resolved, dtype=made_in if made_in in TORCH_DTYPES else "float32", device="cpu")
+            loaded = load_model(resolved, dtype=dtype, device="cpu", quantization=quantization)
             identity = identify(loaded, load_tokenizer(resolved), resolved)
     try:
         check_identity(artefact.manifest.model, identity)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tide_core.cli.exit_codes import print_error
 from tide_core.cli.prompts import PromptItem
-from tide_core.config import EngineConfig
+from tide_core.config import AUTO, EngineConfig
 from tide_core.errors import RequestError
 from tide_core.models.quick_start import quick_start
 from tide_core.models.resolver import find_here
@@ -31,7 +31,7 @@ def open_engine(config: EngineConfig) -> Engine:
     """The model's files are looked for and checked while the libraries are imported: seconds, both."""
     with ThreadPoolExecutor(1) as thread:
         found = None
-        if config.quantization == "none":  # else the device decides in which form, and Torch knows it
+        if config.quantization != AUTO:  # else the device decides in which form, and Torch knows it
             found = thread.submit(find_here, config.model)
         with quick_start():
             from tide_core.engine.assemble import assemble

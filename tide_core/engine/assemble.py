@@ -114,7 +114,7 @@ def assemble(config: EngineConfig, resolved: ResolvedModel | None = None) -> Par
         logger.info("model %s: looking for it", config.model)
         resolved = resolve(config.model, quantised=keeps_quantised(config))
     logger.info("model %s: loading its weights", resolved.name)
-    model = load_model(resolved, dtype=config.dtype, device=config.device)
+    model = load_model(resolved, dtype=config.dtype, device=config.device, quantization=config.quantization)
     tokenizer = load_tokenizer(resolved)
     identity = identify(model, tokenizer, resolved)
     key = fingerprint(resolved, identity.weights_sha256)
@@ -387,6 +387,7 @@ def cost_facts(
         "model": identity,
         "artefact": digest,
         "dtype": config.dtype,
+        "weights": weight_bytes(runner.adapter.model),
         "device": str(runner.cache.device),
         "threads": torch.get_num_threads(),
         "kernels": (runner.kernels.name, native_digest()),

@@ -1,5 +1,5 @@
-"""What settings come to on a device that is not here: from config.json alone, without weights. The model is made
-without memory for them and probed as the engine does it."""
+"""What settings come to on a device that is not here: from config.json, and of weights in FP8 from the headers of their
+files. The model is made without memory for weights and probed as the engine does it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from tide_core.exits.artefact.heads import HeadSpec
 from tide_core.kv.sizing import DeviceMemory, ModelSize, described, gib, reserve_bytes, resolve_config
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.checkpoint import chosen_dtype
+from tide_core.models.fp8.checkpoint import outline_fp8
+from tide_core.models.fp8.layers import quantise_layers
+from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.gguf.quantised import outline_quantised
-from tide_core.models.loader import TORCH_DTYPES, keeps_quantised
+from tide_core.models.loader import TORCH_DTYPES, keeps_fp8, keeps_quantised
 from tide_core.models.weights import weight_bytes
+from tide_core.models.without_data import unquantised
 
 GPUS = {"t4": 14, "l4": 22, "a10": 22, "l40s": 44, "a100-40gb": 39, "a100": 79, "h100": 79, "h200": 139}
 """GiB that the driver reports, rounded down."""
@@ -68,10 +72,13 @@ def device_named(text: str) -> DeviceMemory:
 def outline_of_folder(folder: Path, heads: Sequence[HeadSpec] = ()) -> Outline:
     from transformers import AutoConfig
 
+    scheme = fp8_scheme(folder)  # which refuses other quantisations
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many types, as when a model is loaded
         raise ModelError(f"config.json in {folder}", one_line(error), "one that transformers can read") from error
+    if scheme is not None:
+        unquantised(config)
     return outline(config, heads)
 
 
@@ -106,7 +113,14 @@ def plan_for_folder(
     model = outline_of_folder(folder, heads)
     if gguf is not None and keeps_quantised(config, device.type):
         model = replace(model, weights=outline_quantised(folder, gguf))
-    return plan(config, model, device, chosen_dtype(config.dtype, device.type, folder))
+    dtype = chosen_dtype(config.dtype, device.type, folder)
+    scheme = fp8_scheme(folder)
+    kept = keeps_fp8(config.quantization, device.type, dtype)
+    if scheme is not None and kept:
+        model = replace(model, weights=outline_fp8(folder, folder.name, scheme, dtype=TORCH_DTYPES[dtype]))
+    elif scheme is None and config.quantization == "fp8":
+        quantise_layers(model.weights, torch.device("meta"))
+    return plan(config, model, device, dtype)
 
 
 def plan(config: EngineConfig, model: Outline, device: DeviceMemory, dtype: str) -> Plan:

@@ -124,7 +124,7 @@ def _assemble(config: EngineConfig) -> tuple[Parts, Artefact, str]:
     folder = artefact_folder(config, is_demo=resolved.source == "demo")
     if folder is None:
         raise ConfigError("artefact", config.artefact, f"a folder of calibrated exits; {resolved.name} comes with none")
-    model = load_model(resolved, dtype=config.dtype, device=config.device)
+    model = load_model(resolved, dtype=config.dtype, device=config.device, quantization=config.quantization)
     tokenizer = load_tokenizer(resolved)
     identity = identify(model, tokenizer, resolved)
     artefact, key = load_artefact(folder, identity), fingerprint(resolved, identity.weights_sha256)

@@ -20,6 +20,7 @@ from tide_core.errors import ModelError
 from tide_core.models.families import Family, falcon_mask, find_family
 from tide_core.models.kernel_modules import is_plain_embedding, is_plain_rms_norm
 from tide_core.models.quantised import weight_rows
+from tide_core.models.weights import num_weights
 
 ATTENTION = "tide"
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -93,6 +94,11 @@ class ModelAdapter:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_layer_weights(self) -> int:
+        """How many numbers the weights of all layers are, quantised or not."""
+        return sum(num_weights(layer) for layer in self.layers)
 
     @property
     def vocab_size(self) -> int:

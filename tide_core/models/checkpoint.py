@@ -7,7 +7,8 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of the safetensors format."""
 MAX_HEADER_BYTES = 100 * 2**20
 """Of the format itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What the header of its file says of a tensor."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def chosen_dtype(dtype: str, device_type: str, folder: Path) -> str:
@@ -43,19 +53,18 @@ def checkpoint_dtype(folder: Path) -> str | None:
             named = named.removeprefix("torch.")
             return named if named in DTYPES else None
     sizes: Counter[str] = Counter()
-    for tensor in stored_tensors(folder):
-        sizes[str(tensor.get("dtype"))] += num_elements(tensor)
+    for tensor in stored_tensors(folder).values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
     return STORED.get(sizes.most_common(1)[0][0]) if sizes else None
 
 
-def stored_tensors(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Header entries of all weights: `dtype` and `shape`."""
-    for path in weight_files(folder):
-        yield from _header(path).values()
-
-
-def num_elements(tensor: Mapping[str, Any]) -> int:
-    return math.prod(tensor["shape"])
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All weights, by name."""
+    return {
+        name: StoredTensor(path, str(entry.get("dtype")), tuple(entry["shape"]))
+        for path in weight_files(folder)
+        for name, entry in _header(path).items()
+    }
 
 
 def _header(path: Path) -> dict[str, Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tide_core.errors import ModelError
@@ -10,6 +11,7 @@ from tide_core.errors import ModelError
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+MAX_NAMED_KEYS = 3
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -55,6 +57,21 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise ModelError("model folder", folder, f"the file {name}, which {INDEX} names")
     return [folder / name for name in names]
+
+
+def check_keys(name: str, found: Mapping[str, Iterable[object] | None]) -> None:
+    """Refuse weights of the model `name` that are missing, unexpected or of another shape, by key."""
+    for what, expected in (
+        ("missing_keys", "every weight of the model in the checkpoint; missing"),
+        ("unexpected_keys", "only weights of the model in the checkpoint; unexpected"),
+        ("mismatched_keys", "weights of the shapes in config.json; other shapes in"),
+        ("error_msgs", "a checkpoint without errors"),
+    ):
+        keys = sorted(str(key) for key in found.get(what) or ())
+        if keys:
+            more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+            named = ", ".join(keys[:MAX_NAMED_KEYS]) + more
+            raise ModelError(f"weights of {name}", f"{len(keys)} {what}", f"{expected}: {named}")
 
 
 def json_object(path: Path) -> dict[str, object]:

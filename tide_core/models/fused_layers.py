@@ -17,8 +17,10 @@ from torch import nn
 
 from tide_core.batch import KVWritten, Rotation
 from tide_core.kernels import CudaKernels
+from tide_core.kernels.fp8 import Fp8Weight
 from tide_core.models.kernel_modules import is_gated_silu_mlp, is_plain_rms_norm
-from tide_core.models.stacked import stacked, stacked_bias
+from tide_core.models.quantised import Fp8Linear
+from tide_core.models.stacked import stacked_bias, stacked_of_any
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Layers that are known to do this and nothing else."""
@@ -37,8 +39,10 @@ def fuse_layers(layers: Sequence[Any], kernels: CudaKernels) -> int:
             continue
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        layer._qkv, layer._qkv_bias = stacked(*projections), stacked_bias(*projections)
-        layer._gate_up = stacked(mlp.gate_proj, mlp.up_proj)
+        qkv, gate_up = stacked_of_any(*projections), stacked_of_any(mlp.gate_proj, mlp.up_proj)
+        if qkv is None or gate_up is None:  # some in FP8 and some not, or a block of them would be cut
+            continue
+        layer._qkv, layer._qkv_bias, layer._gate_up = qkv, stacked_bias(*projections), gate_up
         kind = type(layer)
         count += 1
         if issubclass(kind, FusedLayer):  # by another engine on this model
@@ -58,6 +62,7 @@ def _can_be_fused(layer: Any) -> bool:
     return (
         all(is_plain_rms_norm(norm) for norm in norms)
         and is_gated_silu_mlp(mlp)
+        and not any(type(module) is Fp8Linear for module in layer.modules())  # one that no kernel reads
         and all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     )
 
@@ -95,9 +100,9 @@ def _run(layer: Any, states: torch.Tensor, rotation: Rotation, view: Any, kernel
         attention.scaling,
         _window(attention),
     ).flatten(1)
-    states = kernels.fused_linear(attended, attention.o_proj.weight, attention.o_proj.bias, residual=states)
+    states = kernels.fused_linear(attended, _matrix(attention.o_proj), attention.o_proj.bias, residual=states)
     gated = kernels.fused_linear(states, layer._gate_up, gated=True, norm=(after.weight, after.variance_epsilon))
-    return kernels.fused_linear(gated, layer.mlp.down_proj.weight, residual=states)
+    return kernels.fused_linear(gated, _matrix(layer.mlp.down_proj), residual=states)
 
 
 def _write(layer: Any, states: torch.Tensor, rotation: Rotation, view: Any, kernels: CudaKernels) -> None:
@@ -106,8 +111,18 @@ def _write(layer: Any, states: torch.Tensor, rotation: Rotation, view: Any, kern
     size = attention.k_proj.out_features + attention.v_proj.out_features  # the last rows of the joined projection
     bias = None if layer._qkv_bias is None else layer._qkv_bias[-size:]
     norm = before.weight, before.variance_epsilon
-    keys_values = kernels.fused_linear(states, layer._qkv[-size:], bias, norm=norm)
+    keys_values = kernels.fused_linear(states, _last_rows(layer._qkv, size), bias, norm=norm)
     view.write_joined(attention.layer_idx, keys_values, rotation, view.slots, _weight(attention, "k_norm"), norm[1])
+
+
+def _matrix(linear: nn.Linear) -> torch.Tensor | Fp8Weight:
+    return linear.fp8 if isinstance(linear, Fp8Linear) else linear.weight
+
+
+def _last_rows(weight: torch.Tensor | Fp8Weight, count: int) -> torch.Tensor | Fp8Weight:
+    if isinstance(weight, Fp8Weight):
+        return weight.rows(weight.shape[0] - count, weight.shape[0])
+    return weight[-count:]
 
 
 def _weight(module: Any, name: str) -> torch.Tensor | None:

@@ -15,10 +15,12 @@ import torch
 
 from tide_core.errors import ModelError
 from tide_core.identity import ModelIdentity
+from tide_core.kernels.fp8 import Fp8Weight
 from tide_core.kernels.panels import Panels
 from tide_core.models import model_cache
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.folder import weight_files
+from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.resolver import ResolvedModel
 from tide_core.models.weights import named_weights
 
@@ -70,8 +72,8 @@ def identify(model: Any, tokenizer: Any, resolved: ResolvedModel | None) -> Mode
         config_sha256=config_digest(model.config),
         tokenizer_sha256=tokenizer_digest(tokenizer),
         revision=_revision(resolved),
-        # Of weights that stay in their file the artefact may know another form: sampled values tell.
-        weights_sha256=None if resolved is None or resolved.gguf is not None else weights_digest(resolved),
+        # Of weights that are not those of the files, or not in the form that an artefact may know, sampled values tell.
+        weights_sha256=None if resolved is None or _differs_from_files(model, resolved) else weights_digest(resolved),
         weights_sample=weights_sample(model),
         dtype=str(adapter.dtype).removeprefix("torch."),
     )
@@ -121,6 +123,14 @@ def weights_digest(resolved: ResolvedModel) -> str:
     return whole.hexdigest()
 
 
+def _differs_from_files(model: Any, resolved: ResolvedModel) -> bool:
+    """Whether weights stay in a GGUF file, or were rounded to FP8 at load."""
+    if resolved.gguf is not None:
+        return True
+    has_fp8 = any(isinstance(weight, Fp8Weight) for _, weight in named_weights(model))
+    return has_fp8 and fp8_scheme(resolved.path) is None
+
+
 def weights_sample(model: Any) -> dict[str, tuple[float, ...]]:
     """A few values of a few weights, evenly spaced. Tied weights count once."""
     weights = sorted(named_weights(model), key=lambda named: named[0])
@@ -129,11 +139,23 @@ def weights_sample(model: Any) -> dict[str, tuple[float, ...]]:
         name, weight = weights[which]
         if isinstance(weight, Panels):
             values = weight.values(_spread(weight.out_features * weight.in_features, NUM_SAMPLED_VALUES))
+        elif isinstance(weight, Fp8Weight):
+            values = _values_of_fp8(weight, _spread(weight.shape.numel(), NUM_SAMPLED_VALUES), model.dtype)
         else:
             places = torch.tensor(_spread(weight.numel(), NUM_SAMPLED_VALUES), device=weight.device)
             values = weight.detach()[torch.unravel_index(places, weight.shape)]
         sample[name] = tuple(values.double().tolist())
     return sample
+
+
+def _values_of_fp8(weight: Fp8Weight, places: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """The numbers at these places of the flattened matrix, as a model in `dtype` multiplies with them."""
+    found = []
+    for row, column in (divmod(place, weight.shape[1]) for place in places):
+        first = row - row % weight.block_rows
+        block = weight.rows(first, min(first + weight.block_rows, weight.shape[0]))
+        found.append(block.dequantised(dtype)[row - first, column])
+    return torch.stack(found)
 
 
 def _spread(length: int, most: int) -> list[int]:

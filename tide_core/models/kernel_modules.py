@@ -13,6 +13,8 @@ and routers are in `experts.py`.
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import types
 from typing import Any
 
@@ -20,11 +22,13 @@ import torch
 from torch import nn
 
 from tide_core.kernels import CudaKernels, Kernels
+from tide_core.kernels.fp8 import Fp8Weight
 from tide_core.kernels.reference import ops as reference
 from tide_core.models.experts import SILU, use_kernels_for_experts
-from tide_core.models.quantised import QuantisedLinear
+from tide_core.models.quantised import Fp8Linear, QuantisedLinear
 from tide_core.models.rebound import rebound
 
+logger = logging.getLogger("tide")
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
 
@@ -43,6 +47,13 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             assert kernels.quantised_linear is not None, "quantised weights are loaded on a CPU only"
             return kernels.quantised_linear(input, self.panels, self.bias)
+
+        __call__ = forward
+
+    class KernelFp8Linear(Fp8Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            weight: Any = self.fp8 if isinstance(kernels, CudaKernels) else self.fp8.dequantised(input.dtype)
+            return kernels.linear(input, weight, self.bias)
 
         __call__ = forward
 
@@ -75,7 +86,7 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
 
     count = 0
     attentions: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
         if (bound := _with_rotary(type(module), kernels, attentions)) is not None:
             module.__class__ = bound
             count += 1
@@ -86,6 +97,14 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             module.__class__ = KernelLinear
         elif type(module) is QuantisedLinear:
             module.__class__ = KernelQuantisedLinear
+        elif type(module) is Fp8Linear:
+            if isinstance(kernels, CudaKernels):
+                try:
+                    module.fp8 = _packed(module.fp8)
+                except ValueError as error:
+                    logger.warning("%s runs in plain Torch: %s", name, error)
+                    continue
+            module.__class__ = KernelFp8Linear
         elif type(module) is nn.Embedding and isinstance(kernels, CudaKernels):
             module.__class__ = KernelEmbedding
         elif is_plain_rms_norm(module):
@@ -94,6 +113,13 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             continue
         count += 1
     return count if isinstance(kernels, CudaKernels) else count + use_kernels_for_experts(model, kernels)
+
+
+def _packed(weight: Fp8Weight) -> Fp8Weight:
+    """In the order that the CUDA kernels read, if it is not yet: another engine may have done so for this model.
+    ValueError for one that they cannot read."""
+    packed: Fp8Weight = importlib.import_module("tide_core.kernels.cuda.fp8").packed(weight)
+    return packed
 
 
 def _with_rotary(

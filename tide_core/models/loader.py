@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from tide_core.config import AUTO, DEVICES, DTYPE_CHOICES, EngineConfig
+from tide_core.config import AUTO, DEVICES, DTYPE_CHOICES, QUANTIZATIONS, EngineConfig
 from tide_core.errors import ConfigError, ModelError, one_line
 from tide_core.kernels import native_unsupported_reason
 from tide_core.models import model_cache
 from tide_core.models.checkpoint import chosen_dtype
+from tide_core.models.folder import check_keys
+from tide_core.models.fp8.layers import quantise_layers
+from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.identity import weights_digest
 from tide_core.models.resolver import ResolvedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger("tide")
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MAX_NAMED_KEYS = 3
 
 
 def import_libraries() -> None:
@@ -39,15 +43,40 @@ def keeps_quantised(config: EngineConfig, device_type: str | None = None) -> boo
     return config.quantization == "auto" and on_cpu and native_unsupported_reason("cpu") is None
 
 
-def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTrainedModel:
+def keeps_fp8(quantization: str, device_type: str, dtype: str) -> bool:
+    """Whether the FP8 weights of a checkpoint stay in 8 bits; `dtype` is that of the states. `auto` widens them where
+    no kernel reads them: on a CPU, and on a GPU with other states than bfloat16, which `fp8` refuses."""
+    read = device_type == "cuda" and dtype == "bfloat16"
+    if quantization == "fp8" and device_type == "cuda" and not read:
+        raise ConfigError(
+            "dtype", dtype, "bfloat16 with quantization fp8 on a GPU; quantization auto widens the weights"
+        )
+    return quantization == "fp8" or (quantization == "auto" and read)
+
+
+def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization: str = "none") -> PreTrainedModel:
     """The model in eval mode with frozen weights. `device` is cpu, cuda or auto. This is where a dtype of `auto` is
-    decided: all that depends on it asks the loaded model."""
+    decided: all that depends on it asks the loaded model. Whether matrices of a GGUF file stay quantised was decided
+    with `resolved`."""
     if dtype not in DTYPE_CHOICES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPE_CHOICES)}")
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError("quantization", quantization, f"one of {', '.join(QUANTIZATIONS)}")
     place = torch_device(device)
     if resolved.gguf is not None:
         return _load_quantised(resolved, resolved.gguf, dtype, place)
-    chosen = TORCH_DTYPES[chosen_dtype(dtype, place.type, resolved.path)]
+    scheme = fp8_scheme(resolved.path)
+    named_dtype = chosen_dtype(dtype, place.type, resolved.path)
+    chosen, keep = TORCH_DTYPES[named_dtype], keeps_fp8(quantization, place.type, named_dtype)
+    if quantization == "fp8" and place.type == "cpu":
+        logger.warning("quantization fp8 on a cpu: no kernel reads 8 bits there, every product widens its matrix first")
+    if scheme is not None:
+        from tide_core.models.fp8.checkpoint import load_fp8
+
+        if not keep and place.type == "cuda":
+            logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
+        with _quiet():
+            return load_fp8(resolved.path, resolved.name, scheme, dtype=chosen, place=place, keep=keep)
     from transformers import AutoModelForCausalLM
 
     try:
@@ -59,12 +88,14 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str) -> PreTraine
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
-                # Other shapes are then reported to _check_keys, which names them.
+                # Other shapes are then reported to check_keys, which names them.
                 ignore_mismatched_sizes=True,
             )
-            _check_keys(resolved, info)
+            check_keys(resolved.name, info)
+            if quantization == "fp8":
+                quantise_layers(model, place)
             model = model.to(place)
-    except ModelError:
+    except (ModelError, ConfigError):
         raise
     except Exception as error:
         # from_pretrained raises many types, from KeyError to SafetensorError; all mean that the model cannot be loaded.
@@ -112,21 +143,6 @@ def torch_device(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", device, "cpu or auto: torch sees no CUDA device here")
     return torch.device(device)
-
-
-def _check_keys(resolved: ResolvedModel, info: Any) -> None:
-    """Refuse missing or unexpected keys. transformers has already left out tied weights and ignored keys."""
-    for what, expected in (
-        ("missing_keys", "every weight of the model in the checkpoint; missing"),
-        ("unexpected_keys", "only weights of the model in the checkpoint; unexpected"),
-        ("mismatched_keys", "weights of the shapes in config.json; other shapes in"),
-        ("error_msgs", "a checkpoint without errors"),
-    ):
-        keys = sorted(str(key) for key in info.get(what) or ())
-        if keys:
-            more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
-            named = ", ".join(keys[:MAX_NAMED_KEYS]) + more
-            raise ModelError(f"weights of {resolved.name}", f"{len(keys)} {what}", f"{expected}: {named}")
 
 
 @contextlib.contextmanager

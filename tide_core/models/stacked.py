@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
+
+from tide_core.kernels.fp8 import Fp8Weight, joined
+from tide_core.models.quantised import Fp8Linear
 
 
 def stacked(*linears: nn.Linear) -> torch.Tensor:
@@ -11,9 +16,31 @@ def stacked(*linears: nn.Linear) -> torch.Tensor:
     return _join(linears, "weight")
 
 
+def stacked_of_any(*linears: nn.Linear) -> torch.Tensor | Fp8Weight | None:
+    """The same for linears of which some or all may be in FP8; None where they cannot be joined."""
+    in_fp8 = [linear for linear in linears if isinstance(linear, Fp8Linear)]
+    if not in_fp8:
+        return stacked(*linears)
+    return _join_fp8(in_fp8) if len(in_fp8) == len(linears) else None
+
+
 def stacked_bias(*linears: nn.Linear) -> torch.Tensor | None:
     """Likewise the biases; None where there are none."""
     return None if linears[0].bias is None else _join(linears, "bias")
+
+
+def _join_fp8(linears: list[Fp8Linear]) -> Fp8Weight | None:
+    own = [linear.fp8 for linear in linears]
+    values, scales = (_joined_before([getattr(weight, name) for weight in own]) for name in ("values", "scales"))
+    if values is not None and scales is not None:
+        return dataclasses.replace(own[0], values=values, scales=scales)
+    whole = joined(own)
+    if whole is not None:
+        begin = 0
+        for linear in linears:
+            linear.fp8 = whole.rows(begin, begin + linear.out_features)
+            begin += linear.out_features
+    return whole
 
 
 def _join(linears: tuple[nn.Linear, ...], name: str) -> torch.Tensor:

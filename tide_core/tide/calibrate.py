@@ -31,16 +31,17 @@ def calibrate(
     run_dir: str | Path | None = None,
     dtype: str = AUTO,
     device: str = AUTO,
+    quantization: str = "none",
     force: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Path:
     """Train exits for a model, choose their thresholds, and write both to the folder `save_path`, which is returned.
 
-    `model`: a model loaded by transformers, with its tokenizer; or a name, loaded with `dtype` on `device`. `options`
-    are fields of `CalibrationConfig`. The run keeps its state in `run_dir` (default: next to `save_path`): the same
-    call resumes an interrupted run. `force` replaces an existing artefact. A loaded model is restored before this
-    returns. At the end the exits are timed; `measure_batches=()` skips that."""
+    `model`: a model loaded by transformers, with its tokenizer; or a name, loaded with `dtype` and `quantization` on
+    `device`. `options` are fields of `CalibrationConfig`. The run keeps its state in `run_dir` (default: next to
+    `save_path`): the same call resumes an interrupted run. `force` replaces an existing artefact. A loaded model is
+    restored before this returns. At the end the exits are timed; `measure_batches=()` skips that."""
     config, target = checked(config), Path(save_path)
     run = default_run_dir(target) if run_dir is None else Path(run_dir)
     progress = default_progress(quiet=quiet)
@@ -54,6 +55,7 @@ def calibrate(
             run_dir=run,
             dtype=dtype,
             device=device,
+            quantization=quantization,
             progress=progress,
             force=force,
             timer=time_exits,
@@ -62,8 +64,12 @@ def calibrate(
     check_usable(model)
     if tokenizer is None:
         raise ConfigError("tokenizer", None, f"the tokenizer of the loaded {type(model).__name__}")
-    for name, value in (("dtype", dtype), ("device", device)):
-        if value != AUTO:
+    for name, value, usual in (
+        ("dtype", dtype, AUTO),
+        ("device", device, AUTO),
+        ("quantization", quantization, "none"),
+    ):
+        if value != usual:
             raise ConfigError(name, value, "none with a loaded model, which has its own")
     settings = _settings(config, model, options)
     saved_state = SavedModelState(model)  # eval mode until `restore`

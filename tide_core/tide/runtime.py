@@ -74,7 +74,12 @@ class TIDE:
         if isinstance(model, str):
             engine_config = EngineConfig.from_mapping({**asked, "model": model})
             resolved = resolve(model, quantised=keeps_quantised(engine_config))
-            model = load_model(resolved, dtype=engine_config.dtype, device=engine_config.device)
+            model = load_model(
+                resolved,
+                dtype=engine_config.dtype,
+                device=engine_config.device,
+                quantization=engine_config.quantization,
+            )
             tokenizer = load_tokenizer(resolved) if tokenizer is None else tokenizer
         else:
             check_usable(model)

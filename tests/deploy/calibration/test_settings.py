@@ -53,6 +53,7 @@ def test_the_shipped_settings_are_sound() -> None:
         ({"storage": "build/runs"}, "whole path"),
         ({"output": "artefacts/mine"}, "whole path"),
         ({"dtype": "float8"}, "dtype"),
+        ({"quantization": "int8"}, "quantization"),
         ({"device": "tpu"}, "device"),
         ({"calibration": {"num_sample": 3}}, "num_samples"),
         ({"calibration": {"steps": 0}}, "steps"),

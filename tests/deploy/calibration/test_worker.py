@@ -46,7 +46,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def settings(storage: str, model: str = "mine") -> JobSettings:
     workers = {"num_cpus": 2.0, "threads": 3}
     calibration = tiny_calibration(data="self").to_mapping()
-    asked = {"name": "run", "storage": storage, "model": model, "dtype": "float32", "device": "cpu"}
+    asked = {
+        "name": "run",
+        "storage": storage,
+        "model": model,
+        "dtype": "float32",
+        "device": "cpu",
+        "quantization": "fp8",
+    }
     return read_settings({**asked, "workers": workers, "calibration": calibration})
 
 
@@ -63,7 +70,7 @@ def test_the_model_is_loaded_with_the_settings_and_the_node_is_reported(tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / SEEN).touch()
     ready = Worker(settings(str(tmp_path))).load()
-    assert asked == [("mine", {"dtype": "float32", "device": "cpu", "threads": 3})]
+    assert asked == [("mine", {"dtype": "float32", "device": "cpu", "quantization": "fp8", "threads": 3})]
     assert (ready.model_name, ready.node, ready.model_info.identity.num_layers) == ("called so", "10.0.0.7", 4)
     with contextlib.ExitStack() as stack:
         context, _ = load_context(settings(str(tmp_path)), stack)

@@ -125,7 +125,7 @@ def costs_of(candidate: Candidate, adapter: ModelAdapter, shortlist_size: int) -
     """Costs of a candidate as parameters read: the same on every machine. The engine measures its own costs. Those of
     models for which heads are chosen by cost are measured as well (`pass_times`)."""
     width = candidate.head.spec.width
-    of_layers = sum(parameter.numel() for layer in adapter.layers for parameter in layer.parameters())
+    of_layers = adapter.num_layer_weights
     of_layer = of_layers // adapter.num_layers
     of_router = sum(parameter.numel() for parameter in candidate.router.parameters())
     return CostModel(

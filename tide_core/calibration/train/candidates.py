@@ -23,6 +23,7 @@ from tide_core.errors import ConfigError
 from tide_core.exits.artefact.heads import HEAD_KINDS, ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
 from tide_core.models.adapter import ModelAdapter
+from tide_core.models.quantised import weight_of
 
 EXPECTED = "layer:kind[:deep][:muon][:hidden=N][:inner=N][:ffn=N][:lr=X][:taps=N+N or 0], as in 2:block:deep:muon"
 WIDE_FROM = 1025
@@ -222,6 +223,7 @@ def copy_block_weights(head: ExitHead, layer: nn.Module) -> list[str]:
 
     The output projections stay zero, so that the block starts as the identity."""
     copied = []
+    dtype = next(layer.parameters()).dtype
     for ours, theirs in (
         ("q_proj", "self_attn.q_proj"),
         ("k_proj", "self_attn.k_proj"),
@@ -236,7 +238,7 @@ def copy_block_weights(head: ExitHead, layer: nn.Module) -> list[str]:
         except AttributeError:
             continue
         norm = ours.endswith("norm")
-        to, weight = module.weight, getattr(source, "weight", None)
+        to, weight = module.weight, weight_of(source, dtype)
         plain = hasattr(source, "variance_epsilon") if norm else isinstance(source, nn.Linear)
         if not plain or not isinstance(to, Tensor) or not isinstance(weight, Tensor):
             continue

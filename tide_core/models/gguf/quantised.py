@@ -18,6 +18,7 @@ from tide_core.kernels.panels import KINDS, Panels
 from tide_core.models.gguf.architectures import GGUFModel, Weight, describe, read_weight
 from tide_core.models.gguf.file import GGUFFile, TensorInfo
 from tide_core.models.quantised import QuantisedEmbedding, QuantisedLinear
+from tide_core.models.without_data import fill_computed, model_without_data, refuse_unfilled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,17 +32,15 @@ def load_quantised(folder: Path, source: Path) -> PreTrainedModel:
     """The model of `source`, whose configuration and tokenizer are in `folder`, on the CPU with float32 states.
 
     Matrices of other formats are float32."""
-    from transformers import GenerationConfig
-
     file = GGUFFile.open(source)
     described = describe(file)
-    model = _without_data(folder)
-    model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    model = model_without_data(folder, torch.float32)
     bar = tqdm(described.weights, desc=f"loading {source.name}", unit="tensor", disable=not sys.stderr.isatty())
     for weight in bar:
         _put(model, file, weight)
     _tie(model, described)
-    _finish(model, described)
+    fill_computed(model)
+    refuse_unfilled(model, described.architecture.name)
     counts = {
         kind: sum(file.tensors[weight.source].kind.name == kind for weight in described.weights) for kind in KINDS
     }
@@ -56,19 +55,11 @@ def outline_quantised(folder: Path, source: Path) -> PreTrainedModel:
     """The same model without data, for the sizes of its weights; it cannot be run."""
     file = GGUFFile.open(source)
     described = describe(file)
-    model = _without_data(folder)
+    model = model_without_data(folder, torch.float32)
     for weight in described.weights:
         _put(model, file, weight, read=False)
     _tie(model, described)
     return model
-
-
-def _without_data(folder: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _put(model: Any, file: GGUFFile, weight: Weight, *, read: bool = True) -> None:
@@ -124,13 +115,3 @@ def _tie(model: Any, described: GGUFModel) -> None:
             model.lm_head = QuantisedLinear(embedding.panels)
         else:
             model.lm_head.weight = embedding.weight
-
-
-def _finish(model: Any, described: GGUFModel) -> None:
-    """What the file does not hold: tables that the library computes."""
-    for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            model.set_submodule(name, type(module)(config=model.config))
-    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if missing:
-        raise ModelError(f"tensors of {described.architecture.name}", f"{missing[0]} is missing", "every weight")
