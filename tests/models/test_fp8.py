@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_by_key(
 ) -> None:
     make_fp8(tmp_path, change=change)
     if "NaN" not in named:
-        monkeypatch.setattr("tide_core.models.fp8.checkpoint.safe_open", None)  # headers tell
+        monkeypatch.setattr("tide_core.models.streamed.safe_open", None)  # headers tell
     with pytest.raises(ModelError, match=named) as caught:
         load(tmp_path, "fp8")
     assert "\n" not in str(caught.value)

@@ -20,11 +20,11 @@ from tide_core.exits.artefact.heads import HeadSpec
 from tide_core.kv.sizing import DeviceMemory, ModelSize, described, gib, reserve_bytes, resolve_config
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.checkpoint import chosen_dtype
-from tide_core.models.fp8.checkpoint import outline_fp8
 from tide_core.models.fp8.layers import quantise_layers
 from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.gguf.quantised import outline_quantised
 from tide_core.models.loader import TORCH_DTYPES, keeps_fp8, keeps_quantised
+from tide_core.models.streamed import outline_fp8
 from tide_core.models.weights import weight_bytes
 from tide_core.models.without_data import unquantised
 

@@ -22,6 +22,7 @@ from tide_core.models.fp8.layers import quantise_layers
 from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.identity import weights_digest
 from tide_core.models.resolver import ResolvedModel
+from tide_core.models.streamed import can_be_streamed, load_streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,20 +71,23 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization
     chosen, keep = TORCH_DTYPES[named_dtype], keeps_fp8(quantization, place.type, named_dtype)
     if quantization == "fp8" and place.type == "cpu":
         logger.warning("quantization fp8 on a cpu: no kernel reads 8 bits there, every product widens its matrix first")
-    if scheme is not None:
-        from tide_core.models.fp8.checkpoint import load_fp8
+    if scheme is not None and not keep and place.type == "cuda":
+        logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
+    with _quiet():
+        if scheme is not None or (place.type == "cuda" and can_be_streamed(resolved.path)):
+            fp8 = keep if scheme is not None else quantization == "fp8"
+            return load_streamed(resolved.path, resolved.name, dtype=chosen, place=place, scheme=scheme, fp8=fp8)
+    return _load_by_library(resolved, chosen, place, fp8=quantization == "fp8")
 
-        if not keep and place.type == "cuda":
-            logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
-        with _quiet():
-            return load_fp8(resolved.path, resolved.name, scheme, dtype=chosen, place=place, keep=keep)
+
+def _load_by_library(resolved: ResolvedModel, dtype: torch.dtype, place: torch.device, *, fp8: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 resolved.path,
-                dtype=chosen,
+                dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -92,7 +96,7 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization
                 ignore_mismatched_sizes=True,
             )
             check_keys(resolved.name, info)
-            if quantization == "fp8":
+            if fp8:
                 quantise_layers(model, place)
             model = model.to(place)
     except (ModelError, ConfigError):

@@ -39,7 +39,7 @@ def fill_computed(model: Any) -> None:
     for name, module in list(model.named_modules()):
         empty = {key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         if "embed_scale" in empty:
-            module.embed_scale = torch.tensor(module.scalar_embed_scale)
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=module.embed_scale.dtype)
         elif empty & module._non_persistent_buffers_set:
             model.set_submodule(name, type(module)(config=model.config))
 

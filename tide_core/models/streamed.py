@@ -1,6 +1,7 @@
-"""Load a Hugging Face folder with FP8 weights: linears of the decoder layers stay in 8 bits, or all is widened.
+"""Load a Hugging Face folder tensor by tensor, straight to its device: the host never holds the model.
 
-The headers of the files are checked against the model before any memory is taken.
+The headers of the files are checked against the model before any memory is taken. Linears of the decoder layers may
+stay in FP8, or be rounded to it; weights in FP8 are widened otherwise.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tide_core.errors import ModelError, one_line
-from tide_core.kernels.fp8 import Fp8Weight
+from tide_core.kernels.fp8 import Fp8Weight, quantised_by_row
 from tide_core.models.checkpoint import STORED, StoredTensor, stored_tensors
 from tide_core.models.folder import check_keys
 from tide_core.models.fp8.layers import check_numbers, layer_linears
@@ -52,32 +53,66 @@ class Piece:
     """Of a matrix in FP8."""
 
 
-def load_fp8(
-    folder: Path, name: str, scheme: Fp8Scheme, *, dtype: torch.dtype, place: torch.device, keep: bool
+def load_streamed(
+    folder: Path, name: str, *, dtype: torch.dtype, place: torch.device, scheme: Fp8Scheme | None, fp8: bool
 ) -> PreTrainedModel:
-    """The model in `folder`, called `name`, with states in `dtype`. With `keep` linears of the decoder layers stay in 8
-    bits; else they are widened as all else is, to the numbers that those multiply with."""
+    """The model in `folder`, called `name`, with states in `dtype`. `scheme`: of weights that are stored in FP8.
+
+    With `fp8` linears of the decoder layers have weights in 8 bits: as they are stored, or rounded where there is no
+    scheme. Without it all is widened, to the numbers that those multiply with."""
     model = model_without_data(folder, dtype)
     stored = stored_tensors(folder)
     pieces = _pieces(model, stored, scheme, name)
-    kept = {f"{path}.weight" for path, _ in layer_linears(model)} if keep else set()
-    with contextlib.ExitStack() as stack:
-        try:
-            paths = {tensor.path for tensor in stored.values()}
-            files = {path: stack.enter_context(safe_open(path, framework="pt", device="cpu")) for path in paths}
-            for piece in pieces:
-                _put(model, piece, kept, lambda key: files[stored[key].path].get_tensor(key).to(place))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"weights of {name}", one_line(error), "whole safetensors files") from error
+    in_8_bits = {f"{path}.weight" for path, _ in layer_linears(model)} if fp8 else set()
+    reader = _Reader(stored, place)
+    try:
+        for piece in sorted(pieces, key=lambda piece: stored[piece.source].path):
+            _put(model, piece, in_8_bits, reader.read, rounds=scheme is None)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"weights of {name}", one_line(error), "whole safetensors files") from error
+    finally:
+        reader.close()
     _tie(model)
     fill_computed(model)
     refuse_unfilled(model, name)
-    num_fp8 = sum(piece.scales is not None for piece in pieces)
-    num_kept = sum(isinstance(module, Fp8Linear) for module in model.modules())
-    log.info("%s: %d matrices in FP8, of which %d stay in 8 bits", name, num_fp8, num_kept)
+    if scheme is not None:
+        num_fp8 = sum(piece.scales is not None for piece in pieces)
+        num_kept = sum(isinstance(module, Fp8Linear) for module in model.modules())
+        log.info("%s: %d matrices in FP8, of which %d stay in 8 bits", name, num_fp8, num_kept)
     model.requires_grad_(False)
     loaded: PreTrainedModel = model.to(place).eval()
     return loaded
+
+
+def can_be_streamed(folder: Path) -> bool:
+    """Whether the checkpoint names its tensors as the model of transformers does: some it renames while it loads."""
+    try:
+        _pieces(model_without_data(folder, torch.bfloat16), stored_tensors(folder), None, folder.name)
+    except ModelError:
+        return False
+    return True
+
+
+class _Reader:
+    """Tensors of the files, on the device. One file is open at a time: what was read of others leaves the memory."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], place: torch.device) -> None:
+        self._stored, self._place = stored, place
+        self._files = contextlib.ExitStack()
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def read(self, key: str) -> Tensor:
+        path = self._stored[key].path
+        if path != self._path:
+            self.close()
+            self._file, self._path = self._files.enter_context(safe_open(path, framework="pt", device="cpu")), path
+        values: Tensor = self._file.get_tensor(key).to(self._place)
+        return values
+
+    def close(self) -> None:
+        self._files.close()
+        self._file = self._path = None
 
 
 def outline_fp8(folder: Path, name: str, scheme: Fp8Scheme, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -97,24 +132,26 @@ def _empty(tensor: StoredTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=kind, device="meta")
 
 
-def _pieces(model: Any, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme, name: str) -> list[Piece]:
-    """Where every stored tensor goes, in order of the model; refuses by key what does not fit it."""
+def _pieces(model: Any, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | None, name: str) -> list[Piece]:
+    """Where every stored tensor goes; refuses by key what does not fit the model."""
+    scale_names, no_weights = (scheme.scale_names, IGNORED) if scheme is not None else ((), ())
     state, tied = model.state_dict(), _tied(model)
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
     of_model = [key for key in stored if not any(each.search(key) for each in ignored)]
-    unused = {key for key in of_model if key.rpartition(".")[2] in scheme.scale_names}
+    unused = {key for key in of_model if key.rpartition(".")[2] in scale_names}
     unexpected: list[str] = []
     mismatched: list[str] = []
     pieces: list[Piece] = []
     used: set[str | None] = set()
     for key in of_model:
-        if key in unused or key.rpartition(".")[2] in IGNORED or key.endswith("rotary_emb.inv_freq"):  # of old writers
+        last = key.rpartition(".")[2]
+        if key in unused or last in no_weights or key.endswith("rotary_emb.inv_freq"):  # of old writers
             continue
         tensor, piece = stored[key], _target(key, state)
         if piece is None:
             unexpected.append(key)
         elif piece.target in tied:
-            unused -= {f"{key.rpartition('.')[0]}.{each}" for each in scheme.scale_names}
+            unused -= {f"{key.rpartition('.')[0]}.{each}" for each in scale_names}
         elif tensor.shape != piece.shape:
             mismatched.append(f"{key} (got {list(tensor.shape)}, expected {list(piece.shape)})")
         else:
@@ -125,8 +162,7 @@ def _pieces(model: Any, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme, n
     missing = [] if mismatched else _missing(pieces, state, tied)
     unexpected += sorted(unused - used)
     check_keys(name, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched})
-    order = {key: index for index, key in enumerate(state)}
-    return sorted(pieces, key=lambda piece: order[piece.target])
+    return pieces
 
 
 def _target(key: str, state: Mapping[str, Tensor]) -> Piece | None:
@@ -146,11 +182,13 @@ def _target(key: str, state: Mapping[str, Tensor]) -> Piece | None:
     return Piece(key, stack, (rows[1] - rows[0], width), index, rows)
 
 
-def _scales_of(key: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme) -> str | None:
+def _scales_of(
+    key: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | None
+) -> str | None:
     """The key of the scales of a matrix in FP8; None for a tensor of the dtypes that models run in."""
     if tensor.dtype in STORED:
         return None
-    if tensor.dtype != STORED_FP8 or len(tensor.shape) != 2:
+    if scheme is None or tensor.dtype != STORED_FP8 or len(tensor.shape) != 2:
         got = f"{tensor.dtype} {list(tensor.shape)}"
         raise ModelError(key, got, f"a matrix in {STORED_FP8}, or a tensor in {', '.join(STORED)}")
     base = key.rpartition(".")[0]
@@ -195,20 +233,20 @@ def _missing(pieces: list[Piece], state: Mapping[str, Tensor], tied: set[str]) -
     return [key for key, tensor in state.items() if key not in tied and filled.get(key, 0) < tensor.numel()]
 
 
-def _put(model: Any, piece: Piece, kept: set[str], read: Any) -> None:
+def _put(model: Any, piece: Piece, in_8_bits: set[str], read: Callable[[str], Tensor], *, rounds: bool = False) -> None:
     """Read one tensor into its module, or put a linear in FP8 into its place."""
     path, _, name = piece.target.rpartition(".")
     module = model.get_submodule(path)
-    values = read(piece.source)
-    if piece.scales is not None:
-        weight = _weight(values, read(piece.scales))
+    values, dtype = read(piece.source), _dtype_of(model, piece.target)
+    if piece.scales is not None or (rounds and piece.target in in_8_bits):
+        weight = quantised_by_row(values.to(dtype)) if piece.scales is None else _weight(values, read(piece.scales))
         check_numbers(piece.source, weight)
-        if piece.target in kept:
+        if piece.target in in_8_bits:
             # A bias that came first moves along, one that comes later finds the new module.
             model.set_submodule(path, Fp8Linear(weight, module.bias))
             return
-        values = weight.dequantised(_dtype_of(model, piece.target))
-    values = values.to(_dtype_of(model, piece.target))
+        values = weight.dequantised(dtype)
+    values = values.to(dtype)
     if piece.expert is not None:
         stack = getattr(module, name)
         if stack.is_meta:

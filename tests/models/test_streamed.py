@@ -1,0 +1,86 @@
+"""Checkpoints that go to the device tensor by tensor: the model is the one that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import FAMILIES, tiny_model
+from tide_core.models import loader, streamed
+from tide_core.models.resolver import ResolvedModel
+from tide_core.models.streamed import can_be_streamed, load_streamed
+
+RENAMED = ("granite_moe", "gpt2", "gpt_neox", "gpt_neox_serial")
+"""Families some of whose tensors transformers renames, or makes of others, while it loads them."""
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_is_the_one_that_transformers_loads(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    assert can_be_streamed(tmp_path) == (family not in RENAMED)
+    if family in RENAMED:
+        return
+    got: Any = load_streamed(tmp_path, family, dtype=torch.bfloat16, place=CPU, scheme=None, fp8=False)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert_same(dict(got.named_parameters()), dict(expected.named_parameters()))
+    assert_same(dict(got.named_buffers()), dict(expected.named_buffers()))
+    assert got.config.to_dict() == expected.config.to_dict()
+    assert got.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert not any(parameter.requires_grad for parameter in got.parameters())
+    ids = torch.tensor([[5, 3, 9, 2]])
+    assert torch.equal(got(ids).logits, expected(ids).logits)
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype is tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+def test_one_file_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    num_open, opened = 0, 0
+
+    class Counted:
+        def __init__(self, *given: Any, **more: Any) -> None:
+            self._file = open_file(*given, **more)
+
+        def __enter__(self) -> Any:
+            nonlocal num_open, opened
+            num_open, opened = num_open + 1, opened + 1
+            assert num_open == 1
+            return self._file.__enter__()
+
+        def __exit__(self, *given: Any) -> None:
+            nonlocal num_open
+            num_open -= 1
+            self._file.__exit__(*given)
+
+    open_file = streamed.safe_open
+    monkeypatch.setattr(streamed, "safe_open", Counted)
+    load_streamed(tmp_path, "llama", dtype=torch.float32, place=CPU, scheme=None, fp8=False)
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values()
+    assert (opened, num_open) == (len(set(files)), 0)
+    assert opened > 2, "each file is read once"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_on_a_gpu_a_checkpoint_is_streamed_where_it_can_be(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    ways: list[str] = []
+    monkeypatch.setattr(loader, "torch_device", torch.device)
+    monkeypatch.setattr(loader, "load_streamed", lambda *given, **more: ways.append(f"streamed to {more['place']}"))
+    monkeypatch.setattr(loader, "_load_by_library", lambda *given, **more: ways.append("by the library"))
+    resolved = ResolvedModel(tmp_path, family, "folder")
+    for device in ("cuda", "cpu"):
+        loader.load_model(resolved, dtype="bfloat16", device=device)
+    assert ways == ["streamed to cuda" if family == "llama" else "by the library", "by the library"]
