@@ -28,7 +28,17 @@ __device__ inline void copy_async(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same, or 16 zero bytes without a read.
+// The same; the second-level cache reads the rest of the 128 too.
+__device__ inline void copy_async_128(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Copies 4 bytes to shared memory in the background.
+__device__ inline void copy_async_float(uint32_t to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Copies 16 bytes, or 16 zero bytes without a read.
 __device__ inline void copy_async_or_zero(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -67,6 +77,12 @@ __device__ inline uint4 load_shared(uint32_t from) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(from)
                  : "memory");
+    return v;
+}
+
+__device__ inline float load_shared_float(uint32_t from) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
     return v;
 }
 
