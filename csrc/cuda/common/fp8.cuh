@@ -1,10 +1,11 @@
 // E4M3 numbers in registers on their way to bfloat16: `bfloat16(float32(number) * scale)`, the rule of
 // tide_core/kernels/fp8.py.
 //
-// Every E4M3 number is a normal float16 or zero, so the first step is exact; the product is rounded to float32 once, and
-// that to bfloat16 once. Subnormal products stay: nothing here flushes, and nvcc does not unless it is told to.
-// Without the instruction (before 8.9) bits are moved: sign to sign, the 4 bits of the exponent and the 3 of the mantissa
-// to the lowest of float16's exponent and the highest of its mantissa. That is 2^-8 of the number, of subnormals too.
+// Every E4M3 number is a normal float16 or zero, so the first step is exact; the product is rounded to float32 once,
+// and that to bfloat16 once. Subnormal products stay: nothing here flushes, and nvcc does not unless it is told to.
+// Without the instruction (before 8.9) bits are moved: sign to sign, the 4 bits of the exponent and the 3 of the
+// mantissa to the lowest of float16's exponent and the highest of its mantissa. That is 2^-8 of the number, of
+// subnormals too.
 #pragma once
 
 #include "cuda/common/convert.cuh"

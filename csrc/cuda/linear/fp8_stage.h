@@ -31,9 +31,7 @@ struct Fp8Stage {
     static_assert(kColumns == 32 || kColumns == 64);
 
     static TIDE_INDEX int swizzled(int row) { return row / (128 / kColumns) % kVectors; }
-    static TIDE_INDEX int offset(int row, int vector) {
-        return row * kColumns + (vector ^ swizzled(row)) * kFp8Vector;
-    }
+    static TIDE_INDEX int offset(int row, int vector) { return row * kColumns + (vector ^ swizzled(row)) * kFp8Vector; }
     // Of the first copy; the next one brings row + kRowsAtOnce, kTileBytes / kCopies further on.
     static TIDE_INDEX int copied_row(int lane) { return lane / kVectors; }
     static TIDE_INDEX int copied_vector(int lane) { return lane % kVectors; }

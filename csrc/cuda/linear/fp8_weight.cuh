@@ -14,17 +14,14 @@ constexpr int kScaleBytes = kTileRows * 4;  // of a row tile in a stage
 
 #if TIDE_HAS_TENSOR_CORE_PATH
 
-// Two times 16 columns of a row tile, as multiply_tile() wants them.
-struct TileWeights {
-    uint4 first, second;
-};
-
-// 32 columns of a row tile in bfloat16. `at`: what this lane names of them; the scales are those of rows g and g + 8.
-__device__ inline TileWeights widen_tile(uint32_t at, float upper, float lower) {
+// 32 columns of a row tile in bfloat16, two times 16 of them as multiply_tile() wants them. `at`: what this lane names;
+// the scales are those of rows g and g + 8.
+__device__ inline void widen_tile(uint32_t at, float upper, float lower, uint4& first, uint4& second) {
     const uint4 raw = load_matrices(at);
     const uint2 a = widen_four(raw.x, upper), b = widen_four(raw.y, lower);
     const uint2 c = widen_four(raw.z, upper), d = widen_four(raw.w, lower);
-    return {{a.x, b.x, a.y, b.y}, {c.x, d.x, c.y, d.y}};
+    first = {a.x, b.x, a.y, b.y};
+    second = {c.x, d.x, c.y, d.y};
 }
 
 // The weight rows of one warp, as one lane copies them, kColumns of a slice a stage.
@@ -44,11 +41,13 @@ struct Fp8Stream {
     __device__ Fp8Stream(const Fp8LinearParams& p, int64_t row_block, int64_t slice_begin, int lane) {
         const int64_t tile_columns = p.gated ? kTileRows / 2 : kTileRows;  // columns of y per row tile
         const int64_t first = row_block * kRowTiles * tile_columns;
-        const auto column_of = [&](int tile, int row) { return first + tile * tile_columns + (p.gated ? row % 8 : row); };
+        const auto column_of = [&](int tile, int row) {
+            return first + tile * tile_columns + (p.gated ? row % 8 : row);
+        };
         const int row = Stage::copied_row(lane), vector = Stage::copied_vector(lane);
         const bool of_up = p.gated && row >= 8;
-        from = static_cast<const char*>(p.weight) +
-               (column_of(0, row) + (of_up ? p.out_features : 0)) * p.in_features + slice_begin + vector * kFp8Vector;
+        from = static_cast<const char*>(p.weight) + (column_of(0, row) + (of_up ? p.out_features : 0)) * p.in_features +
+               slice_begin + vector * kFp8Vector;
         tile_step = tile_columns * p.in_features;
         copy_step = (p.gated ? p.out_features : 8) * p.in_features;
         to = Stage::offset(row, vector);
@@ -87,7 +86,8 @@ struct Fp8Stream {
 #pragma unroll
         for (int i = 0; i < kScales; ++i) {
             if (lane + i * 32 < kRowTiles * kTileRows)
-                copy_async_float(to_scales + (lane + i * 32) * 4, scales[i] + (static_cast<int>(column) >> p.scale_shift));
+                copy_async_float(to_scales + (lane + i * 32) * 4,
+                                 scales[i] + (static_cast<int>(column) >> p.scale_shift));
         }
     }
 

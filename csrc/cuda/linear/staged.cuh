@@ -156,17 +156,22 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
         static_cast<const char*>(p.x) + ((first_token + lane / 4) * p.x_stride + slice_begin + lane % 4 * kVector) * 2;
     const int64_t x_tile_step = kTileTokens * p.x_stride * 2;
     const auto copy_x = [&](int step, uint32_t to) {
+        const bool here = step < whole || first_column(step) < columns;
+        const char* source = here ? x + first_column(step) * 2 : x;
         to += to_lane;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const int64_t column = first_column(step) + part * kPartColumns;
-            const bool here = step < whole || column < columns;
-            const char* source = here ? x + column * 2 : x;
+        for (int n = 0; n < kTokenTiles; ++n) {
+            if (n * kTileTokens < tokens)
+                copy_async_or_zero(to + Layout::kXOffset + n * kEightRowBytes, source + n * x_tile_step, here);
+        }
+        if constexpr (kParts > 1) {
+            const bool next_here = step < whole || first_column(step) + kPartColumns < columns;
+            const char* next = next_here ? source + kPartColumns * 2 : x;
 #pragma unroll
-            for (int n = 0; n < kTokenTiles; ++n) {
-                if (n * kTileTokens < tokens)
-                    copy_async_or_zero(to + Layout::kXOffset + (part * kTokenTiles + n) * kEightRowBytes,
-                                       source + n * x_tile_step, here);
+            for (int n = kTokenTiles; n < 2 * kTokenTiles; ++n) {
+                if ((n - kTokenTiles) * kTileTokens < tokens)
+                    copy_async_or_zero(to + Layout::kXOffset + n * kEightRowBytes,
+                                       next + (n - kTokenTiles) * x_tile_step, next_here);
             }
         }
     };
@@ -181,17 +186,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     // 3. The slice.
     float sums[kRowTiles][kTokenTiles][4] = {};
     RowSquares<kTokenTiles> squares;
-    const auto weight_of = [&](uint32_t stage, int m, int part) {  // 32 columns of a row tile
-        const uint32_t at = stage + m * Layout::kTileBytes;
-        if constexpr (kFp8) {
-            const uint32_t scale = stage + Layout::kScaleOffset + m * kScaleBytes + lane / 4 * 4;
-            return widen_tile(at + Weight::Stage::named(lane, part), load_shared_float(scale),
-                              load_shared_float(scale + 8 * 4));
-        } else {
-            const uint32_t weight_at = staged_offset(lane % 8, lane / 16) + lane / 8 % 2 * kEightRowBytes;
-            return TileWeights{load_matrices(at + weight_at), load_matrices(at + (weight_at ^ 2 * kVectorBytes))};
-        }
-    };
+    const uint32_t weight_at = staged_offset(lane % 8, lane / 16) + lane / 8 % 2 * kEightRowBytes;
     const uint32_t x_at = staged_offset(lane % 8, lane / 8) + Layout::kXOffset;
     uint32_t stage = mine;
     for (int step = 0; step < count; ++step) {
@@ -214,7 +209,16 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
             }
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
-                const auto [first, second] = weight_of(stage, m, part);
+                const uint32_t at = stage + m * Layout::kTileBytes;
+                uint4 first, second;
+                if constexpr (kFp8) {
+                    const uint32_t scale = stage + Layout::kScaleOffset + m * kScaleBytes + lane / 4 * 4;
+                    widen_tile(at + Weight::Stage::named(lane, part), load_shared_float(scale),
+                               load_shared_float(scale + 8 * 4), first, second);
+                } else {
+                    first = load_matrices(at + weight_at);
+                    second = load_matrices(at + (weight_at ^ 2 * kVectorBytes));
+                }
 #pragma unroll
                 for (int n = 0; n < kTokenTiles; ++n)
                     multiply_tile(sums[m][n], first.x, first.y, first.z, first.w, xs[n].x, xs[n].y, T{});
@@ -248,7 +252,8 @@ void launch_staged(const typename Layout::Params& p, cudaStream_t stream) {
     const int warp_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kCluster, Layout::kThreads,
                                warp_bytes * Layout::kWarps, Layout::kCluster, Effect::kNone};
-    launch(Layout::kFp8 ? "fp8_linear" : "linear", linear_staged<T, Layout>, shape, stream, p, static_cast<uint32_t>(token_blocks), warp_bytes);
+    launch(Layout::kFp8 ? "fp8_linear" : "linear", linear_staged<T, Layout>, shape, stream, p,
+           static_cast<uint32_t>(token_blocks), warp_bytes);
 }
 
 }  // namespace tide::cuda

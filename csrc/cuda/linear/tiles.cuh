@@ -35,7 +35,7 @@ constexpr int kLoadsPerTile = 4;                   // a warp's 32 vectors are 4 
 template <int kRowTiles, bool kNormed, bool kFp8>
 struct LinearLayout : LinearShape<kRowTiles, 1, 1, kNormed> {
     static constexpr int kShortStages = kRowTiles % 2 ? 4 : 3;
-    static constexpr int kStages = kFp8 ? 2 * kShortStages - kRowTiles % 2 - 1 : kShortStages;
+    static constexpr int kStages = !kFp8 ? kShortStages : kRowTiles % 2 ? 6 : 5;
     static constexpr int kNormOffset = kRowTiles * (kFp8 ? kTileBytes / 2 : kTileBytes);
     static constexpr int kScaleOffset = kNormOffset + (kNormed ? kRowBytes : 0);
     static constexpr int kStageBytes = kScaleOffset + (kFp8 ? kRowBytes : 0);  // x begins at a whole line
@@ -107,6 +107,12 @@ __device__ inline WeightStream<kRowTiles> weight_stream(const LinearParams& p, i
     return s;
 }
 
+template <int kRowTiles>
+__device__ inline Fp8Stream<kRowTiles, kBlockColumns> weight_stream(const Fp8LinearParams& p, int64_t row_block,
+                                                                    int64_t first_column, int lane) {
+    return {p, row_block, first_column, lane};
+}
+
 __device__ inline uint4 load_x(const char* from, bool valid) {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (valid)
@@ -138,19 +144,14 @@ __global__ void __launch_bounds__(kSlices * 32)
     const int count = blocks_before(p.in_features, slice_begin);
     const uint32_t mine = shared_address(shared) + warp * warp_bytes;
     const uint32_t x_stage = mine + (kShort ? Layout::kStageBytes : warp_bytes - Layout::kXBytes);
-    const auto weight = [&] {
-        if constexpr (kFp8) {
-            return Fp8Weight(p, row_block, slice_begin, lane);
-        } else {
-            return weight_stream<kRowTiles>(p, row_block, slice_begin, lane);
-        }
-    }();
+    const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, lane);
     constexpr uint32_t kAllRows = (1u << (kRowTiles * (kFp8 ? Fp8Weight::Stage::kCopies : kLoadsPerTile))) - 1;
     const bool all_rows = __all_sync(~0u, weight.valid == kAllRows);
     const int full_blocks = all_rows ? blocks_before(p.in_features / kBlockColumns * kBlockColumns, slice_begin) : 0;
     const auto copy_stage = [&](int b, uint32_t stage) {
         if constexpr (kFp8) {
-            const int64_t column = int64_t{b} * kStrideColumns, first = Fp8Weight::Stage::copied_vector(lane) * kFp8Vector;
+            const int64_t column = int64_t{b} * kStrideColumns,
+                          first = Fp8Weight::Stage::copied_vector(lane) * kFp8Vector;
             if (b < kStages || p.scale_shift < kWholeRows)
                 weight.copy_scales(p, stage + Layout::kScaleOffset, slice_begin + column, lane);
             if (b < full_blocks) {
@@ -224,18 +225,17 @@ __global__ void __launch_bounds__(kSlices * 32)
                 const int vector = half * 4 + step * 2 + matrix / 2;
                 return load_matrices(stage + m * kTileBytes + weight_at + (vector ^ row) * kVectorBytes);
             };
-            const auto weight_of = [&](int m) {
-                if constexpr (kFp8) {
-                    const uint32_t scale = stage + Layout::kScaleOffset + m * kScaleBytes + g * 4;
-                    return widen_tile(stage + m * Fp8Weight::Stage::kTileBytes + Fp8Weight::Stage::named(lane, half),
-                                      load_shared_float(scale), load_shared_float(scale + 8 * 4));
-                } else {
-                    return TileWeights{vector_of(m, 0), vector_of(m, 1)};
-                }
-            };
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
-                const auto [first, second] = weight_of(m);
+                uint4 first, second;
+                if constexpr (kFp8) {
+                    const uint32_t scale = stage + Layout::kScaleOffset + m * kScaleBytes + g * 4;
+                    widen_tile(stage + m * Fp8Weight::Stage::kTileBytes + Fp8Weight::Stage::named(lane, half),
+                               load_shared_float(scale), load_shared_float(scale + 8 * 4), first, second);
+                } else {
+                    first = vector_of(m, 0);
+                    second = vector_of(m, 1);
+                }
                 multiply_tile(sums[m][0], first.x, first.y, first.z, first.w, x_here.x, x_here.y, T{});
                 multiply_tile(sums[m][0], second.x, second.y, second.z, second.w, x_here.z, x_here.w, T{});
             }

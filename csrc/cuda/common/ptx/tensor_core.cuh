@@ -80,6 +80,13 @@ __device__ inline uint4 load_shared(uint32_t from) {
     return v;
 }
 
+// A float that no kernel writes, asked for here.
+__device__ inline float load_weight_float(const float* from) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(from));
+    return v;
+}
+
 __device__ inline float load_shared_float(uint32_t from) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
