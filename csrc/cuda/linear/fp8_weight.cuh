@@ -66,8 +66,6 @@ struct Fp8Stream {
         }
     }
 
-    __device__ bool has_all_rows() const { return __all_sync(~0u, valid == (1u << kLoads) - 1); }
-
     // The stage that begins `column` columns after the slice. All its rows and columns exist.
     __device__ void copy(uint32_t stage, int64_t column) const {
 #pragma unroll

@@ -60,6 +60,7 @@ __device__ inline uint32_t staged_offset(int row, int vector) {
 // One lane's part of the weight rows of its warp.
 template <int kRowTiles>
 struct StagedWeight {
+    static constexpr int kLoads = 2 * kRowTiles;
     const char* from;         // vector lane % 4 of row lane / 4 of the first tile, at column 0 of the slice
     int64_t tile_step, half;  // bytes to the next tile, and to the second 8 rows of a tile
     uint32_t valid;           // bit 2 * tile + half: that row exists
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     };
     int whole = count;  // steps whose columns all exist
     while (whole > 0 && slice_begin + first_column(whole - 1) + kColumns > p.in_features) --whole;
-    const bool all_rows = __all_sync(~0u, weight.valid == (1u << 2 * kRowTiles) - 1);
+    const bool all_rows = __all_sync(~0u, weight.valid == (1u << Weight::kLoads) - 1);
     const int whole_weight = all_rows ? whole : 0;
     const auto copy_weight = [&](int step, uint32_t to) {
         if constexpr (kNormed)
@@ -192,15 +193,15 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     for (int step = 0; step < count; ++step) {
         wait_copy_groups<kStages - 1>();
         __syncwarp();  // the other lanes' copies have arrived too
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const uint32_t x_from = stage + x_at + part * kTokenTiles * kEightRowBytes;
+        int part = 0;
+        do {  // no `for`: the compiler makes other code of half-width weights, whose only turn this is
             uint4 xs[kTokenTiles];
 #pragma unroll
-            for (int n = 0; n < kTokenTiles; ++n) xs[n] = load_matrices(x_from + n * kEightRowBytes);
+            for (int n = 0; n < kTokenTiles; ++n)
+                xs[n] = load_matrices(stage + x_at + (part * kTokenTiles + n) * kEightRowBytes);
             if constexpr (kNormed) {
-                const uint32_t vector = part * (kPartColumns / kVector) + lane / 8;
-                const uint4 norm = load_matrices(stage + Layout::kNormOffset + vector * kVectorBytes);
+                const uint32_t norm_at = stage + Layout::kNormOffset + lane / 8 * kVectorBytes;
+                const uint4 norm = load_matrices(norm_at + part * kPartColumns * 2);
 #pragma unroll
                 for (int n = 0; n < kTokenTiles; ++n) {
                     squares.add(n, xs[n]);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
                 for (int n = 0; n < kTokenTiles; ++n)
                     multiply_tile(sums[m][n], second.x, second.y, second.z, second.w, xs[n].z, xs[n].w, T{});
             }
-        }
+        } while (++part < kParts);
         __syncwarp();  // all lanes have read the stage before it is filled again
         if (step + kStages < count) {
             copy_weight(step + kStages, stage);
