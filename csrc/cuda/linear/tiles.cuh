@@ -113,16 +113,6 @@ __device__ inline Fp8Stream<kRowTiles, kBlockColumns> weight_stream(const Fp8Lin
     return {p, row_block, first_column, lane};
 }
 
-__device__ inline uint4 load_x(const char* from, bool valid) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (valid)
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "l"(from)
-                     : "memory");
-    return v;
-}
-
 #endif
 
 template <typename T, typename Params, int kRowTiles, bool kNormed, bool kShort>
@@ -185,7 +175,7 @@ __global__ void __launch_bounds__(kSlices * 32)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int64_t offset = int64_t{b} * kStrideColumns + half * (kBlockColumns / 2);
-            xs[slot_of_x][half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
+            xs[slot_of_x][half] = load_global(x + offset * 2, exists && b < count && offset < x_columns);
         }
     };
 #pragma unroll

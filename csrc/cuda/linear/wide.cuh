@@ -130,7 +130,7 @@ __device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums], const Fp8Li
 
 template <typename Layout>
 __device__ inline void consumer_barrier() {
-    asm volatile("bar.sync 1, %0;" ::"n"(Layout::kConsumers) : "memory");
+    meet_at<1, Layout::kConsumers>();
 }
 
 // From the sums to y, through shared memory so that neighbours are written together.

@@ -1,8 +1,10 @@
 // Prints tables of the host side, one line each.
 //   plan ROWS DRAFTS BRANCH_SIZE   where each part of a cycle's plan begins, and how long its buffers are
-//   tiles ARCH SHARED NORMED BYTES the tiles of the linear for few rows that are built, then those that are chosen, where
+//   tiles ARCH SHARED NORMED BYTES the tiles of the linear for few rows that are built, then those that are chosen,
+//   where
 //                                  a number of the weight has so many bytes
-//   fp8 COLUMNS                    of a stage of E4M3 weights: bytes of a tile and copies; row, vector and place of what
+//   fp8 COLUMNS                    of a stage of E4M3 weights: bytes of a tile and copies; row, vector and place of
+//   what
 //                                  each lane copies first; the places that each lane names, a line for 32 columns
 #include <cstdio>
 #include <cstdlib>

@@ -80,6 +80,17 @@ __device__ inline uint4 load_shared(uint32_t from) {
     return v;
 }
 
+// 16 bytes, asked for here, or zeros.
+__device__ inline uint4 load_global(const char* from, bool valid) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (valid)
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from)
+                     : "memory");
+    return v;
+}
+
 // A float that no kernel writes, asked for here.
 __device__ inline float load_weight_float(const float* from) {
     float v;
@@ -124,6 +135,22 @@ __device__ inline void multiply_tile(float (&c)[4], uint32_t a0, uint32_t a1, ui
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The squares of row g in 32 columns, of which `x` is this thread's part: x times itself, of which thread (g, g / 2)
+// has the diagonal.
+__device__ inline float squares_of(const uint4& x) {
+    float first[4], all[4];
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%4, %5}, "
+        "{%7, %7, %7, %7};"
+        : "=f"(first[0]), "=f"(first[1]), "=f"(first[2]), "=f"(first[3])
+        : "r"(x.x), "r"(x.y), "r"(0), "f"(0.0f));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%4, %5}, "
+        "{%7, %8, %9, %10};"
+        : "=f"(all[0]), "=f"(all[1]), "=f"(all[2]), "=f"(all[3])
+        : "r"(x.z), "r"(x.w), "r"(0), "f"(first[0]), "f"(first[1]), "f"(first[2]), "f"(first[3]));
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(~0u, lane / 4 % 2 ? all[1] : all[0], lane / 4 * 4 + lane / 8);
 }
 
 #endif

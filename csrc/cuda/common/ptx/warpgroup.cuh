@@ -21,6 +21,12 @@ __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
+// Waits for the others of `kThreads` threads at barrier kBarrier of the CTA; 0 is that of __syncthreads().
+template <int kBarrier, int kThreads>
+__device__ inline void meet_at() {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // The descriptor of lines that begin at `address`: swizzled, 8 rows in 1024 bytes, the next 8 rows
 // `eights` times as far.
 __device__ inline uint64_t lines_at(uint32_t address, int eights = 1) {
