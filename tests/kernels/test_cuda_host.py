@@ -168,15 +168,14 @@ def test_streams_devices_and_threads_do_not_publish_for_each_other(answers: Answ
     assert answers(f"{captured} publishes 1 elsewhere 1 7 may-read 1 7") == [False, True]
 
 
-@pytest.mark.parametrize("weight_bytes", [1, 2])
 @pytest.mark.parametrize("normed", [0, 1])
 def test_every_tile_of_the_linear_that_is_built_is_chosen_and_no_other(
-    tables: Callable[[str], list[list[str]]], normed: int, weight_bytes: int
+    tables: Callable[[str], list[list[str]]], normed: int
 ) -> None:
-    built, chosen = tables(f"tiles 90 {227 * 1024} {normed} {weight_bytes}")
+    built, chosen = tables(f"tiles 90 {227 * 1024} {normed}")
     assert sorted(built) == sorted(chosen)
     for arch, shared in ((80, 163), (89, 99), (75, 64)):
-        built, chosen = tables(f"tiles {arch} {shared * 1024} {normed} {weight_bytes}")
+        built, chosen = tables(f"tiles {arch} {shared * 1024} {normed}")
         assert set(chosen) <= set(built)
         assert not [tile for tile in chosen if "/2" in tile], "clusters need 9.0"
 

@@ -85,9 +85,9 @@ inline int64_t count_row_tiles(const LinearParams& p) {
     return (p.out_features + tile_columns - 1) / tile_columns;
 }
 
-// `weight_bytes`: of a number of the weight, here and below; 1: E4M3.
-inline bool is_small(const LinearParams& p, const DeviceInfo& device, int weight_bytes) {
-    return count_row_tiles(p) * 16 * p.in_features * weight_bytes < device.num_sms * tuning::kSmallBytesPerSm;
+// By its bytes in half width, also of a weight in E4M3: widening those costs time in every CTA that reads them.
+inline bool is_small(const LinearParams& p, const DeviceInfo& device) {
+    return count_row_tiles(p) * 16 * p.in_features * 2 < device.num_sms * tuning::kSmallBytesPerSm;
 }
 
 // The smallest tile with which no multiprocessor has more than two CTAs. The weight is then read once for every token
@@ -108,11 +108,11 @@ inline LinearTile choose_small_tile(int64_t row_tiles, int64_t rows, int64_t in_
 }
 
 // The tile that should be fastest on this device, by how often the row tiles go round the multiprocessors.
-inline LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device, int weight_bytes = 2) {
+inline LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device) {
     const int64_t row_tiles = count_row_tiles(p), num_sms = device.num_sms;
     if (!fits_any_tile(device)) return {1, 1};
     const auto ctas = [&](int per_cta) { return (row_tiles + per_cta - 1) / per_cta; };
-    if (is_small(p, device, weight_bytes)) return choose_small_tile(row_tiles, p.rows, p.in_features, num_sms);
+    if (is_small(p, device)) return choose_small_tile(row_tiles, p.rows, p.in_features, num_sms);
     const bool deep_fits = fits_deep_tiles(device), many = row_tiles > 4 * num_sms;
     const bool clusters_fit = deep_fits && 2 * ctas(4) <= num_sms;  // all of them at the same time
     const bool threes_fit = deep_fits && ctas(3) <= num_sms;
@@ -139,9 +139,9 @@ inline LinearTile choose_tile(const LinearParams& p, const DeviceInfo& device, i
     return {2, 8, 1, true};
 }
 
-// More tiles of the weight than multiprocessors, and an x that fits next to them. E4M3 is not for LM heads.
-inline bool can_persist(const LinearParams& p, int tokens, const DeviceInfo& device, int weight_bytes) {
-    return weight_bytes == 2 && !p.gated && p.out_features > device.num_sms * 128 &&
+// More tiles of the weight than multiprocessors, and an x that fits next to them.
+inline bool can_persist(const LinearParams& p, int tokens, const DeviceInfo& device) {
+    return !p.gated && p.out_features > device.num_sms * 128 &&
            count_stages(p.in_features, tokens) >= tuning::kFewestStages;
 }
 
@@ -152,15 +152,15 @@ inline bool supports_wide(const LinearParams& p, const DeviceInfo& device) {
 
 // Whether they should be faster than the tiles for few rows. An LM head of 8 rows took longer than one of 32 in
 // profiles of whole steps: from a few rows on it goes the way of many.
-inline bool is_wide(const LinearParams& p, const DeviceInfo& device, int weight_bytes = 2) {
-    int64_t most = can_persist(p, 32, device, weight_bytes) ? tuning::kMostTileRowsOfPersistent : tuning::kMostTileRows;
-    if (is_small(p, device, weight_bytes)) most = tuning::kMostTileRowsOfSmall;
+inline bool is_wide(const LinearParams& p, const DeviceInfo& device) {
+    int64_t most = can_persist(p, 32, device) ? tuning::kMostTileRowsOfPersistent : tuning::kMostTileRows;
+    if (is_small(p, device)) most = tuning::kMostTileRowsOfSmall;
     if (p.out_features >= device.num_sms * tuning::kTallPerSm) most = tuning::kMostTileRowsOfTall;
     return p.rows > most && supports_wide(p, device);
 }
 
 // Few tokens a CTA, and the slices split, while each CTA has a multiprocessor.
-inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device, int weight_bytes = 2) {
+inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device) {
     const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
     const auto fits = [&](const WideTile& tile) {
         const int64_t rows = tile.warpgroups * 64, row_blocks = (weight_rows + rows - 1) / rows;
@@ -171,7 +171,7 @@ inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device
     if (p.rows <= 64 && fits({1, few, 2})) return {1, few, 2};
     if (fits({2, few, 2})) return {2, few, 2};
     const bool wasteful = p.rows > 128 && p.rows <= 192;  // 128 tokens a CTA: the second would have few
-    if (p.rows <= 64 && can_persist(p, few, device, weight_bytes)) return {2, few, 1, true};
+    if (p.rows <= 64 && can_persist(p, few, device)) return {2, few, 1, true};
     if (p.rows <= 64 || wasteful || fits({2, 64, 1})) return {2, few, 1};
     return {2, 128, 1};
 }

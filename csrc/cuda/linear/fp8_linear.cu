@@ -50,9 +50,9 @@ void fp8_linear(const Fp8LinearParams& params, cudaStream_t stream) {
         throw std::runtime_error("fp8_linear: x and norm are not in whole vectors");
     const DeviceInfo device = current_device("fp8_linear");
     if (device.arch < kTensorCoreArch) throw std::runtime_error("fp8_linear: needs compute capability 8.0");
-    if (is_wide(params, device, 1))
-        return launch_linear_wide<__nv_bfloat16>(params, choose_wide_tile(params, device, 1), stream);
-    const LinearTile tile = choose_tile(params, device, 1);
+    if (is_wide(params, device))
+        return launch_linear_wide<__nv_bfloat16>(params, choose_wide_tile(params, device), stream);
+    const LinearTile tile = choose_tile(params, device);
     if (params.norm) return launch_linear_tiles<__nv_bfloat16, true>(params, tile, stream);
     launch_linear_tiles<__nv_bfloat16, false>(params, tile, stream);
 }

@@ -139,7 +139,7 @@ template <typename T, typename Params>
 void launch_linear_wide(const Params& p, const WideTile& tile, cudaStream_t stream) {
     constexpr bool kFp8 = kIsFp8<Params>;
     const bool one = tile.warpgroups == 1, split = tile.split == 2;
-    if constexpr (!kFp8) {
+    if constexpr (!kFp8) {  // E4M3 is not for LM heads: its tiles do not stay
         if (tile.persistent && tile.tokens == 32) return launch_persistent<T, WideLayout<2, 32, 1>>(p, stream);
         if (tile.persistent) return launch_persistent<T, WideLayout<2, 64, 1>>(p, stream);
     }

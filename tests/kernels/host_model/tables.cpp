@@ -1,8 +1,6 @@
 // Prints tables of the host side, one line each.
 //   plan ROWS DRAFTS BRANCH_SIZE   where each part of a cycle's plan begins, and how long its buffers are
-//   tiles ARCH SHARED NORMED BYTES the tiles of the linear for few rows that are built, then those that are chosen,
-//   where
-//                                  a number of the weight has so many bytes
+//   tiles ARCH SHARED NORMED       the tiles of the linear for few rows that are built, then those that are chosen
 //   fp8 COLUMNS                    of a stage of E4M3 weights: bytes of a tile and copies; row, vector and place of
 //   what
 //                                  each lane copies first; the places that each lane names, a line for 32 columns
@@ -37,7 +35,7 @@ static void print_plan(int rows, int drafts, int branch_size) {
         std::printf("%ld ", static_cast<long>(part - narrow.data()));
 }
 
-static void print_tiles(int arch, int shared_bytes, bool normed, int weight_bytes) {
+static void print_tiles(int arch, int shared_bytes, bool normed) {
     DeviceInfo device = {};
     device.arch = arch;
     device.num_sms = 132;
@@ -57,7 +55,7 @@ static void print_tiles(int arch, int shared_bytes, bool normed, int weight_byte
                 p.norm = normed ? &p : nullptr;
                 for (const bool gated : {false, true}) {
                     p.gated = gated;
-                    chosen.insert(name_of(choose_tile(p, device, weight_bytes)));
+                    chosen.insert(name_of(choose_tile(p, device)));
                 }
             }
         }
@@ -82,7 +80,7 @@ static void print_fp8() {
 int main(int, char** words) {
     const auto number = [&](int at) { return std::atoi(words[at]); };
     if (std::strcmp(words[1], "plan") == 0) print_plan(number(2), number(3), number(4));
-    if (std::strcmp(words[1], "tiles") == 0) print_tiles(number(2), number(3), number(4) != 0, number(5));
+    if (std::strcmp(words[1], "tiles") == 0) print_tiles(number(2), number(3), number(4) != 0);
     if (std::strcmp(words[1], "fp8") == 0) number(2) == 64 ? print_fp8<64>() : print_fp8<32>();
 }
 namespace tide::cuda {

@@ -62,10 +62,10 @@ int main(int, char** words) {
     const int64_t scale_rows = (n + p.block_rows - 1) / p.block_rows;
     std::vector<float> scales(scale_rows * p.scale_stride);
     for (float& scale : scales) scale = static_cast<float>(random_number() + 1.5) * 0.01f;
-    // Memory of its own size for each, so that a read past it is found.
-    std::unique_ptr<uint8_t[]> packed(new (std::align_val_t(16)) uint8_t[n * k]);
-    std::unique_ptr<T[]> wide(new (std::align_val_t(16)) T[n * k]), x(new (std::align_val_t(16)) T[p.rows * k]);
-    std::unique_ptr<T[]> norm(new (std::align_val_t(16)) T[k]);
+    // Memory of its own size for each, so that a sanitizer finds a read past it.
+    std::unique_ptr<uint8_t[]> packed(new uint8_t[n * k]);
+    std::unique_ptr<T[]> wide(new T[n * k]), x(new T[p.rows * k]);
+    std::unique_ptr<T[]> norm(new T[k]);
     const int order[] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
     for (int64_t row = 0; row < n; ++row) {
         for (int64_t column = 0; column < k; ++column) {
