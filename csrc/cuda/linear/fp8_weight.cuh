@@ -33,7 +33,7 @@ struct Fp8Stream {
     static constexpr int kScales = (kRowTiles * kTileRows + 31) / 32;  // that a lane copies
     static_assert(kTileRows == Stage::kRows);
     const char* from;              // this lane's vector of its first row, at column 0 of the slice
-    const float* scales[kScales];  // of this lane's rows among the stage's scales, in the first column of blocks
+    uint32_t scales[kScales];      // where those of this lane's rows are in the first column of blocks
     int64_t tile_step, copy_step;  // bytes to the next tile, and to the rows of a tile's second copy
     uint32_t to;                   // this lane's place in a stage
     uint32_t valid;                // bit load: that row exists
@@ -62,7 +62,8 @@ struct Fp8Stream {
             const int place = lane + i * 32, of_tile = place % kTileRows;
             const int64_t column = min(column_of(place / kTileRows, of_tile), p.out_features - 1);
             const int64_t weight_row = column + (p.gated && of_tile >= 8 ? p.out_features : 0);
-            scales[i] = p.scales + static_cast<uint32_t>(weight_row) / p.block_rows * p.scale_stride;
+            const uint32_t block = static_cast<uint32_t>(weight_row) / p.block_rows;
+            scales[i] = block * static_cast<uint32_t>(p.scale_stride);
         }
     }
 
@@ -85,7 +86,7 @@ struct Fp8Stream {
         for (int i = 0; i < kScales; ++i) {
             if (lane + i * 32 < kRowTiles * kTileRows)
                 copy_async_float(to_scales + (lane + i * 32) * 4,
-                                 scales[i] + (static_cast<int>(column) >> p.scale_shift));
+                                 p.scales + scales[i] + (static_cast<uint32_t>(column) >> p.scale_shift));
         }
     }
 
