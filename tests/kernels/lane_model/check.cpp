@@ -1,8 +1,10 @@
 // Linears on the model of a GPU's lanes: of E4M3 weights, and of the matrix that they stand for in bfloat16.
 //   check KERNEL ROWS IN OUT BLOCK_ROWS SCALE_SHIFT GATED NORMED
-// Prints how many outputs differ, and by how much at most they are off the products in double. lanes.h comes first.
+// Prints how many outputs, or numbers of the widened matrix, differ, and by how much at most they are off the products
+// in double. lanes.h comes first.
 #include "cuda/linear/tiles.cuh"
 #include "cuda/linear/wide.cuh"
+#include "cuda/linear/widen.cuh"
 
 namespace tide::cuda {
 
@@ -91,6 +93,11 @@ int main(int, char** words) {
     p.weight = packed.get();
     p.scales = scales.data();
     p.y = ours.data();
+    std::vector<T> widened(n * k);
+    Fp8LinearParams matrix = p;
+    matrix.y = widened.data();
+    matrix.out_features = n;
+    launch_widen_fp8(matrix, nullptr);
     if (normed) {
         run<true>(kernel, p);
         run<true>(kernel, plain);
@@ -99,6 +106,7 @@ int main(int, char** words) {
         run<false>(kernel, plain);
     }
     int differ = 0;
+    for (int64_t i = 0; i < n * k; ++i) differ += std::memcmp(&widened[i], &wide[i], 2) != 0;
     double off = 0;
     for (int64_t row = 0; row < p.rows; ++row) {
         double squares = 0;
