@@ -70,6 +70,48 @@ void linear(int dtype, Address x, Address weight, Address bias, Address norm, Ad
     tide::cuda::linear(dtype_of(dtype), params, stream_of(stream));
 }
 
+// Weight, scales, stride of the scales, rows of a block, columns of a block as a shift.
+void read_fp8(tide::cuda::Fp8LinearParams& params, Address weight, Address scales, int64_t scale_stride,
+              int64_t block_rows, int scale_shift) {
+    params.weight = in(weight);
+    params.scales = in<float>(scales);
+    params.scale_stride = scale_stride;
+    params.block_rows = static_cast<uint32_t>(block_rows);
+    params.scale_shift = scale_shift;
+}
+
+void fp8_linear(Address x, Address weight, Address scales, int64_t scale_stride, int64_t block_rows, int scale_shift,
+                Address bias, Address norm, Address residual, Address y, int64_t rows, int64_t in_features,
+                int64_t out_features, int64_t x_stride, int64_t y_stride, int64_t residual_stride, double norm_eps,
+                bool gated, Address stream) {
+    tide::cuda::Fp8LinearParams params = {};
+    read_fp8(params, weight, scales, scale_stride, block_rows, scale_shift);
+    params.x = in(x);
+    params.bias = in(bias);
+    params.norm = in(norm);
+    params.residual = in(residual);
+    params.y = out(y);
+    params.rows = rows;
+    params.in_features = in_features;
+    params.out_features = out_features;
+    params.x_stride = x_stride;
+    params.y_stride = y_stride;
+    params.residual_stride = residual_stride;
+    params.norm_eps = static_cast<float>(norm_eps);
+    params.gated = gated;
+    tide::cuda::fp8_linear(params, stream_of(stream));
+}
+
+void widen_fp8(Address weight, Address scales, int64_t scale_stride, int64_t block_rows, int scale_shift, Address y,
+               int64_t out_features, int64_t in_features, Address stream) {
+    tide::cuda::Fp8LinearParams params = {};
+    read_fp8(params, weight, scales, scale_stride, block_rows, scale_shift);
+    params.y = out(y);
+    params.in_features = in_features;
+    params.out_features = out_features;
+    tide::cuda::widen_fp8(params, stream_of(stream));
+}
+
 void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,
                      Address context_lens, Address y, Address workspace, int64_t rows, int64_t num_tokens,
                      int64_t max_queries, int64_t max_context, int64_t num_heads, int64_t num_kv_heads,
@@ -396,6 +438,9 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("linear", &linear, no_gil,
           "y = x weight^T + bias (+ residual), or silu(gate) * up of two such products; x is normed where there is a "
           "norm.");
+    m.def("fp8_linear", &fp8_linear, no_gil, "linear() of bfloat16 states and a packed weight in E4M3.");
+    m.def("widen_fp8", &widen_fp8, no_gil, "The matrix in bfloat16 that fp8_linear() multiplies with.");
+    m.def("reads_fp8", &tide::cuda::reads_fp8, "Whether the current device has a linear that reads E4M3.");
     m.def("fast_for_many_rows", &tide::cuda::fast_for_many_rows,
           "Whether the current device has a linear for many half-width rows.");
     m.def("paged_attention", &paged_attention, no_gil,

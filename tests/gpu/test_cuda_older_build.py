@@ -25,7 +25,13 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler"),
 ]
 ROOT = Path(__file__).parents[2]
-TESTS = ("test_cuda_ops.py", "test_cuda_attention.py", "test_cuda_linear_rows.py", "test_cuda_draw.py")
+TESTS = (
+    "test_cuda_ops.py",
+    "test_cuda_attention.py",
+    "test_cuda_linear_rows.py",
+    "test_cuda_fp8.py",
+    "test_cuda_draw.py",
+)
 OLDER = {8: 75, 9: 80, 10: 90, 11: 90, 12: 90}
 
 

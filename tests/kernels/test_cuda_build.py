@@ -35,9 +35,10 @@ print("devices", module.device_count(), "architectures", module.architectures())
 if module.device_count() == 0:
     from tests.kernels.cycle_arguments import cycle_arguments
     from tests.kernels.test_cuda_checks import ARGUMENTS
+    from tests.kernels.test_cuda_fp8 import FP8_OPS
     from tests.kernels.test_row_op_checks import ROW_OPS
-    from tide_core.kernels.cuda import adjust, attention, branches, cycle, draw, exits, joined, ops
-    for wrappers in (adjust, attention, branches, cycle, draw, exits, joined, ops):
+    from tide_core.kernels.cuda import adjust, attention, branches, cycle, draw, exits, fp8, joined, ops
+    for wrappers in (adjust, attention, branches, cycle, draw, exits, fp8, joined, ops):
         wrappers.device_of = lambda tensor: tensor.device
         wrappers.module = lambda: module
         wrappers.launch = lambda device, op, *arguments, counters=None: getattr(module, op)(*arguments, 0)
@@ -49,7 +50,8 @@ if module.device_count() == 0:
     calls += [of_a_cycle(getattr(cycle, op), op) for op in ("plan_cycle", "pending_tokens")]
     calls += [of_a_cycle(branches.nth_best, "nth_best"), of_a_cycle(copy_slots, "copy_slots")]
     calls += [of_a_cycle(draw.draw, "draw"), of_a_cycle(draw.verify_drawn, "verify_drawn")]
-    calls += [(op, lambda run=run, arguments=arguments: run(**arguments())) for op, (run, arguments) in ROW_OPS.items()]
+    more = {**ROW_OPS, **FP8_OPS}
+    calls += [(op, lambda run=run, arguments=arguments: run(**arguments())) for op, (run, arguments) in more.items()]
     for op, call in calls:
         try:
             call()

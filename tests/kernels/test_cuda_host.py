@@ -12,7 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 
+from tide_core.kernels.fp8 import FP8, PACKED
 from tide_core.kernels.reference import cycle
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +125,13 @@ def test_pages_are_read_early_only_if_nobody_has_written_them_since_all_was_publ
     assert answers(f"capture 1 {launches} may-read 1 7") == [allowed]
 
 
+def test_nothing_overlaps_with_the_kernel_before_it_that_wrote_weights(answers: Answers) -> None:
+    script = "capture 1 none 1 weights 1 overlaps 1 none 1 overlaps 1 none 1 overlaps 1"
+    assert answers(script) == [True, False, True]
+    assert answers("capture 1 weights 1 foreign 1 none 1 overlaps 1") == [True], "that one waited for the end of both"
+    assert answers("capture 1 publishes 1 weights 1 published 1 may-read 1 7") == [True, True]
+
+
 def test_nothing_is_published_while_a_pool_has_new_tokens(answers: Answers) -> None:
     script = "capture 1 published 1 publishes 1 published 1 pool 1 7 published 1 none 1 published 1"
     assert answers(script) == [False, True, False, False]
@@ -169,6 +178,67 @@ def test_every_tile_of_the_linear_that_is_built_is_chosen_and_no_other(
         built, chosen = tables(f"tiles {arch} {shared * 1024} {normed}")
         assert set(chosen) <= set(built)
         assert not [tile for tile in chosen if "/2" in tile], "clusters need 9.0"
+
+
+def copied_tile(fp8_table: list[list[str]], columns: int) -> list[tuple[int, int]]:
+    """Row and column of each byte of a tile in a stage, as the lanes of a warp copy a packed matrix."""
+    (tile_bytes, copies), places = [int(word) for word in fp8_table[0]], [int(word) for word in fp8_table[1]]
+    found: dict[int, tuple[int, int]] = {}
+    for copy in range(copies):
+        for row, vector, place in zip(places[::3], places[1::3], places[2::3], strict=True):
+            for byte, column in enumerate(PACKED):
+                at = place + copy * tile_bytes // copies + byte
+                assert at not in found, "two lanes write there"
+                found[at] = row + copy * 16 // copies, 16 * vector + column
+    assert sorted(found) == list(range(tile_bytes))
+    assert sorted(found.values()) == [(row, column) for row in range(16) for column in range(columns)]
+    return [found[at] for at in range(tile_bytes)]
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+def test_each_lane_gets_the_e4m3_weights_that_its_products_want(
+    tables: Callable[[str], list[list[str]]], columns: int
+) -> None:
+    """On a model of ldmatrix, against the operand of mma.m16n8k16 as half-width weights reach it."""
+    table = tables(f"fp8 {columns}")
+    tile = copied_tile(table, columns)
+    assert len(table) == 2 + columns // 32
+    for pair, line in enumerate(table[2:]):
+        named = [int(word) for word in line]
+        for first in range(0, 32, 8):
+            banks = {named[lane] // 16 % 8 for lane in range(first, first + 8)}
+            assert len(banks) == 8, "eight rows that are read together are in different banks"
+        for lane in range(32):
+            g, t = lane // 4, lane % 4
+            # Four bytes from each matrix: those at 4t of row g, which lane 8 * matrix + g names.
+            registers = [[tile[named[8 * matrix + g] + 4 * t + byte] for byte in range(4)] for matrix in range(4)]
+            for step in range(2):
+                upper, lower = registers[2 * step], registers[2 * step + 1]
+                fragment = [upper[:2], lower[:2], upper[2:], lower[2:]]
+                k = 32 * pair + 16 * step + 2 * t
+                expected = [[(row, k + more + i) for i in (0, 1)] for more in (0, 8) for row in (g, g + 8)]
+                assert fragment == expected
+
+
+def test_a_stage_of_64_columns_lies_as_the_copy_engine_swizzles_lines_of_64_bytes(
+    tables: Callable[[str], list[list[str]]],
+) -> None:
+    """It flips bits 4 and 5 of an address where bits 7 and 8 are set."""
+    _, places, *_ = tables("fp8 64")
+    for row, vector, place in zip(*(map(int, places[first::3]) for first in range(3)), strict=True):
+        for above in (0, 8, 16, 120):
+            straight = (row + above) * 64 + vector * 16
+            assert place + above * 64 == straight ^ (straight >> 3 & 0x30)
+
+
+def test_an_e4m3_number_becomes_float16_by_moving_its_bits() -> None:
+    """What common/fp8.cuh does before 8.9: 2^-8 of the number, exactly, for all but the two that are none."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    spread = codes.int() << 8  # in the upper byte of a half
+    bits = (spread & 0x8000) | (spread & 0x7F00) >> 1
+    moved = torch.where(bits < 0x8000, bits, bits - 0x10000).to(torch.int16).view(torch.float16)
+    assert torch.equal(moved * 256, codes.view(FP8).half())
+    assert torch.equal(codes.view(FP8).half().float(), codes.view(FP8).float())
 
 
 @pytest.mark.parametrize(("rows", "drafts", "branch_size"), [(1, 1, 0), (3, 2, 16), (5, 0, 0), (8, 7, 0), (4, 3, 8)])

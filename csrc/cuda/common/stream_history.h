@@ -11,7 +11,8 @@
 // that publishes. Kernels of others (Torch) are seen too: in a stream that is captured the last node is then not ours,
 // and nothing counts as published. Outside of a capture nothing of the kind can be seen, and launches do not overlap.
 //
-// Weights are always read before the wait: they must not be written inside of a capture.
+// Weights are always read before the wait: they must not be written inside of a capture, but by a kernel that says so
+// (widen_fp8). The launch after that one does not overlap with it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,6 +28,7 @@ enum class Effect {
     kWrites,     // it may write pages of the KV cache or indices
     kNone,       // it writes neither
     kPublishes,  // nor does it, and it lets the next kernel start after its own wait_for_previous()
+    kWeights,    // it writes neither pages nor indices, but weights
 };
 
 // What a kernel may read before wait_for_previous().
@@ -41,7 +43,10 @@ enum class EarlyReads {
 class StreamHistory {
   public:
     // Right before a launch: whether it may overlap with the one before it.
-    static bool may_overlap(cudaStream_t stream) { return of(stream).captured; }
+    static bool may_overlap(cudaStream_t stream) {
+        const State& state = of(stream);
+        return state.captured && !state.wrote_weights;
+    }
 
     // Right after a launch.
     static void record(cudaStream_t stream, Effect effect) {
@@ -50,7 +55,8 @@ class StreamHistory {
         state.capture = tail.capture;
         state.last_node = tail.node;
         state.new_tokens = nullptr;
-        if (effect == Effect::kNone) return;
+        state.wrote_weights = effect == Effect::kWeights;
+        if (effect == Effect::kNone || effect == Effect::kWeights) return;
         state.is_published = effect == Effect::kPublishes;
         state.written.clear();
     }
@@ -91,6 +97,7 @@ class StreamHistory {
         cudaGraphNode_t last_node = nullptr;
         bool captured = false;
         bool is_published = false;
+        bool wrote_weights = false;  // the last launch did
         std::vector<const void*> written;
         const void* new_tokens = nullptr;  // the pool that the last launch wrote, everything before being published
 

@@ -2,15 +2,20 @@
 // multiples of 16 bytes.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/linear/choice.h"
 
 namespace tide::cuda {
 
-// One of kLinearTiles. kNormed: there is a norm; for __nv_bfloat16 only.
-template <typename T, bool kNormed>
-void launch_linear_tiles(const LinearParams& params, const LinearTile& tile, cudaStream_t stream);
+// One of kLinearTiles. kNormed: there is a norm; for __nv_bfloat16 only, as are E4M3 weights (Fp8LinearParams).
+template <typename T, bool kNormed, typename Params>
+void launch_linear_tiles(const Params& params, const LinearTile& tile, cudaStream_t stream);
 
-template <typename T>
-void launch_linear_wide(const LinearParams& params, const WideTile& tile, cudaStream_t stream);
+template <typename T, typename Params>
+void launch_linear_wide(const Params& params, const WideTile& tile, cudaStream_t stream);
+
+template <typename Params>
+constexpr bool kIsFp8 = std::is_same_v<Params, Fp8LinearParams>;
 
 }  // namespace tide::cuda

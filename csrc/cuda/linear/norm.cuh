@@ -24,22 +24,6 @@ __device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
     return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// The squares of row g in 32 columns, of which `x` is this thread's part: x times itself, of which thread (g, g / 2)
-// has the diagonal.
-__device__ inline float squares_of(const uint4& x) {
-    float first[4], all[4];
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%4, %5}, "
-        "{%7, %7, %7, %7};"
-        : "=f"(first[0]), "=f"(first[1]), "=f"(first[2]), "=f"(first[3])
-        : "r"(x.x), "r"(x.y), "r"(0), "f"(0.0f));
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%4, %5}, "
-        "{%7, %8, %9, %10};"
-        : "=f"(all[0]), "=f"(all[1]), "=f"(all[2]), "=f"(all[3])
-        : "r"(x.z), "r"(x.w), "r"(0), "f"(first[0]), "f"(first[1]), "f"(first[2]), "f"(first[3]));
-    const int lane = threadIdx.x % 32;
-    return __shfl_sync(~0u, lane / 4 % 2 ? all[1] : all[0], lane / 4 * 4 + lane / 8);
-}
-
 // The sums of squares of a warp's slice of kTiles token tiles. Thread (g, t) keeps row g of the tiles t, t + 4, ...: in
 // one register for four tiles, since a register too many goes to memory and waits there for all copies before it.
 template <int kTiles>

@@ -14,7 +14,9 @@
 // than half of what two for every slice would, and more CTAs share a multiprocessor. See linear_sums.cuh for the order
 // of the sums.
 //
-// Weights are read before wait_for_previous(): no kernel writes them.
+// Weights in E4M3 (fp8_weight.cuh) lie in rows of 64 bytes, half of the above, and have more stages.
+//
+// Weights are read before wait_for_previous(): no kernel writes them, but for widen_fp8(), which no launch overlaps.
 #pragma once
 
 #include <algorithm>
@@ -30,11 +32,14 @@ constexpr int kRowBytes = kBlockColumns * 2;
 constexpr int kTileBytes = kTileRows * kRowBytes;  // of one stage of one row tile
 constexpr int kLoadsPerTile = 4;                   // a warp's 32 vectors are 4 rows of a tile
 
-template <int kRowTiles, bool kNormed>
+template <int kRowTiles, bool kNormed, bool kFp8>
 struct LinearLayout : LinearShape<kRowTiles, 1, 1, kNormed> {
-    static constexpr int kStages = kRowTiles % 2 ? 4 : 3;
-    static constexpr int kNormOffset = kRowTiles * kTileBytes;
-    static constexpr int kStageBytes = kNormOffset + (kNormed ? kRowBytes : 0);
+    static constexpr int kShortStages = kRowTiles % 2 ? 4 : 3;
+    static constexpr int kStages = !kFp8 ? kShortStages : kRowTiles % 2 ? 6 : 5;
+    static constexpr int kNormOffset = kRowTiles * (kFp8 ? kTileBytes / 2 : kTileBytes);
+    static constexpr int kScaleOffset = kNormOffset + (kNormed ? kRowBytes : 0);
+    static constexpr int kStageBytes = kScaleOffset + (kFp8 ? kRowBytes : 0);  // x begins at a whole line
+    static_assert(kRowTiles * kScaleBytes <= kRowBytes);
     static constexpr int kXBytes = kTileTokens * kRowBytes;  // 64 columns of 8 rows of x, after the stages
     static constexpr int kBlockBytes = kStageBytes + kXBytes;
     static_assert(kBlockBytes >= LinearLayout::kSumBytes);
@@ -102,24 +107,22 @@ __device__ inline WeightStream<kRowTiles> weight_stream(const LinearParams& p, i
     return s;
 }
 
-__device__ inline uint4 load_x(const char* from, bool valid) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (valid)
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "l"(from)
-                     : "memory");
-    return v;
+template <int kRowTiles>
+__device__ inline Fp8Stream<kRowTiles, kBlockColumns> weight_stream(const Fp8LinearParams& p, int64_t row_block,
+                                                                    int64_t first_column, int lane) {
+    return {p, row_block, first_column, lane};
 }
 
 #endif
 
-template <typename T, int kRowTiles, bool kNormed, bool kShort>
+template <typename T, typename Params, int kRowTiles, bool kNormed, bool kShort>
 __global__ void __launch_bounds__(kSlices * 32)
-    linear_tiles(const __grid_constant__ LinearParams p, uint32_t token_blocks, int warp_bytes) {
+    linear_tiles(const __grid_constant__ Params p, uint32_t token_blocks, int warp_bytes) {
 #if TIDE_HAS_TENSOR_CORE_PATH
-    using Layout = LinearLayout<kRowTiles, kNormed>;
-    constexpr int kStages = Layout::kStages;
+    constexpr bool kFp8 = kIsFp8<Params>;
+    using Layout = LinearLayout<kRowTiles, kNormed, kFp8>;
+    using Fp8Weight = Fp8Stream<kRowTiles, kBlockColumns>;
+    constexpr int kStages = kShort ? Layout::kShortStages : Layout::kStages;
     constexpr int kStageStep = kShort ? kSlices * Layout::kBlockBytes : Layout::kStageBytes;
     extern __shared__ __align__(128) char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -132,11 +135,23 @@ __global__ void __launch_bounds__(kSlices * 32)
     const uint32_t mine = shared_address(shared) + warp * warp_bytes;
     const uint32_t x_stage = mine + (kShort ? Layout::kStageBytes : warp_bytes - Layout::kXBytes);
     const auto weight = weight_stream<kRowTiles>(p, row_block, slice_begin, lane);
-    constexpr uint32_t kAllRows = (1u << (kRowTiles * kLoadsPerTile)) - 1;
+    constexpr uint32_t kAllRows = (1u << (kRowTiles * (kFp8 ? Fp8Weight::Stage::kCopies : kLoadsPerTile))) - 1;
     const bool all_rows = __all_sync(~0u, weight.valid == kAllRows);
     const int full_blocks = all_rows ? blocks_before(p.in_features / kBlockColumns * kBlockColumns, slice_begin) : 0;
     const auto copy_stage = [&](int b, uint32_t stage) {
-        weight.copy(b, stage, b < full_blocks);
+        if constexpr (kFp8) {
+            const int64_t column = int64_t{b} * kStrideColumns,
+                          first = Fp8Weight::Stage::copied_vector(lane) * kFp8Vector;
+            if (b < kStages || p.scale_shift < kWholeRows)
+                weight.copy_scales(p, stage + Layout::kScaleOffset, slice_begin + column, lane);
+            if (b < full_blocks) {
+                weight.copy(stage, column);
+            } else {
+                weight.copy_edge(stage, column, slice_begin + column + first < p.in_features, p.weight);
+            }
+        } else {
+            weight.copy(b, stage, b < full_blocks);
+        }
         if constexpr (kNormed)
             copy_norm<kBlockColumns / kVector>(p, slice_begin + int64_t{b} * kStrideColumns,
                                                stage + Layout::kNormOffset);
@@ -160,7 +175,7 @@ __global__ void __launch_bounds__(kSlices * 32)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int64_t offset = int64_t{b} * kStrideColumns + half * (kBlockColumns / 2);
-            xs[slot_of_x][half] = load_x(x + offset * 2, exists && b < count && offset < x_columns);
+            xs[slot_of_x][half] = load_global(x + offset * 2, exists && b < count && offset < x_columns);
         }
     };
 #pragma unroll
@@ -196,13 +211,21 @@ __global__ void __launch_bounds__(kSlices * 32)
                 const uint32_t norm = stage + Layout::kNormOffset + (half * 4 + matrix) * kVectorBytes;
                 x_here = multiply_vector(x_here, load_matrices(norm));
             }
-            const auto weight_of = [&](int m, int step) {  // 16 columns, of which this lane names 8
+            const auto vector_of = [&](int m, int step) {  // 16 columns, of which this lane names 8
                 const int vector = half * 4 + step * 2 + matrix / 2;
                 return load_matrices(stage + m * kTileBytes + weight_at + (vector ^ row) * kVectorBytes);
             };
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
-                const uint4 first = weight_of(m, 0), second = weight_of(m, 1);
+                uint4 first, second;
+                if constexpr (kFp8) {
+                    const uint32_t scale = stage + Layout::kScaleOffset + m * kScaleBytes + g * 4;
+                    widen_tile(stage + m * Fp8Weight::Stage::kTileBytes + Fp8Weight::Stage::named(lane, half),
+                               load_shared_float(scale), load_shared_float(scale + 8 * 4), first, second);
+                } else {
+                    first = vector_of(m, 0);
+                    second = vector_of(m, 1);
+                }
                 multiply_tile(sums[m][0], first.x, first.y, first.z, first.w, x_here.x, x_here.y, T{});
                 multiply_tile(sums[m][0], second.x, second.y, second.z, second.w, x_here.z, x_here.w, T{});
             }
@@ -247,9 +270,9 @@ __global__ void __launch_bounds__(kSlices * 32)
 }
 
 // What one launch needs.
-template <int kRowTiles, bool kNormed>
+template <int kRowTiles, bool kNormed, bool kFp8>
 struct TileLaunch {
-    using Layout = LinearLayout<kRowTiles, kNormed>;
+    using Layout = LinearLayout<kRowTiles, kNormed, kFp8>;
     int64_t row_blocks, token_blocks;
     int warp_bytes, shared_bytes;
 
@@ -267,38 +290,40 @@ struct TileLaunch {
     int64_t ctas() const { return row_blocks * token_blocks; }
 };
 
-template <typename T, int kRowTiles, bool kNormed, bool kShort>
-void launch_tile_of(const LinearParams& p, cudaStream_t stream) {
-    const TileLaunch<kRowTiles, kNormed> needs(p, kShort);
-    const LaunchShape shape = {needs.ctas(), LinearLayout<kRowTiles, kNormed>::kThreads, needs.shared_bytes, 1,
-                               Effect::kNone};
-    launch("linear", linear_tiles<T, kRowTiles, kNormed, kShort>, shape, stream, p,
-           static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes);
+template <typename T, int kRowTiles, bool kNormed, bool kShort, typename Params>
+void launch_tile_of(const Params& p, cudaStream_t stream) {
+    using Needs = TileLaunch<kRowTiles, kNormed, kIsFp8<Params>>;
+    const Needs needs(p, kShort);
+    const LaunchShape shape = {needs.ctas(), Needs::Layout::kThreads, needs.shared_bytes, 1, Effect::kNone};
+    launch(kIsFp8<Params> ? "fp8_linear" : "linear", linear_tiles<T, Params, kRowTiles, kNormed, kShort>, shape, stream,
+           p, static_cast<uint32_t>(needs.token_blocks), needs.warp_bytes);
 }
 
 // All of x at once, unless its buffer needs more than there is, or keeps two CTAs from sharing a multiprocessor
 // where there are more of them than those.
-template <typename T, int kRowTiles, bool kNormed>
-void launch_tile(const LinearParams& p, cudaStream_t stream) {
+template <typename T, int kRowTiles, bool kNormed, typename Params>
+void launch_tile(const Params& p, cudaStream_t stream) {
+    using Needs = TileLaunch<kRowTiles, kNormed, kIsFp8<Params>>;
     const DeviceInfo device = current_device("linear");
-    const TileLaunch<kRowTiles, kNormed> needs(p, true);
+    const Needs needs(p, true);
     const int most = device.shared_bytes, each = needs.ctas() > device.num_sms ? 2 : 1;
-    const bool is_short = blocks_before(p.in_features, 0) <= LinearLayout<kRowTiles, kNormed>::kStages;
+    const bool is_short = blocks_before(p.in_features, 0) <= Needs::Layout::kShortStages;
     if (is_short && each * needs.shared_bytes <= most) return launch_tile_of<T, kRowTiles, kNormed, true>(p, stream);
     launch_tile_of<T, kRowTiles, kNormed, false>(p, stream);
 }
 
 // Whether tile kIndex of kLinearTiles is the one, and was launched.
-template <typename T, bool kNormed, size_t kIndex>
-bool launch_if_chosen(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
+template <typename T, bool kNormed, size_t kIndex, typename Params>
+bool launch_if_chosen(const Params& p, const LinearTile& tile, cudaStream_t stream) {
     constexpr LinearTile kTile = kLinearTiles[kIndex];
     if constexpr (kNormed && !has_normed_kernel(kTile)) {
         return false;
     } else {
         if (!(tile == kTile)) return false;
         if constexpr (kTile.staged) {
-            using Layout = StagedLayout<kTile.row_tiles, kTile.token_tiles, kTile.cluster, kTile.deep, kNormed>;
-            launch_staged<T, Layout>(p, stream);
+            constexpr int kRowTiles = kTile.row_tiles, kTokenTiles = kTile.token_tiles;
+            launch_staged<T, StagedLayout<kRowTiles, kTokenTiles, kTile.cluster, kTile.deep, kNormed, kIsFp8<Params>>>(
+                p, stream);
         } else {
             launch_tile<T, kTile.row_tiles, kNormed>(p, stream);
         }
@@ -306,14 +331,13 @@ bool launch_if_chosen(const LinearParams& p, const LinearTile& tile, cudaStream_
     }
 }
 
-template <typename T, bool kNormed, size_t... kIndices>
-bool launch_chosen(const LinearParams& p, const LinearTile& tile, cudaStream_t stream,
-                   std::index_sequence<kIndices...>) {
+template <typename T, bool kNormed, typename Params, size_t... kIndices>
+bool launch_chosen(const Params& p, const LinearTile& tile, cudaStream_t stream, std::index_sequence<kIndices...>) {
     return (launch_if_chosen<T, kNormed, kIndices>(p, tile, stream) || ...);
 }
 
-template <typename T, bool kNormed>
-void launch_linear_tiles(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
+template <typename T, bool kNormed, typename Params>
+void launch_linear_tiles(const Params& p, const LinearTile& tile, cudaStream_t stream) {
     if (!launch_chosen<T, kNormed>(p, tile, stream, std::make_index_sequence<std::size(kLinearTiles)>()))
         throw std::logic_error("linear: a tile was chosen that is not built");
 }

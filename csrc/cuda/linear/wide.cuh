@@ -9,39 +9,17 @@
 // Where there are few weight rows two CTAs, a cluster, split the slices: the first sends its sums to the second.
 #pragma once
 
+#include "cuda/linear/fp8_weight.cuh"
 #include "cuda/linear/wide_ring.cuh"
 
 namespace tide::cuda {
 
-// The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there. A
-// stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot.
-template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
-__device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
+// The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there.
+// `add_block` adds the products of a block to the sums of its slice.
+template <typename Layout, typename AddBlock, typename Begin>
+__device__ inline void sum_slices(float (&total)[Layout::kSums], int part, int blocks, AddBlock&& add_block,
                                   Begin&& begin) {
-    const uint32_t weight_at = ring.stages + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kLineBytes;
-    const auto release = [&](uint32_t slot) {
-        if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
-    };
-    uint32_t used = ring.count;  // the stage whose products are open; none yet
     float sums[Layout::kAtOnce][Layout::kSums];
-    const auto add_block = [&](float (&to)[Layout::kSums], int block) {
-        wait_bytes(ring.full + ring.slot * 8, ring.phase);
-        const uint64_t a = lines_at(weight_at + ring.slot * kStageBytes);
-        const uint64_t b = lines_at(x_at(block, ring.slot));
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < kBlockColumns / 16; ++k)
-            multiply_lines(to, a + k * kNextColumns, b + k * kNextColumns, T{});
-        close_products();
-        wait_products<Layout::kOpen>();
-        if constexpr (Layout::kOpen == 0) {
-            release(ring.slot);
-        } else {
-            if (used < ring.count) release(used);
-            used = ring.slot;
-        }
-        ring.next();
-    };
 #pragma unroll 1
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
 #pragma unroll
@@ -67,9 +45,92 @@ __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring,
     }
 }
 
+// A stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot.
+template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
+__device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
+                                  Begin&& begin) {
+    const uint32_t weight_at = ring.stages + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kLineBytes;
+    const auto release = [&](uint32_t slot) {
+        if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
+    };
+    uint32_t used = ring.count;  // the stage whose products are open; none yet
+    const auto add_block = [&](float (&to)[Layout::kSums], int block) {
+        wait_bytes(ring.full + ring.slot * 8, ring.phase);
+        const uint64_t a = lines_at(weight_at + ring.slot * kStageBytes);
+        const uint64_t b = lines_at(x_at(block, ring.slot));
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < kBlockColumns / 16; ++k)
+            multiply_lines(to, a + k * kNextColumns, b + k * kNextColumns, T{});
+        close_products();
+        wait_products<Layout::kOpen>();
+        if constexpr (Layout::kOpen == 0) {
+            release(ring.slot);
+        } else {
+            if (used < ring.count) release(used);
+            used = ring.slot;
+        }
+        ring.next();
+    };
+    sum_slices<Layout>(total, part, blocks, add_block, begin);
+}
+
+// The rows of an E4M3 weight that a thread multiplies, and their scales.
+template <typename Layout>
+struct WideScales {
+    const float *upper, *lower;  // of rows g and g + 8 of this warp, in the first column of blocks
+
+    __device__ WideScales(const Fp8LinearParams& p, int64_t first_column) {
+        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+        const auto scales_of = [&](int64_t column,
+                                   int64_t more) {  // rows that do not exist have those of one that does
+            const int64_t row = min(column, p.out_features - 1) + more;
+            return p.scales + static_cast<uint32_t>(row) / p.block_rows * p.scale_stride;
+        };
+        const int64_t column = first_column + (p.gated ? warp * 8 : warp * kTileRows) + g;
+        upper = scales_of(column, 0);
+        lower = p.gated ? scales_of(column, p.out_features) : scales_of(column + 8, 0);
+    }
+};
+
+// sum_blocks() of a weight in E4M3: the other operand of the products is in registers, widened from the stage.
+template <typename Layout, typename XAt, typename Begin>
+__device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums], const Fp8LinearParams& p,
+                                      const WideWork<Layout>& work, XAt&& x_at, Begin&& begin) {
+    using Stage = Fp8Stage<kBlockColumns>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const WideScales<Layout> scales(p, work.first_column);
+    const uint32_t weight_at = work.ring.stages + warp * Stage::kTileBytes;
+    WideRing ring = work.ring;
+    const auto add_block = [&](float (&to)[Layout::kSums], int block) {
+        const int blocks_of_scales =
+            block * kBlockColumns >> p.scale_shift;  // asked for before the weights are awaited
+        const float upper = load_weight_float(scales.upper + blocks_of_scales);
+        const float lower = load_weight_float(scales.lower + blocks_of_scales);
+        wait_bytes(ring.full + ring.slot * 8, ring.phase);
+        const uint32_t from = weight_at + ring.slot * Layout::kStageBytes;
+        const uint64_t b = lines_at(x_at(block, ring.slot));
+        uint4 held[kBlockColumns / 16];
+#pragma unroll
+        for (int pair = 0; pair < Stage::kPairs; ++pair)
+            widen_tile(from + Stage::named(lane, pair), upper, lower, held[2 * pair], held[2 * pair + 1]);
+        pin_registers(held);
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < kBlockColumns / 16; ++k) multiply_held_lines(to, held[k], b + k * kNextColumns);
+        close_products();
+        wait_products<0>();
+        pin_registers(held);
+        pin_registers(to);
+        if (lane == 0) arrive_at(ring.free() + ring.slot * 8);
+        ring.next();
+    };
+    sum_slices<Layout>(total, work.part, work.blocks, add_block, begin);
+}
+
 template <typename Layout>
 __device__ inline void consumer_barrier() {
-    asm volatile("bar.sync 1, %0;" ::"n"(Layout::kConsumers) : "memory");
+    meet_at<1, Layout::kConsumers>();
 }
 
 // From the sums to y, through shared memory so that neighbours are written together.
@@ -111,7 +172,8 @@ __device__ inline void write_sums(const LinearParams& p, int64_t first_column, i
 // The consumer warps. Two CTAs that split the slices meet, all their threads, when the first has handed over its
 // sums. It could release without waiting, but racecheck hangs on a thread that arrives and leaves.
 template <typename T, typename Layout>
-__device__ inline void consume(const LinearParams& p, const WideWork<Layout>& work, char* memory, int partial_offset) {
+__device__ inline void consume(const typename Layout::Params& p, const WideWork<Layout>& work, char* memory,
+                               int partial_offset) {
     wait_for_previous();
     const bool sends = Layout::kSplit > 1 && work.part == 0, receives = Layout::kSplit > 1 && !sends;
     const auto partial_at = [&](int i) { return partial_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
@@ -120,13 +182,17 @@ __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& wo
     };
     WideRing ring = work.ring;
     float total[Layout::kSums];
-    sum_blocks<T, Layout, Layout::kStageBytes>(
-        total, ring, work.part, work.blocks, x_at, [&](float (&sums)[Layout::kSums]) {
-            if (receives) cluster_barrier();
+    const auto begin = [&](float (&sums)[Layout::kSums]) {
+        if (receives) cluster_barrier();
 #pragma unroll
-            for (int i = 0; i < Layout::kSums; ++i)
-                sums[i] = receives ? *reinterpret_cast<float*>(memory + partial_at(i)) : 0.0f;
-        });
+        for (int i = 0; i < Layout::kSums; ++i)
+            sums[i] = receives ? *reinterpret_cast<float*>(memory + partial_at(i)) : 0.0f;
+    };
+    if constexpr (Layout::kFp8) {
+        sum_fp8_blocks<Layout>(total, p, work, x_at, begin);
+    } else {
+        sum_blocks<T, Layout, Layout::kStageBytes>(total, ring, work.part, work.blocks, x_at, begin);
+    }
     if (sends) {
 #pragma unroll
         for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + partial_at(i), 1, total[i]);
@@ -137,7 +203,7 @@ __device__ inline void consume(const LinearParams& p, const WideWork<Layout>& wo
 
 template <typename T, typename Layout>
 __global__ void __launch_bounds__(Layout::kThreads, 1)
-    linear_wide(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weights,
+    linear_wide(const __grid_constant__ typename Layout::Params p, const __grid_constant__ CUtensorMap weights,
                 const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t stages, int ring_bytes) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t tile = blockIdx.x / Layout::kSplit, base = shared_address(memory);
@@ -173,13 +239,17 @@ template <typename T, typename Layout>
 CUtensorMap map_weights(const LinearParams& p) {
     constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     using Size = cuuint64_t;
-    const Size width = static_cast<Size>(p.in_features), row = width * 2, out = static_cast<Size>(p.out_features);
+    const Size width = static_cast<Size>(p.in_features), row = width * (Layout::kFp8 ? 1 : 2),
+               out = static_cast<Size>(p.out_features);
     const Size plain[] = {width, out, 1, 1}, gated[] = {width, 8, 2, out / 8};
     const Size plain_steps[] = {row, row, row}, gated_steps[] = {row, out * row, 8 * row};
     const cuuint32_t plain_box[] = {kBlockColumns, Layout::kRows, 1, 1};
     const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, Layout::kRows / 16};
-    return map_boxes("linear", kDType, p.weight, 4, p.gated ? gated : plain, p.gated ? gated_steps : plain_steps,
-                     p.gated ? gated_box : plain_box);
+    const auto sizes = p.gated ? gated : plain, steps = p.gated ? gated_steps : plain_steps;
+    const auto box = p.gated ? gated_box : plain_box;
+    if (!Layout::kFp8) return map_boxes("linear", kDType, p.weight, 4, sizes, steps, box);
+    return map_boxes("fp8_linear", CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, 4, sizes, steps,
+                     box);
 }
 
 template <typename T, typename Layout>
@@ -193,7 +263,7 @@ CUtensorMap map_x(const LinearParams& p) {
 }
 
 template <typename T, typename Layout>
-void launch_wide(const LinearParams& p, cudaStream_t stream) {
+void launch_wide(const typename Layout::Params& p, cudaStream_t stream) {
     const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
@@ -203,8 +273,8 @@ void launch_wide(const LinearParams& p, cudaStream_t stream) {
     const int ring_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const LaunchShape shape = {row_blocks * token_blocks * Layout::kSplit, Layout::kThreads,
                                ring_bytes + Layout::kPartialBytes + 16 * stages, Layout::kSplit, Effect::kNone};
-    launch("linear", linear_wide<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
-           static_cast<uint32_t>(stages), ring_bytes);
+    launch(Layout::kFp8 ? "fp8_linear" : "linear", linear_wide<T, Layout>, shape, stream, p, weights, xs,
+           static_cast<uint32_t>(token_blocks), static_cast<uint32_t>(stages), ring_bytes);
 }
 
 }  // namespace tide::cuda

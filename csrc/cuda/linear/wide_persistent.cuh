@@ -135,24 +135,25 @@ void launch_persistent(const LinearParams& p, cudaStream_t stream) {
 
 // The kernels of the linear for many rows, by tile.
 
-template <typename T>
-void launch_linear_wide(const LinearParams& p, const WideTile& tile, cudaStream_t stream) {
+template <typename T, typename Params>
+void launch_linear_wide(const Params& p, const WideTile& tile, cudaStream_t stream) {
+    constexpr bool kFp8 = kIsFp8<Params>;
     const bool one = tile.warpgroups == 1, split = tile.split == 2;
-    if (tile.persistent) {
-        if (tile.tokens == 32) return launch_persistent<T, WideLayout<2, 32, 1>>(p, stream);
-        return launch_persistent<T, WideLayout<2, 64, 1>>(p, stream);
+    if constexpr (!kFp8) {  // E4M3 is not for LM heads: its tiles do not stay
+        if (tile.persistent && tile.tokens == 32) return launch_persistent<T, WideLayout<2, 32, 1>>(p, stream);
+        if (tile.persistent) return launch_persistent<T, WideLayout<2, 64, 1>>(p, stream);
     }
     switch (tile.tokens) {
         case 32:
-            if (one) return launch_wide<T, WideLayout<1, 32, 2>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 32, 2>>(p, stream);
-            return launch_wide<T, WideLayout<2, 32, 1>>(p, stream);
+            if (one) return launch_wide<T, WideLayout<1, 32, 2, kFp8>>(p, stream);
+            if (split) return launch_wide<T, WideLayout<2, 32, 2, kFp8>>(p, stream);
+            return launch_wide<T, WideLayout<2, 32, 1, kFp8>>(p, stream);
         case 64:
-            if (one) return launch_wide<T, WideLayout<1, 64, 2>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 64, 2>>(p, stream);
-            return launch_wide<T, WideLayout<2, 64, 1>>(p, stream);
+            if (one) return launch_wide<T, WideLayout<1, 64, 2, kFp8>>(p, stream);
+            if (split) return launch_wide<T, WideLayout<2, 64, 2, kFp8>>(p, stream);
+            return launch_wide<T, WideLayout<2, 64, 1, kFp8>>(p, stream);
         default:
-            return launch_wide<T, WideLayout<2, 128, 1>>(p, stream);
+            return launch_wide<T, WideLayout<2, 128, 1, kFp8>>(p, stream);
     }
 }
 

@@ -1,6 +1,7 @@
 // The memory of the linear for many rows, and the thread that has it filled.
 //
-//     stage:   64 weight rows x 128 bytes for each group of warps, then kTokens rows of x x 128 bytes
+//     stage:   64 weight rows x 128 bytes for each group of warps, then kTokens rows of x x 128 bytes; weights in E4M3
+//              take 64 bytes a row
 //     shared:  the stages, what is handed over, two barriers for each stage (full, free)
 //
 // A gated weight comes as 8 rows of the gate, the 8 rows of up that belong to them, and so on: a thread has both.
@@ -14,8 +15,10 @@
 
 namespace tide::cuda {
 
-template <int kWarpgroups_, int kTokens_, int kSplit_>
+template <int kWarpgroups_, int kTokens_, int kSplit_, bool kFp8_ = false>
 struct WideLayout {
+    static constexpr bool kFp8 = kFp8_;
+    using Params = std::conditional_t<kFp8, Fp8LinearParams, LinearParams>;
     static constexpr int kWarpgroups = kWarpgroups_, kTokens = kTokens_, kSplit = kSplit_;
     static constexpr int kRows = kWarpgroups * kWarpgroupRows;
     static constexpr int kConsumers = kWarpgroups * kWarpgroupThreads;
@@ -23,15 +26,17 @@ struct WideLayout {
     static constexpr int kOwnSlices = kSlices / kSplit;
     static constexpr int kAtOnce = std::min(kOwnSlices, 128 / kSums);
     static constexpr int kPasses = kOwnSlices / kAtOnce;
-    static_assert(kSplit == 1 || kPasses == 1);         // the second CTA cannot add before the first is done
-    static constexpr int kOpen = kTokens > 64 ? 1 : 0;  // blocks whose products go on while the next one is awaited
-    static constexpr int kXOffset = kRows * kLineBytes;
+    static_assert(kSplit == 1 || kPasses == 1);  // the second CTA cannot add before the first is done
+    // Blocks whose products go on while the next one is awaited. E4M3 is widened to registers that products read.
+    static constexpr int kOpen = kTokens > 64 && !kFp8 ? 1 : 0;
+    static constexpr int kRowBytes = kFp8 ? kBlockColumns : kLineBytes;  // of the weight in a stage
+    static constexpr int kXOffset = kRows * kRowBytes;
     static constexpr int kStageBytes = kXOffset + kTokens * kLineBytes;
     static constexpr int kSumStride = kRows + 4;  // floats, where outputs are put in order; the 4 are for the banks
     static constexpr int kSumBytes = kTokens * kSumStride * 4;
     static constexpr int kPartialBytes = kSplit > 1 ? kSums * kConsumers * 4 : 0;
     // Registers are dealt out to four warps at a time. Where the products need many, the others give theirs away.
-    static constexpr int kRegisters = (kAtOnce + (kPasses > 1)) * kSums + 32;  // about
+    static constexpr int kRegisters = (kAtOnce + (kPasses > 1)) * kSums + (kFp8 ? 56 : 32);  // about
     static constexpr bool kGivesAway = kWarpgroups == 2 && kRegisters > 160;
     static constexpr int kThreads = kConsumers + (kGivesAway ? kWarpgroupThreads : 32);
 };

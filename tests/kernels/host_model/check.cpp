@@ -1,5 +1,5 @@
 // Launches as the arguments say, on a runtime that is a model; prints an answer for each question.
-//   publishes S, writes S, none S    a launch on stream S
+//   publishes S, writes S, none S, weights S   a launch on stream S
 //   cluster S N                      one with clusters of N
 //   pool S P                         what was launched last writes new tokens to pool P
 //   new-tokens S P                   the same, and it publishes what was before it
@@ -70,6 +70,7 @@ int main(int count, char** words) {
             if (word == "publishes") run(Effect::kPublishes);
             if (word == "writes") run(Effect::kWrites);
             if (word == "none") run(Effect::kNone);
+            if (word == "weights") run(Effect::kWeights);
             if (word == "cluster") run(Effect::kNone, static_cast<int>(number()));
             if (word == "arch") std::printf("%d\n", current_device("op").arch);
             if (word == "sm90a") answer(current_device("op").sm90a);

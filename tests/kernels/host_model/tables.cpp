@@ -1,6 +1,9 @@
 // Prints tables of the host side, one line each.
 //   plan ROWS DRAFTS BRANCH_SIZE   where each part of a cycle's plan begins, and how long its buffers are
 //   tiles ARCH SHARED NORMED       the tiles of the linear for few rows that are built, then those that are chosen
+//   fp8 COLUMNS                    of a stage of E4M3 weights: bytes of a tile and copies; row, vector and place of
+//   what
+//                                  each lane copies first; the places that each lane names, a line for 32 columns
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +13,7 @@
 
 #include "cuda/cycle/plan_layout.h"
 #include "cuda/linear/choice.h"
+#include "cuda/linear/fp8_stage.h"
 
 using namespace tide::cuda;
 
@@ -59,10 +63,25 @@ static void print_tiles(int arch, int shared_bytes, bool normed) {
     for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
 }
 
+template <int kColumns>
+static void print_fp8() {
+    using Stage = Fp8Stage<kColumns>;
+    std::printf("%d %d\n", Stage::kTileBytes, Stage::kCopies);
+    for (int lane = 0; lane < 32; ++lane) {
+        const int row = Stage::copied_row(lane), vector = Stage::copied_vector(lane);
+        std::printf("%d %d %d ", row, vector, Stage::offset(row, vector));
+    }
+    for (int pair = 0; pair < Stage::kPairs; ++pair) {
+        std::puts("");
+        for (int lane = 0; lane < 32; ++lane) std::printf("%d ", Stage::named(lane, pair));
+    }
+}
+
 int main(int, char** words) {
     const auto number = [&](int at) { return std::atoi(words[at]); };
     if (std::strcmp(words[1], "plan") == 0) print_plan(number(2), number(3), number(4));
     if (std::strcmp(words[1], "tiles") == 0) print_tiles(number(2), number(3), number(4) != 0);
+    if (std::strcmp(words[1], "fp8") == 0) number(2) == 64 ? print_fp8<64>() : print_fp8<32>();
 }
 namespace tide::cuda {
 const void* portable_probe() {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.checks import Faults
+from tide_core.kernels.fp8 import Fp8Weight
 from tide_core.kernels.reference.ops import Norm, RouterWeights, Top2
 
 MAX_HEAD_DIM = 256
@@ -42,6 +43,63 @@ def linear_faults(
         yield checks.float_fault("residual", residual, x.dtype, device)
         yield checks.shape_fault("residual", residual, (*x.shape[:-1], width), "[..., N]")
         yield rows_fault("residual", residual)
+
+
+def fp8_linear_faults(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    norm: Norm | None,
+    device: torch.device,
+) -> Faults:
+    yield checks.float_fault("x", x, None, device)
+    yield fp8_states_fault(x)
+    yield from fp8_weight_faults(weight, device)
+    yield checks.width_fault("x", x, weight.shape[1], "weight", weight.values)
+    yield checks.unit_stride_fault("x", x)
+    if gated and weight.shape[0] % 2:
+        yield checks.shape_error("weight", weight.values, "[2 N, K]: as many rows of the gate as of up")
+    if bias is not None:
+        yield from checks.exact_faults("bias", bias, x.dtype, (weight.shape[0],), "[N]", device)
+    if norm is not None:
+        yield from checks.exact_faults("norm", norm[0], x.dtype, (x.shape[-1],), "[K]", device)
+    if residual is not None:
+        width = weight.shape[0] // 2 if gated else weight.shape[0]
+        yield checks.float_fault("residual", residual, x.dtype, device)
+        yield checks.shape_fault("residual", residual, (*x.shape[:-1], width), "[..., N]")
+        yield rows_fault("residual", residual)
+
+
+def fp8_weight_faults(weight: Fp8Weight, device: torch.device) -> Faults:
+    yield checks.device_fault("weight", weight.values, device)
+    yield checks.device_fault("weight.scales", weight.scales, device)
+    yield packing_fault(weight)
+    if not weight.packed:
+        yield ValueError("weight: got columns in their own order, expected a matrix from cuda.fp8.packed")
+    yield checks.contiguous_fault("weight", weight.values)
+    yield checks.unit_stride_fault("weight.scales", weight.scales)
+    if weight.values.data_ptr() % 16:
+        yield ValueError("weight: got an address that is no multiple of 16 bytes")
+
+
+def packing_fault(weight: Fp8Weight) -> ValueError | None:
+    """Why the kernels cannot read a matrix of this width or with these blocks, packed or not; or None."""
+    columns, block = weight.shape[1], weight.block_columns
+    if columns == 0 or columns % 16:
+        return ValueError(f"weight: got {columns} columns in 8 bits, expected a multiple of 16")
+    if block < columns and (block < 64 or block & (block - 1)):
+        return ValueError(
+            f"weight: got scales of {block} columns, expected a power of two from 64 on, or all {columns}"
+        )
+    return None
+
+
+def fp8_states_fault(x: Tensor) -> TypeError | None:
+    if x.dtype is torch.bfloat16:
+        return None
+    return TypeError(f"x: got {x.dtype}, expected torch.bfloat16 with a weight in 8 bits")
 
 
 def silu_mul_faults(gate: Tensor, up: Tensor, device: torch.device) -> Faults:

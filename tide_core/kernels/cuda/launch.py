@@ -32,6 +32,14 @@ def fast_for_many_rows(device: torch.device) -> bool:
     return fast
 
 
+@functools.cache
+def reads_fp8(device: torch.device) -> bool:
+    """Whether our linear reads weights in 8 bits there; else they are widened first."""
+    with torch.cuda.device(device):
+        reads: bool = module().reads_fp8()
+    return reads
+
+
 def device_of(tensor: Tensor) -> torch.device:
     """The device of a call: the GPU of its first tensor, or any GPU if that is on none."""
     return tensor.device if tensor.is_cuda else torch.device("cuda")

@@ -14,6 +14,7 @@ from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.attention import attention_workspace, paged_attention, rotary, rotary_write, write_kv
 from tide_core.kernels.cuda.exits import Scratch, embed, exit_input, router, scatter_rows, top2_logsumexp
+from tide_core.kernels.cuda.fp8 import fp8_linear, widen_fp8
 from tide_core.kernels.cuda.joined import attend_joined, supports_joined
 from tide_core.kernels.cuda.launch import (
     MOST_ROWS,
@@ -22,9 +23,11 @@ from tide_core.kernels.cuda.launch import (
     fast_for_many_rows,
     launch,
     ptr,
+    reads_fp8,
     result,
     row_stride,
 )
+from tide_core.kernels.fp8 import Fp8Weight
 from tide_core.kernels.reference import ops as reference
 from tide_core.kernels.reference.ops import Norm
 
@@ -34,6 +37,7 @@ __all__ = [
     "attention_workspace",
     "embed",
     "exit_input",
+    "fp8_linear",
     "fused_linear_of_any",
     "linear",
     "linear_of_any",
@@ -47,6 +51,7 @@ __all__ = [
     "supports",
     "supports_joined",
     "top2_logsumexp",
+    "widen_fp8",
     "write_kv",
 ]
 
@@ -57,7 +62,7 @@ WIDEST_NORMED = 2048
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
@@ -69,8 +74,13 @@ def linear(
 
     `residual` may be `out`. A norm is worked into the products: its weight meets `x` in one rounding, the factor of the
     row meets the float32 sum. In float16 that could overflow, so there it is an op of its own with a result of its own.
+    A weight in 8 bits is packed (`cuda.fp8`), its states are bfloat16, and the bits are those of the widened matrix.
     """
     device = device_of(x)
+    if isinstance(weight, Fp8Weight):
+        if reads_fp8(device):
+            return fp8_linear(x, weight, bias, residual=residual, gated=gated, norm=norm, out=out)
+        weight = _widened(x, weight)
     checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, norm, device))
     if norm is not None and x.dtype is torch.float16:
         x, norm = rms_norm(x, *norm), None
@@ -102,14 +112,14 @@ def linear(
     return y
 
 
-def linear_of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_of_any(x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """Our `linear`, or Torch's where ours is slow for so many rows."""
-    return linear(x, weight, bias) if _is_ours(x) else F.linear(x, weight, bias)
+    return linear(x, weight, bias) if _is_ours(x) else F.linear(x, _widened(x, weight), bias)
 
 
 def fused_linear_of_any(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
@@ -122,7 +132,16 @@ def fused_linear_of_any(
         x, norm = rms_norm(x, *norm), None
     if _is_ours(x):
         return linear(x, weight, bias, residual=residual, gated=gated, norm=norm)
-    return reference.fused_linear(x if norm is None else rms_norm(x, *norm), weight, bias, residual, gated)
+    x = x if norm is None else rms_norm(x, *norm)
+    return reference.fused_linear(x, _widened(x, weight), bias, residual, gated)
+
+
+def _widened(x: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
+    """As a tensor, for states `x`: one in 8 bits is widened into memory of this call."""
+    if isinstance(weight, Tensor):
+        return weight
+    checks.refuse([cuda_checks.fp8_states_fault(x)])
+    return widen_fp8(weight)
 
 
 def _is_ours(x: Tensor) -> bool:

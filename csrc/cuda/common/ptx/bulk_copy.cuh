@@ -29,8 +29,8 @@ __device__ inline int line_offset(int rows, int row, int vector) {
 
 // `dims` dimensions, the first without gaps: `sizes` and `box` in elements, `strides` in bytes, of all but the first.
 // What a box has outside of the sizes arrives as zeros.
-inline CUtensorMap map_boxes(const char* op, DType dtype, const void* data, int dims, const cuuint64_t* sizes,
-                             const cuuint64_t* strides, const cuuint32_t* box) {
+inline CUtensorMap map_boxes(const char* op, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
+                             int dims, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
     static const auto encode = [&] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult result = {};
@@ -43,14 +43,20 @@ inline CUtensorMap map_boxes(const char* op, DType dtype, const void* data, int 
         if (found == nullptr) throw std::runtime_error(std::string(op) + ": the driver knows no tensor maps");
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
     }();
-    const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const cuuint32_t steps[] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     if (encode(&map, type, static_cast<cuuint32_t>(dims), const_cast<void*>(data), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         throw std::runtime_error(std::string(op) + ": the driver refused a tensor map");
     return map;
+}
+
+// The same of half-width numbers in swizzled lines.
+inline CUtensorMap map_boxes(const char* op, DType dtype, const void* data, int dims, const cuuint64_t* sizes,
+                             const cuuint64_t* strides, const cuuint32_t* box) {
+    const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    return map_boxes(op, type, CU_TENSOR_MAP_SWIZZLE_128B, data, dims, sizes, strides, box);
 }
 
 // A pool of `size` contiguous rows of `width` elements, a multiple of 64, read `rows` at a time.

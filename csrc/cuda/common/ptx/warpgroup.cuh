@@ -21,6 +21,12 @@ __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
+// Waits for the others of `kThreads` threads at barrier kBarrier of the CTA; 0 is that of __syncthreads().
+template <int kBarrier, int kThreads>
+__device__ inline void meet_at() {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // The descriptor of lines that begin at `address`: swizzled, 8 rows in 1024 bytes, the next 8 rows
 // `eights` times as far.
 __device__ inline uint64_t lines_at(uint32_t address, int eights = 1) {
@@ -116,6 +122,27 @@ __device__ inline void multiply_held(float (&c)[32], const uint4& a, uint64_t b,
     TIDE_HELD_PRODUCT("f16");
 }
 #undef TIDE_HELD_PRODUCT
+
+// c += a b with 16 columns of a in registers, as above, and b in lines.
+#define TIDE_HELD_LINES(tokens, numbers, more, ...)                                                             \
+    asm volatile(                                                                                               \
+        "{ .reg .pred add; setp.eq.u32 add, 0, 0; "                                                             \
+        "wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32.bf16.bf16 {" numbers "}, " more ", add, 1, 1, 0; }" \
+        : __VA_ARGS__                                                                                           \
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b))
+__device__ inline void multiply_held_lines(float (&c)[16], const uint4& a, uint64_t b) {
+    TIDE_HELD_LINES("32", TIDE_NUMBERS_32, "{%16, %17, %18, %19}, %20", TIDE_EIGHT(c, 0), TIDE_EIGHT(c, 8));
+}
+__device__ inline void multiply_held_lines(float (&c)[32], const uint4& a, uint64_t b) {
+    TIDE_HELD_LINES("64", TIDE_NUMBERS_64, "{%32, %33, %34, %35}, %36", TIDE_EIGHT(c, 0), TIDE_EIGHT(c, 8),
+                    TIDE_EIGHT(c, 16), TIDE_EIGHT(c, 24));
+}
+__device__ inline void multiply_held_lines(float (&c)[64], const uint4& a, uint64_t b) {
+    TIDE_HELD_LINES("128", TIDE_NUMBERS_128, "{%64, %65, %66, %67}, %68", TIDE_EIGHT(c, 0), TIDE_EIGHT(c, 8),
+                    TIDE_EIGHT(c, 16), TIDE_EIGHT(c, 24), TIDE_EIGHT(c, 32), TIDE_EIGHT(c, 40), TIDE_EIGHT(c, 48),
+                    TIDE_EIGHT(c, 56));
+}
+#undef TIDE_HELD_LINES
 #undef TIDE_EIGHT
 #undef TIDE_PRODUCT
 #undef TIDE_NUMBERS_32

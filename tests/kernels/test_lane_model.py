@@ -1,0 +1,69 @@
+"""Linears on a software model of a GPU's lanes: E4M3 weights give the bits of the matrix that they stand for.
+
+The sources are the real ones; `lane_model/` has copies, barriers, matrix loads, products and the copy engine in place
+of the instructions. Sums within a product are the model's own, so bits are compared on the model alone. Clusters are
+not modelled.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = Path(__file__).parent / "lane_model"
+TILES = ("1", "2", "1short", "2short")
+"""Tiles of 8 rows of x: weight tiles, and whether all of x is asked for at once."""
+STAGED = ("2x2", "4x1", "3x4", "2x8")
+"""Through shared memory: weight tiles x tiles of 8 rows; the first has stages of 64 columns, the others of 32."""
+WIDE = ("wide 32", "wide 64", "wide 128")
+ROWS_SCALED, ALL_COLUMNS = 1, 31
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler, nvcc = shutil.which("c++"), shutil.which("nvcc")
+    folders = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
+    include = next((f for f in (*folders, Path("/usr/local/cuda/include")) if (f / "cuda_bf16.h").exists()), None)
+    if compiler is None or include is None:
+        pytest.skip("no C++ compiler or no CUDA headers")
+    program = tmp_path_factory.mktemp("lane_model") / "check"
+    command = [compiler, "-std=c++17", "-O1", "-w", "-include", str(MODEL / "lanes.h"), f"-I{MODEL}"]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{include}"]
+    subprocess.run([*command, str(MODEL / "check.cpp"), "-o", str(program)], check=True)
+    return program
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kernel", [*TILES, *STAGED, *WIDE])
+@pytest.mark.parametrize(
+    ("rows", "columns", "outputs", "block_rows", "shift", "gated", "normed"),
+    [
+        (3, 80, 21, ROWS_SCALED, ALL_COLUMNS, False, False),
+        (9, 592, 56, 128, 7, True, False),
+        (17, 1168, 37, 100, 6, False, True),
+        (70, 528, 24, ROWS_SCALED, ALL_COLUMNS, True, True),
+        (20, 1040, 136, 128, 7, False, False),
+    ],
+)
+def test_e4m3_weights_give_the_bits_of_their_matrix(
+    check: Path,
+    kernel: str,
+    rows: int,
+    columns: int,
+    outputs: int,
+    block_rows: int,
+    shift: int,
+    gated: bool,
+    normed: bool,
+) -> None:
+    """Which are near those in double precision."""
+    normed = normed and kernel not in WIDE  # never chosen with a norm
+    words = [kernel, *map(str, (rows, columns, outputs, block_rows, shift, int(gated), int(normed)))]
+    done = subprocess.run([str(check), *words], capture_output=True, text=True, timeout=500, check=True)
+    differ, off = done.stdout.split()
+    assert int(differ) == 0
+    assert float(off) < 0.02

@@ -1,0 +1,88 @@
+"""Linears of weights in 8 bits. They have the bits of `cuda.ops.linear` with the widened matrix, for any rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from tide_core.kernels import checks
+from tide_core.kernels.cuda import checks as cuda_checks
+from tide_core.kernels.cuda.launch import as_rows, device_of, launch, ptr, result, row_stride
+from tide_core.kernels.fp8 import Fp8Weight, packed_values
+from tide_core.kernels.reference.ops import Norm
+
+_WHOLE_ROWS = 31
+"""`kWholeRows` of csrc/cuda/linear/linear.h: the scales are those of whole rows."""
+
+
+def packed(weight: Fp8Weight) -> Fp8Weight:
+    """A copy whose columns lie as the kernels read them. ValueError names what they cannot read."""
+    checks.refuse([cuda_checks.packing_fault(weight)])
+    if weight.packed:
+        return weight
+    return dataclasses.replace(weight, values=packed_values(weight.values), packed=True)
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    norm: Norm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`cuda.ops.linear` of a packed weight, on a GPU that `reads_fp8`. `x` that is not in whole vectors is copied."""
+    device = device_of(x)
+    checks.refuse(cuda_checks.fp8_linear_faults(x, weight, bias, residual, gated, norm, device))
+    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = result(out, x, (*x.shape[:-1], out_features), device)
+    if y.numel():
+        x, rows = as_rows(x), as_rows(y)
+        if x.data_ptr() % 16 or row_stride(x) % 8:
+            x = x.clone(memory_format=torch.contiguous_format)
+        added = None if residual is None else as_rows(residual)
+        factors = None if norm is None else norm[0] if norm[0].data_ptr() % 16 == 0 else norm[0].clone()
+        launch(
+            device,
+            "fp8_linear",
+            ptr(x),
+            *_arguments(weight),
+            ptr(bias),
+            ptr(factors),
+            ptr(added),
+            ptr(rows),
+            rows.shape[0],
+            x.shape[1],
+            out_features,
+            row_stride(x),
+            row_stride(rows),
+            0 if added is None else row_stride(added),
+            0.0 if norm is None else norm[1],
+            gated,
+        )
+    return y
+
+
+def widen_fp8(weight: Fp8Weight, *, out: Tensor | None = None) -> Tensor:
+    """The matrix that `fp8_linear` multiplies with, in bfloat16 [N, K]. A linear of ours may follow in a graph: it
+    starts when this has ended."""
+    device = device_of(weight.values)
+    checks.refuse(cuda_checks.fp8_weight_faults(weight, device))
+    checks.refuse(cuda_checks.out_faults("out", out, torch.bfloat16, tuple(weight.shape), device))
+    y = torch.empty(weight.shape, dtype=torch.bfloat16, device=device) if out is None else out
+    checks.refuse([checks.contiguous_fault("out", y)])
+    if y.numel():
+        launch(device, "widen_fp8", *_arguments(weight), ptr(y), *y.shape)
+    return y
+
+
+def _arguments(weight: Fp8Weight) -> tuple[int, int, int, int, int]:
+    """Addresses of weight and scales, the stride of the scales, rows of a block, and columns as a shift."""
+    columns = weight.shape[1]
+    shift = _WHOLE_ROWS if weight.block_columns >= columns else weight.block_columns.bit_length() - 1
+    scale_stride = weight.scales.stride(0) if weight.scales.shape[0] > 1 else weight.scales.shape[1]
+    return ptr(weight.values), ptr(weight.scales), scale_stride, weight.block_rows, shift
