@@ -47,7 +47,6 @@ def test_every_part_runs_and_the_report_has_all_conditions(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantised, "LEAST_RATIO", 0.0)
-    monkeypatch.setattr(quantised, "MOST_MEMORY", 2.0)  # both processes are little but libraries
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the dog went home " * 8)
     code, out, err = run(f"--json --text {text}")
