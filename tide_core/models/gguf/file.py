@@ -161,6 +161,23 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise ModelError(f"{self.path}: {what}", f"byte {error.object[error.start]:#04x}", "UTF-8 text") from error
 
+    def texts(self, count: int, what: str) -> list[Scalar]:
+        """`text` many times, for a vocabulary. Each takes 8 bytes or more, so a bad count fails soon."""
+        found: list[Scalar] = []
+        read, unpack = self.stream.read, struct.Struct("<Q").unpack
+        for _ in range(count):
+            try:
+                (length,) = unpack(read(8))
+                data = read(min(length, self.size))
+                found.append(data.decode())
+            except (struct.error, UnicodeDecodeError):
+                length, data = 0, None
+            if data is None or len(data) != length:
+                self.stream.seek(self.position)
+                self.text(what)  # it says what is wrong
+            self.position += 8 + length
+        return found
+
     def value(self, key: str) -> Value:
         kind = self.number("I", key)
         if kind != ARRAY_TYPE:
@@ -169,7 +186,7 @@ class _Cursor:
 
     def values(self, kind: int, count: int, key: str) -> list[Scalar]:
         if kind == STRING_TYPE:
-            return [self.text(key) for _ in range(count)]  # each takes 8 bytes or more, so a bad count fails soon
+            return self.texts(count, key)
         if kind not in SCALAR_CODES:
             raise ModelError(f"{self.path}: {key}", kind, "a value type of the GGUF format (no arrays of arrays)")
         code = SCALAR_CODES[kind]
