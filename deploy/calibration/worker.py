@@ -17,6 +17,7 @@ from deploy.calibration.settings import JobSettings
 from deploy.object_store import is_url
 from deploy.weights import local_model
 from tide_core.errors import ConfigError
+from tide_core.models.quick_start import quick_start
 
 if TYPE_CHECKING:
     from tide_core.calibration.executor import ModelInfo, StageContext
@@ -84,13 +85,14 @@ def load_context(
         raise ConfigError(
             "storage", place, f"a folder that every node sees; node {node} does not see run {settings.name}"
         )
-    loaded = load(
-        local_model(settings.model),
-        dtype=settings.dtype,
-        device=settings.device,
-        quantization=settings.quantization,
-        threads=settings.threads,
-    )
+    with quick_start():
+        loaded = load(
+            local_model(settings.model),
+            dtype=settings.dtype,
+            device=settings.device,
+            quantization=settings.quantization,
+            threads=settings.threads,
+        )
     context = StageContext(
         settings.config, loaded.model, loaded.tokenizer, loaded.identity, files, group or SINGLE_PROCESS
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
@@ -10,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.runners import HANG_S
 from tests.evaluation.on_disk import save_model
 from tests.factories import make_config
 from tide_core.cli import runs
 from tide_core.errors import ModelError
+from tide_core.models.quick_start import quick_start
 
 OPEN = """
 import sys
@@ -86,3 +89,30 @@ def test_files_are_looked_for_while_torch_is_imported_not_after(monkeypatch: pyt
 def test_a_model_that_is_not_there_is_refused_as_ever(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="an existing folder"):
         runs.open_engine(make_config(model=str(tmp_path / "nothing")))
+
+
+def test_two_threads_leave_everything_as_it_was() -> None:
+    known, inside = torch.distributed.is_available, threading.Barrier(2)
+
+    def start() -> None:
+        inside.wait(HANG_S)
+        with quick_start():
+            assert not torch.distributed.is_available()
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert torch.distributed.is_available is known
+
+
+def test_a_collector_that_rests_goes_on_resting() -> None:
+    gc.disable()
+    try:
+        with quick_start(), quick_start():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import FAMILIES, tiny_model
+from tide_core.errors import ConfigError, ModelError
 from tide_core.models import loader, streamed
 from tide_core.models.resolver import ResolvedModel
 from tide_core.models.streamed import can_be_streamed, load_streamed
@@ -69,6 +72,39 @@ def test_one_file_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values()
     assert (opened, num_open) == (len(set(files)), 0)
     assert opened > 2, "each file is read once"
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_stored_head_that_is_not_the_embedding_stays_though_the_config_ties_them(other: bool, tmp_path: Path) -> None:
+    tiny_model("llama_tied").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0) if other else tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": head.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    got: Any = load_streamed(tmp_path, "tied", dtype=torch.float32, place=CPU, scheme=None, fp8=False)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(got.lm_head.weight, head)
+    assert torch.equal(got.lm_head.weight, expected.lm_head.weight)
+    assert (got.lm_head.weight is got.model.embed_tokens.weight) == (not other)
+
+
+def test_a_model_whose_linears_are_not_known_is_not_rounded_in_silence(tmp_path: Path) -> None:
+    tiny_model("falcon_new_layout").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"quantization: got 'fp8'.*Falcon"):
+        load_streamed(tmp_path, "falcon", dtype=torch.bfloat16, place=CPU, scheme=None, fp8=True)
+
+
+def test_a_device_that_runs_out_of_memory_is_an_error_with_the_models_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+
+    def read(reader: object, key: str) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no 2 GiB are free")
+
+    monkeypatch.setattr(loader, "torch_device", lambda device: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(streamed._Reader, "read", read)
+    with pytest.raises(ModelError, match="model large: got 'OutOfMemoryError: no 2 GiB"):
+        loader.load_model(ResolvedModel(tmp_path, "large", "folder"), dtype="bfloat16", device="cuda")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -11,7 +11,6 @@ from tide_core.calibration.ledger import check_output
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.config import AUTO, DTYPE_CHOICES, QUANTIZATIONS
 from tide_core.errors import ConfigError
-from tide_core.models.quick_start import quick_start
 
 if TYPE_CHECKING:
     from tide_core.calibration.pipeline import CalibrationResult
@@ -86,9 +85,8 @@ def load(
     if threads is not None:
         use_threads(threads)
     resolved = resolve(model)
-    with quick_start():
-        loaded = load_model(resolved, dtype=dtype, device=device, quantization=quantization)
-        tokenizer = load_tokenizer(resolved)
+    loaded = load_model(resolved, dtype=dtype, device=device, quantization=quantization)
+    tokenizer = load_tokenizer(resolved)
     name = model if resolved.source in ("demo", "hub") else resolved.name
     return Loaded(loaded, tokenizer, identify(loaded, tokenizer, resolved), name)
 

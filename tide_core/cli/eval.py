@@ -52,6 +52,9 @@ def evaluate(
         int | None, typer.Option(help="Drafts per cycle; default: as many as pay on this machine.")
     ] = SETTINGS.drafts,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = SETTINGS.dtype,
+    quantization: Annotated[
+        str, typer.Option(help="auto, none or fp8, as for generate: an artefact fits the weights it was made with.")
+    ] = SETTINGS.quantization,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = SETTINGS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -75,6 +78,7 @@ def evaluate(
         artefact=artefact,
         drafts=drafts,
         dtype=dtype,
+        quantization=quantization,
         device=device,
         num_threads=threads,
         max_rows=AUTO if batch <= LEAST_AUTO_ROWS else batch,

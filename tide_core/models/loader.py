@@ -73,37 +73,37 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization
         logger.warning("quantization fp8 on a cpu: no kernel reads 8 bits there, every product widens its matrix first")
     if scheme is not None and not keep and place.type == "cuda":
         logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
-    with _quiet():
-        if scheme is not None or (place.type == "cuda" and can_be_streamed(resolved.path)):
-            fp8 = keep if scheme is not None else quantization == "fp8"
-            return load_streamed(resolved.path, resolved.name, dtype=chosen, place=place, scheme=scheme, fp8=fp8)
-    return _load_by_library(resolved, chosen, place, fp8=quantization == "fp8")
+    try:
+        with _quiet():
+            if scheme is not None or (place.type == "cuda" and can_be_streamed(resolved.path)):
+                fp8 = keep if scheme is not None else quantization == "fp8"
+                return load_streamed(resolved.path, resolved.name, dtype=chosen, place=place, scheme=scheme, fp8=fp8)
+            return _load_by_library(resolved, chosen, place, fp8=quantization == "fp8")
+    except (ModelError, ConfigError):
+        raise
+    except Exception as error:
+        # from_pretrained raises many types, from KeyError to SafetensorError, a device torch.OutOfMemoryError; all mean
+        # that the model cannot be loaded.
+        raise ModelError(f"model {resolved.name}", one_line(error), "a model transformers can load") from error
 
 
 def _load_by_library(resolved: ResolvedModel, dtype: torch.dtype, place: torch.device, *, fp8: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    try:
-        with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                resolved.path,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                # Other shapes are then reported to check_keys, which names them.
-                ignore_mismatched_sizes=True,
-            )
-            check_keys(resolved.name, info)
-            if fp8:
-                quantise_layers(model, place)
-            model = model.to(place)
-    except (ModelError, ConfigError):
-        raise
-    except Exception as error:
-        # from_pretrained raises many types, from KeyError to SafetensorError; all mean that the model cannot be loaded.
-        raise ModelError(f"model {resolved.name}", one_line(error), "a model transformers can load") from error
+    model, info = AutoModelForCausalLM.from_pretrained(
+        resolved.path,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        # Other shapes are then reported to check_keys, which names them.
+        ignore_mismatched_sizes=True,
+    )
+    check_keys(resolved.name, info)
+    if fp8:
+        quantise_layers(model, place)
+    model = model.to(place)
     model.requires_grad_(False)
     return model.eval()
 

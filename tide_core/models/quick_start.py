@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +20,13 @@ from typing import Any
 COMPILER = "torch._dynamo"
 MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 """Decorators that change nothing where nothing is compiled."""
+_one_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
 def quick_start() -> Iterator[None]:
-    """While the libraries are imported and the model is loaded."""
-    with _no_collections():
+    """While the libraries are imported and the model is loaded. One thread at a time: it changes modules of all."""
+    with _one_at_a_time, _no_collections():
         import torch
 
         with _no_compiler(torch), _no_distribution(torch):
@@ -35,12 +37,14 @@ def quick_start() -> Iterator[None]:
 def _no_collections() -> Iterator[None]:
     """Collections of garbage find none among modules, and take a fifth of the time; what was imported is never looked
     at again."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 class _Marks(ModuleType):

@@ -22,7 +22,7 @@ from tide_core.errors import ModelError, one_line
 from tide_core.kernels.fp8 import Fp8Weight, quantised_by_row
 from tide_core.models.checkpoint import STORED, StoredTensor, stored_tensors
 from tide_core.models.folder import check_keys
-from tide_core.models.fp8.layers import check_numbers, layer_linears
+from tide_core.models.fp8.layers import check_numbers, layer_linears, refuse_rounding
 from tide_core.models.fp8.scheme import BLOCK, IGNORED, Fp8Scheme
 from tide_core.models.quantised import Fp8Linear
 from tide_core.models.without_data import fill_computed, model_without_data, refuse_unfilled
@@ -64,6 +64,8 @@ def load_streamed(
     stored = stored_tensors(folder)
     pieces = _pieces(model, stored, scheme, name)
     in_8_bits = {f"{path}.weight" for path, _ in layer_linears(model)} if fp8 else set()
+    if fp8 and scheme is None and not in_8_bits:
+        refuse_rounding(model)
     reader = _Reader(stored, place)
     try:
         for piece in sorted(pieces, key=lambda piece: stored[piece.source].path):
@@ -150,7 +152,7 @@ def _pieces(model: Any, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | 
         tensor, piece = stored[key], _target(key, state)
         if piece is None:
             unexpected.append(key)
-        elif piece.target in tied:
+        elif piece.target in tied and tied[piece.target] not in stored:
             unused -= {f"{key.rpartition('.')[0]}.{each}" for each in scale_names}
         elif tensor.shape != piece.shape:
             mismatched.append(f"{key} (got {list(tensor.shape)}, expected {list(piece.shape)})")
@@ -159,7 +161,7 @@ def _pieces(model: Any, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | 
             pieces.append(replace(piece, scales=scales))
             used.add(scales)
     # What has another shape is not missing.
-    missing = [] if mismatched else _missing(pieces, state, tied)
+    missing = [] if mismatched else _missing(pieces, state, set(tied))
     unexpected += sorted(unused - used)
     check_keys(name, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched})
     return pieces
@@ -269,14 +271,21 @@ def _dtype_of(model: Any, target: str) -> torch.dtype:
     return torch.float32 if names & set(target.split(".")) else dtype
 
 
-def _tied(model: Any) -> set[str]:
-    """Names of tensors that are others under a second name, whether or not the checkpoint has them again."""
+def _tied(model: Any) -> dict[str, str]:
+    """Names of tensors that are others under a second name, and those others."""
     if not model.config.tie_word_embeddings:
-        return set()
-    head = model.get_output_embeddings()
-    return {f"{name}.weight" for name, module in model.named_modules() if module is head}
+        return {}
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    head, embedding = (names.get(id(each)) for each in (model.get_output_embeddings(), model.get_input_embeddings()))
+    return {head: embedding} if head is not None and embedding is not None else {}
 
 
 def _tie(model: Any) -> None:
-    if model.config.tie_word_embeddings:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    """As transformers does: a head that the checkpoint has, too, and that differs, stays."""
+    if not model.config.tie_word_embeddings:
+        return
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight.is_meta or torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+    else:
+        log.warning("config.json ties the head to the embedding, but the checkpoint has another one: it stays")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -41,9 +41,13 @@ def quantise_layers(model: Any, place: torch.device) -> int:
         bias = None if linear.bias is None else linear.bias.detach().to(where)
         model.set_submodule(name, Fp8Linear(weight, bias))
     if not names:
-        expected = f"auto or none with {type(model).__name__}, whose layers have no linears that are known as such"
-        raise ConfigError("quantization", "fp8", expected)
+        refuse_rounding(model)
     return len(names)
+
+
+def refuse_rounding(model: Any) -> NoReturn:
+    expected = f"auto or none with {type(model).__name__}, whose layers have no linears that are known as such"
+    raise ConfigError("quantization", "fp8", expected)
 
 
 def check_numbers(name: str, weight: Fp8Weight) -> None:
