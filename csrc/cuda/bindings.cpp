@@ -49,12 +49,11 @@ Heads heads_of(const HeadsTuple& heads) {
     return {in(std::get<0>(heads)), std::get<1>(heads), std::get<2>(heads), std::get<3>(heads)};
 }
 
-void linear(int dtype, Address x, Address weight, Address bias, Address norm, Address residual, Address y, int64_t rows,
-            int64_t in_features, int64_t out_features, int64_t x_stride, int64_t y_stride, int64_t residual_stride,
-            double norm_eps, bool gated, Address stream) {
-    tide::cuda::LinearParams params = {};
+// All but the weight.
+void read_linear(tide::cuda::LinearParams& params, Address x, Address bias, Address norm, Address residual, Address y,
+                 int64_t rows, int64_t in_features, int64_t out_features, int64_t x_stride, int64_t y_stride,
+                 int64_t residual_stride, double norm_eps, bool gated) {
     params.x = in(x);
-    params.weight = in(weight);
     params.bias = in(bias);
     params.norm = in(norm);
     params.residual = in(residual);
@@ -67,6 +66,15 @@ void linear(int dtype, Address x, Address weight, Address bias, Address norm, Ad
     params.residual_stride = residual_stride;
     params.norm_eps = static_cast<float>(norm_eps);
     params.gated = gated;
+}
+
+void linear(int dtype, Address x, Address weight, Address bias, Address norm, Address residual, Address y, int64_t rows,
+            int64_t in_features, int64_t out_features, int64_t x_stride, int64_t y_stride, int64_t residual_stride,
+            double norm_eps, bool gated, Address stream) {
+    tide::cuda::LinearParams params = {};
+    params.weight = in(weight);
+    read_linear(params, x, bias, norm, residual, y, rows, in_features, out_features, x_stride, y_stride,
+                residual_stride, norm_eps, gated);
     tide::cuda::linear(dtype_of(dtype), params, stream_of(stream));
 }
 
@@ -86,19 +94,8 @@ void fp8_linear(Address x, Address weight, Address scales, int64_t scale_stride,
                 bool gated, Address stream) {
     tide::cuda::Fp8LinearParams params = {};
     read_fp8(params, weight, scales, scale_stride, block_rows, scale_shift);
-    params.x = in(x);
-    params.bias = in(bias);
-    params.norm = in(norm);
-    params.residual = in(residual);
-    params.y = out(y);
-    params.rows = rows;
-    params.in_features = in_features;
-    params.out_features = out_features;
-    params.x_stride = x_stride;
-    params.y_stride = y_stride;
-    params.residual_stride = residual_stride;
-    params.norm_eps = static_cast<float>(norm_eps);
-    params.gated = gated;
+    read_linear(params, x, bias, norm, residual, y, rows, in_features, out_features, x_stride, y_stride,
+                residual_stride, norm_eps, gated);
     tide::cuda::fp8_linear(params, stream_of(stream));
 }
 

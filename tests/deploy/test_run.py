@@ -192,15 +192,15 @@ while True:
 
 
 @contextlib.contextmanager
-def running(folder: Path, reaction: str) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, reaction: str, say: str = "lambda line: None") -> Iterator[subprocess.Popen[str]]:
     """`tide serve` with a `serve` that does nothing but wait for Ctrl-C."""
     tool = folder / "serve"
     tool.write_text(f"#!{sys.executable}\n{STUB.format(reaction=reaction)}")
     tool.chmod(0o755)
     code = (
-        "import sys, pathlib; from deploy import run;"
+        "import os, sys, pathlib; from deploy import run; sent = [];"
         f"sys.executable = {str(folder / 'python')!r};"
-        "sys.exit(run._run(pathlib.Path('config.yaml'), lambda line: None))"
+        f"sys.exit(run._run(pathlib.Path('config.yaml'), {say}))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -229,6 +229,13 @@ def test_a_second_signal_ends_one_that_does_not_stop(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         assert process.stdout.readline() == "interrupted\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_second_signal_that_comes_while_the_first_is_passed_on_ends_it(tmp_path: Path) -> None:
+    once = "lambda line: sent or (sent.append(line), os.kill(os.getpid(), 15))"
+    with running(tmp_path, "pass", say=once) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
 

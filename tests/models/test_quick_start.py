@@ -92,18 +92,21 @@ def test_a_model_that_is_not_there_is_refused_as_ever(tmp_path: Path) -> None:
 
 
 def test_two_threads_leave_everything_as_it_was() -> None:
-    known, inside = torch.distributed.is_available, threading.Barrier(2)
+    """If both were in it at once, the second would leave what the first had put there."""
+    known, entered, left = torch.distributed.is_available, threading.Event(), threading.Event()
 
-    def start() -> None:
-        inside.wait(HANG_S)
+    def second() -> None:
         with quick_start():
-            assert not torch.distributed.is_available()
+            entered.set()
+            assert left.wait(HANG_S)
 
-    threads = [threading.Thread(target=start) for _ in range(2)]
-    for thread in threads:
+    thread = threading.Thread(target=second)
+    with quick_start():
         thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
+        assert not entered.wait(0.5)
+    left.set()
+    thread.join(HANG_S)
+    assert entered.is_set()
     assert torch.distributed.is_available is known
 
 

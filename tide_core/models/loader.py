@@ -22,7 +22,7 @@ from tide_core.models.fp8.layers import quantise_layers
 from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.identity import weights_digest
 from tide_core.models.resolver import ResolvedModel
-from tide_core.models.streamed import can_be_streamed, load_streamed
+from tide_core.models.streamed import load_streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,10 +75,10 @@ def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization
         logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
     try:
         with _quiet():
-            if scheme is not None or (place.type == "cuda" and can_be_streamed(resolved.path)):
-                fp8 = keep if scheme is not None else quantization == "fp8"
-                return load_streamed(resolved.path, resolved.name, dtype=chosen, place=place, scheme=scheme, fp8=fp8)
-            return _load_by_library(resolved, chosen, place, fp8=quantization == "fp8")
+            model, fp8 = None, keep if scheme is not None else quantization == "fp8"
+            if scheme is not None or place.type == "cuda":
+                model = load_streamed(resolved.path, resolved.name, dtype=chosen, place=place, scheme=scheme, fp8=fp8)
+            return model if model is not None else _load_by_library(resolved, chosen, place, fp8=fp8)
     except (ModelError, ConfigError):
         raise
     except Exception as error:

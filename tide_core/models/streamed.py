@@ -55,14 +55,20 @@ class Piece:
 
 def load_streamed(
     folder: Path, name: str, *, dtype: torch.dtype, place: torch.device, scheme: Fp8Scheme | None, fp8: bool
-) -> PreTrainedModel:
-    """The model in `folder`, called `name`, with states in `dtype`. `scheme`: of weights that are stored in FP8.
+) -> PreTrainedModel | None:
+    """The model in `folder`, called `name`, with states in `dtype`. `scheme`: of weights that are stored in FP8. None
+    where the tensors are not those of the model: transformers renames some while it loads them, and says what is wrong.
 
     With `fp8` linears of the decoder layers have weights in 8 bits: as they are stored, or rounded where there is no
     scheme. Without it all is widened, to the numbers that those multiply with."""
     model = model_without_data(folder, dtype)
     stored = stored_tensors(folder)
-    pieces = _pieces(model, stored, scheme, name)
+    try:
+        pieces = _pieces(model, stored, scheme, name)
+    except ModelError:
+        if scheme is not None:
+            raise
+        return None
     in_8_bits = {f"{path}.weight" for path, _ in layer_linears(model)} if fp8 else set()
     if fp8 and scheme is None and not in_8_bits:
         refuse_rounding(model)
@@ -84,15 +90,6 @@ def load_streamed(
     model.requires_grad_(False)
     loaded: PreTrainedModel = model.to(place).eval()
     return loaded
-
-
-def can_be_streamed(folder: Path) -> bool:
-    """Whether the checkpoint names its tensors as the model of transformers does: some it renames while it loads."""
-    try:
-        _pieces(model_without_data(folder, torch.bfloat16), stored_tensors(folder), None, folder.name)
-    except ModelError:
-        return False
-    return True
 
 
 class _Reader:

@@ -34,15 +34,7 @@ def linear_faults(
     yield checks.float_fault("x", x, None, device)
     yield checks.float_fault("weight", weight, x.dtype, device)
     yield from checks.linear_faults(x, weight, bias, device)
-    if gated and weight.shape[0] % 2:
-        yield checks.shape_error("weight", weight, "[2 N, K]: as many rows of the gate as of up")
-    if norm is not None:
-        yield from checks.exact_faults("norm", norm[0], x.dtype, (x.shape[-1],), "[K]", device)
-    if residual is not None:
-        width = weight.shape[0] // 2 if gated else weight.shape[0]
-        yield checks.float_fault("residual", residual, x.dtype, device)
-        yield checks.shape_fault("residual", residual, (*x.shape[:-1], width), "[..., N]")
-        yield rows_fault("residual", residual)
+    yield from _fused_faults(x, weight, residual, gated, norm, device)
 
 
 def fp8_linear_faults(
@@ -59,10 +51,17 @@ def fp8_linear_faults(
     yield from fp8_weight_faults(weight, device)
     yield checks.width_fault("x", x, weight.shape[1], "weight", weight.values)
     yield checks.unit_stride_fault("x", x)
-    if gated and weight.shape[0] % 2:
-        yield checks.shape_error("weight", weight.values, "[2 N, K]: as many rows of the gate as of up")
     if bias is not None:
         yield from checks.exact_faults("bias", bias, x.dtype, (weight.shape[0],), "[N]", device)
+    yield from _fused_faults(x, weight.values, residual, gated, norm, device)
+
+
+def _fused_faults(
+    x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool, norm: Norm | None, device: torch.device
+) -> Faults:
+    """Of what is fused with a linear."""
+    if gated and weight.shape[0] % 2:
+        yield checks.shape_error("weight", weight, "[2 N, K]: as many rows of the gate as of up")
     if norm is not None:
         yield from checks.exact_faults("norm", norm[0], x.dtype, (x.shape[-1],), "[K]", device)
     if residual is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
-from tide_core.kernels.cuda.launch import as_rows, device_of, launch, ptr, result, row_stride
+from tide_core.kernels.cuda.launch import as_rows, beside_weight, device_of, launch, ptr, result, row_stride
 from tide_core.kernels.fp8 import Fp8Weight, packed_values
 from tide_core.kernels.reference.ops import Norm
 
@@ -38,32 +38,16 @@ def fp8_linear(
     """`cuda.ops.linear` of a packed weight, on a GPU that `reads_fp8`. `x` that is not in whole vectors is copied."""
     device = device_of(x)
     checks.refuse(cuda_checks.fp8_linear_faults(x, weight, bias, residual, gated, norm, device))
-    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = result(out, x, (*x.shape[:-1], out_features), device)
+    y = result(out, x, (*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]), device)
     if y.numel():
         x, rows = as_rows(x), as_rows(y)
         if x.data_ptr() % 16 or row_stride(x) % 8:
             x = x.clone(memory_format=torch.contiguous_format)
-        added = None if residual is None else as_rows(residual)
-        factors = None if norm is None else norm[0] if norm[0].data_ptr() % 16 == 0 else norm[0].clone()
-        launch(
-            device,
-            "fp8_linear",
-            ptr(x),
-            *_arguments(weight),
-            ptr(bias),
-            ptr(factors),
-            ptr(added),
-            ptr(rows),
-            rows.shape[0],
-            x.shape[1],
-            out_features,
-            row_stride(x),
-            row_stride(rows),
-            0 if added is None else row_stride(added),
-            0.0 if norm is None else norm[1],
-            gated,
-        )
+        factors, eps = (None, 0.0) if norm is None else norm
+        if factors is not None and factors.data_ptr() % 16:
+            factors = factors.clone()
+        others = beside_weight(x, bias, factors, eps, residual, rows, gated)
+        launch(device, "fp8_linear", ptr(x), *_arguments(weight), *others)
     return y
 
 

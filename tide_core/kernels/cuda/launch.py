@@ -79,6 +79,16 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
+def beside_weight(
+    x: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None, rows: Tensor, gated: bool
+) -> tuple[object, ...]:
+    """What a linear of rows `x` into `rows` is handed after its weight; `norm` is the weight of a norm."""
+    added = None if residual is None else as_rows(residual)
+    addresses = ptr(bias), ptr(norm), ptr(added), ptr(rows)
+    strides = row_stride(x), row_stride(rows), 0 if added is None else row_stride(added)
+    return *addresses, rows.shape[0], x.shape[1], rows.shape[1], *strides, eps, gated
+
+
 def result(
     out: Tensor | None,
     like: Tensor,

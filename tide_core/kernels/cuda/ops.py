@@ -19,6 +19,7 @@ from tide_core.kernels.cuda.joined import attend_joined, supports_joined
 from tide_core.kernels.cuda.launch import (
     MOST_ROWS,
     as_rows,
+    beside_weight,
     device_of,
     fast_for_many_rows,
     launch,
@@ -84,31 +85,12 @@ def linear(
     checks.refuse(cuda_checks.linear_faults(x, weight, bias, residual, gated, norm, device))
     if norm is not None and x.dtype is torch.float16:
         x, norm = rms_norm(x, *norm), None
-    in_features = x.shape[-1]
-    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = result(out, x, (*x.shape[:-1], out_features), device)
+    y = result(out, x, (*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0]), device)
     if y.numel():
         x, rows = as_rows(x), as_rows(y)
-        added = None if residual is None else as_rows(residual)
-        launch(
-            device,
-            "linear",
-            _DTYPE_CODES[x.dtype],
-            ptr(x),
-            ptr(weight),
-            ptr(bias),
-            ptr(None if norm is None else norm[0]),
-            ptr(added),
-            ptr(rows),
-            rows.shape[0],
-            in_features,
-            out_features,
-            row_stride(x),
-            row_stride(rows),
-            0 if added is None else row_stride(added),
-            0.0 if norm is None else norm[1],
-            gated,
-        )
+        factors, eps = (None, 0.0) if norm is None else norm
+        others = beside_weight(x, bias, factors, eps, residual, rows, gated)
+        launch(device, "linear", _DTYPE_CODES[x.dtype], ptr(x), ptr(weight), *others)
     return y
 
 
