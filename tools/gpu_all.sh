@@ -5,7 +5,7 @@
 #   tools/gpu_all.sh [--skip-tests] [--skip-benchmarks] [--sanitizer] [--production] [--cpu-tests] [--try] OUT [DEPS]
 #
 # OUT is a folder for the results: steps.txt with the time and status of each step, a log of each, kernels.json and
-# gpu.json of the benchmarks, and the table table.md. DEPS is a folder of pure-Python packages that the machine lacks,
+# gpu.json of the benchmarks, and the table table.md. DEPS is a folder of packages that the machine lacks,
 # made before with
 #   pip install --target DEPS --no-deps pytest pluggy iniconfig packaging pygments pytest-timeout pytest-asyncio \
 #     "hypothesis<6.150" sortedcontainers attrs pybind11 gguf msgpack llguidance \
@@ -112,7 +112,8 @@ running=()
 if [[ $tests -eq 1 ]]; then
   share_out tests gpu 10
   for part in $(seq 0 9); do
-    step "tests-$part" 400 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "@$OUT/tests-$part.txt" &
+    step "tests-$part" 400 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu --timeout 150 \
+      --timeout-method thread "@$OUT/tests-$part.txt" & # a test that hangs is named, with the stacks of its threads
     running+=($!)
   done
 fi

@@ -19,12 +19,18 @@ from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.exits.artefact.artefact import Artefact, Checkpoint, DataSummary, Manifest
 from tide_core.exits.artefact.heads import ExitHead, HeadSpec
 from tide_core.exits.artefact.router import Router
+from tide_core.kernels.fp8 import FP8, LARGEST, Fp8Weight
+from tide_core.models.fp8.layers import quantise_layers
 from tide_core.models.identity import identify
+from tide_core.models.quantised import Fp8Linear
+from tide_core.models.weights import weight_bytes
 
 MAX_DRAFTS = 8
 BOTTLENECK = 128
 KV_GIB = 16.0
 END = "<|end|>"
+DEVIATIONS = 4.0
+"""The largest number of a row of some thousand, in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Shape:
 
 
 EIGHT_B = Shape("Llama 3.1 8B", 4096, 14336, 32, 32, 8, 128256, 16384, 512)
+SEVENTY_B = Shape("Llama 3.1 70B", 8192, 28672, 80, 64, 8, 128256, 16384, 512)
 DEMO = Shape("demo", 576, 1536, 30, 9, 3, 49152, 8192, 512)
 SMALL = Shape("small", 64, 96, 9, 4, 2, 512, 64, 48)
 
@@ -56,8 +63,12 @@ SMALL = Shape("small", 64, 96, 9, 4, 2, 512, 64, 48)
 class Subject:
     """A model of a shape and two engines on it, each made on first use."""
 
-    def __init__(self, shape: Shape, device: str, *, kernels: str = "auto", max_rows: int = 32) -> None:
+    def __init__(
+        self, shape: Shape, device: str, *, kernels: str = "auto", max_rows: int = 32, fp8: bool = False
+    ) -> None:
+        """`fp8`: the linears of the layers have weights in 8 bits."""
         self.shape, self.device, self.kernels, self.max_rows = shape, torch.device(device), kernels, max_rows
+        self.fp8 = fp8
 
     @property
     def dtype(self) -> str:
@@ -65,7 +76,7 @@ class Subject:
 
     @functools.cached_property
     def model(self) -> Any:
-        return make_model(self.shape, self.device, getattr(torch, self.dtype))
+        return make_model(self.shape, self.device, getattr(torch, self.dtype), fp8=self.fp8)
 
     @functools.cached_property
     def plain(self) -> Parts:
@@ -80,7 +91,7 @@ class Subject:
     @functools.cached_property
     def weight_bytes(self) -> int:
         """Read by a step at full depth: all weights except the embedding, of which it reads single rows."""
-        return bytes_of(self.model) - bytes_of(self.model.get_input_embeddings())
+        return weight_bytes(self.model) - bytes_of(self.model.get_input_embeddings())
 
     @property
     def kv_bytes(self) -> int:
@@ -124,8 +135,8 @@ class Subject:
         )
 
 
-def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
-    """Random weights, drawn on the device."""
+def make_model(shape: Shape, device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Any:
+    """Random weights, drawn on the device; with `fp8` those of the layers' linears in 8 bits, which are never wider."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -142,11 +153,22 @@ def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
         eos_token_id=0,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+        model = LlamaForCausalLM(config).to(dtype)
+    if fp8:
+        quantise_layers(model, torch.device("meta"))
+        for linear in (module for module in model.modules() if isinstance(module, Fp8Linear)):
+            linear.fp8 = draw_fp8(linear.fp8, device)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
     model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     draw_weights(model)
     return model
+
+
+def draw_fp8(like: Fp8Weight, device: torch.device) -> Fp8Weight:
+    """Values as `quantised_by_row` makes them of normal numbers with the deviation of `draw_weights`."""
+    values = torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(0.0, LARGEST / DEVIATIONS)
+    scales = torch.full(like.scales.shape, 0.02 * DEVIATIONS / LARGEST, device=device)
+    return Fp8Weight(values.clamp_(-LARGEST, LARGEST).to(FP8), scales, *like.block)
 
 
 def make_artefact(shape: Shape, model: Any) -> Artefact:

@@ -13,6 +13,9 @@
     kernels  paged attention, norm and router
     rivals   transformers generate and tide-inference
     reads    reads of the device by the host in a cycle
+    fp8      a full-depth step with the weights of the layers in 8 bits against half width; only if it is named
+    seventy  such a step of the shape of Llama 3.1 70B; only if it is named
+    load     host memory while a checkpoint is loaded; only if it is named
     ablation the engine without each of its mechanisms; only if it is named
 
 The large shape is Llama 3.1 8B in bfloat16 with random weights. Times are medians by the
@@ -43,6 +46,8 @@ from benchmarks.common.timing import read_rate
 from benchmarks.gpu import parts, rivals
 from benchmarks.gpu.ablation import ablation
 from benchmarks.gpu.demo import demo
+from benchmarks.gpu.fp8 import fp8, seventy
+from benchmarks.gpu.load import load
 from benchmarks.gpu.parts import Session, Sizes
 from benchmarks.gpu.replay import replay
 from benchmarks.gpu.table import bars_of
@@ -75,7 +80,12 @@ PARTS: dict[str, Callable[[Session], Measures]] = {
     "rivals": rivals.rivals,
     "reads": parts.reads,  # last: no other part is timed in a process that was profiled
 }
-MORE_PARTS: dict[str, Callable[[Session], Measures]] = {"ablation": ablation}
+MORE_PARTS: dict[str, Callable[[Session], Measures]] = {
+    "fp8": fp8,
+    "seventy": seventy,
+    "load": load,
+    "ablation": ablation,
+}
 """Parts that run only if they are named."""
 
 

@@ -123,6 +123,16 @@ ROWS = (
     ),
     Row("demo_x8_artefact", "calibrate", "artefact of the 7.25B", 150, unit=" MB", bench="production"),
     Row("demo_x8_host", "calibrate", "host memory of that calibration, peak", 16, unit=" GB", bench="production"),
+    *(
+        Row(f"fp8_{rows}", "fp8", f"full-depth step, 8B, weights in FP8 against bfloat16, batch {rows}", bar, aim)
+        for rows, bar, aim in ((1, 0.66, 0.55), (8, 0.72, 0.6), (32, 0.85, 0.7))
+    ),
+    Row("fp8_floor", "fp8", "full-depth step, 8B, FP8, batch 1, against its own weight-read floor", 1.35),
+    *(
+        Row(f"seventy_{rows}", "seventy", f"full-depth step, 70B, FP8, batch {rows}, against its weight-read floor")
+        for rows in (1, 8, 32)
+    ),
+    Row("load_host", "load", "host memory while an 8B in shards is loaded, over the largest shard", 1.2),
     Row(
         "attention_512", "kernels", "paged attention, 1 to 8 queries, context 512, against the KV-read floor", 1.3, 1.1
     ),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger("tide")
+MAPPED_BYTES = 2**30
 STORED_FP8 = "F8_E4M3"
 """Name of the safetensors format."""
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
@@ -93,25 +94,30 @@ def load_streamed(
 
 
 class _Reader:
-    """Tensors of the files, on the device. One file is open at a time: what was read of others leaves the memory."""
+    """Tensors of the files, on the device. Files are mapped, and what was read of one stays in the memory of the process
+    until it is closed: one is open at a time, and after `MAPPED_BYTES` it is closed and opened again."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], place: torch.device) -> None:
         self._stored, self._place = stored, place
         self._files = contextlib.ExitStack()
         self._path: Path | None = None
         self._file: Any = None
+        self._mapped = 0
+        """Bytes that were read since the file was opened."""
 
     def read(self, key: str) -> Tensor:
         path = self._stored[key].path
-        if path != self._path:
+        if path != self._path or self._mapped >= MAPPED_BYTES:
             self.close()
             self._file, self._path = self._files.enter_context(safe_open(path, framework="pt", device="cpu")), path
         values: Tensor = self._file.get_tensor(key).to(self._place)
+        self._mapped += values.nbytes
         return values
 
     def close(self) -> None:
         self._files.close()
         self._file = self._path = None
+        self._mapped = 0
 
 
 def outline_fp8(folder: Path, name: str, scheme: Fp8Scheme, *, dtype: torch.dtype) -> PreTrainedModel:
