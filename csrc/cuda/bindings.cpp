@@ -89,24 +89,24 @@ void read_fp8(tide::cuda::Fp8LinearParams& params, Address weight, Address scale
 }
 
 void fp8_linear(Address x, Address weight, Address scales, int64_t scale_stride, int64_t block_rows, int scale_shift,
-                Address bias, Address norm, Address residual, Address y, int64_t rows, int64_t in_features,
+                bool dealt, Address bias, Address norm, Address residual, Address y, int64_t rows, int64_t in_features,
                 int64_t out_features, int64_t x_stride, int64_t y_stride, int64_t residual_stride, double norm_eps,
                 bool gated, Address stream) {
     tide::cuda::Fp8LinearParams params = {};
     read_fp8(params, weight, scales, scale_stride, block_rows, scale_shift);
     read_linear(params, x, bias, norm, residual, y, rows, in_features, out_features, x_stride, y_stride,
                 residual_stride, norm_eps, gated);
-    tide::cuda::fp8_linear(params, stream_of(stream));
+    tide::cuda::fp8_linear(params, dealt, stream_of(stream));
 }
 
-void widen_fp8(Address weight, Address scales, int64_t scale_stride, int64_t block_rows, int scale_shift, Address y,
-               int64_t out_features, int64_t in_features, Address stream) {
+void widen_fp8(Address weight, Address scales, int64_t scale_stride, int64_t block_rows, int scale_shift, bool dealt,
+               Address y, int64_t out_features, int64_t in_features, Address stream) {
     tide::cuda::Fp8LinearParams params = {};
     read_fp8(params, weight, scales, scale_stride, block_rows, scale_shift);
     params.y = out(y);
     params.in_features = in_features;
     params.out_features = out_features;
-    tide::cuda::widen_fp8(params, stream_of(stream));
+    tide::cuda::widen_fp8(params, dealt, stream_of(stream));
 }
 
 void paged_attention(int dtype, Address q, Address k_pool, Address v_pool, Address block_tables, Address query_starts,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -38,9 +39,11 @@ class Linear:
     bias: bool = False
     residual: bool = False
     normed: bool = False
+    dealt: bool = False  # scales in bfloat16
 
     def weight(self, seed: int = 0) -> Fp8Weight:
-        return random_weight(self.out * (2 if self.gated else 1), self.inner, self.block, seed)
+        made = random_weight(self.out * (2 if self.gated else 1), self.inner, self.block, seed)
+        return replace(made, scales=made.scales.bfloat16().float()) if self.dealt else made
 
     def more(self, rows: int) -> dict[str, Any]:
         return {
@@ -77,6 +80,7 @@ LINEARS = {
     "5 of 16": Linear(5, 16, bias=True),
     "203 of 1168, blocks of all rows": Linear(203, 1168, (406, 128), gated=True),
 }
+LINEARS |= {f"{name}, dealt": replace(one, dealt=True) for name, one in LINEARS.items() if "tall" not in name}
 EVERY_LINEAR = pytest.mark.parametrize("name", LINEARS)
 
 
@@ -149,10 +153,12 @@ def test_every_number_of_8_bits_is_read(scale: float, rows: int) -> None:
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
     codes = torch.cat([codes, codes[:2]])
     values = torch.stack([codes.roll(shift) for shift in range(len(codes))])
-    for block in (BY_ROW, (64, 64)):
+    for block, in_bfloat16 in itertools.product((BY_ROW, (64, 64)), (False, True)):
         size = (256, 1) if block == BY_ROW else (4, 4)
         scales = torch.full(size, scale, device=DEVICE) * (1 + torch.rand(size, device=DEVICE))
+        scales = scales.bfloat16().float() if in_bfloat16 else scales
         weight = Fp8Weight(values.view(FP8), scales, block[0], block[1] or 256)
+        assert packed(weight).dealt == (in_bfloat16 and 2.0**-126 <= scale < 64)
         wide, narrow = weight.dequantised(BF16), packed(weight)
         assert torch.equal(bits(widen_fp8(narrow)), bits(wide))
         x = torch.eye(256, dtype=BF16, device=DEVICE)[-rows:].clone()
@@ -261,6 +267,8 @@ def test_with_given_results_nothing_is_allocated() -> None:
         Linear(72, 592, gated=True, residual=True, normed=True),
         Linear(1300, 3408, BY_BLOCK, bias=True),  # just large enough for the kernel of many rows on an H200
         Linear(656, 6832, BY_BLOCK, gated=True),
+        Linear(656, 6832, gated=True, dealt=True),
+        Linear(1300, 3408, BY_BLOCK, residual=True, dealt=True),
     ],
 )
 def test_a_small_call_is_clean(one: Linear, rows: int) -> None:

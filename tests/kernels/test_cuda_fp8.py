@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,47 @@ def test_packing_moves_columns_within_16_and_changes_no_number(block: tuple[int,
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(packed.dequantised(dtype), weight.dequantised(dtype))
     assert cuda_fp8.packed(packed) is packed
+
+
+def in_bfloat16(weight: Fp8Weight) -> Fp8Weight:
+    return dataclasses.replace(weight, scales=weight.scales.bfloat16().float())
+
+
+@pytest.mark.parametrize("block", [(1, 208), (128, 128)])
+def test_bits_are_dealt_out_where_all_scales_are_in_bfloat16(block: tuple[int, int]) -> None:
+    """In every half of a word the numbers of two columns: a mask leaves the first, two shifts and masks the second."""
+    weight = in_bfloat16(random_weight(2000, 208, block))
+    packed = cuda_fp8.packed(weight)
+    assert packed.packed
+    assert packed.dealt
+    halves = packed.values.view(torch.uint8).view(torch.int16).int() & 0xFFFF
+    first, second = halves & 0x87F0, (halves << 4 & 0x80F0) | (halves >> 4 & 0x0700)
+    for found, columns in ((first, (0, 1, 2, 3, 4, 5, 6, 7)), (second, (8, 9, 10, 11, 12, 13, 14, 15))):
+        numbers = found.to(torch.int16).view(torch.bfloat16).float() * 2.0**120
+        for group in range(13):
+            expected = weight.values[:, [16 * group + column for column in columns]].float()
+            assert torch.equal(numbers[:, 8 * group : 8 * group + 8], expected)
+    assert torch.equal(packed.dequantised(torch.float32), weight.dequantised(torch.float32))
+    assert torch.equal(packed.rows(128, 2000).dequantised(torch.bfloat16), weight.dequantised(torch.bfloat16)[128:])
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-127, 1.001, 128.0, torch.inf])
+def test_a_scale_that_the_one_product_would_not_fit_leaves_whole_bytes(scale: float) -> None:
+    weight = in_bfloat16(random_weight(4, 32, (1, 32)))
+    weight.scales[2] = scale
+    assert not cuda_fp8.packed(weight).dealt
+    weight.scales[2] = -(2.0**-126)
+    assert cuda_fp8.packed(weight).dealt
+
+
+def test_matrices_that_are_packed_in_two_ways_are_joined_in_whole_bytes() -> None:
+    upper, lower = random_weight(8, 64, (1, 64)), in_bfloat16(random_weight(4, 64, (1, 64), seed=1))
+    whole = joined([cuda_fp8.packed(each) for each in (lower, upper)])
+    assert whole is not None
+    assert whole.packed
+    assert not whole.dealt
+    expected = torch.cat([each.dequantised(torch.float32) for each in (lower, upper)])
+    assert torch.equal(whole.dequantised(torch.float32), expected)
 
 
 def test_parts_and_sums_of_packed_matrices_are_packed() -> None:
@@ -130,7 +172,8 @@ def test_the_kernels_are_told_how_the_scales_lie(
     for (op, arguments), columns in zip(launches, (400, 200), strict=True):
         assert op == "fp8_linear"
         assert arguments[1:6] == (weight.values.data_ptr(), weight.scales.data_ptr(), stride, block[0], shift)
-        assert arguments[10:15] == (3, 256, columns, 256, columns)
+        assert arguments[6] is weight.dealt
+        assert arguments[11:16] == (3, 256, columns, 256, columns)
 
 
 def test_states_that_are_not_in_whole_vectors_are_copied(launches: Launches) -> None:
@@ -138,7 +181,7 @@ def test_states_that_are_not_in_whole_vectors_are_copied(launches: Launches) -> 
     for x in (wide[:, 8:], wide[:, 1:33], torch.zeros(3, 35).bfloat16()[:, :32]):
         cuda.linear(x, weight)
     assert [arguments[0] % 16 for _, arguments in launches] == [0, 0, 0]
-    assert [arguments[13] for _, arguments in launches] == [40, 32, 32]
+    assert [arguments[14] for _, arguments in launches] == [40, 32, 32]
 
 
 def test_where_the_device_does_not_read_8_bits_the_matrix_is_widened_first(

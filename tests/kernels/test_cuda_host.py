@@ -180,6 +180,13 @@ def test_every_tile_of_the_linear_that_is_built_is_chosen_and_no_other(
         assert not [tile for tile in chosen if "/2" in tile], "clusters need 9.0"
 
 
+def test_every_tile_of_the_linear_for_few_rows_of_8_bits_is_chosen_and_no_other(
+    tables: Callable[[str], list[list[str]]],
+) -> None:
+    built, chosen = tables("thin")
+    assert sorted(built) == sorted(chosen)
+
+
 def copied_tile(fp8_table: list[list[str]], columns: int) -> list[tuple[int, int]]:
     """Row and column of each byte of a tile in a stage, as the lanes of a warp copy a packed matrix."""
     (tile_bytes, copies), places = [int(word) for word in fp8_table[0]], [int(word) for word in fp8_table[1]]

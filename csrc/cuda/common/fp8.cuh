@@ -8,6 +8,8 @@
 // subnormals too.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/convert.cuh"
 
 namespace tide::cuda {
@@ -43,5 +45,41 @@ __device__ inline uint2 widen_four(uint32_t four, float scale) {
     const uint2 halves = halves_of(four);
     return {scale_pair(halves.x, scale), scale_pair(halves.y, scale)};
 }
+
+// Four numbers whose bits are dealt out over a word lie in its halves, two in each. The first is where bfloat16 has
+// it: sign at 15, exponent and mantissa at 10 to 4. The second fills the gaps: its sign at 11, the upper three bits of
+// its exponent at 14 to 12, its other four at 3 to 0. A number in place is 2^-120 of itself, of subnormals too, which
+// the factor makes good: the one product rounds once, as the rule does, where the scale is a bfloat16.
+__device__ inline uint2 spread_four(uint32_t four) {
+    return {four & 0x87f087f0u, (four << 4 & 0x80f080f0u) | (four >> 4 & 0x07000700u)};
+}
+
+__device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 product =
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&product);
+}
+
+// What numbers are multiplied with: their scale; of those dealt out, twice the scale times 2^120 in bfloat16. Such a
+// scale is a normal bfloat16 below 2^7, so that its exponent can be added to.
+struct ScaleFactor {
+    using Type = float;
+    __device__ static float of(float scale) { return scale; }
+    __device__ static uint2 widen(uint32_t four, float factor) { return widen_four(four, factor); }
+};
+struct DealtFactor {
+    using Type = uint32_t;
+    __device__ static uint32_t of(float scale) {
+        const uint32_t bits = __float_as_uint(scale);
+        return __byte_perm(bits, bits, 0x3232) + 0x3c003c00u;
+    }
+    __device__ static uint2 widen(uint32_t four, uint32_t factor) {
+        const uint2 spread = spread_four(four);
+        return {multiply_halves(spread.x, factor), multiply_halves(spread.y, factor)};
+    }
+};
+
+template <bool kDealt>
+using Fp8Factor = std::conditional_t<kDealt, DealtFactor, ScaleFactor>;
 
 }  // namespace tide::cuda

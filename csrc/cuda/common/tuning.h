@@ -21,6 +21,10 @@ constexpr int64_t kMostTileRowsOfTall = 4;  // of a weight with kTallPerSm rows 
 constexpr int64_t kTallPerSm = 512;
 constexpr int kFewestStages = 4;  // of the ring of the persistent linear, which keep the memory busy
 
+// The linear of E4M3 weights for few rows: up to so many, and from so many in_features on.
+constexpr int64_t kMostThinRows = 32;
+constexpr int64_t kThinFrom = 1024;
+
 // Attention.
 constexpr int kNarrowQueryHeads = 8;        // of a piece; more pieces than multiprocessors: wider ones
 constexpr int64_t kMostCountedChunks = 64;  // that the last CTA adds up; more: another kernel does

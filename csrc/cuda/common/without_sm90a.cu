@@ -17,6 +17,14 @@ void launch_linear_wide(const Params&, const WideTile&, cudaStream_t) {
 template void launch_linear_wide<__half>(const LinearParams&, const WideTile&, cudaStream_t);
 template void launch_linear_wide<__nv_bfloat16>(const LinearParams&, const WideTile&, cudaStream_t);
 template void launch_linear_wide<__nv_bfloat16>(const Fp8LinearParams&, const WideTile&, cudaStream_t);
+template void launch_linear_wide<__nv_bfloat16>(const DealtFp8LinearParams&, const WideTile&, cudaStream_t);
+
+template <typename T, typename Params>
+void launch_linear_thin(const Params&, const ThinTile&, cudaStream_t) {
+    throw std::logic_error("fp8_linear: the kernels for sm_90a were not built");
+}
+template void launch_linear_thin<__nv_bfloat16>(const Fp8LinearParams&, const ThinTile&, cudaStream_t);
+template void launch_linear_thin<__nv_bfloat16>(const DealtFp8LinearParams&, const ThinTile&, cudaStream_t);
 
 template <typename T>
 void launch_attention_wide(const PagedAttentionParams&, bool&, cudaStream_t) {

@@ -57,7 +57,32 @@ struct WideTile {
     bool persistent = false;  // CTAs keep their x and take one tile of the weight after another
 };
 
+// A tile of the linear of E4M3 weights for few rows on sm_90a.
+struct ThinTile {
+    int row_groups, slice_groups;  // of four warps, per CTA: 64 weight rows each, or a share of the slices
+    int cluster;                   // CTAs that share the slices among them
+    int tokens;                    // rows of x per CTA: 8, 16, 32 or 64
+
+    constexpr bool operator==(const ThinTile& other) const {
+        return row_groups == other.row_groups && slice_groups == other.slice_groups && cluster == other.cluster &&
+               tokens == other.tokens;
+    }
+};
+
+// Every one that is compiled: those that choose_thin_tile() returns, and no others.
+constexpr ThinTile kThinTiles[] = {{2, 1, 1, 8},  {2, 1, 2, 8},  {2, 1, 4, 8},  {2, 1, 1, 16}, {2, 1, 2, 16},
+                                   {2, 1, 4, 16}, {2, 1, 1, 32}, {2, 1, 2, 32}, {2, 1, 4, 32}};
+
+// Sums that a thread has, and with them whether two CTAs fit a multiprocessor by their registers, if also by memory.
+constexpr int count_thin_sums(const ThinTile& tile) {
+    return kSlices / (tile.slice_groups * tile.cluster) * tile.tokens / 2;
+}
+constexpr bool two_thin_fit(const ThinTile& tile) {
+    return count_thin_sums(tile) <= 32 && tile.row_groups * tile.slice_groups <= 2;
+}
+
 constexpr int kWideBytes = 224 * 1024;  // of shared memory for a CTA, but for its barriers
+constexpr int kThinBytes = 112 * 1024;  // the same of one of two CTAs
 
 // Stages of 128 weight rows, a line of 128 bytes each, that a persistent CTA has next to its x, as many lines for each
 // 64 columns as it has tokens, and its ordered sums.
@@ -157,6 +182,24 @@ inline bool is_wide(const LinearParams& p, const DeviceInfo& device) {
     if (is_small(p, device)) most = tuning::kMostTileRowsOfSmall;
     if (p.out_features >= device.num_sms * tuning::kTallPerSm) most = tuning::kMostTileRowsOfTall;
     return p.rows > most && supports_wide(p, device);
+}
+
+// Whether the kernels for few rows of E4M3 weights should be the fastest that support it: no norm, gated weights of
+// whole 8 columns, scales of 128 columns or more, and enough to read for stages of 128 columns.
+inline bool is_thin(const Fp8LinearParams& p, const DeviceInfo& device) {
+    return p.rows <= tuning::kMostThinRows && supports_wide(p, device) && p.scale_shift >= 7 &&
+           p.in_features >= tuning::kThinFrom && !is_small(p, device);
+}
+
+// Weights are read once for each 128 rows of them, and x as often: as many CTAs as two for each multiprocessor share
+// the slices.
+inline ThinTile choose_thin_tile(const LinearParams& p, const DeviceInfo& device) {
+    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features, row_blocks = (weight_rows + 127) / 128;
+    const int tokens = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : 32;
+    for (const int cluster : {4, 2}) {
+        if (row_blocks * cluster <= 2 * device.num_sms) return {2, 1, cluster, tokens};
+    }
+    return {2, 1, 1, tokens};
 }
 
 // Few tokens a CTA, and the slices split, while each CTA has a multiprocessor.

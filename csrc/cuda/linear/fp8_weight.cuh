@@ -14,12 +14,26 @@ constexpr int kScaleBytes = kTileRows * 4;  // of a row tile in a stage
 
 #if TIDE_HAS_TENSOR_CORE_PATH
 
-// 32 columns of a row tile in bfloat16, two times 16 of them as multiply_tile() wants them. `at`: what this lane names;
-// the scales are those of rows g and g + 8.
-__device__ inline void widen_tile(uint32_t at, float upper, float lower, uint4& first, uint4& second) {
+// Of rows g and g + 8 of a row tile.
+template <bool kDealt>
+struct RowFactors {
+    typename Fp8Factor<kDealt>::Type upper, lower;
+
+    // `scales`: where those of the row tile are in a stage.
+    __device__ void read(uint32_t scales) {
+        const uint32_t at = scales + threadIdx.x % 32 / 4 * 4;
+        upper = Fp8Factor<kDealt>::of(load_shared_float(at));
+        lower = Fp8Factor<kDealt>::of(load_shared_float(at + 8 * 4));
+    }
+};
+
+// 32 columns of a row tile in bfloat16, two times 16 of them as multiply_tile() wants them. `at`: what this lane names.
+template <bool kDealt>
+__device__ inline void widen_tile(uint32_t at, const RowFactors<kDealt>& rows, uint4& first, uint4& second) {
+    using Factor = Fp8Factor<kDealt>;
     const uint4 raw = load_matrices(at);
-    const uint2 a = widen_four(raw.x, upper), b = widen_four(raw.y, lower);
-    const uint2 c = widen_four(raw.z, upper), d = widen_four(raw.w, lower);
+    const uint2 a = Factor::widen(raw.x, rows.upper), b = Factor::widen(raw.y, rows.lower);
+    const uint2 c = Factor::widen(raw.z, rows.upper), d = Factor::widen(raw.w, rows.lower);
     first = {a.x, b.x, a.y, b.y};
     second = {c.x, d.x, c.y, d.y};
 }

@@ -15,7 +15,13 @@ void launch_linear_tiles(const Params& params, const LinearTile& tile, cudaStrea
 template <typename T, typename Params>
 void launch_linear_wide(const Params& params, const WideTile& tile, cudaStream_t stream);
 
+// One of kThinTiles.
+template <typename T, typename Params>
+void launch_linear_thin(const Params& params, const ThinTile& tile, cudaStream_t stream);
+
 template <typename Params>
-constexpr bool kIsFp8 = std::is_same_v<Params, Fp8LinearParams>;
+constexpr bool kIsFp8 = std::is_base_of_v<Fp8LinearParams, Params>;
+template <typename Params>
+constexpr bool kIsDealt = std::is_same_v<Params, DealtFp8LinearParams>;
 
 }  // namespace tide::cuda

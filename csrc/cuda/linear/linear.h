@@ -45,20 +45,23 @@ struct Fp8LinearParams : LinearParams {
 };
 constexpr int kWholeRows = 31;
 
+// The same of a weight whose bits are dealt out (common/fp8.cuh), as those are whose scales all are can_deal().
+struct DealtFp8LinearParams : Fp8LinearParams {};
+
 // Any shape is right. Fast when in_features, x_stride and the pointers of x and weight are multiples of 16 bytes, for
 // up to 64 rows; for any number where fast_for_many_rows() and there is no norm, and a gated y has whole 8 columns.
 void linear(DType dtype, const LinearParams& params, cudaStream_t stream);
 
 // in_features is a multiple of 16, x_stride of 8, and the pointers of x, weight and norm of 16 bytes. Any number of
 // rows, where reads_fp8().
-void fp8_linear(const Fp8LinearParams& params, cudaStream_t stream);
+void fp8_linear(const Fp8LinearParams& params, bool dealt, cudaStream_t stream);
 
 // Whether the current device has a linear that reads E4M3; elsewhere the matrix is widened first.
 bool reads_fp8();
 
 // The matrix that fp8_linear() multiplies with, not packed: y [out_features, in_features] in bfloat16. x and its rows
 // do not count. A linear that follows in the stream may read it.
-void widen_fp8(const Fp8LinearParams& params, cudaStream_t stream);
+void widen_fp8(const Fp8LinearParams& params, bool dealt, cudaStream_t stream);
 
 // Whether the current device has a linear for many half-width rows, with the bits of the one for few.
 bool fast_for_many_rows();

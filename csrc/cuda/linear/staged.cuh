@@ -31,10 +31,11 @@ constexpr int fp8_stage_bytes(int row_tiles, int token_tiles, bool normed, int c
 }
 
 // kDeep: for grids of one CTA per multiprocessor, which then needs all of the memory to have enough on its way.
-template <int kRowTiles, int kTokenTiles, int kCluster, bool kDeep, bool kNormed, bool kFp8_ = false>
+template <int kRowTiles, int kTokenTiles, int kCluster, bool kDeep, bool kNormed, typename Params_ = LinearParams>
 struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed> {
     using Shape = LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed>;
-    static constexpr bool kFp8 = kFp8_;
+    using Params = Params_;
+    static constexpr bool kFp8 = kIsFp8<Params>;
     static constexpr int kWarpBytes = kSharedOfCta90 / Shape::kWarps / (kDeep ? 1 : 2);  // one or two CTAs fit sm_90
     static constexpr int kTwoPartBytes = fp8_stage_bytes(kRowTiles, kTokenTiles, kNormed, 2 * kPartColumns);
     static constexpr bool kIsWide = kFp8 && kTwoPartBytes * kFewestWideStages <= kWarpBytes;
@@ -47,7 +48,6 @@ struct StagedLayout : LinearShape<kRowTiles, kTokenTiles, kCluster, kNormed> {
     static constexpr int kStageBytes = kScaleOffset + (kFp8 ? kRowTiles * kScaleBytes : 0);
     static constexpr int kCtasPerSm = kDeep || kRowTiles * kTokenTiles > 16 ? 1 : 2;  // the latter by registers
     static constexpr int kStages = std::min(kDeep ? 8 : 6, kWarpBytes / kStageBytes);
-    using Params = std::conditional_t<kFp8, Fp8LinearParams, LinearParams>;
 };
 
 #if TIDE_HAS_TENSOR_CORE_PATH
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
             copy_norm<kColumns / kVector>(p, slice_begin + first_column(step), to + Layout::kNormOffset);
         if constexpr (kFp8) {
             const int64_t column = first_column(step);
-            if (step < kStages || p.scale_shift < kWholeRows)
+            if (step == 0 || p.scale_shift < kWholeRows)
                 weight.copy_scales(p, to + Layout::kScaleOffset, slice_begin + column, lane);
             if (step < whole_weight) return weight.copy(to, column);
             const int64_t first = slice_begin + column + Weight::Stage::copied_vector(lane) * kFp8Vector;
@@ -189,10 +189,17 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     RowSquares<kTokenTiles> squares;
     const uint32_t weight_at = staged_offset(lane % 8, lane / 16) + lane / 8 % 2 * kEightRowBytes;
     const uint32_t x_at = staged_offset(lane % 8, lane / 8) + Layout::kXOffset;
+    RowFactors<kIsDealt<typename Layout::Params>> factors[kRowTiles];
     uint32_t stage = mine;
     for (int step = 0; step < count; ++step) {
         wait_copy_groups<kStages - 1>();
         __syncwarp();  // the other lanes' copies have arrived too
+        if constexpr (kFp8) {
+            if (step == 0 || p.scale_shift < kWholeRows) {
+#pragma unroll
+                for (int m = 0; m < kRowTiles; ++m) factors[m].read(stage + Layout::kScaleOffset + m * kScaleBytes);
+            }
+        }
         int part = 0;
         do {  // no `for`: the compiler makes other code of half-width weights, whose only turn this is
             uint4 xs[kTokenTiles];
@@ -213,9 +220,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
                 const uint32_t at = stage + m * Layout::kTileBytes;
                 uint4 first, second;
                 if constexpr (kFp8) {
-                    const uint32_t scale = stage + Layout::kScaleOffset + m * kScaleBytes + lane / 4 * 4;
-                    widen_tile(at + Weight::Stage::named(lane, part), load_shared_float(scale),
-                               load_shared_float(scale + 8 * 4), first, second);
+                    widen_tile(at + Weight::Stage::named(lane, part), factors[m], first, second);
                 } else {
                     first = load_matrices(at + weight_at);
                     second = load_matrices(at + (weight_at ^ 2 * kVectorBytes));

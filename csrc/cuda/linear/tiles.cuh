@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kSlices * 32)
         if constexpr (kFp8) {
             const int64_t column = int64_t{b} * kStrideColumns,
                           first = Fp8Weight::Stage::copied_vector(lane) * kFp8Vector;
-            if (b < kStages || p.scale_shift < kWholeRows)
+            if (b == 0 || p.scale_shift < kWholeRows)
                 weight.copy_scales(p, stage + Layout::kScaleOffset, slice_begin + column, lane);
             if (b < full_blocks) {
                 weight.copy(stage, column);
@@ -202,7 +202,14 @@ __global__ void __launch_bounds__(kSlices * 32)
         squares.add(0, raw[0]);
         squares.add(0, raw[1]);
     };
-    const auto multiply_block = [&](uint32_t stage, uint32_t x_from) {
+    RowFactors<kIsDealt<Params>> factors[kRowTiles];
+    const auto multiply_block = [&](int b, uint32_t stage, uint32_t x_from) {
+        if constexpr (kFp8) {
+            if (b == 0 || p.scale_shift < kWholeRows) {
+#pragma unroll
+                for (int m = 0; m < kRowTiles; ++m) factors[m].read(stage + Layout::kScaleOffset + m * kScaleBytes);
+            }
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint4 x_here = load_matrices(x_from ^ half * 4 * kVectorBytes);
@@ -219,9 +226,8 @@ __global__ void __launch_bounds__(kSlices * 32)
             for (int m = 0; m < kRowTiles; ++m) {
                 uint4 first, second;
                 if constexpr (kFp8) {
-                    const uint32_t scale = stage + Layout::kScaleOffset + m * kScaleBytes + g * 4;
                     widen_tile(stage + m * Fp8Weight::Stage::kTileBytes + Fp8Weight::Stage::named(lane, half),
-                               load_shared_float(scale), load_shared_float(scale + 8 * 4), first, second);
+                               factors[m], first, second);
                 } else {
                     first = vector_of(m, 0);
                     second = vector_of(m, 1);
@@ -240,7 +246,7 @@ __global__ void __launch_bounds__(kSlices * 32)
         __syncwarp();  // the other lanes' copies have arrived too
 #pragma unroll 1
         for (int b = 0; b < count; ++b) {
-            multiply_block(mine + b * kStageStep, x_at + b * kStageStep);
+            multiply_block(b, mine + b * kStageStep, x_at + b * kStageStep);
             add_squares();
         }
         __syncwarp();  // all lanes have read the stages before sums go there
@@ -252,7 +258,7 @@ __global__ void __launch_bounds__(kSlices * 32)
             wait_copy_groups<kStages - 1>();
             __syncwarp();  // the other lanes' copies have arrived too
             const uint32_t stage = mine + slot * kStageStep;
-            multiply_block(stage, x_at);
+            multiply_block(b, stage, x_at);
             __syncwarp();  // all lanes have read the stage before it is filled again
             if (b + kStages < count) copy_stage(b + kStages, stage);
             close_copy_group();
@@ -322,8 +328,8 @@ bool launch_if_chosen(const Params& p, const LinearTile& tile, cudaStream_t stre
         if (!(tile == kTile)) return false;
         if constexpr (kTile.staged) {
             constexpr int kRowTiles = kTile.row_tiles, kTokenTiles = kTile.token_tiles;
-            launch_staged<T, StagedLayout<kRowTiles, kTokenTiles, kTile.cluster, kTile.deep, kNormed, kIsFp8<Params>>>(
-                p, stream);
+            launch_staged<T, StagedLayout<kRowTiles, kTokenTiles, kTile.cluster, kTile.deep, kNormed, Params>>(p,
+                                                                                                               stream);
         } else {
             launch_tile<T, kTile.row_tiles, kNormed>(p, stream);
         }

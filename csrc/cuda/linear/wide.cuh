@@ -15,7 +15,7 @@
 namespace tide::cuda {
 
 // The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there.
-// `add_block` adds the products of a block to the sums of its slice.
+// `add_block` adds the products of a block to the sums of its slice, which is at that place of those side by side.
 template <typename Layout, typename AddBlock, typename Begin>
 __device__ inline void sum_slices(float (&total)[Layout::kSums], int part, int blocks, AddBlock&& add_block,
                                   Begin&& begin) {
@@ -32,7 +32,7 @@ __device__ inline void sum_slices(float (&total)[Layout::kSums], int part, int b
         for (int block = first; block < blocks; block += kSlices) {
 #pragma unroll
             for (int s = 0; s < Layout::kAtOnce; ++s) {
-                if (block + s < blocks) add_block(sums[s], block + s);
+                if (block + s < blocks) add_block(sums[s], block + s, s);
             }
         }
         wait_products<0>();
@@ -54,7 +54,7 @@ __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring,
         if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
     };
     uint32_t used = ring.count;  // the stage whose products are open; none yet
-    const auto add_block = [&](float (&to)[Layout::kSums], int block) {
+    const auto add_block = [&](float (&to)[Layout::kSums], int block, int) {
         wait_bytes(ring.full + ring.slot * 8, ring.phase);
         const uint64_t a = lines_at(weight_at + ring.slot * kStageBytes);
         const uint64_t b = lines_at(x_at(block, ring.slot));
@@ -75,54 +75,79 @@ __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring,
     sum_slices<Layout>(total, part, blocks, add_block, begin);
 }
 
-// The rows of an E4M3 weight that a thread multiplies, and their scales.
-template <typename Layout>
+// The rows of an E4M3 weight that a thread multiplies, those of its warp's row tile, and their scales.
+template <bool kDealt>
 struct WideScales {
-    const float *upper, *lower;  // of rows g and g + 8 of this warp, in the first column of blocks
+    const float *upper, *lower;  // of rows g and g + 8, in the first column of blocks
+    int shift;
+    RowFactors<kDealt> factors;
 
-    __device__ WideScales(const Fp8LinearParams& p, int64_t first_column) {
-        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+    // `row_tile`: of 16 weight rows, from the one that begins at column `first_column` of y.
+    __device__ WideScales(const Fp8LinearParams& p, int64_t first_column, int row_tile) : shift(p.scale_shift) {
         const auto scales_of = [&](int64_t column,
                                    int64_t more) {  // rows that do not exist have those of one that does
             const int64_t row = min(column, p.out_features - 1) + more;
             return p.scales + static_cast<uint32_t>(row) / p.block_rows * p.scale_stride;
         };
-        const int64_t column = first_column + (p.gated ? warp * 8 : warp * kTileRows) + g;
+        const int64_t column = first_column + row_tile * (p.gated ? 8 : kTileRows) + threadIdx.x % 32 / 4;
         upper = scales_of(column, 0);
         lower = p.gated ? scales_of(column, p.out_features) : scales_of(column + 8, 0);
+        factors = at(0);
+    }
+    __device__ RowFactors<kDealt> at(int column) const {
+        const int block = column >> shift;
+        return {Fp8Factor<kDealt>::of(load_weight_float(upper + block)),
+                Fp8Factor<kDealt>::of(load_weight_float(lower + block))};
+    }
+    // Those of the block that `column` is in, asked for before the weights are awaited.
+    __device__ void read(int column) {
+        if (shift < kWholeRows) factors = at(column);
     }
 };
 
-// sum_blocks() of a weight in E4M3: the other operand of the products is in registers, widened from the stage.
+// sum_blocks() of a weight in E4M3: the other operand of the products is in registers, widened from the stage. Where
+// there are registers for two blocks, one is widened while the products of the other go on.
 template <typename Layout, typename XAt, typename Begin>
 __device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums], const Fp8LinearParams& p,
                                       const WideWork<Layout>& work, XAt&& x_at, Begin&& begin) {
     using Stage = Fp8Stage<kBlockColumns>;
+    constexpr bool kDealt = kIsDealt<typename Layout::Params>;
+    constexpr int kHeld = Layout::kOpen + 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const WideScales<Layout> scales(p, work.first_column);
+    WideScales<kDealt> scales(p, work.first_column, warp);
     const uint32_t weight_at = work.ring.stages + warp * Stage::kTileBytes;
     WideRing ring = work.ring;
-    const auto add_block = [&](float (&to)[Layout::kSums], int block) {
-        const int blocks_of_scales =
-            block * kBlockColumns >> p.scale_shift;  // asked for before the weights are awaited
-        const float upper = load_weight_float(scales.upper + blocks_of_scales);
-        const float lower = load_weight_float(scales.lower + blocks_of_scales);
+    uint4 held[kHeld][kBlockColumns / 16];
+    uint32_t used = ring.count;  // the stage whose products are open; none yet
+    const auto release = [&](uint32_t slot) {
+        if (lane == 0) arrive_at(ring.free() + slot * 8);
+    };
+    const auto add_block = [&](float (&to)[Layout::kSums], int block, int place) {
+        uint4(&mine)[kBlockColumns / 16] = held[place % kHeld];
+        scales.read(block * kBlockColumns);
         wait_bytes(ring.full + ring.slot * 8, ring.phase);
         const uint32_t from = weight_at + ring.slot * Layout::kStageBytes;
         const uint64_t b = lines_at(x_at(block, ring.slot));
-        uint4 held[kBlockColumns / 16];
 #pragma unroll
         for (int pair = 0; pair < Stage::kPairs; ++pair)
-            widen_tile(from + Stage::named(lane, pair), upper, lower, held[2 * pair], held[2 * pair + 1]);
-        pin_registers(held);
+            widen_tile(from + Stage::named(lane, pair), scales.factors, mine[2 * pair], mine[2 * pair + 1]);
+        pin_registers(mine);
+        if constexpr (Layout::kOpen > 0) {
+            wait_products<0>();
+            pin_registers(held[(place + 1) % kHeld]);
+            if (used < ring.count) release(used);
+            used = ring.slot;
+        }
         begin_products();
 #pragma unroll
-        for (int k = 0; k < kBlockColumns / 16; ++k) multiply_held_lines(to, held[k], b + k * kNextColumns);
+        for (int k = 0; k < kBlockColumns / 16; ++k) multiply_held_lines(to, mine[k], b + k * kNextColumns);
         close_products();
-        wait_products<0>();
-        pin_registers(held);
-        pin_registers(to);
-        if (lane == 0) arrive_at(ring.free() + ring.slot * 8);
+        if constexpr (Layout::kOpen == 0) {
+            wait_products<0>();
+            pin_registers(mine);
+            pin_registers(to);
+            release(ring.slot);
+        }
         ring.next();
     };
     sum_slices<Layout>(total, work.part, work.blocks, add_block, begin);

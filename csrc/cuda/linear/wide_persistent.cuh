@@ -145,15 +145,15 @@ void launch_linear_wide(const Params& p, const WideTile& tile, cudaStream_t stre
     }
     switch (tile.tokens) {
         case 32:
-            if (one) return launch_wide<T, WideLayout<1, 32, 2, kFp8>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 32, 2, kFp8>>(p, stream);
-            return launch_wide<T, WideLayout<2, 32, 1, kFp8>>(p, stream);
+            if (one) return launch_wide<T, WideLayout<1, 32, 2, Params>>(p, stream);
+            if (split) return launch_wide<T, WideLayout<2, 32, 2, Params>>(p, stream);
+            return launch_wide<T, WideLayout<2, 32, 1, Params>>(p, stream);
         case 64:
-            if (one) return launch_wide<T, WideLayout<1, 64, 2, kFp8>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 64, 2, kFp8>>(p, stream);
-            return launch_wide<T, WideLayout<2, 64, 1, kFp8>>(p, stream);
+            if (one) return launch_wide<T, WideLayout<1, 64, 2, Params>>(p, stream);
+            if (split) return launch_wide<T, WideLayout<2, 64, 2, Params>>(p, stream);
+            return launch_wide<T, WideLayout<2, 64, 1, Params>>(p, stream);
         default:
-            return launch_wide<T, WideLayout<2, 128, 1, kFp8>>(p, stream);
+            return launch_wide<T, WideLayout<2, 128, 1, Params>>(p, stream);
     }
 }
 

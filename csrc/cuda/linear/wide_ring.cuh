@@ -15,10 +15,10 @@
 
 namespace tide::cuda {
 
-template <int kWarpgroups_, int kTokens_, int kSplit_, bool kFp8_ = false>
+template <int kWarpgroups_, int kTokens_, int kSplit_, typename Params_ = LinearParams>
 struct WideLayout {
-    static constexpr bool kFp8 = kFp8_;
-    using Params = std::conditional_t<kFp8, Fp8LinearParams, LinearParams>;
+    using Params = Params_;
+    static constexpr bool kFp8 = kIsFp8<Params>;
     static constexpr int kWarpgroups = kWarpgroups_, kTokens = kTokens_, kSplit = kSplit_;
     static constexpr int kRows = kWarpgroups * kWarpgroupRows;
     static constexpr int kConsumers = kWarpgroups * kWarpgroupThreads;
@@ -27,8 +27,8 @@ struct WideLayout {
     static constexpr int kAtOnce = std::min(kOwnSlices, 128 / kSums);
     static constexpr int kPasses = kOwnSlices / kAtOnce;
     static_assert(kSplit == 1 || kPasses == 1);  // the second CTA cannot add before the first is done
-    // Blocks whose products go on while the next one is awaited. E4M3 is widened to registers that products read.
-    static constexpr int kOpen = kTokens > 64 && !kFp8 ? 1 : 0;
+    // Blocks whose products go on while the next one is awaited, or widened: E4M3 needs 16 registers more for that.
+    static constexpr int kOpen = kFp8 ? kPasses == 1 : kTokens > 64;
     static constexpr int kRowBytes = kFp8 ? kBlockColumns : kLineBytes;  // of the weight in a stage
     static constexpr int kXOffset = kRows * kRowBytes;
     static constexpr int kStageBytes = kXOffset + kTokens * kLineBytes;
@@ -36,7 +36,7 @@ struct WideLayout {
     static constexpr int kSumBytes = kTokens * kSumStride * 4;
     static constexpr int kPartialBytes = kSplit > 1 ? kSums * kConsumers * 4 : 0;
     // Registers are dealt out to four warps at a time. Where the products need many, the others give theirs away.
-    static constexpr int kRegisters = (kAtOnce + (kPasses > 1)) * kSums + (kFp8 ? 56 : 32);  // about
+    static constexpr int kRegisters = (kAtOnce + (kPasses > 1)) * kSums + (kFp8 ? 56 + kOpen * 16 : 32);  // about
     static constexpr bool kGivesAway = kWarpgroups == 2 && kRegisters > 160;
     static constexpr int kThreads = kConsumers + (kGivesAway ? kWarpgroupThreads : 32);
 };

@@ -1,6 +1,7 @@
 // Prints tables of the host side, one line each.
 //   plan ROWS DRAFTS BRANCH_SIZE   where each part of a cycle's plan begins, and how long its buffers are
 //   tiles ARCH SHARED NORMED       the tiles of the linear for few rows that are built, then those that are chosen
+//   thin                           the same of E4M3 weights on sm_90a
 //   fp8 COLUMNS                    of a stage of E4M3 weights: bytes of a tile and copies; row, vector and place of
 //   what
 //                                  each lane copies first; the places that each lane names, a line for 32 columns
@@ -63,6 +64,31 @@ static void print_tiles(int arch, int shared_bytes, bool normed) {
     for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
 }
 
+static std::string name_of(const ThinTile& tile) {
+    return std::to_string(tile.row_groups) + "x" + std::to_string(tile.slice_groups) + "/" +
+           std::to_string(tile.cluster) + "x" + std::to_string(tile.tokens);
+}
+
+static void print_thin() {
+    DeviceInfo device = {};
+    device.num_sms = 132;
+    for (const ThinTile& tile : kThinTiles) std::printf("%s ", name_of(tile).c_str());
+    std::puts("");
+    std::set<std::string> chosen;
+    for (int64_t n = 16; n <= 200000; n = n * 5 / 4) {
+        for (int64_t rows = 1; rows <= tuning::kMostThinRows; ++rows) {
+            LinearParams p = {};
+            p.rows = rows;
+            p.out_features = n;
+            for (const bool gated : {false, true}) {
+                p.gated = gated;
+                chosen.insert(name_of(choose_thin_tile(p, device)));
+            }
+        }
+    }
+    for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
+}
+
 template <int kColumns>
 static void print_fp8() {
     using Stage = Fp8Stage<kColumns>;
@@ -81,6 +107,7 @@ int main(int, char** words) {
     const auto number = [&](int at) { return std::atoi(words[at]); };
     if (std::strcmp(words[1], "plan") == 0) print_plan(number(2), number(3), number(4));
     if (std::strcmp(words[1], "tiles") == 0) print_tiles(number(2), number(3), number(4) != 0);
+    if (std::strcmp(words[1], "thin") == 0) print_thin();
     if (std::strcmp(words[1], "fp8") == 0) number(2) == 64 ? print_fp8<64>() : print_fp8<32>();
 }
 namespace tide::cuda {

@@ -115,6 +115,11 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; ++i) found |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
     return found;
 }
+inline uint32_t __float_as_uint(float v) {
+    uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    return bits;
+}
 inline float rsqrtf(float v) {
     return 1.0f / std::sqrt(v);
 }

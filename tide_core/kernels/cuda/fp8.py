@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 from tide_core.kernels.cuda.launch import as_rows, beside_weight, device_of, launch, ptr, result, row_stride
-from tide_core.kernels.fp8 import Fp8Weight, packed_values
+from tide_core.kernels.fp8 import Fp8Weight, can_deal, repacked
 from tide_core.kernels.reference.ops import Norm
 
 _WHOLE_ROWS = 31
@@ -18,11 +16,9 @@ _WHOLE_ROWS = 31
 
 
 def packed(weight: Fp8Weight) -> Fp8Weight:
-    """A copy whose columns lie as the kernels read them. ValueError names what they cannot read."""
+    """A copy whose columns, or bits, lie as the kernels read them fastest. ValueError names what they cannot read."""
     checks.refuse([cuda_checks.packing_fault(weight)])
-    if weight.packed:
-        return weight
-    return dataclasses.replace(weight, values=packed_values(weight.values), packed=True)
+    return weight if weight.packed else repacked(weight, dealt=can_deal(weight.scales))
 
 
 def fp8_linear(
@@ -64,9 +60,9 @@ def widen_fp8(weight: Fp8Weight, *, out: Tensor | None = None) -> Tensor:
     return y
 
 
-def _arguments(weight: Fp8Weight) -> tuple[int, int, int, int, int]:
-    """Addresses of weight and scales, the stride of the scales, rows of a block, and columns as a shift."""
+def _arguments(weight: Fp8Weight) -> tuple[int, int, int, int, int, bool]:
+    """Addresses of weight and scales, the stride of the scales, rows of a block, columns as a shift, whether dealt."""
     columns = weight.shape[1]
     shift = _WHOLE_ROWS if weight.block_columns >= columns else weight.block_columns.bit_length() - 1
     scale_stride = weight.scales.stride(0) if weight.scales.shape[0] > 1 else weight.scales.shape[1]
-    return ptr(weight.values), ptr(weight.scales), scale_stride, weight.block_rows, shift
+    return ptr(weight.values), ptr(weight.scales), scale_stride, weight.block_rows, shift, weight.dealt

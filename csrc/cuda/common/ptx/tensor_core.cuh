@@ -21,6 +21,11 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// A number that all lanes of the warp have: the compiler may keep it, and what follows from it, once for all of them.
+__device__ inline int same_in_warp(int v) {
+    return __shfl_sync(~0u, v, 0);
+}
+
 #if TIDE_HAS_TENSOR_CORE_PATH
 
 // Copies 16 bytes to shared memory in the background.

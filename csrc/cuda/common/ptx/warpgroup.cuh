@@ -130,6 +130,12 @@ __device__ inline void multiply_held(float (&c)[32], const uint4& a, uint64_t b,
         "wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32.bf16.bf16 {" numbers "}, " more ", add, 1, 1, 0; }" \
         : __VA_ARGS__                                                                                           \
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b))
+__device__ inline void multiply_held_lines(float (&c)[4], const uint4& a, uint64_t b) {
+    TIDE_HELD_LINES("8", "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8", "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]));
+}
+__device__ inline void multiply_held_lines(float (&c)[8], const uint4& a, uint64_t b) {
+    TIDE_HELD_LINES("16", "%0, %1, %2, %3, %4, %5, %6, %7", "{%8, %9, %10, %11}, %12", TIDE_EIGHT(c, 0));
+}
 __device__ inline void multiply_held_lines(float (&c)[16], const uint4& a, uint64_t b) {
     TIDE_HELD_LINES("32", TIDE_NUMBERS_32, "{%16, %17, %18, %19}, %20", TIDE_EIGHT(c, 0), TIDE_EIGHT(c, 8));
 }

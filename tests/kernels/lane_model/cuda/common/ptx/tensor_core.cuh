@@ -14,6 +14,9 @@ constexpr int kVector = 8;
 inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(static_cast<const char*>(pointer) - shared);
 }
+inline int same_in_warp(int v) {
+    return v;
+}
 inline void* at_shared(uint32_t address, size_t bytes) {
     if (address % bytes || address + bytes > sizeof(shared)) std::abort();
     return shared + address;
