@@ -29,11 +29,13 @@ struct ThinLayout {
     static constexpr int kTokens = kTokens_;
     static constexpr int kRows = kRowGroups * kWarpgroupRows;
     static constexpr int kConsumers = kRowGroups * kSliceGroups * kWarpgroupThreads;
-    static constexpr int kThreads = kConsumers + 32;
     static constexpr int kSums = kTokens / 2;                               // of a thread, for one slice
     static constexpr int kOwnSlices = kSlices / (kSliceGroups * kCluster);  // of a group
     static constexpr int kTurn = kOwnSlices / 2;                            // stages in which each has one block
     static constexpr int kCtasPerSm = two_thin_fit({kRowGroups, kSliceGroups, kCluster, kTokens}) ? 2 : 1;
+    // As in WideLayout: of three groups of warps, two multiply and take the registers of the third.
+    static constexpr bool kGivesAway = kCtasPerSm == 1 && kRowGroups * kSliceGroups == 2;
+    static constexpr int kThreads = kConsumers + (kGivesAway ? kWarpgroupThreads : 32);
     static constexpr int kWeightBytes = kRows * kThinColumns;
     static constexpr int kXBytes = kTokens * kLineBytes;  // of 64 columns
     static constexpr int kShareBytes = kWeightBytes + 2 * kXBytes;
@@ -241,8 +243,10 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kCtasPerSm)
     __syncthreads();
     let_next_start();
     if (threadIdx.x < Layout::kConsumers) {
+        if constexpr (Layout::kGivesAway) take_registers<kLinearConsumerRegisters>();
         consume_thin<T, Layout>(p, work, memory);
     } else {
+        if constexpr (Layout::kGivesAway) give_registers<kLinearProducerRegisters>();
         if (threadIdx.x == Layout::kConsumers) produce_thin<Layout>(p, weights, xs, work);
         wait_for_previous();
         if constexpr (Layout::kCluster > 1) {

@@ -27,8 +27,8 @@ struct WideLayout {
     static constexpr int kAtOnce = std::min(kOwnSlices, 128 / kSums);
     static constexpr int kPasses = kOwnSlices / kAtOnce;
     static_assert(kSplit == 1 || kPasses == 1);  // the second CTA cannot add before the first is done
-    // Blocks whose products go on while the next one is awaited, or widened: E4M3 needs 16 registers more for that.
-    static constexpr int kOpen = kFp8 ? kPasses == 1 : kTokens > 64;
+    // Blocks whose products go on while the next one is awaited, or widened, for which E4M3 needs 16 registers more.
+    static constexpr int kOpen = kFp8 ? kSplit > 1 : kTokens > 64;
     static constexpr int kRowBytes = kFp8 ? kBlockColumns : kLineBytes;  // of the weight in a stage
     static constexpr int kXOffset = kRows * kRowBytes;
     static constexpr int kStageBytes = kXOffset + kTokens * kLineBytes;
