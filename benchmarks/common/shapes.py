@@ -167,7 +167,7 @@ def make_model(shape: Shape, device: torch.device, dtype: torch.dtype, *, fp8: b
 def draw_fp8(like: Fp8Weight, device: torch.device) -> Fp8Weight:
     """Values as `quantised_by_row` makes them of normal numbers with the deviation of `draw_weights`."""
     values = torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(0.0, LARGEST / DEVIATIONS)
-    scales = torch.full(like.scales.shape, 0.02 * DEVIATIONS / LARGEST, device=device)
+    scales = torch.full(like.scales.shape, 0.02 * DEVIATIONS / LARGEST, device=device).bfloat16().float()
     return Fp8Weight(values.clamp_(-LARGEST, LARGEST).to(FP8), scales, *like.block)
 
 

@@ -1,12 +1,18 @@
 #!/bin/sh
-# Builds the bench program into build/cuda_bench. ARCH: the compute capability, 90 by default.
+# Builds the bench program into build/cuda_bench; with `fp8`, that of the linears of E4M3 weights into build/fp8_bench.
+# ARCH: the compute capability, 90 by default. JOBS: compilers at the same time if above 1, then without a limit.
 set -eu
 cd "$(dirname "$0")/../../.."
 arch=${ARCH:-90}
-mkdir -p build && rm -f build/bench_*.o
+program=build/${1:-cuda}_bench
+case ${1:-} in
+    fp8) sources="csrc/cuda/bench/fp8/*.cu csrc/cuda/common/*.cu csrc/cuda/linear/*.cu" ;;
+    *) sources="csrc/cuda/*/*.cu" ;;
+esac
+mkdir -p build && rm -f "$program"_*.o
 objects=
-for source in csrc/cuda/*/*.cu; do
-    object=build/bench_$(printf %s "${source%.cu}" | tr / _).o
+for source in $sources; do
+    object=${program}_$(printf %s "${source%.cu}" | tr / _).o
     flags="-gencode arch=compute_$arch,code=sm_$arch"
     case $arch:$source in
         90:*/without_sm90a.cu) continue ;;
@@ -20,4 +26,5 @@ for source in csrc/cuda/*/*.cu; do
     [ "${JOBS:-1}" -gt 1 ] || wait
 done
 wait
-nvcc -cudart static $objects -o build/cuda_bench
+# shellcheck disable=SC2086  # several words
+nvcc -cudart static $objects -o "$program"
