@@ -46,7 +46,9 @@ def load(session: Session) -> Measures:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     found.figures |= {"largest_shard_gb": largest / GB, **figures}
-    shown = f"{figures['peak_gb']:.2f} GB, of which {figures['before_gb']:.2f} before, shards up to {largest / GB:.2f} GB"
+    shown = (
+        f"{figures['peak_gb']:.2f} GB, of which {figures['before_gb']:.2f} before, shards up to {largest / GB:.2f} GB"
+    )
     found.add("load_host", figures["peak_gb"] * GB / largest, f"{shown}; {figures['seconds']:.1f} s")
     return found
 

@@ -94,7 +94,7 @@ def load_streamed(
 
 
 class _Reader:
-    """Tensors of the files, on the device. Files are mapped, and what was read of one stays in the memory of the process
+    """Tensors of the files, on the device. Files are mapped, and what was read of one stays in the process's memory
     until it is closed: one is open at a time, and after `MAPPED_BYTES` it is closed and opened again."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], place: torch.device) -> None:
