@@ -102,7 +102,7 @@ def test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled(
     assert json.loads(printed) == report
     assert list(report["parts"]) == list(gpu.PARTS)
     measures = {key: m for part in report["parts"].values() for key, m in part["measures"].items()}
-    assert {row.key for row in ROWS if row.bench == "gpu"} - NEEDS_A_GPU == measures.keys()
+    assert {row.key for row in ROWS if row.part in gpu.PARTS} - NEEDS_A_GPU == measures.keys()
     unknown = {key for key, measure in measures.items() if measure["value"] is None}
     assert unknown == {"reads", "tide"}
     assert "pip install tide-inference" in measures["tide"]["shown"]
@@ -112,6 +112,17 @@ def test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled(
     assert {bar["name"] for bar in report["bars"]} >= {
         row.what for row in ROWS if row.part in ("step", "cycle", "demo")
     }
+
+
+def test_parts_that_run_only_if_they_are_named_fill_their_rows(run: Run) -> None:
+    named = "fp8,seventy,load"
+    code, report = run("--parts", named, "--batches", "1", "--no-bars")
+    assert code == 0
+    measures = {key: m for part in report["parts"].values() for key, m in part["measures"].items()}
+    assert measures.keys() == {"fp8_1", "fp8_floor", "seventy_1", "load_host"}
+    assert all(measure["value"] > 0 for measure in measures.values())
+    half, narrow = (Subject(SMALL, "cpu", fp8=fp8).weight_bytes for fp8 in (False, True))
+    assert report["parts"]["fp8"]["figures"]["weight_bytes"] == narrow < 0.7 * half
 
 
 def test_rows_that_are_not_plain_are_compared_with_plain_ones(whole: tuple[dict[str, Any], str]) -> None:
