@@ -222,7 +222,7 @@ class ExitHead(nn.Module):
         """What `embed` adds up, for whoever wants it at many distances: of states [..., D] and of deep states [..., d],
         both [..., d], and of every distance from 0 on, [max_distance + 1, d]. At distance 0 nothing is added of a deep
         state."""
-        of_state, of_deep = self.mix.weight.split([self.spec.width, self.spec.deep_width], dim=1)
+        of_state, of_deep = self.mix.weight[:, : self.spec.width], self.mix.weight[:, self.spec.width :]
         mixed = nn.functional.linear(self.state_norm(states), of_state, self.mix.bias)
         fed = nn.functional.linear(self.deep_norm(deep), of_deep)
         return mixed, fed, nn.functional.linear(self.distance.weight, self.mix.weight)
