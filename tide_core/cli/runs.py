@@ -36,10 +36,10 @@ def open_engine(config: EngineConfig) -> Engine:
         with quick_start():
             from tide_core.engine.assemble import assemble
             from tide_core.engine.engine import Engine
-            from tide_core.models.loader import import_libraries, keeps_quantised
+            from tide_core.models.loader import find_model, import_libraries
 
             if found is None:
-                found = thread.submit(find_here, config.model, quantised=keeps_quantised(config))
+                found = thread.submit(find_model, config, find_here)
             import_libraries()
             return Engine.from_parts(assemble(config, found.result()))
 
