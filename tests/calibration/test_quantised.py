@@ -56,7 +56,7 @@ def test_the_artefact_of_one_form_loads_for_the_other_and_not_for_another_model(
         artefact = run(file, tmp_path / form, quantization=form)
         for used in ("auto", "none"):
             load_artefact(artefact, load(str(file), device="cpu", quantization=used).identity)
-            with pytest.raises(ArtefactError, match="weights_sha256|weights_sample"):
+            with pytest.raises(ArtefactError, match=r"weights_sha256|weights_sample"):
                 load_artefact(artefact, load(str(other), device="cpu", quantization=used).identity)
 
 

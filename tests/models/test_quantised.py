@@ -13,6 +13,8 @@ from gguf import GGMLQuantizationType
 
 from tests.models.gguf_factory import HEAD_DIM, HIDDEN, TinyGGUF, make_family_gguf, make_gguf
 from tests.models.test_gguf_architectures import GEMMA, ROPE, gemma
+from tide_core.cli.runs import open_engine
+from tide_core.config import EngineConfig
 from tide_core.engine.engine import Engine
 from tide_core.errors import ModelError
 from tide_core.kernels import select, select_kernels
@@ -151,6 +153,17 @@ def test_with_no_settings_an_engine_on_a_cpu_keeps_the_matrices_of_its_file(
     with caplog.at_level(logging.INFO, "tide"), Engine(str(tiny.path), device="cpu") as engine:
         assert any(isinstance(module, QuantisedLinear) for module in model_of(engine).modules())
     assert "widened" not in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "stay"), [("auto", True), ("float32", True), ("bfloat16", False)])
+def test_a_command_which_looks_for_the_file_before_torch_is_there_ends_with_the_same_form(
+    dtype: str, stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
+    tiny = make_gguf(tmp_path / "tiny.gguf", kind=Q4_1)
+    for _ in range(2):  # the second time both forms may be in the cache
+        with open_engine(EngineConfig(model=str(tiny.path), dtype=dtype)) as engine:
+            assert any(isinstance(module, QuantisedLinear) for module in model_of(engine).modules()) == stay
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.F32], ids=lambda kind: kind.name)

@@ -38,7 +38,8 @@ def import_libraries() -> None:
 
 
 def find_model(config: EngineConfig, find: Callable[..., Found] = resolve) -> Found:
-    """The model that the settings name, in the form that they ask for; `find` is `resolve` or `find_here`."""
+    """The model that the settings name, in the form that they ask for; `find` is `resolve`, or what does
+    the same."""
     reason = widening_reason(config)
     found = find(config.model, quantised=reason is None)
     if found is not None and found.source in ("demo", "gguf") and config.quantization == AUTO and reason is not None:
