@@ -23,13 +23,18 @@ pytest.importorskip("tide_core.kernels._native", reason="the native module is no
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
-    return make_gguf(tmp_path / "tiny.gguf", kind=GGMLQuantizationType.Q4_1).path
+    return make(tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_1)
+
+
+def make(path: Path, kind: GGMLQuantizationType) -> Path:
+    return make_gguf(path, kind=kind, metadata={"llama.block_count": 4}, num_hidden_layers=4).path
 
 
 def run(file: Path, folder: Path, **options: Any) -> Path:
-    """Calibrate it by name into `folder`."""
+    """Calibrate it by name into `folder`; with exits of mode fast, whose training goes through the model's layers."""
     folder.mkdir()
-    config = tiny_calibration(data=str(write_prompts(folder)), shortlist_size=32, fast_layers=())
+    few = {"fast_layers": (2, 3), "fast_rank": 8, "fast_hidden": 32, "fast_epsilons": ()}
+    config = tiny_calibration(data=str(write_prompts(folder)), shortlist_size=32, **few)
     calibrate_model(str(file), config, publish_to=folder / "artefact", device="cpu", **options)
     return folder / "artefact"
 
@@ -47,11 +52,12 @@ def test_by_default_exits_are_trained_on_the_matrices_of_the_file_with_the_same_
         for name, options in (("first", {}), ("again", {}), ("widened", {"quantization": "none"}))
     )
     assert contents(first) == contents(again)
+    assert load_artefact(first, None).fast is not None
     assert contents(first)["heads.safetensors"] != contents(widened)["heads.safetensors"]
 
 
 def test_the_artefact_of_one_form_loads_for_the_other_and_not_for_another_model(file: Path, tmp_path: Path) -> None:
-    other = make_gguf(tmp_path / "other.gguf", kind=GGMLQuantizationType.Q8_0).path
+    other = make(tmp_path / "other.gguf", GGMLQuantizationType.Q8_0)
     for form in ("auto", "none"):
         artefact = run(file, tmp_path / form, quantization=form)
         for used in ("auto", "none"):
