@@ -161,7 +161,9 @@ def test_a_command_which_looks_for_the_file_before_torch_is_there_ends_with_the_
 ) -> None:
     monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
     tiny = make_gguf(tmp_path / "tiny.gguf", kind=Q4_1)
-    for _ in range(2):  # the second time both forms may be in the cache
+    for in_cache in (False, True):
+        if in_cache:  # then what it finds first is used, if that is the right form
+            assert all(resolve(str(tiny.path), quantised=kept) for kept in (True, False))
         with open_engine(EngineConfig(model=str(tiny.path), dtype=dtype)) as engine:
             assert any(isinstance(module, QuantisedLinear) for module in model_of(engine).modules()) == stay
 
