@@ -12,7 +12,7 @@ from tide_client import Answer, TideClient
 PATIENCE_S = 240.0
 """Bounds a hang: whatever a test waits for comes much sooner, even on a busy machine."""
 POLL_S = 0.01, 0.5
-"""The first and the longest pause between two looks: one at the processes or metrics of a server takes time of its own."""
+"""The first and the longest pause between two looks: one at the processes or metrics of a server takes its own time."""
 PAUSE_S = 0.2
 """After an error: a server that is gone answers thousands of times a second."""
 
