@@ -31,11 +31,11 @@ class EngineConfig:
     dtype: str = AUTO
     """Of weights, states and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's own, but bfloat16 for
     one in float32; on a CPU float32."""
-    quantization: str = "none"
+    quantization: str = AUTO
     """auto: weights stay in 8 bits or less where kernels of the device read them so: matrices of a GGUF file where the
-    native module runs on a CPU with dtype float32, FP8 weights of a folder on a GPU with dtype bfloat16; none: all
-    weights are widened to `dtype`; fp8: linears of the decoder layers are in FP8, rounded to it at load where the
-    model is not."""
+    native module runs on a CPU with dtype float32, FP8 weights of a folder on a GPU with dtype bfloat16; elsewhere they
+    are widened, and the log says why; none: all weights are widened to `dtype`; fp8: linears of the decoder layers are
+    in FP8, rounded to it at load where the model is not."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     max_model_len: int | None = None

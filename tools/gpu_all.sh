@@ -112,8 +112,8 @@ running=()
 if [[ $tests -eq 1 ]]; then
   share_out tests gpu 10
   for part in $(seq 0 9); do
-    step "tests-$part" 400 "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu --timeout 150 \
-      --timeout-method thread "@$OUT/tests-$part.txt" & # a test that hangs is named, with the stacks of its threads
+    step "tests-$part" 400 "$PYTHON" -m pytest -v -p no:cacheprovider -m gpu \
+      -o faulthandler_timeout=120 "@$OUT/tests-$part.txt" & # of a test that hangs the stacks, even if it holds the GIL
     running+=($!)
   done
 fi

@@ -71,9 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def log(line: str) -> None:
         print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    names = options.model, options.dtype, options.device
     # Without a prefix cache every turn computes its prompts, and no answer is drafted from an earlier one.
-    bench = Bench(EngineConfig(*names, artefact=options.artefact, prefix_caching=False), PROMPTS)
+    config = EngineConfig(
+        model=options.model,
+        artefact=options.artefact,
+        device=options.device,
+        dtype=options.dtype,
+        quantization="none",
+        prefix_caching=False,
+    )
+    bench = Bench(config, PROMPTS)
     parts = []
     for rows in map(int, options.batches.split(",")):
         parts.append(measure(bench, rows, options.tokens, options.repeats))

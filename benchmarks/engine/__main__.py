@@ -110,7 +110,15 @@ def engine_side() -> dict[str, Any]:
     """This engine, without prefix caching, so that every round computes its prompts."""
     from tide_core import Engine, SamplingParams
 
-    engine = Engine("demo", device="cpu", dtype="float32", prefix_caching=False, artefact="none", suffix_drafts=False)
+    engine = Engine(
+        "demo",
+        device="cpu",
+        dtype="float32",
+        quantization="none",  # as `transformers` has the weights
+        prefix_caching=False,
+        artefact="none",
+        suffix_drafts=False,
+    )
     # The end-of-text id is barred on both sides, so that both generate the same number of tokens.
     params = SamplingParams(max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
 

@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             artefact=options.artefact,
             device=options.device,
             dtype=options.dtype,
+            quantization="none",
             prefix_caching=False,  # every turn computes its prompts
             suffix_drafts=False,  # what exits gain; past its end a text repeats itself
         ),

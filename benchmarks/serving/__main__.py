@@ -58,7 +58,9 @@ def measure(options: argparse.Namespace, log: Log) -> list[Part]:
 
     if set(options.parts) & {"a", "c", "d", "e"}:
         started = time.monotonic()
-        with serving(default_config()) as server:
+        config = default_config()
+        config["applications"][0]["args"]["engine"]["quantization"] = "none"
+        with serving(config) as server:
             ready_s = time.monotonic() - started
             if "e" in options.parts:
                 done(asyncio.run(parts.cold_start(server, ready_s, started)), started)

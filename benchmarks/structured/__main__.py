@@ -71,8 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def log(line: str) -> None:
         print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    names = options.model, options.dtype, options.device
-    config = EngineConfig(*names, artefact=options.artefact, suffix_drafts=False)  # the same prompts again and again
+    config = EngineConfig(
+        model=options.model,
+        artefact=options.artefact,
+        device=options.device,
+        dtype=options.dtype,
+        quantization="none",
+        suffix_drafts=False,  # the same prompts again and again
+    )
     bench = Bench(config, PROMPT_FILE)
     parts = []
     for rows in map(int, options.batches.split(",")):

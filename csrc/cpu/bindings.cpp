@@ -36,9 +36,9 @@ int64_t panels_bytes(int kind, int64_t in_features, int64_t out_features) {
     return tide::panels_bytes(static_cast<tide::PanelKind>(kind), in_features, out_features);
 }
 
-void pack_panels(int kind, Address blocks, Address order, int64_t in_features, int64_t out_features, Address panels) {
-    tide::pack_panels(static_cast<tide::PanelKind>(kind), in(blocks), in<int64_t>(order), in_features, out_features,
-                      out(panels));
+bool pack_panels(int kind, Address blocks, Address order, int64_t in_features, int64_t out_features, Address panels) {
+    return tide::pack_panels(static_cast<tide::PanelKind>(kind), in(blocks), in<int64_t>(order), in_features,
+                             out_features, out(panels));
 }
 
 void unpack_rows(int kind, Address panels, int64_t in_features, int64_t out_features, Address ids, int64_t count,
@@ -107,7 +107,8 @@ PYBIND11_MODULE(_native, m) {
         "block_bytes", [](int kind) { return tide::block_bytes(static_cast<tide::PanelKind>(kind)); },
         "Bytes of one block of a row in a GGUF.");
     m.def("panels_bytes", &panels_bytes, "Bytes of a block-quantised matrix in panels.");
-    m.def("pack_panels", &pack_panels, no_gil, "Rows of blocks as a GGUF has them to panels; order 0 means none.");
+    m.def("pack_panels", &pack_panels, no_gil,
+          "Rows of blocks as a GGUF has them to panels; order 0 means none. Whether all numbers are finite.");
     m.def("unpack_rows", &unpack_rows, no_gil, "Rows of a matrix in panels as float32.");
     m.def("quantised_linear", &quantised_linear, no_gil,
           "y[rows, out] = x[rows, in] weight[out, in]^T + bias[out] in float32, the weight in panels.");

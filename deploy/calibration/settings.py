@@ -59,9 +59,8 @@ class JobSettings(BaseModel):
     """Of the calibrated model; auto: on a GPU the checkpoint's own, but bfloat16 for float32; on a CPU float32."""
     device: str = "auto"
     """Of the workers; auto: cuda if available."""
-    quantization: str = "none"
-    """As that of the engine which serves with the exits: none, auto, or fp8, whose weights are other numbers. A GGUF
-    file is widened in any case."""
+    quantization: str = "auto"
+    """As that of the engine which serves with the exits: auto, none, or fp8, whose weights are other numbers."""
     measure: bool = True
     """Whether the published exits are timed."""
     calibration: dict[str, Any] = Field(default_factory=dict)

@@ -13,7 +13,7 @@ from deploy.strict import yaml_file
 from tide_core.config import EngineConfig
 from tide_core.errors import ConfigError
 from tide_core.models import hub
-from tide_core.models.resolver import DEMO, ResolvedModel, find_here, resolve
+from tide_core.models.resolver import DEMO, ResolvedModel, find_here, resolve_configuration
 
 
 def sizes_in_file(path: Path, device: str) -> list[str]:
@@ -47,7 +47,7 @@ def _model_here(model: str) -> ResolvedModel | None:
     if is_url(model):
         return None
     if model == DEMO or model.lower().endswith(".gguf"):
-        return resolve(model, quantised=True)
+        return resolve_configuration(model)
     found = find_here(model)
     if found is not None or not hub.is_hub_id(model):
         return found

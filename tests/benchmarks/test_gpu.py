@@ -31,7 +31,7 @@ from benchmarks.gpu.switches import SWITCHES, Switch
 from benchmarks.gpu.table import ROWS
 from benchmarks.kernels import measure as kernels
 from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.config import EngineConfig
 from tide_core.engine import assemble
 from tide_core.execution.graphs.in_flight import InFlightStep
@@ -102,7 +102,7 @@ def test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled(
     assert json.loads(printed) == report
     assert list(report["parts"]) == list(gpu.PARTS)
     measures = {key: m for part in report["parts"].values() for key, m in part["measures"].items()}
-    assert {row.key for row in ROWS if row.bench == "gpu"} - NEEDS_A_GPU == measures.keys()
+    assert {row.key for row in ROWS if row.part in gpu.PARTS} - NEEDS_A_GPU == measures.keys()
     unknown = {key for key, measure in measures.items() if measure["value"] is None}
     assert unknown == {"reads", "tide"}
     assert "pip install tide-inference" in measures["tide"]["shown"]
@@ -112,6 +112,17 @@ def test_every_part_runs_and_all_rows_of_the_table_that_need_no_gpu_are_filled(
     assert {bar["name"] for bar in report["bars"]} >= {
         row.what for row in ROWS if row.part in ("step", "cycle", "demo")
     }
+
+
+def test_parts_that_run_only_if_they_are_named_fill_their_rows(run: Run) -> None:
+    named = "fp8,seventy,load"
+    code, report = run("--parts", named, "--batches", "1", "--no-bars")
+    assert code == 0
+    measures = {key: m for part in report["parts"].values() for key, m in part["measures"].items()}
+    assert measures.keys() == {"fp8_1", "fp8_floor", "seventy_1", "load_host"}
+    assert all(measure["value"] > 0 for measure in measures.values())
+    half, narrow = (Subject(SMALL, "cpu", fp8=fp8).weight_bytes for fp8 in (False, True))
+    assert report["parts"]["fp8"]["figures"]["weight_bytes"] == narrow < 0.7 * half
 
 
 def test_rows_that_are_not_plain_are_compared_with_plain_ones(whole: tuple[dict[str, Any], str]) -> None:
@@ -150,7 +161,7 @@ def test_works_take_turns_and_rates_are_those_of_each_repeat() -> None:
 
 
 def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     monkeypatch.setattr(assemble, "measure", functools.partial(assemble.measure, limit_s=0.0))  # of one row: less work
     seen: set[str] = set()
 
@@ -193,7 +204,7 @@ def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypa
 def test_a_switch_changes_the_engine_only_while_it_is_entered(
     name: str, demo: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     parts = Subject(SMALL, "cpu").exits
     cycles, scheduler = parts.runner.cycles, parts.core.scheduler
     assert cycles is not None
@@ -214,7 +225,7 @@ def test_a_switch_changes_the_engine_only_while_it_is_entered(
 
 
 def test_cycles_in_graphs_are_measured_as_well(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     code, report = run("--parts", "cycle", "--no-bars")
     assert code == 0, report
     assert report["parts"]["cycle"]["measures"].keys() == {"shallow", "deep", "routers"}
@@ -356,7 +367,7 @@ def test_a_replayed_row_outputs_what_the_trace_accepts_and_ends_at_its_length() 
 
 
 def test_with_a_step_in_flight_the_device_continues_as_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     parts = Subject(SMALL, "cpu").exits
     assert parts.planner is not None
     parts.planner.max_drafts = 3

@@ -24,7 +24,7 @@ from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.kv import memory
 from tide_core.models.adapter import ATTENTION, ModelAdapter
 from tide_core.models.layout_probe import probe_layouts
-from tide_core.models.loader import keeps_quantised, load_model
+from tide_core.models.loader import load_model, widening_reason
 from tide_core.models.resolver import ResolvedModel, resolve
 from tide_core.models.weights import weight_bytes
 
@@ -75,7 +75,7 @@ def test_matrices_that_stay_quantised_count_as_the_loader_keeps_them(
         make_family_gguf(file, architecture, kind=kind, metadata=GEMMA, **gemma(tie_word_embeddings=tied))
     config = make_config(quantization=quantization, dtype="auto", max_model_len=16)
     place = device_named(device)
-    resolved = resolve(str(file), cache_dir=tmp_path, quantised=keeps_quantised(config, place.type))
+    resolved = resolve(str(file), cache_dir=tmp_path, quantised=widening_reason(config, place.type) is None)
     planned = plan_for_folder(config, resolved.path, place, gguf=resolved.gguf)
     loaded = load_model(resolved, dtype=planned.config.dtype, device="cpu")
     in_modules = [module.panels.data for module in loaded.modules() if hasattr(module, "panels")]

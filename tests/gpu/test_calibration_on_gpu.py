@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from tests.calibration.tiny_runs import tiny_calibration, write_prompts
+from tests.calibration.train.heads import SHORTLIST, write_sequences
 from tests.factories import random_prompts, tiny_tokenizer
 from tests.tiny_models import CONFIGS, tiny_model
 from tide_core.calibration.collect.decoder import GREEDY, Sampling, can_decode
 from tide_core.calibration.collect.generation import Generator
+from tide_core.calibration.config import CalibrationConfig
+from tide_core.calibration.train import train
+from tide_core.calibration.train.train import fit
 from tide_core.models.adapter import ModelAdapter
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +56,22 @@ def test_sampled_batches_repeat_with_their_seed() -> None:
     )
 
     assert one == again != other
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_training_from_kept_states_in_graphs_is_one_in_which_the_teacher_always_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(train, "KEPT_FROM", 4)
+    monkeypatch.setattr(train, "tokens_that_fit", lambda kept, device, num_tokens: int(share * num_tokens))
+    adapter = ModelAdapter(copy.deepcopy(tiny_model("llama")).to("cuda"), paged=False)
+    shards, more = write_sequences(tmp_path, num=40), {"batch_tokens": 256, "max_drafts": 3, "router_bottleneck": 8}
+    config = CalibrationConfig(candidates=("2:block:deep:hidden=0:ffn=24",), steps=40, warmup_steps=2, **more)
+
+    plain, kept = (fit(config, adapter, shards, SHORTLIST, seconds=limit).candidates[0] for limit in (None, 1e9))
+
+    for name, tensor in kept.head.state_dict().items():
+        torch.testing.assert_close(tensor, plain.head.state_dict()[name], rtol=1e-2, atol=2e-3, msg=name)
 
 
 def test_a_calibration_in_bfloat16_ends_in_an_artefact_that_loads(tmp_path: Path) -> None:

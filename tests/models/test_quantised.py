@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ from gguf import GGMLQuantizationType
 
 from tests.models.gguf_factory import HEAD_DIM, HIDDEN, TinyGGUF, make_family_gguf, make_gguf
 from tests.models.test_gguf_architectures import GEMMA, ROPE, gemma
+from tide_core.cli.runs import open_engine
+from tide_core.config import EngineConfig
 from tide_core.engine.engine import Engine
-from tide_core.errors import ConfigError, ModelError
-from tide_core.kernels import select_kernels
+from tide_core.errors import ModelError
+from tide_core.kernels import select, select_kernels
 from tide_core.models.gguf.file import GGUFFile
 from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.loader import fingerprint, load_model, load_tokenizer
 from tide_core.models.quantised import QuantisedEmbedding, QuantisedLinear
-from tide_core.models.resolver import resolve
+from tide_core.models.resolver import resolve, resolve_configuration
 from tide_core.request import SamplingParams
 
 pytest.importorskip("tide_core.kernels._native", reason="the native module is not built")
@@ -112,10 +115,77 @@ def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path: Path, value: flo
         load(tiny, tmp_path / "cache")
 
 
-def test_other_states_than_float32_are_refused(tmp_path: Path) -> None:
-    resolved = resolve(str(make_gguf(tmp_path / "tiny.gguf", kind=Q4_1).path), cache_dir=tmp_path, quantised=True)
-    with pytest.raises(ConfigError, match="quantization"):
-        load_model(resolved, dtype="bfloat16", device="cpu")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "states in float32, not in bfloat16"),
+        ({"dtype": "float16"}, "states in float32, not in float16"),
+        ({"kernels": "reference"}, "kernels are reference, as configured"),
+        ({}, "the native module cannot be imported"),
+    ],
+    ids=str,
+)
+def test_where_no_kernel_reads_them_auto_widens_the_weights_and_says_why_in_one_line(
+    settings: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
+    if not settings:
+        monkeypatch.setattr(select, "_import_error", lambda module="": "it is not built")
+    tiny = make_gguf(tmp_path / "tiny.gguf", kind=Q4_1)
+    with caplog.at_level(logging.INFO, "tide"), Engine(str(tiny.path), device="cpu", **settings) as engine:
+        assert not any(isinstance(module, QuantisedLinear) for module in model_of(engine).modules())
+        [answer] = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(answer.tokens) == 4
+    [line] = [record.message for record in caplog.records if "weights are widened" in record.message]
+    assert line.startswith("tiny: ")
+    assert reason in line
+
+
+def test_with_no_settings_an_engine_on_a_cpu_keeps_the_matrices_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
+    tiny = make_gguf(tmp_path / "tiny.gguf", kind=Q4_1)
+    with caplog.at_level(logging.INFO, "tide"), Engine(str(tiny.path), device="cpu") as engine:
+        assert any(isinstance(module, QuantisedLinear) for module in model_of(engine).modules())
+    assert "widened" not in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "stay"), [("auto", True), ("float32", True), ("bfloat16", False)])
+def test_a_command_which_looks_for_the_file_before_torch_is_there_ends_with_the_same_form(
+    dtype: str, stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDE_CACHE_DIR", str(tmp_path / "cache"))
+    tiny = make_gguf(tmp_path / "tiny.gguf", kind=Q4_1)
+    for in_cache in (False, True):
+        if in_cache:  # then what it finds first is used, if that is the right form
+            assert all(resolve(str(tiny.path), quantised=kept) for kept in (True, False))
+        with open_engine(EngineConfig(model=str(tiny.path), dtype=dtype)) as engine:
+            assert any(isinstance(module, QuantisedLinear) for module in model_of(engine).modules()) == stay
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.F32], ids=lambda kind: kind.name)
+def test_a_file_without_matrices_for_the_kernels_is_widened_as_ever(
+    kind: GGMLQuantizationType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny, cache = make_gguf(tmp_path / "tiny.gguf", kind=kind), tmp_path / "cache"
+    with caplog.at_level(logging.INFO, "tide"):
+        for attempt in range(2):
+            found = resolve(str(tiny.path), cache_dir=cache, quantised=True)
+            assert found == resolve(str(tiny.path), cache_dir=cache)
+            assert found.gguf is None
+            lines = [record.message for record in caplog.records if "weights are widened" in record.message]
+            assert len(lines) == attempt + 1
+    assert "none of its matrices is in a format that the native kernels read" in lines[0]
+    assert resolve_configuration(str(tiny.path), cache_dir=cache) is not None
+
+
+def model_of(engine: Engine) -> Any:
+    return engine._parts.runner.adapter.model
 
 
 @pytest.mark.demo

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import FAMILIES, tiny_model
 from tide_core.errors import ConfigError, ModelError
-from tide_core.models import loader, streamed
+from tide_core.models import load_progress, loader, streamed
 from tide_core.models.resolver import ResolvedModel
 from tide_core.models.streamed import load_streamed
 
@@ -45,6 +45,39 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     for name, tensor in expected.items():
         assert got[name].dtype is tensor.dtype, name
         assert torch.equal(got[name], tensor), name
+
+
+def test_a_file_is_opened_again_after_so_many_bytes_of_it_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of a mapped file stays in the memory of the process until it is closed."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    opened: list[Path] = []
+    open_file = streamed.safe_open
+    monkeypatch.setattr(streamed, "safe_open", lambda path, **more: opened.append(path) or open_file(path, **more))
+    for limit, least in ((2**30, 1), (20_000, 3)):
+        opened.clear()
+        monkeypatch.setattr(streamed, "MAPPED_BYTES", limit)
+        got: Any = load_streamed(tmp_path, "llama", dtype=torch.float32, place=CPU, scheme=None, fp8=False)
+        assert (len(opened) == 1) if least == 1 else (len(opened) >= least)
+        assert_same(dict(got.named_parameters()), dict(tiny_model("llama").named_parameters()))
+
+
+def test_a_load_tells_how_far_it_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(load_progress, "LOG_EVERY_S", 0.0)
+    with caplog.at_level("INFO", logger="tide"), load_progress.told_to(lambda read, total: told.append((read, total))):
+        load_streamed(tmp_path, "mine", dtype=torch.float32, place=CPU, scheme=None, fp8=False)
+    sizes = [tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values()]
+    assert told[-1] == (sum(sizes), sum(sizes))
+    assert len(told) == len(sizes)
+    assert sorted(told) == told
+    assert "loading mine: " in caplog.text
+    load_streamed(tmp_path, "mine", dtype=torch.float32, place=CPU, scheme=None, fp8=False)
+    assert len(told) == len(sizes), "nobody listens outside the block"
 
 
 def test_one_file_is_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

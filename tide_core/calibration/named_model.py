@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.ledger import check_output
 from tide_core.calibration.progress import Progress, SilentProgress
-from tide_core.config import AUTO, DTYPE_CHOICES, QUANTIZATIONS
+from tide_core.config import AUTO, DTYPE_CHOICES, QUANTIZATIONS, EngineConfig
 from tide_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def calibrate_model(
     run_dir: Path | None = None,
     dtype: str = AUTO,
     device: str = AUTO,
-    quantization: str = "none",
+    quantization: str = AUTO,
     progress: Progress | None = None,
     force: bool = False,
     timer: Timer | None = None,
@@ -75,27 +75,33 @@ class Loaded:
 
 
 def load(
-    model: str, *, dtype: str = AUTO, device: str = AUTO, quantization: str = "none", threads: int | None = None
+    model: str, *, dtype: str = AUTO, device: str = AUTO, quantization: str = AUTO, threads: int | None = None
 ) -> Loaded:
-    """`threads` is the number for this calling thread. A GGUF file is widened in any case."""
+    """`threads` is the number for this calling thread."""
+    from tide_core.kernels import select_kernels
     from tide_core.models.identity import identify
-    from tide_core.models.loader import load_model, load_tokenizer
-    from tide_core.models.resolver import resolve
+    from tide_core.models.kernel_modules import use_kernels_for_training
+    from tide_core.models.loader import find_model, load_model, load_tokenizer
 
     if threads is not None:
         use_threads(threads)
-    resolved = resolve(model)
+    resolved = find_model(EngineConfig(model=model, dtype=dtype, device=device, quantization=quantization))
     loaded = load_model(resolved, dtype=dtype, device=device, quantization=quantization)
+    if resolved.gguf is not None:
+        use_kernels_for_training(loaded, select_kernels("native", loaded.device))
     tokenizer = load_tokenizer(resolved)
     name = model if resolved.source in ("demo", "hub") else resolved.name
     return Loaded(loaded, tokenizer, identify(loaded, tokenizer, resolved), name)
 
 
 def use_threads(num: int) -> None:
-    """Compute with `num` threads from now on. Torch keeps this number per calling thread."""
+    """Compute with `num` threads from now on. Torch keeps this number per calling thread, the native module one."""
     import torch
 
+    from tide_core.kernels import set_num_threads
+
     torch.set_num_threads(num)
+    set_num_threads(num)
 
 
 def default_run_dir(publish_to: Path) -> Path:

@@ -48,8 +48,10 @@ from tide_core.errors import ConfigError, one_line
 from tide_core.exits.artefact.artefact import install_artefact
 from tide_core.identity import ModelIdentity
 
-SHARE_AFTER_TRAINING = 0.2
-"""Of a limit on the time of a run: for traces, the decision and timing."""
+SHARE_AFTER_TRAINING = 0.08
+"""Of a limit on the time of a run: for traces and the decision."""
+SHARE_OF_TIMING = 0.12
+"""Of the same: for timing, where it is wanted."""
 SHARE_OF_FAST_EXITS = 0.1
 """Of the time for training: for the exits of mode fast, which are trained after the others."""
 LEAST_TRAINING_SHARE = 0.1
@@ -238,7 +240,8 @@ class Pipeline:
         if self._config.minutes is None:
             return None
         whole = self._config.minutes * 60.0
-        left = whole * (1.0 - SHARE_AFTER_TRAINING) - (time.monotonic() - self._started)
+        after = SHARE_AFTER_TRAINING + (SHARE_OF_TIMING if self._config.measure_batches else 0.0)
+        left = whole * (1.0 - after) - (time.monotonic() - self._started)
         return max(left * share, whole * LEAST_TRAINING_SHARE)
 
     # risk

@@ -54,8 +54,8 @@ def calibrate(
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPE_CHOICES)}.")] = AUTO,
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = AUTO,
     quantization: Annotated[
-        str, typer.Option(help="As the engine that serves with the exits: none, auto or fp8.")
-    ] = "none",
+        str, typer.Option(help="As the engine that serves with the exits: auto, none or fp8.")
+    ] = AUTO,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artefact at the output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,

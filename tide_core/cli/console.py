@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Protocol
 
+from tide_core.models.load_progress import told_to
+
 
 class Bar(Protocol):
     def update(self) -> object: ...
@@ -30,15 +32,24 @@ def prepare(*, verbose: bool) -> None:
 
 @contextlib.contextmanager
 def status(text: str, *, quiet: bool) -> Iterator[None]:
-    """Show `text` while the body runs."""
-    shown = not quiet and _on_terminal()
-    if shown:
-        print(f"tide: {text} …", end="", file=sys.stderr, flush=True)
-    try:
+    """Show `text` while the body runs, and how far a load has come in it."""
+    if quiet or not _on_terminal():
         yield
+        return
+    shares: set[int] = set()
+
+    def show(read: int = 0, total: int = 0) -> None:
+        share = 100 * read // total if total else 0
+        if share not in shares:
+            shares.add(share)
+            print(f"\r\033[Ktide: {text} …{f' {share} %' if total else ''}", end="", file=sys.stderr, flush=True)
+
+    show()
+    try:
+        with told_to(show):
+            yield
     finally:
-        if shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

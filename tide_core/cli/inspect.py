@@ -12,6 +12,7 @@ import typer
 from tide_core.cli import console
 from tide_core.cli.exit_codes import with_exit_code
 from tide_core.cli.output import write
+from tide_core.config import AUTO, EngineConfig
 from tide_core.errors import ArtefactError
 from tide_core.models.quick_start import quick_start
 
@@ -30,7 +31,7 @@ def inspect(
     ] = None,
     quantization: Annotated[
         str, typer.Option(help="With --model: as the engine has it; fp8 makes other weights of a model that is not.")
-    ] = "none",
+    ] = AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more to standard error.")] = False,
@@ -56,13 +57,12 @@ def _refusal(artefact: Artefact, model: str, quantization: str, *, quiet: bool) 
     """The error if the artefact was made for another model."""
     from tide_core.exits.artefact.match import check_identity
     from tide_core.models.identity import identify
-    from tide_core.models.loader import TORCH_DTYPES, load_model, load_tokenizer
-    from tide_core.models.resolver import resolve
+    from tide_core.models.loader import TORCH_DTYPES, find_model, load_model, load_tokenizer
 
     made_in = artefact.manifest.model.dtype
     with console.status(f"loading {model}", quiet=quiet):
-        resolved = resolve(model)
         dtype = made_in if made_in in TORCH_DTYPES else "float32"
+        resolved = find_model(EngineConfig(model=model, dtype=dtype, device="cpu", quantization=quantization))
         with quick_start():
             loaded = load_model(resolved, dtype=dtype, device="cpu", quantization=quantization)
             identity = identify(loaded, load_tokenizer(resolved), resolved)

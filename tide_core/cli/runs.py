@@ -17,7 +17,7 @@ from tide_core.cli.prompts import PromptItem
 from tide_core.config import AUTO, EngineConfig
 from tide_core.errors import RequestError
 from tide_core.models.quick_start import quick_start
-from tide_core.models.resolver import find_here
+from tide_core.models.resolver import ResolvedModel, find_here
 from tide_core.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,17 +29,19 @@ Put = Callable[[int, RequestOutput], None]
 
 def open_engine(config: EngineConfig) -> Engine:
     """The model's files are looked for and checked while the libraries are imported: seconds, both."""
+    guess = config.quantization == AUTO and config.device != "cuda"  # the device decides, and Torch knows it
     with ThreadPoolExecutor(1) as thread:
-        found = None
-        if config.quantization != AUTO:  # else the device decides in which form, and Torch knows it
-            found = thread.submit(find_here, config.model)
+        guessed = thread.submit(find_here, config.model, quantised=guess)
+
+        def find(model: str, *, quantised: bool) -> ResolvedModel | None:
+            return guessed.result() if quantised is guess else find_here(model, quantised=quantised)
+
         with quick_start():
             from tide_core.engine.assemble import assemble
             from tide_core.engine.engine import Engine
-            from tide_core.models.loader import import_libraries, keeps_quantised
+            from tide_core.models.loader import find_model, import_libraries
 
-            if found is None:
-                found = thread.submit(find_here, config.model, quantised=keeps_quantised(config))
+            found = thread.submit(find_model, config, find)
             import_libraries()
             return Engine.from_parts(assemble(config, found.result()))
 

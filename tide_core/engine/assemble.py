@@ -43,9 +43,9 @@ from tide_core.models.fused_layers import fuse_layers
 from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
 from tide_core.models.layout_probe import probe_layouts
-from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
+from tide_core.models.loader import find_model, fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
-from tide_core.models.resolver import ResolvedModel, resolve
+from tide_core.models.resolver import ResolvedModel
 from tide_core.models.weights import weight_bytes
 from tide_core.outputs.tokenizer import Tokenizer
 from tide_core.request import ExitPolicy, SamplingParams
@@ -112,7 +112,7 @@ def assemble(config: EngineConfig, resolved: ResolvedModel | None = None) -> Par
     it was looked for before."""
     if resolved is None:
         logger.info("model %s: looking for it", config.model)
-        resolved = resolve(config.model, quantised=keeps_quantised(config))
+        resolved = find_model(config)
     logger.info("model %s: loading its weights", resolved.name)
     model = load_model(resolved, dtype=config.dtype, device=config.device, quantization=config.quantization)
     tokenizer = load_tokenizer(resolved)

@@ -23,7 +23,7 @@ from tide_core.models.checkpoint import chosen_dtype
 from tide_core.models.fp8.layers import quantise_layers
 from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.gguf.quantised import outline_quantised
-from tide_core.models.loader import TORCH_DTYPES, keeps_fp8, keeps_quantised
+from tide_core.models.loader import TORCH_DTYPES, keeps_fp8, widening_reason
 from tide_core.models.streamed import outline_fp8
 from tide_core.models.weights import weight_bytes
 from tide_core.models.without_data import unquantised
@@ -111,7 +111,7 @@ def plan_for_folder(
 ) -> Plan:
     """`gguf` is the file that the folder was made from, whose matrices the engine may keep as they are."""
     model = outline_of_folder(folder, heads)
-    if gguf is not None and keeps_quantised(config, device.type):
+    if gguf is not None and widening_reason(config, device.type) is None:
         model = replace(model, weights=outline_quantised(folder, gguf))
     dtype = chosen_dtype(config.dtype, device.type, folder)
     scheme = fp8_scheme(folder)

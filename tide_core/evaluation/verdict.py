@@ -18,9 +18,8 @@ from tide_core.execution.cost_measure import CONTEXT, cache_path, measure, write
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.cost import Acceptance, CostTable, DraftPlanner
 from tide_core.models.identity import identify
-from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
+from tide_core.models.loader import find_model, fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
-from tide_core.models.resolver import resolve
 
 LIMIT_S = 60.0
 """Time after which no further number of rows is measured."""
@@ -120,7 +119,7 @@ def _plan(planner: DraftPlanner, table: CostTable, rows: int) -> RowsVerdict:
 
 def _assemble(config: EngineConfig) -> tuple[Parts, Artefact, str]:
     """As the engine does, but without its own cost table."""
-    resolved = resolve(config.model, quantised=keeps_quantised(config))
+    resolved = find_model(config)
     folder = artefact_folder(config, is_demo=resolved.source == "demo")
     if folder is None:
         raise ConfigError("artefact", config.artefact, f"a folder of calibrated exits; {resolved.name} comes with none")

@@ -20,6 +20,10 @@ STEP = 32
 """Neighbours of x that share a scale."""
 
 
+class NotFiniteError(ValueError):
+    """A matrix holds NaN or infinity."""
+
+
 @dataclass(frozen=True, slots=True)
 class Panels:
     """A matrix [out_features, in_features]."""
@@ -31,7 +35,7 @@ class Panels:
 
     @classmethod
     def pack(cls, kind: str, blocks: Tensor, in_features: int, order: Tensor | None = None) -> Panels:
-        """From the rows of a file, uint8 [N, bytes]. Output i is row `order[i]`, or row i."""
+        """From the rows of a file, uint8 [N, bytes]. Output i is row `order[i]`, or row i. Raises NotFiniteError."""
         if kind not in KINDS:
             raise ValueError(f"kind: got {kind!r}, expected one of {', '.join(KINDS)}")
         size = LARGE_BLOCK if kind.endswith("_K") else SMALL_BLOCK
@@ -48,7 +52,9 @@ class Panels:
             raise ValueError(f"order: got {order.dtype} {list(order.shape)}, expected int64 [{num_rows}]")
         panels = cls.empty(kind, num_rows, in_features)
         address = 0 if order is None else order.contiguous().data_ptr()
-        native.pack_panels(panels.code, blocks.data_ptr(), address, in_features, num_rows, panels.data.data_ptr())
+        data = panels.data.data_ptr()
+        if not native.pack_panels(panels.code, blocks.data_ptr(), address, in_features, num_rows, data):
+            raise NotFiniteError("blocks: got NaN or infinity, expected finite numbers")
         return panels
 
     @classmethod

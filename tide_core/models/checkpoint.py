@@ -29,6 +29,7 @@ class StoredTensor:
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    num_bytes: int
 
 
 def chosen_dtype(dtype: str, device_type: str, folder: Path) -> str:
@@ -61,10 +62,18 @@ def checkpoint_dtype(folder: Path) -> str | None:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All weights, by name."""
     return {
-        name: StoredTensor(path, str(entry.get("dtype")), tuple(entry["shape"]))
+        name: StoredTensor(path, str(entry.get("dtype")), tuple(entry["shape"]), _num_bytes(path, entry))
         for path in weight_files(folder)
         for name, entry in _header(path).items()
     }
+
+
+def _num_bytes(path: Path, entry: Mapping[str, Any]) -> int:
+    match entry.get("data_offsets"):
+        case [int(begin), int(end)] if begin <= end:
+            return end - begin
+        case other:
+            raise ModelError(str(path), f"data_offsets {other}", "a safetensors file with a sound header")
 
 
 def _header(path: Path) -> dict[str, Mapping[str, Any]]:

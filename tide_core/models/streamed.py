@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from tide_core.models.checkpoint import STORED, StoredTensor, stored_tensors
 from tide_core.models.folder import check_keys
 from tide_core.models.fp8.layers import check_numbers, layer_linears, refuse_rounding
 from tide_core.models.fp8.scheme import BLOCK, IGNORED, Fp8Scheme
+from tide_core.models.load_progress import LoadProgress
 from tide_core.models.quantised import Fp8Linear
 from tide_core.models.without_data import fill_computed, model_without_data, refuse_unfilled
 
@@ -73,7 +74,7 @@ def load_streamed(
     in_8_bits = {f"{path}.weight" for path, _ in layer_linears(model)} if fp8 else set()
     if fp8 and scheme is None and not in_8_bits:
         refuse_rounding(model)
-    reader = _Reader(stored, place)
+    reader = _Reader(stored, place, LoadProgress(name, sum(stored[key].num_bytes for key in _sources(pieces))))
     try:
         for piece in sorted(pieces, key=lambda piece: stored[piece.source].path):
             _put(model, piece, in_8_bits, reader.read, rounds=scheme is None)
@@ -94,11 +95,11 @@ def load_streamed(
 
 
 class _Reader:
-    """Tensors of the files, on the device. Files are mapped, and what was read of one stays in the memory of the process
+    """Tensors of the files, on the device. Files are mapped, and what was read of one stays in the process's memory
     until it is closed: one is open at a time, and after `MAPPED_BYTES` it is closed and opened again."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor], place: torch.device) -> None:
-        self._stored, self._place = stored, place
+    def __init__(self, stored: Mapping[str, StoredTensor], place: torch.device, progress: LoadProgress) -> None:
+        self._stored, self._place, self._progress = stored, place, progress
         self._files = contextlib.ExitStack()
         self._path: Path | None = None
         self._file: Any = None
@@ -112,12 +113,18 @@ class _Reader:
             self._file, self._path = self._files.enter_context(safe_open(path, framework="pt", device="cpu")), path
         values: Tensor = self._file.get_tensor(key).to(self._place)
         self._mapped += values.nbytes
+        self._progress.add(values.nbytes)
         return values
 
     def close(self) -> None:
         self._files.close()
         self._file = self._path = None
         self._mapped = 0
+
+
+def _sources(pieces: Iterable[Piece]) -> set[str]:
+    """All tensors that are read."""
+    return {key for piece in pieces for key in (piece.source, piece.scales) if key is not None}
 
 
 def outline_fp8(folder: Path, name: str, scheme: Fp8Scheme, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from tide_core.errors import ConfigError
 from tide_core.evaluation.speedup import time_exits
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.identity import identify
-from tide_core.models.resolver import resolve
+from tide_core.models.resolver import resolve, resolve_configuration
 from tide_core.tide.config import TIDEConfig, checked
 from tide_core.tide.model_state import SavedModelState, check_usable
 
@@ -31,7 +31,7 @@ def calibrate(
     run_dir: str | Path | None = None,
     dtype: str = AUTO,
     device: str = AUTO,
-    quantization: str = "none",
+    quantization: str = AUTO,
     force: bool = False,
     quiet: bool = False,
     **options: Any,
@@ -67,7 +67,7 @@ def calibrate(
     for name, value, usual in (
         ("dtype", dtype, AUTO),
         ("device", device, AUTO),
-        ("quantization", quantization, "none"),
+        ("quantization", quantization, AUTO),
     ):
         if value != usual:
             raise ConfigError(name, value, "none with a loaded model, which has its own")
@@ -111,4 +111,5 @@ def _settings(config: TIDEConfig, model: Any, options: dict[str, Any]) -> Calibr
 def _num_layers(model: Any) -> int:
     if not isinstance(model, str):
         return ModelAdapter(model, paged=False).num_layers
-    return int(AutoConfig.from_pretrained(resolve(model).path, local_files_only=True).num_hidden_layers)
+    found = resolve_configuration(model) or resolve(model)
+    return int(AutoConfig.from_pretrained(found.path, local_files_only=True).num_hidden_layers)

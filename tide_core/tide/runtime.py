@@ -26,8 +26,8 @@ from tide_core.errors import ConfigError, EngineDeadError, EngineError, RequestE
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.artefact.match import check_identity
 from tide_core.models.identity import identify
-from tide_core.models.loader import fingerprint, keeps_quantised, load_model, load_tokenizer
-from tide_core.models.resolver import ResolvedModel, resolve
+from tide_core.models.loader import find_model, fingerprint, load_model, load_tokenizer
+from tide_core.models.resolver import ResolvedModel
 from tide_core.outputs.exit_stats import ExitStats
 from tide_core.request import FinishReason, SamplingParams
 from tide_core.tide.config import TIDEConfig, checked
@@ -73,7 +73,7 @@ class TIDE:
         resolved = None
         if isinstance(model, str):
             engine_config = EngineConfig.from_mapping({**asked, "model": model})
-            resolved = resolve(model, quantised=keeps_quantised(engine_config))
+            resolved = find_model(engine_config)
             model = load_model(
                 resolved,
                 dtype=engine_config.dtype,
@@ -201,7 +201,7 @@ class TIDE:
 
 def _settings_of(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Engine settings for a loaded model, which has its own name, dtype and device."""
-    for name in ("model", "dtype", "device"):
+    for name in ("model", "dtype", "device", "quantization"):
         if name in settings:
             raise ConfigError(name, settings[name], "none with a loaded model, which has its own")
     if settings["artefact"] == "auto":

@@ -1,5 +1,6 @@
 #include "cpu/ops/panels.h"
 
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -32,12 +33,10 @@ struct Block {
     uint8_t codes[kMostBlock];
 };
 
-// 32 codes of nibbles: the low ones, then the high ones; `fifth` holds their fifth bits in this order.
-void read_nibbles(const uint8_t* nibbles, uint32_t fifth, uint8_t* codes) {
-    for (int i = 0; i < 16; ++i) {
-        codes[i] = static_cast<uint8_t>((nibbles[i] & 15) | (fifth >> i & 1) << 4);
-        codes[i + 16] = static_cast<uint8_t>(nibbles[i] >> 4 | (fifth >> (i + 16) & 1) << 4);
-    }
+// Codes of nibbles: the low ones of `count`, then the high ones.
+void read_nibbles(const uint8_t* nibbles, int count, uint8_t* codes) {
+    for (int i = 0; i < count; ++i) codes[i] = nibbles[i] & 15;
+    for (int i = 0; i < count; ++i) codes[i + count] = nibbles[i] >> 4;
 }
 
 // The eight 6-bit factors and minima of Q4_K and Q5_K: six bits of four pairs in 8 bytes, those of the other four in
@@ -55,20 +54,17 @@ void read_q4_k(const uint8_t* from, Block& block) {
     std::memcpy(block.halves, from, 4);
     read_factors(from + 4, block);
     const uint8_t* nibbles = from + 16;
-    for (int i = 0; i < kMostBlock; ++i) {
-        const uint8_t both = nibbles[i / 64 * 32 + i % 32];
-        block.codes[i] = i % 64 < 32 ? both & 15 : both >> 4;
-    }
+    for (int pair = 0; pair < 4; ++pair) read_nibbles(nibbles + 32 * pair, 32, block.codes + 64 * pair);
 }
 
 void read_q5_k(const uint8_t* from, Block& block) {
     std::memcpy(block.halves, from, 4);
     read_factors(from + 4, block);
     const uint8_t *high = from + 16, *nibbles = from + 48;
-    for (int i = 0; i < kMostBlock; ++i) {
-        const uint8_t both = nibbles[i / 64 * 32 + i % 32];
-        const int low = i % 64 < 32 ? both & 15 : both >> 4;
-        block.codes[i] = static_cast<uint8_t>(low | (high[i % 32] >> (i / 32) & 1) << 4);
+    for (int pair = 0; pair < 4; ++pair) read_nibbles(nibbles + 32 * pair, 32, block.codes + 64 * pair);
+    for (int step = 0; step < 8; ++step) {
+        uint8_t* codes = block.codes + 32 * step;
+        for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(codes[i] | (high[i] >> step & 1) << 4);
     }
 }
 
@@ -76,11 +72,13 @@ void read_q6_k(const uint8_t* from, Block& block) {
     const uint8_t *low = from, *high = from + 128;
     std::memcpy(block.factors, from + 192, 16);
     std::memcpy(block.halves, from + 208, 2);
-    for (int i = 0; i < kMostBlock; ++i) {
-        const int half = i / 128, quarter = i % 128 / 32, at = i % 32;
-        const uint8_t both = low[half * 64 + quarter % 2 * 32 + at];
-        const int top = high[half * 32 + at] >> (2 * quarter) & 3;
-        block.codes[i] = static_cast<uint8_t>((quarter < 2 ? both & 15 : both >> 4) | top << 4);
+    for (int half = 0; half < 2; ++half, low += 64, high += 32) {
+        read_nibbles(low, 64, block.codes + 128 * half);
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            uint8_t* codes = block.codes + 128 * half + 32 * quarter;
+            for (int i = 0; i < 32; ++i)
+                codes[i] = static_cast<uint8_t>(codes[i] | (high[i] >> (2 * quarter) & 3) << 4);
+        }
     }
 }
 
@@ -108,7 +106,14 @@ void read_block(PanelKind kind, const uint8_t* from, Block& block) {
         std::memcpy(&fifth, from, 4);
         from += 4;
     }
-    read_nibbles(from, fifth, block.codes);
+    read_nibbles(from, 16, block.codes);
+    for (int i = 0; fifth && i < kStep; ++i)
+        block.codes[i] = static_cast<uint8_t>(block.codes[i] | (fifth >> i & 1) << 4);
+}
+
+// Infinity and NaN have all bits of the exponent.
+bool is_finite(const uint8_t* half) {
+    return (half[1] & 0x7C) != 0x7C;
 }
 
 // Where what belongs to one output of a panel lies.
@@ -129,18 +134,23 @@ struct Place {
     uint8_t* step(int64_t step) const { return panel + codes_offset + step * format.step_bytes() + 4 * output; }
 };
 
+// Four codes of a line are one word; no code reaches into its neighbour.
 void put_codes(const PanelFormat& format, const uint8_t* codes, uint8_t* step) {
-    for (int64_t k = 0; k < kStep; ++k) {
-        const int64_t line = k / 4, i = k % 4;
-        if (format.bits == 8) {
-            step[line * kPanelLine + i] = codes[k];
-            continue;
-        }
-        step[line % 4 * kPanelLine + i] |= static_cast<uint8_t>((codes[k] & 15) << (line / 4 * 4));
-        const int64_t bits = format.bits - 4;
-        if (bits == 0) continue;
-        const int64_t lines = 8 / bits;  // whose high bits share a line
-        step[(4 + line / lines) * kPanelLine + i] |= static_cast<uint8_t>(codes[k] >> 4 << (line % lines * bits));
+    uint32_t lines[kLinesOfStep];
+    std::memcpy(lines, codes, kStep);
+    const auto put = [step](int64_t line, uint32_t word) { std::memcpy(step + line * kPanelLine, &word, 4); };
+    if (format.bits == 8) {
+        for (int64_t line = 0; line < kLinesOfStep; ++line) put(line, lines[line]);
+        return;
+    }
+    constexpr uint32_t kLow = 0x0F0F0F0F;
+    for (int64_t line = 0; line < 4; ++line) put(line, (lines[line] & kLow) | (lines[line + 4] & kLow) << 4);
+    const int64_t bits = format.bits - 4;
+    for (int64_t high = 0; high < bits; ++high) {
+        const int64_t count = kLinesOfStep / bits;  // of lines whose high bits share one
+        uint32_t word = 0;
+        for (int64_t i = 0; i < count; ++i) word |= (lines[high * count + i] >> 4 & kLow) << (i * bits);
+        put(4 + high, word);
     }
 }
 
@@ -175,18 +185,22 @@ int64_t panels_bytes(PanelKind kind, int64_t in_features, int64_t out_features) 
     return (out_features + kPanel - 1) / kPanel * format.panel_bytes(in_features);
 }
 
-void pack_panels(PanelKind kind, const void* blocks, const int64_t* order, int64_t in_features, int64_t out_features,
+bool pack_panels(PanelKind kind, const void* blocks, const int64_t* order, int64_t in_features, int64_t out_features,
                  void* panels) {
     const PanelFormat& format = format_of(kind);
     const int64_t panel_bytes = format.panel_bytes(in_features);
-    std::memset(panels, 0, panels_bytes(kind, in_features, out_features));
+    check_sizes(format, in_features, out_features);
     const int64_t num_blocks = in_features / (kStep * format.steps_of_block);
     if (order) {
         for (int64_t i = 0; i < out_features; ++i)
             require(order[i] >= 0 && order[i] < out_features, "order: expected rows of the matrix");
     }
+    std::atomic<bool> all_finite{true};
     parallel_for((out_features + kPanel - 1) / kPanel, kPanelsPerPiece, [&](int64_t first, int64_t last) {
         Block block;
+        bool finite = true;
+        // What no output of the last panel fills, and what lies between scales and codes.
+        std::memset(static_cast<uint8_t*>(panels) + first * panel_bytes, 0, (last - first) * panel_bytes);
         for (int64_t output = first * kPanel; output < last * kPanel && output < out_features; ++output) {
             const int64_t row = order ? order[output] : output;
             const uint8_t* from = static_cast<const uint8_t*>(blocks) + row * num_blocks * format.block_bytes;
@@ -194,8 +208,10 @@ void pack_panels(PanelKind kind, const void* blocks, const int64_t* order, int64
                               format.codes_offset(in_features), output % kPanel};
             for (int64_t b = 0; b < num_blocks; ++b, from += format.block_bytes) {
                 read_block(kind, from, block);
-                for (int which = 0; which < 1 + format.has_minima; ++which)
+                for (int which = 0; which < 1 + format.has_minima; ++which) {
                     std::memcpy(to.half(b, which), block.halves + 2 * which, 2);
+                    finite = finite && is_finite(block.halves + 2 * which);
+                }
                 for (int64_t step = 0; step < format.steps_of_block; ++step) {
                     if (format.has_factors()) {
                         for (int group = 0; group < format.groups_of_step; ++group)
@@ -206,7 +222,9 @@ void pack_panels(PanelKind kind, const void* blocks, const int64_t* order, int64
                 }
             }
         }
+        if (!finite) all_finite = false;
     });
+    return all_finite;
 }
 
 void unpack_rows(PanelKind kind, const void* panels, int64_t in_features, int64_t out_features, const int64_t* ids,

@@ -42,7 +42,7 @@ def test_exits_come_to_agree_with_full_depth_and_skip_maps_to_predict_states(tmp
 
 
 def test_neither_prompts_nor_padding_are_taken_for_answers() -> None:
-    batch = SequenceBatch(torch.zeros(2, 6, dtype=torch.long), torch.tensor([6, 3]), torch.tensor([4, 1]))
+    batch = SequenceBatch(torch.zeros(2, 6, dtype=torch.long), *map(torch.tensor, ([6, 3], [4, 1], [0, 1])))
     assert answers_of(batch).int().tolist() == [[0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]]
 
 

@@ -259,7 +259,7 @@ def test_no_train_sequences_is_an_error(tmp_path: Path) -> None:
 
 def make_batch(lengths: list[int], prompt_lens: list[int]) -> SequenceBatch:
     tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    return SequenceBatch(tokens, torch.tensor(lengths), torch.tensor(prompt_lens))  # type: ignore[arg-type]
+    return SequenceBatch(tokens, *map(torch.tensor, (lengths, prompt_lens, range(len(lengths)))))  # type: ignore[arg-type]
 
 
 def test_the_loss_is_on_positions_that_predict_the_continuation() -> None:

@@ -67,6 +67,8 @@ class SequenceBatch:
     """[B]"""
     prompt_lens: LongTensor
     """[B], at least 1 and at most the length."""
+    indices: LongTensor
+    """[B] numbers of the sequences in their part."""
 
 
 def shard_name(part: str, index: int) -> str:
@@ -171,7 +173,7 @@ class TokenShards:
         tokens = np.zeros((len(indices), int(lengths.max())), np.int64)
         for row in np.argsort(indices):  # in file order
             tokens[row, : lengths[row]] = self._files.tokens(*self._places[indices[row]].tolist())
-        return SequenceBatch(_long(tokens), _long(lengths), _long(self._prompt_lens[indices]))
+        return SequenceBatch(_long(tokens), _long(lengths), _long(self._prompt_lens[indices]), _long(indices))
 
 
 def _long(values: NDArray[np.int64] | NDArray[np.int32]) -> LongTensor:

@@ -29,27 +29,42 @@ def features_by_distance(
 
     A head without the deep state as input does not depend on the distance: all distances share one result."""
     num_rows, length, _ = states.shape
-    positions = torch.arange(length, device=states.device)
-    flat_positions, flat_states = positions.repeat(num_rows), states.flatten(0, 1)
-    attention = ChainAttention(num_rows, length)
+    positions = torch.arange(length, device=states.device).repeat(num_rows)
+    flat_states = states.flatten(0, 1)
+    chosen = flat_states if rows is None else flat_states.index_select(0, rows)
+    skipped = head.skip_norm(chosen) if head.spec.narrow else None
+    attention, embedded_at = ChainAttention(num_rows, length), Embedded(head, states, deep, positions)
     features: dict[int, Tensor] = {}
-
-    def widened(refined: Tensor) -> Tensor:
-        if rows is None:
-            return head.widen(refined, flat_states)
-        return head.widen(refined.index_select(0, rows), flat_states.index_select(0, rows))
-
     for distance in range(1, max(distances) + 1 if head.spec.deep else 2):
         if not head.spec.attends and head.spec.deep and distance not in distances:
             continue
-        fed = shift(deep, distance).flatten(0, 1)
-        known = torch.where(flat_positions >= distance, distance, 0)
-        embedded = head.embed(flat_states, fed, known).float()  # whatever the dtype of the products
+        embedded = embedded_at(distance)
         if distance in distances or not head.spec.deep:
-            features[distance] = widened(head.refine(embedded, flat_positions, attention.attend))
+            refined = head.refine(embedded, positions, attention.attend, rows=rows)
+            features[distance] = refined if skipped is None else skipped + head.up(refined)
         else:
-            attention.append(*head.keys_values(embedded, flat_positions))
+            attention.append(*head.keys_values(embedded, positions))
     return features if head.spec.deep else dict.fromkeys(distances, features[1])
+
+
+class Embedded:
+    """What enters a head at each distance, [B * S, d] float32 whatever the dtype of the products.
+
+    Products of states and of deep states are the same at every distance: they are made once and added up."""
+
+    def __init__(self, head: ExitHead, states: Tensor, deep: Tensor, positions: Tensor) -> None:
+        self._head, self._states, self._deep, self._positions = head, states, deep, positions
+        self._addends = [part.float() for part in head.addends(states, deep)] if head.has_addends else None
+
+    def __call__(self, distance: int) -> Tensor:
+        has_deep = self._positions >= distance
+        if self._addends is None:
+            fed, known = shift(self._deep, distance).flatten(0, 1), torch.where(has_deep, distance, 0)
+            return self._head.embed(self._states.flatten(0, 1), fed, known).float()
+        mixed, fed, of_distance = self._addends
+        farthest = self._head.spec.max_distance
+        own = torch.where(has_deep.unsqueeze(-1), of_distance[min(distance, farthest)], of_distance[0])
+        return (mixed + shift(fed, distance)).flatten(0, 1) + own
 
 
 class ChainAttention:

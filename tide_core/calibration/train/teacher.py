@@ -98,7 +98,21 @@ class Teacher:
         wanted = {*layers, self._adapter.num_layers}
         seen = self._layer_by_layer(tokens, wanted) if self.is_plain else self._hooked(tokens, wanted)
         last = seen[self._adapter.num_layers]
-        return States({layer: seen[layer] for layer in layers}, last, self._adapter.norm(last))
+        return States({layer: seen[layer] for layer in layers}, last, self.final_norm(last))
+
+    @property
+    def adapter(self) -> ModelAdapter:
+        return self._adapter
+
+    @property
+    def num_layers(self) -> int:
+        return self._adapter.num_layers
+
+    @torch.no_grad()
+    def final_norm(self, last: Tensor) -> Tensor:
+        """Of states after the last layer."""
+        normed: Tensor = self._adapter.norm(last)
+        return normed
 
     @property
     def is_plain(self) -> bool:

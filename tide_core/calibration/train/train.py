@@ -1,4 +1,5 @@
-"""Training: the frozen model runs once over every batch, and all candidates learn from its states.
+"""Training: the frozen model runs once over every batch, and all candidates learn from its states. In a training that a
+clock ends it runs over a sequence once, as far as its states fit the device.
 
 The seed and the step number alone determine a step: its sequences and its positions. So a run that was killed continues
 from its last saved state with the same result, and a candidate is the same whatever others are trained with it.
@@ -27,9 +28,10 @@ from tide_core.calibration.collect.shards import SequenceBatch, TokenShards
 from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec, candidates_of, layers_of, make_candidate
+from tide_core.calibration.train.kept_states import KeptStates, tokens_that_fit
 from tide_core.calibration.train.learner import DISTANCE_DECAY, EMA_DECAY, Learner
 from tide_core.calibration.train.process_group import SINGLE_PROCESS, ProcessGroup
-from tide_core.calibration.train.teacher import Teacher, fast_matmul, fused_norms
+from tide_core.calibration.train.teacher import States, Teacher, fast_matmul, fused_norms
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 from tide_core.models.adapter import ModelAdapter
@@ -46,6 +48,8 @@ SAVE_SHARE = 0.05
 """Saving takes at most this share of the time: a state that takes long to write is saved less often."""
 SAVE_BYTES_PER_S = 200e6
 """Expected of the first save."""
+KEPT_FROM = 12
+"""Steps after which states are kept: the first ones show how much memory a step needs."""
 CLOCK_EVERY = 10
 """Steps between two looks at the clock where there is a limit on the time."""
 LENGTH_STEP = 32
@@ -86,20 +90,11 @@ def fit(
     saved = SavedState(resume_dir, _run_digest(config, specs, shards, shortlist))
     first = done = saved.load(learners)
     clock = Clock(seconds, saved.seconds, group, adapter.device)
-    distances = tuple(range(1, config.max_drafts + 1))
+    steps = Steps(config, teacher, learners, layers, group, keeps=seconds is not None)
 
-    def run_step(tokens: Tensor, rows: Tensor, weight: Tensor) -> None:
-        states = teacher.run(tokens, layers)
-        targets = teacher.targets(states, rows, weight=weight)
-        group.all_reduce([targets.mass_sum, targets.weight_sum])
-        for learner in learners:
-            learner.learn(teacher, states, targets, distances)
-
-    on_cuda = adapter.device.type == "cuda"
-    graphs = StepGraphs(run_step, adapter.device) if on_cuda and teacher.is_plain and group.size == 1 else None
     with (
         fast_matmul(adapter.device),
-        fused_norms(adapter.model, enabled=on_cuda),
+        fused_norms(adapter.model, enabled=adapter.device.type == "cuda"),
         progress.stage("train", config.steps, "step", first) as stage,
     ):
         for step, batch in batches(config, shards, first, config.steps):
@@ -108,10 +103,9 @@ def fit(
             rows = loss_rows(batch, config.loss_positions, ROWS_PER_STEP, seed=(config.seed, step))
             for learner in learners:
                 learner.begin(step, clock.share)
-            if graphs is not None:
-                graphs(*_padded(batch, rows, ROWS_PER_STEP))
-            else:
-                run_step(*(_move(tensor, adapter.device) for tensor in _share(batch, rows, group)))
+            if step == first + KEPT_FROM and (num_kept := steps.keep(shards.num_tokens)):
+                progress.note(f"train: states of {num_kept} of {shards.num_tokens} tokens stay on the device")
+            steps.run(batch, rows)
             for learner in learners:
                 learner.end(step)
             done = step + 1
@@ -165,9 +159,72 @@ class Clock:
         return step > 0 and self.share >= 1.0
 
 
+class Steps:
+    """Training steps of all learners on one batch after another.
+
+    With `keeps` the states of sequences stay on the device as far as there is room. States of a sequence differ in
+    their last bits from batch to batch, so this is for trainings that a clock ends, which are never quite the same."""
+
+    def __init__(
+        self,
+        config: CalibrationConfig,
+        teacher: Teacher,
+        learners: Sequence[Learner],
+        layers: Sequence[int],
+        group: ProcessGroup,
+        *,
+        keeps: bool,
+    ) -> None:
+        self._teacher, self._learners, self._layers, self._group = teacher, learners, layers, group
+        self._distances = tuple(range(1, config.max_drafts + 1))
+        self._device = teacher.adapter.device
+        alone = group.size == 1
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._kept = KeptStates(teacher, layers, config.batch_tokens) if keeps and alone else None
+        in_graphs = alone and self._device.type == "cuda" and teacher.is_plain
+        what = self._learn_from if self._kept is not None else self._run
+        self._graphs = StepGraphs(what, self._device) if in_graphs else None
+
+    def keep(self, num_tokens: int) -> int:
+        """Keep states from now on, of so many tokens if there is room for them. Returns of how many."""
+        if self._kept is None:
+            return 0
+        num_kept = tokens_that_fit(self._kept, self._device, num_tokens)
+        self._kept.keep(num_kept)
+        return num_kept
+
+    def run(self, batch: SequenceBatch, rows: Tensor) -> None:
+        padded = self._graphs is not None
+        tokens, chosen, weight = _padded(batch, rows, ROWS_PER_STEP) if padded else _share(batch, rows, self._group)
+        if self._kept is None:
+            self._call(self._graphs or self._run, tokens, chosen, weight)
+        elif self._kept.takes(tokens):
+            self._call(self._graphs or self._learn_from, chosen, weight, *self._kept.states(batch, tokens))
+        else:
+            self._call(self._run, tokens, chosen, weight)
+
+    def _call(self, step: Callable[..., None], *given: Tensor) -> None:
+        step(*(tensor if step is self._graphs else _move(tensor, self._device) for tensor in given))
+
+    def _run(self, tokens: Tensor, rows: Tensor, weight: Tensor) -> None:
+        self._learn(self._teacher.run(tokens, self._layers), rows, weight)
+
+    def _learn_from(self, rows: Tensor, weight: Tensor, *seen: Tensor) -> None:
+        assert self._kept is not None
+        self._learn(self._kept.complete(seen), rows, weight)
+
+    def _learn(self, states: States, rows: Tensor, weight: Tensor) -> None:
+        targets = self._teacher.targets(states, rows, weight=weight)
+        self._group.all_reduce([targets.mass_sum, targets.weight_sum])
+        for learner in self._learners:
+            learner.learn(self._teacher, states, targets, self._distances)
+
+
 class StepGraphs:
     """Training steps as CUDA graphs by the shapes of their inputs. The first batch of a shape runs without a graph, the
-    second is captured, all later ones are replays.
+    second is captured, all later ones are replays. Inputs on the device are read where they are, which is the same
+    place for all of a shape.
 
     A step must not wait for the device, and must not allocate anything that outlives it."""
 
@@ -188,11 +245,12 @@ class StepGraphs:
             self._graphs[shapes] = self._capture(inputs)
         graph, buffers = self._graphs[shapes]
         for buffer, tensor in zip(buffers, inputs, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+            if buffer.data_ptr() != tensor.data_ptr():
+                buffer.copy_(tensor, non_blocking=True)
         graph.replay()
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-        buffers = tuple(tensor.to(self._device, copy=True) for tensor in inputs)
+        buffers = tuple(tensor.to(self._device) for tensor in inputs)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
@@ -337,4 +395,6 @@ def _mixed(seed: int, step: int) -> int:
 
 
 def _move(values: Tensor, device: torch.device) -> Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    if values.device.type == device.type:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)

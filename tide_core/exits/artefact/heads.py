@@ -213,12 +213,29 @@ class ExitHead(nn.Module):
         mixed: Tensor = self.mix(inputs)
         return mixed + self.mlp(inputs) if self.spec.hidden else mixed
 
-    def refine(self, embedded: Tensor, positions: Tensor, attend: Attend | None = None) -> Tensor:
-        """What `embed` gave, [T, d], and positions [T], to what `widen` takes, [T, d]."""
+    @property
+    def has_addends(self) -> bool:
+        """Whether what `embed` gives is a sum of `addends`."""
+        return self.spec.deep and not self.spec.hidden
+
+    def addends(self, states: Tensor, deep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `embed` adds up, for whoever wants it at many distances: of states [..., D] and of deep states [..., d],
+        both [..., d], and of every distance from 0 on, [max_distance + 1, d]. At distance 0 nothing is added of a deep
+        state."""
+        of_state, of_deep = self.mix.weight[:, : self.spec.width], self.mix.weight[:, self.spec.width :]
+        mixed = nn.functional.linear(self.state_norm(states), of_state, self.mix.bias)
+        fed = nn.functional.linear(self.deep_norm(deep), of_deep)
+        return mixed, fed, nn.functional.linear(self.distance.weight, self.mix.weight)
+
+    def refine(
+        self, embedded: Tensor, positions: Tensor, attend: Attend | None = None, *, rows: Tensor | None = None
+    ) -> Tensor:
+        """What `embed` gave, [T, d], and positions [T], to what `widen` takes, [T, d]; with `rows` [N] only those."""
         if not self.spec.attends:
-            return embedded
+            return embedded if rows is None else embedded.index_select(0, rows)
         assert attend is not None, "a block head needs its attention"
-        refined: Tensor = self.block(embedded, *self._rotations(positions, embedded.dtype), attend, self.kernels)
+        turned = self._rotations(positions, embedded.dtype)
+        refined: Tensor = self.block(embedded, *turned, attend, self.kernels, rows)
         return refined
 
     def widen(self, refined: Tensor, states: Tensor) -> Tensor:
@@ -280,10 +297,22 @@ class HeadBlock(nn.Module):
         nn.init.zeros_(self.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
+    def forward(
+        self,
+        states: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        kernels: Kernels,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """With `rows` only those are returned, and only they go through what follows the attention."""
         query, key, value = self.project(self.attention_norm(states), cos, sin, kernels)
         assert query is not None
-        states = states + self.o_proj(attend(query, key, value).flatten(-2))
+        attended = attend(query, key, value).flatten(-2)
+        if rows is not None:
+            states, attended = states.index_select(0, rows), attended.index_select(0, rows)
+        states = states + self.o_proj(attended)
         refined: Tensor = states + self.mlp(self.mlp_norm(states))
         return refined
 

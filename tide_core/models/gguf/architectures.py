@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tide_core.errors import ModelError
+from tide_core.kernels.panels import KINDS
 from tide_core.models.gguf import rope
-from tide_core.models.gguf.file import GGUFFile
+from tide_core.models.gguf.file import GGUFFile, TensorInfo
 
 KEYS = {
     "block_count",
@@ -141,6 +142,11 @@ def read_weight(file: GGUFFile, weight: Weight) -> npt.NDArray[np.float32]:
         return values
     pairs = values.reshape(weight.num_heads, -1, 2, *weight.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def stays_quantised(info: TensorInfo, weight: Weight) -> bool:
+    """Whether it is a matrix that the native kernels read as it is in its file."""
+    return info.kind.name in KINDS and len(weight.shape) == 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,14 @@ import transformers
 from tqdm import tqdm
 
 from tide_core.errors import ModelError, one_line
-from tide_core.models.gguf.architectures import GGUFModel, Weight, describe, read_weight, total_bytes
+from tide_core.models.gguf.architectures import (
+    GGUFModel,
+    Weight,
+    describe,
+    read_weight,
+    stays_quantised,
+    total_bytes,
+)
 from tide_core.models.gguf.file import GGUFFile
 from tide_core.models.gguf.tokenizer import TokenIds, build_tokenizer, token_ids
 
@@ -28,8 +35,9 @@ log = logging.getLogger("tide")
 HEADER_ALIGNMENT = 8
 
 
-def convert(source: Path, target: Path, *, weights: bool = True) -> None:
+def convert(source: Path, target: Path, *, weights: bool = True) -> int:
     """Fill the empty folder `target` with config, generation config, tokenizer and, if wanted, weights of `source`.
+    Returns how many of its matrices the native kernels read as they are.
 
     All checks run before the first weight is written.
     """
@@ -49,11 +57,13 @@ def convert(source: Path, target: Path, *, weights: bool = True) -> None:
     config.save_pretrained(target)
     generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    num_kept = sum(stays_quantised(file.tensors[weight.source], weight) for weight in model.weights)
     if not weights:
-        return
+        return num_kept
     bar = tqdm(model.weights, desc=f"converting {source.name}", unit="tensor", disable=not sys.stderr.isatty())
     write_safetensors(target / "model.safetensors", model.weights, (read_weight(file, weight) for weight in bar))
     log.info("converted %s in %.1f s", source.name, time.monotonic() - started)
+    return num_kept
 
 
 def write_safetensors(path: Path, weights: list[Weight], values: Iterable[npt.NDArray[np.float32]]) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from tide_core.errors import ModelError
-from tide_core.kernels.panels import KINDS, Panels
-from tide_core.models.gguf.architectures import GGUFModel, Weight, describe, read_weight
+from tide_core.kernels.panels import KINDS, NotFiniteError, Panels
+from tide_core.models.gguf.architectures import GGUFModel, Weight, describe, read_weight, stays_quantised
 from tide_core.models.gguf.file import GGUFFile, TensorInfo
 from tide_core.models.quantised import QuantisedEmbedding, QuantisedLinear
 from tide_core.models.without_data import fill_computed, model_without_data, refuse_unfilled
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger("tide")
-HALVES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
-"""Where the halves of scale and minimum stand in a block; 0 alone for the other kinds."""
 
 
 def load_quantised(folder: Path, source: Path) -> PreTrainedModel:
@@ -66,7 +63,7 @@ def _put(model: Any, file: GGUFFile, weight: Weight, *, read: bool = True) -> No
     """Read one tensor into its module, or put a quantised module into its place."""
     path, _, name = weight.name.rpartition(".")
     module, info = model.get_submodule(path), file.tensors[weight.source]
-    if info.kind.name not in KINDS or name != "weight" or not isinstance(module, (nn.Linear, nn.Embedding)):
+    if not stays_quantised(info, weight):
         if read:
             values = torch.from_numpy(np.array(read_weight(file, weight)))
             setattr(module, name, nn.Parameter(values, requires_grad=False))
@@ -85,26 +82,18 @@ def _read_panels(file: GGUFFile, info: TensorInfo, weight: Weight) -> Panels:
         blocks = np.memmap(file.path, np.uint8, "c", info.offset, (rows, info.num_bytes // rows))
     except OSError as error:
         raise ModelError("gguf file", file.path, f"a readable file: {error.strerror or error}") from error
-    _check_finite(file, info, blocks)
     order = None
     if weight.num_heads is not None:
         order = torch.arange(rows).view(weight.num_heads, -1, 2).transpose(1, 2).reshape(-1)
-    return Panels.pack(info.kind.name, torch.from_numpy(blocks), columns, order)
+    try:
+        return Panels.pack(info.kind.name, torch.from_numpy(blocks), columns, order)
+    except NotFiniteError as error:
+        raise ModelError(f"{file.path}: {info.name}", "NaN or infinity", "finite weights") from error
 
 
 def _empty_panels(info: TensorInfo) -> Panels:
     rows, columns = info.shape
     return Panels.empty(info.kind.name, rows, columns, device="meta")
-
-
-def _check_finite(file: GGUFFile, info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> None:
-    """Codes and factors are always finite; the halves may not be."""
-    kind = info.kind.name
-    size = 256 if kind.endswith("_K") else 32
-    each = blocks.reshape(blocks.shape[0] * info.shape[1] // size, -1)
-    for at in HALVES.get(kind, (0,)):
-        if not np.isfinite(np.ascontiguousarray(each[:, at : at + 2]).view("<f2")).all():
-            raise ModelError(f"{file.path}: {info.name}", "NaN or infinity", "finite weights")
 
 
 def _tie(model: Any, described: GGUFModel) -> None:
