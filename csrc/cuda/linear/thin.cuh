@@ -107,22 +107,22 @@ __device__ inline void produce_thin(const LinearParams& p, const CUtensorMap& we
     }
 }
 
-// The sums of a group of warps: `sums[s]` of its slice s.
+// The sums of a group of warps: `sums[s]` of its slice s. Scales of blocks are asked for a stage early.
 template <typename Layout>
-__device__ inline void sum_thin(float (&sums)[Layout::kOwnSlices][Layout::kSums], const Fp8LinearParams& p,
-                                const ThinWork<Layout>& work, int row_group, int slice_group) {
-    constexpr bool kDealt = kIsDealt<typename Layout::Params>;
+__device__ inline void sum_thin(float (&sums)[Layout::kOwnSlices][Layout::kSums], int64_t in_features,
+                                WideScales<kIsDealt<typename Layout::Params>>& scales, const ThinWork<Layout>& work,
+                                int row_tile, int slice_group) {
     constexpr int kSteps = kBlockColumns / 16;
-    const int lane = threadIdx.x % 32, row_tile = row_group * 4 + threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
     const uint32_t share = work.ring.stages + slice_group * Layout::kShareBytes;
     const uint32_t weight_at = share + row_tile * kTileRows * kThinColumns + ThinStage::named(lane);
     const uint32_t x_at = share + Layout::kWeightBytes;
-    const int last_column = static_cast<int>(p.in_features) - 1;
-    WideScales<kDealt> scales(p, work.first_column, row_tile);
+    const int last_column = static_cast<int>(in_features) - 1;
     WideRing ring = work.ring;
     uint4 held[2][kSteps];
     uint32_t used = ring.count;  // the stage whose last products are open; none yet
     int column = work.column(0, slice_group);
+    float2 next = scales.fetch(min(column, last_column));
 #pragma unroll
     for (int s = 0; s < Layout::kOwnSlices; ++s) {
 #pragma unroll
@@ -134,7 +134,11 @@ __device__ inline void sum_thin(float (&sums)[Layout::kOwnSlices][Layout::kSums]
         for (int s = 0; s < Layout::kOwnSlices; ++s) {
             const int half = s % 2;
             if (half == 0) {
-                scales.read(min(column + s * kBlockColumns, last_column));
+                if (scales.change()) {
+                    const int more = s + 2 < Layout::kOwnSlices ? (s + 2) * kBlockColumns : kStrideColumns;
+                    scales.take(next);
+                    next = scales.fetch(min(column + more, last_column));
+                }
                 wait_bytes(ring.full + ring.slot * 8, ring.phase);
             }
             const uint32_t stage = ring.slot * Layout::kStageBytes, from = weight_at + stage;
@@ -163,9 +167,10 @@ __device__ inline void sum_thin(float (&sums)[Layout::kOwnSlices][Layout::kSums]
 // The consumer warps.
 template <typename T, typename Layout>
 __device__ inline void consume_thin(const Fp8LinearParams& p, const ThinWork<Layout>& work, char* memory) {
+    const int group = same_in_warp(threadIdx.x / kWarpgroupThreads), slice_group = group / Layout::kRowGroups;
+    const int row_tile = group % Layout::kRowGroups * 4 + threadIdx.x / 32 % 4;
+    WideScales<kIsDealt<typename Layout::Params>> scales(p, work.first_column, row_tile);  // no kernel writes them
     wait_for_previous();
-    const int group = same_in_warp(threadIdx.x / kWarpgroupThreads), row_group = group % Layout::kRowGroups;
-    const int slice_group = group / Layout::kRowGroups;
     const int columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
     const int live = static_cast<int>(min(p.rows - work.first_token, static_cast<int64_t>(Layout::kTokens)));
     const auto token = [&](int i) { return p.gated ? i / (Layout::kRows / 2) : i / Layout::kRows; };
@@ -178,9 +183,9 @@ __device__ inline void consume_thin(const Fp8LinearParams& p, const ThinWork<Lay
     const T first_residual = residual(first);  // asked for before there are any sums
 
     float sums[Layout::kOwnSlices][Layout::kSums];
-    sum_thin<Layout>(sums, p, work, row_group, slice_group);
+    sum_thin<Layout>(sums, p.in_features, scales, work, row_tile, slice_group);
     meet_at<1, Layout::kConsumers>();  // the stages are free
-    const int lane = threadIdx.x % 32, row = row_group * kWarpgroupRows + threadIdx.x / 32 % 4 * kTileRows + lane / 4;
+    const int lane = threadIdx.x % 32, row = row_tile * kTileRows + lane / 4;
     float* mine = reinterpret_cast<float*>(memory + slice_group * Layout::kOwnSlices * Layout::kSliceBytes);
 #pragma unroll
     for (int s = 0; s < Layout::kOwnSlices; ++s) {

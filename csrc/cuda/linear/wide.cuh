@@ -92,29 +92,38 @@ struct WideScales {
         const int64_t column = first_column + row_tile * (p.gated ? 8 : kTileRows) + threadIdx.x % 32 / 4;
         upper = scales_of(column, 0);
         lower = p.gated ? scales_of(column, p.out_features) : scales_of(column + 8, 0);
-        factors = at(0);
+        take(fetch(0));
     }
-    __device__ RowFactors<kDealt> at(int column) const {
+    // The scales of the block that `column` is in.
+    __device__ float2 fetch(int column) const {
         const int block = column >> shift;
-        return {Fp8Factor<kDealt>::of(load_weight_float(upper + block)),
-                Fp8Factor<kDealt>::of(load_weight_float(lower + block))};
+        return {load_weight_float(upper + block), load_weight_float(lower + block)};
     }
-    // Those of the block that `column` is in, asked for before the weights are awaited.
-    __device__ void read(int column) {
-        if (shift < kWholeRows) factors = at(column);
+    __device__ void take(const float2& scales) {
+        factors = {Fp8Factor<kDealt>::of(scales.x), Fp8Factor<kDealt>::of(scales.y)};
     }
+    __device__ bool change() const { return shift < kWholeRows; }
 };
+
+// Those of this warp's row tile, which no kernel writes; nothing for other weights.
+template <typename Layout>
+__device__ inline auto first_scales(const typename Layout::Params& p, int64_t first_column) {
+    if constexpr (Layout::kFp8) {
+        return WideScales<kIsDealt<typename Layout::Params>>(p, first_column, threadIdx.x / 32);
+    } else {
+        return nullptr;
+    }
+}
 
 // sum_blocks() of a weight in E4M3: the other operand of the products is in registers, widened from the stage. Where
 // there are registers for two blocks, one is widened while the products of the other go on.
 template <typename Layout, typename XAt, typename Begin>
-__device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums], const Fp8LinearParams& p,
+__device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums],
+                                      WideScales<kIsDealt<typename Layout::Params>>& scales,
                                       const WideWork<Layout>& work, XAt&& x_at, Begin&& begin) {
     using Stage = Fp8Stage<kBlockColumns>;
-    constexpr bool kDealt = kIsDealt<typename Layout::Params>;
     constexpr int kHeld = Layout::kOpen + 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    WideScales<kDealt> scales(p, work.first_column, warp);
     const uint32_t weight_at = work.ring.stages + warp * Stage::kTileBytes;
     WideRing ring = work.ring;
     uint4 held[kHeld][kBlockColumns / 16];
@@ -124,7 +133,7 @@ __device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums], const Fp8Li
     };
     const auto add_block = [&](float (&to)[Layout::kSums], int block, int place) {
         uint4(&mine)[kBlockColumns / 16] = held[place % kHeld];
-        scales.read(block * kBlockColumns);
+        if (scales.change()) scales.take(scales.fetch(block * kBlockColumns));  // before the weights are awaited
         wait_bytes(ring.full + ring.slot * 8, ring.phase);
         const uint32_t from = weight_at + ring.slot * Layout::kStageBytes;
         const uint64_t b = lines_at(x_at(block, ring.slot));
@@ -199,6 +208,7 @@ __device__ inline void write_sums(const LinearParams& p, int64_t first_column, i
 template <typename T, typename Layout>
 __device__ inline void consume(const typename Layout::Params& p, const WideWork<Layout>& work, char* memory,
                                int partial_offset) {
+    auto scales = first_scales<Layout>(p, work.first_column);
     wait_for_previous();
     const bool sends = Layout::kSplit > 1 && work.part == 0, receives = Layout::kSplit > 1 && !sends;
     const auto partial_at = [&](int i) { return partial_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
@@ -214,7 +224,7 @@ __device__ inline void consume(const typename Layout::Params& p, const WideWork<
             sums[i] = receives ? *reinterpret_cast<float*>(memory + partial_at(i)) : 0.0f;
     };
     if constexpr (Layout::kFp8) {
-        sum_fp8_blocks<Layout>(total, p, work, x_at, begin);
+        sum_fp8_blocks<Layout>(total, scales, work, x_at, begin);
     } else {
         sum_blocks<T, Layout, Layout::kStageBytes>(total, ring, work.part, work.blocks, x_at, begin);
     }
