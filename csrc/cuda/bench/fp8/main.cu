@@ -50,11 +50,9 @@ template <typename Params>
 Variants<Params> all_variants(const LinearParams& p) {
     Variants<Params> found;
     for (const LinearTile& tile : kLinearTiles) {
-        const bool few = tile.row_tiles >= 2 || tile.token_tiles <= 2;
-        if (few)
-            found.push_back({name_of(tile), tile.token_tiles * 8, [tile](const Params& q, cudaStream_t stream) {
-                                 launch_linear_tiles<T, false>(q, tile, stream);
-                             }});
+        found.push_back({name_of(tile), tile.token_tiles * 8, [tile](const Params& q, cudaStream_t stream) {
+                             launch_linear_tiles<T, false>(q, tile, stream);
+                         }});
     }
     add_staged(found);
     for (const WideTile& tile : wide_tiles(p)) {
