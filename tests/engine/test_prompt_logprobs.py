@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.exit_engines import all_ids, easy_model, exit_layers, exit_parts, poisoned
 from tests.factories import make_engine, make_parts, make_request, random_prompts
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tests.tiny_models import tiny_model
 from tide_core.engine import assemble
 from tide_core.engine.engine import Engine
@@ -178,7 +178,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]
 
     count(GraphCycles, "cycles")
     count(GraphPrompts, "prompts")
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     return seen
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.exits.test_sampled_distribution import LEAST_P, PROMPT, chi_square_p, exact, run_all
 from tests.factories import make_parts, random_prompts
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
 from tide_core.engine.scheduler import SuffixSource
@@ -36,7 +36,7 @@ BLOCK = {"kind": "block", "taps": (2, 3), "draft_threshold": 0.0}
 @pytest.fixture(params=["plain", "cycles"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "cycles":
-        monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+        monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     return request.param
 
 

@@ -1,11 +1,12 @@
 """The CUDA module builds where there is a compiler, and stands alone: it loads without a GPU, a driver or Torch's CUDA.
 
-The build is that of one architecture and is kept in build/, so that only the first run takes its time; less than half
-of it, as nobody will run the code: nothing is optimised that need not be.
+The build is that of one architecture and is kept in build/, so that only the first run takes its time; a fifth of it,
+as nobody will run the code: nothing is optimised that need not be, and a compiler reads several sources at once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -84,6 +85,7 @@ def built() -> Path:
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         *("-DTIDE_CUDA=ON", "-DTIDE_CUDA_ARCHS=90"),
+        *("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=8", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"),
     ]
     for command in (configure, [tool("cmake"), "--build", str(BUILD), "-j2", "--target", "_cuda"]):
         done = subprocess.run(command, capture_output=True, text=True)
@@ -106,14 +108,28 @@ def binaries(module: Path) -> Iterator[tuple[str, int]]:
         at = data.find(container, end)
 
 
+def compiled() -> list[list[Path]]:
+    """The sources of device code in each file that the compiler was given."""
+    found = []
+    for entry in json.loads((BUILD / "compile_commands.json").read_text()):
+        path = Path(entry["file"])
+        if path.suffix == ".cu":
+            names = re.findall(r'#include "(.+\.cu)"', path.read_text()) if path.is_relative_to(BUILD) else [path]
+            found.append([Path(name) for name in names])
+    return found
+
+
 @pytest.mark.timeout(1800)
 def test_every_source_becomes_code_for_the_architecture_that_was_asked_for(built: Path) -> None:
     sources = [path for path in (ROOT / "csrc" / "cuda").glob("*/*.cu") if path.parent.name != "bench"]
     sources = [path for path in sources if path.name != "without_sm90a.cu"]
-    only_90a = [path for path in sources if "sm90a" in path.name]  # without PTX
-    everywhere = len(sources) - len(only_90a)
-    assert only_90a
-    assert sorted(binaries(built)) == sorted([("cubin", 90)] * len(sources) + [("ptx", 90)] * everywhere)
+    together = compiled()
+    assert sorted(path for paths in together for path in paths) == sorted(sources)
+    only_90a = [["sm90a" in path.name for path in paths] for paths in together]  # without PTX
+    assert all(len(set(of_one)) == 1 for of_one in only_90a)
+    everywhere = sum(not of_one[0] for of_one in only_90a)
+    assert 0 < everywhere < len(together)
+    assert sorted(binaries(built)) == sorted([("cubin", 90)] * len(together) + [("ptx", 90)] * everywhere)
 
 
 @pytest.mark.timeout(1800)

@@ -11,16 +11,19 @@ from tide_client import Answer, TideClient
 
 PATIENCE_S = 240.0
 """Bounds a hang: whatever a test waits for comes much sooner, even on a busy machine."""
+POLL_S = 0.01, 0.5
+"""The first and the longest pause between two looks: one at the processes or metrics of a server takes its own time."""
 PAUSE_S = 0.2
 """After an error: a server that is gone answers thousands of times a second."""
 
 
 def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + seconds
+    deadline, (pause_s, longest_s) = time.monotonic() + seconds, POLL_S
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, longest_s)
     return True
 
 

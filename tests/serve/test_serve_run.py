@@ -40,6 +40,8 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 LIST_SERVICES = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
 MANY_TOKENS = 4000
 """More than are made while a test looks at a running request."""
+RESUMED_TOKENS = 250
+"""Seconds of work: the request is seen to run just before its replica is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +328,7 @@ def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(serve
     stream = client.stream(CHAT, max_tokens=MANY_TOKENS, ignore_eos=True)
     tokens = iter(stream)
     with TideClient(server.address, retries=1000, resume=True) as patient:
-        resumed = patient.stream(CHAT, max_tokens=1000, ignore_eos=True, timeout_s=PATIENCE_S)
+        resumed = patient.stream(CHAT, max_tokens=RESUMED_TOKENS, ignore_eos=True, timeout_s=PATIENCE_S)
         for _ in range(6):
             next(tokens)
             next(resumed)
@@ -344,7 +346,7 @@ def test_a_replica_that_dies_is_replaced_and_its_streams_end_with_a_status(serve
         assert [process.pid for process in server.replicas()] == [spare.pid], "it starts with its libraries imported"
         assert "Paris" in server.post(PROMPT)[1]["choices"][0]["text"]
         list(resumed)
-        whole = client.generate(CHAT, max_tokens=1000, ignore_eos=True, timeout_s=PATIENCE_S)
+        whole = client.generate(CHAT, max_tokens=RESUMED_TOKENS, ignore_eos=True, timeout_s=PATIENCE_S)
         assert resumed.answer.tokens != ()
         assert [token.id for token in resumed.answer.tokens] == [token.id for token in whole.tokens]
         assert resumed.answer.text == whole.text

@@ -11,15 +11,16 @@ namespace {
 constexpr int64_t kTile = 16;
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kLineWords = kLineBytes / 4;
-constexpr int64_t kPanelRows = 256;               // of x: its pairs stay in the shared cache while weights pass
-constexpr int64_t kMinParallelWork = 128 * 1024;  // weights: with fewer, waking threads is not worth it (not measured)
-constexpr int64_t kPiecesPerThread = 4;           // to even out threads that lose their core
-constexpr int64_t kMaxColumnsOfSums = 128;        // their sums for 256 rows fill 128 KiB of the second-level cache
-constexpr int64_t kPackedPerPiece = 64;           // units
+constexpr int64_t kPanelRows = 256;  // of x: its pairs stay in the shared cache while weights pass
+constexpr int64_t kMinParallelTileWork =
+    128 * 1024;                             // weights: with fewer, waking threads is not worth it (not measured)
+constexpr int64_t kPiecesPerThread = 4;     // to even out threads that lose their core
+constexpr int64_t kMaxColumnsOfSums = 128;  // their sums for 256 rows fill 128 KiB of the second-level cache
+constexpr int64_t kPackedPerPiece = 64;     // units
 
 int64_t columns_per_piece(const TileLinearParams& params) {
     const int64_t token_tiles = (params.rows + kTile - 1) / kTile;
-    if (params.in_features * params.out_features * token_tiles < kMinParallelWork) return params.out_features;
+    if (params.in_features * params.out_features * token_tiles < kMinParallelTileWork) return params.out_features;
     const int64_t share = params.out_features / (kPiecesPerThread * num_threads()) / kTile * kTile;
     const int64_t most = token_tiles > 2 ? kMaxColumnsOfSums : params.out_features;
     // Two tiles of weights with two of tokens read the least.

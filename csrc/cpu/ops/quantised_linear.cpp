@@ -12,7 +12,7 @@ namespace tide {
 namespace {
 
 // Fewer multiplications than this take less time than handing them to another thread.
-constexpr int64_t kMinParallelWork = 256 * 1024;
+constexpr int64_t kMinParallelQuantisedWork = 256 * 1024;
 constexpr int64_t kWorkPerPiece = 64 * 1024;
 constexpr int64_t kMostRows = 256;  // of x at a time: in 8 bits they stay in the second-level cache while weights pass
 
@@ -36,7 +36,7 @@ void quantised_linear(PanelKind kind, const float* x, const void* panels, const 
         const int64_t num_panels = (out_features + kPanel - 1) / kPanel;
         const int64_t work = count * in_features * kPanel;
         const int64_t grain =
-            work * num_panels < kMinParallelWork ? num_panels : std::max<int64_t>(1, kWorkPerPiece / work);
+            work * num_panels < kMinParallelQuantisedWork ? num_panels : std::max<int64_t>(1, kWorkPerPiece / work);
         parallel_for(num_panels, grain,
                      [&](int64_t first, int64_t last) { table.quantised_linear(params, first, last); });
     }

@@ -9,9 +9,9 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kChunk = kThreads * kPack;   // columns of a CTA
-constexpr uint16_t kMostOutputs = 0x7fff;  // the bit above marks a token of the prompt
+constexpr int kAdjustThreads = 256;
+constexpr int kAdjustChunk = kAdjustThreads * kPack;  // columns of a CTA
+constexpr uint16_t kMostOutputs = 0x7fff;             // the bit above marks a token of the prompt
 
 // The token ids of a chunk that have entries, in shared memory.
 class IdTable {
@@ -20,7 +20,7 @@ class IdTable {
 
     // Every thread clears its part; a barrier must follow.
     __device__ void clear() {
-        for (int i = threadIdx.x; i < kSize; i += kThreads) {
+        for (int i = threadIdx.x; i < kSize; i += kAdjustThreads) {
             ids_[i] = kAbsent;
             first_[i] = INT32_MAX;
             last_[i] = -1;
@@ -107,11 +107,11 @@ struct Adjustments {
 template <typename Concerns>
 __device__ bool fill(IdTable& table, const Adjustments& a, Concerns&& concerns) {
     bool any = false;
-    for (int64_t e = threadIdx.x; e < a.entries; e += kThreads) any |= concerns(a.entry_ids[e]) && a.applies(e);
+    for (int64_t e = threadIdx.x; e < a.entries; e += kAdjustThreads) any |= concerns(a.entry_ids[e]) && a.applies(e);
     if (!__syncthreads_or(any)) return false;
     table.clear();
     __syncthreads();
-    for (int64_t e = threadIdx.x; e < a.entries; e += kThreads) {
+    for (int64_t e = threadIdx.x; e < a.entries; e += kAdjustThreads) {
         if (concerns(a.entry_ids[e]) && a.applies(e)) table.insert(a.entry_ids[e], static_cast<int32_t>(e));
     }
     __syncthreads();
@@ -122,13 +122,14 @@ struct Aligned {
     bool logits, counts, out;  // 16 bytes at a time may be moved
 };
 
-// A CTA has kChunk columns of a row, a thread kPack of them.
+// A CTA has kAdjustChunk columns of a row, a thread kPack of them.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) adjust_logits_kernel(AdjustLogitsParams p, int chunks, Aligned aligned) {
+__global__ void __launch_bounds__(kAdjustThreads)
+    adjust_logits_kernel(AdjustLogitsParams p, int chunks, Aligned aligned) {
     __shared__ IdTable table;
     let_next_start();
     wait_for_previous();
-    const int64_t n = blockIdx.x / chunks, begin = int64_t{blockIdx.x % chunks} * kChunk;
+    const int64_t n = blockIdx.x / chunks, begin = int64_t{blockIdx.x % chunks} * kAdjustChunk;
     const int64_t column = begin + threadIdx.x * kPack, count = p.width - column;  // none, where that is not positive
     Pack pack = load_pack(static_cast<const T*>(p.logits) + n * p.logits_stride + column, count, aligned.logits);
     const int64_t row = p.sources[n] % p.rows, distance = p.sources[n] / p.rows;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) adjust_logits_kernel(AdjustLogitsPar
         const Adjustments a = Adjustments::of(p, row, distance, slot);
         const bool every = p.columns == nullptr;
         const bool searches = fill(table, a, [&](int64_t id) {
-            return every ? id >= begin && id < begin + kChunk : id >= 0 && id < p.vocabulary;
+            return every ? id >= begin && id < begin + kAdjustChunk : id >= 0 && id < p.vocabulary;
         });
         alignas(16) uint16_t counts[kPack];
         const bool together = every && aligned.counts && count >= kPack;
@@ -178,13 +179,13 @@ __global__ void __launch_bounds__(kMostCycleRows) count_outputs_kernel(CountOutp
 }  // namespace
 
 void adjust_logits(DType dtype, const AdjustLogitsParams& p, cudaStream_t stream) {
-    const int64_t chunks = (p.width + kChunk - 1) / kChunk;
+    const int64_t chunks = (p.width + kAdjustChunk - 1) / kAdjustChunk;
     with_storage("adjust_logits", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         const Aligned aligned = {is_aligned(p.logits, p.logits_stride, sizeof(T)),
                                  is_aligned(p.counts, p.vocabulary, sizeof(uint16_t)),
                                  is_aligned(p.out, p.width, sizeof(float))};
-        const LaunchShape shape = {p.count * chunks, kThreads, 0, 1, Effect::kNone};
+        const LaunchShape shape = {p.count * chunks, kAdjustThreads, 0, 1, Effect::kNone};
         launch("adjust_logits", adjust_logits_kernel<T>, shape, stream, p, static_cast<int>(chunks), aligned);
     });
 }

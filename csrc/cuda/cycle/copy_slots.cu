@@ -6,16 +6,16 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kCopyWarps = 8;
 
 template <typename Unit>
-__global__ void __launch_bounds__(kWarps* kWarp) copy_slots_kernel(CopySlotsParams p) {
+__global__ void __launch_bounds__(kCopyWarps* kWarp) copy_slots_kernel(CopySlotsParams p) {
     let_next_start();
     wait_for_previous();
     // Slots, pools and the units of a slot are counted in 32 bits, which are quick to divide; addresses are not.
     const int32_t lane = threadIdx.x % kWarp, block_size = static_cast<int32_t>(p.block_size);
     const uint32_t num_pools = static_cast<uint32_t>(p.num_pools), tasks = num_pools * static_cast<uint32_t>(p.count);
-    for (uint32_t task = blockIdx.x * kWarps + threadIdx.x / kWarp; task < tasks; task += gridDim.x * kWarps) {
+    for (uint32_t task = blockIdx.x * kCopyWarps + threadIdx.x / kWarp; task < tasks; task += gridDim.x * kCopyWarps) {
         const uint32_t copy = task / num_pools;
         const SlotPool pool = p.pools[task - copy * num_pools];
         const int32_t from = p.from[copy], to = p.to[copy];
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) copy_slots_kernel(CopySlotsPara
 
 template <typename Unit>
 void launch_copy(const CopySlotsParams& params, cudaStream_t stream) {
-    const int64_t ctas = (params.num_pools * params.count + kWarps - 1) / kWarps;
-    launch("copy_slots", copy_slots_kernel<Unit>, LaunchShape{grid_of(ctas), kWarps * kWarp}, stream, params);
+    const int64_t ctas = (params.num_pools * params.count + kCopyWarps - 1) / kCopyWarps;
+    launch("copy_slots", copy_slots_kernel<Unit>, LaunchShape{grid_of(ctas), kCopyWarps * kWarp}, stream, params);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kNumbersThreads = 128;
 
 // In [0, 1), with 53 random bits: the product is exact.
 __device__ double uniform(uint64_t key, uint64_t step) {
@@ -17,11 +17,11 @@ __device__ double uniform(uint64_t key, uint64_t step) {
     return static_cast<double>(static_cast<int64_t>(word >> 11)) * 0x1p-53;
 }
 
-__global__ void __launch_bounds__(kThreads) draw_numbers_kernel(DrawNumbersParams p) {
+__global__ void __launch_bounds__(kNumbersThreads) draw_numbers_kernel(DrawNumbersParams p) {
     let_next_start();
     wait_for_previous();
     const int64_t of_stream = p.distances * p.rows, count = kDrawStreams * of_stream;
-    const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+    const int64_t i = int64_t{blockIdx.x} * kNumbersThreads + threadIdx.x;
     if (i >= count) return;
     const int64_t r = i % p.rows, distance = i / p.rows % p.distances, stream = i / of_stream;
     double number = 0.0;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) draw_numbers_kernel(DrawNumbersParam
 
 void draw_numbers(const DrawNumbersParams& params, cudaStream_t stream) {
     const int64_t count = kDrawStreams * params.distances * params.rows;
-    const LaunchShape shape = {(count + kThreads - 1) / kThreads, kThreads, 0, 1, Effect::kNone};
+    const LaunchShape shape = {(count + kNumbersThreads - 1) / kNumbersThreads, kNumbersThreads, 0, 1, Effect::kNone};
     launch("draw_numbers", draw_numbers_kernel, shape, stream, params);
 }
 

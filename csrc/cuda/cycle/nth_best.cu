@@ -10,8 +10,8 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 1024;  // a pack each, of a shortlist of 8192
-constexpr int kWarps = kThreads / kWarp;
+constexpr int kNthThreads = 1024;  // a pack each, of a shortlist of 8192
+constexpr int kNthWarps = kNthThreads / kWarp;
 
 // A number's key and place: before another one if its key is larger, or is equal and stands at a lower place.
 struct Found {
@@ -52,7 +52,7 @@ __device__ FirstTwo warp_first_two(const FirstTwo& mine) {
 template <typename T>
 __device__ Found first_after(const T* x, int64_t width, const Found& last) {
     Found mine = kNone;
-    for (int64_t at = threadIdx.x; at < width; at += kThreads) {
+    for (int64_t at = threadIdx.x; at < width; at += kNthThreads) {
         const Found next = {key_of(to_float(x[at])), static_cast<uint32_t>(at)};
         if (last.is_before(next) && next.key > mine.key) mine = next;
     }
@@ -60,8 +60,8 @@ __device__ Found first_after(const T* x, int64_t width, const Found& last) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) nth_best_kernel(NthBestParams p, bool aligned) {
-    __shared__ FirstTwo of_warps[kWarps];
+__global__ void __launch_bounds__(kNthThreads) nth_best_kernel(NthBestParams p, bool aligned) {
+    __shared__ FirstTwo of_warps[kNthWarps];
     wait_for_previous();
     let_next_start();  // drafts follow one another: it publishes
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) nth_best_kernel(NthBestParams p, boo
         const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
         const int32_t rank = p.ranks[row];
         FirstTwo mine;
-        for (int64_t begin = int64_t{threadIdx.x} * kPack; begin < p.width; begin += kThreads * kPack) {
+        for (int64_t begin = int64_t{threadIdx.x} * kPack; begin < p.width; begin += kNthThreads * kPack) {
             const Pack pack = load_pack(x + begin, p.width - begin, aligned);
 #pragma unroll
             for (int i = 0; i < kPack; ++i) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) nth_best_kernel(NthBestParams p, boo
             const FirstTwo of_warp = warp_first_two(found);
             if (lane == 0) of_warps[warp] = of_warp;
             __syncthreads();
-            const FirstTwo all = warp_first_two(lane < kWarps ? of_warps[lane] : FirstTwo{});
+            const FirstTwo all = warp_first_two(lane < kNthWarps ? of_warps[lane] : FirstTwo{});
             __syncthreads();  // before the next ones
             return all;
         };
@@ -98,7 +98,7 @@ void nth_best(DType dtype, const NthBestParams& params, cudaStream_t stream) {
     if (params.rows <= 0 || params.width <= 0) return;
     with_storage("nth_best", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
-        launch("nth_best", nth_best_kernel<T>, LaunchShape{grid_of(params.rows), kThreads, 0, 1, Effect::kPublishes},
+        launch("nth_best", nth_best_kernel<T>, LaunchShape{grid_of(params.rows), kNthThreads, 0, 1, Effect::kPublishes},
                stream, params, is_aligned(params.x, params.x_stride, sizeof(T)));
     });
 }

@@ -8,7 +8,7 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int32_t kIfRight = 1;  // of the row metadata: the row may leave early
+constexpr int32_t kRowIfRight = 1;  // of the row metadata: the row may leave early
 
 // The slots of a row's positions, one after another from a first one: one division, and a
 // read for each block. Slots, rows and tokens are counted in 32 bits here: a wider number takes several times as long
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kMostCycleRows) plan_cycle_kernel(PlanCyclePar
     __syncthreads();
     if (!is_branch) return;
     branch.copy_before(start, plan.copies + r * block_size, num_copies);
-    if (tracked != kIfRight) return;
+    if (tracked != kRowIfRight) return;
     Walk own(branch.own, block_size, start, true);
     walk = begins_at;
     for (int32_t draft = 0; draft <= count; ++draft) {

@@ -10,10 +10,10 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / kWarp;
+constexpr int kTopThreads = 1024;
+constexpr int kTopWarps = kTopThreads / kWarp;
 constexpr int kTeam = 4;  // threads of a column: with more columns they take longer to rank, with fewer to search
-constexpr int kColumns = kThreads / kTeam;
+constexpr int kColumns = kTopThreads / kTeam;
 constexpr int kCandidates = 1024;  // numbers at or above the bound; more of them are taken one by one
 
 using Rank = unsigned long long;  // atomics and shuffles have this type
@@ -38,8 +38,8 @@ __device__ Rank warp_most(Rank mine) {
 struct Memory {
     alignas(16) Rank most[kColumns];  // of each column
     Rank candidates[kCandidates];
-    Rank of_warps[kWarps];
-    float sums[kWarps];
+    Rank of_warps[kTopWarps];
+    float sums[kTopWarps];
     uint32_t columns[kMostLogprobs];  // those with the k largest
     uint32_t count;
 };
@@ -104,7 +104,7 @@ __device__ uint32_t count_above(Rank rank, const Rank* ranks, uint32_t count) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) top_logprobs_kernel(TopLogprobsParams p, bool aligned) {
+__global__ void __launch_bounds__(kTopThreads) top_logprobs_kernel(TopLogprobsParams p, bool aligned) {
     __shared__ Memory memory;
     let_next_start();
     wait_for_previous();
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) top_logprobs_kernel(TopLogprobsParam
     const Row<T> row = {static_cast<const T*>(p.logits) + t * p.logits_stride, p.width, aligned};
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     Part mine;
-    row.each_pack(threadIdx.x, kThreads, [&](const Pack& pack, int64_t begin) { mine.add(pack, begin, row.width); });
+    row.each_pack(threadIdx.x, kTopThreads, [&](const Pack& pack, int64_t begin) { mine.add(pack, begin, row.width); });
 
     const Rank of_column = warp_most<kTeam>(mine.most), of_warp = warp_most(of_column);
     if (lane == 0) memory.of_warps[warp] = of_warp;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) top_logprobs_kernel(TopLogprobsParam
     if (threadIdx.x == 0) memory.count = 0;
     __syncthreads();
     const Rank first = warp_most(memory.of_warps[lane]);
-    static_assert(kWarps == kWarp, "a lane for each warp");
+    static_assert(kTopWarps == kWarp, "a lane for each warp");
     const float best = row.at(place_of(first));
     const float all = log_sum(mine, best, memory);
     const auto logprob = [&](float value) { return (value - best) - all; };
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kThreads) top_logprobs_kernel(TopLogprobsParam
     const uint32_t columns = min(k, static_cast<uint32_t>(min(int64_t{kColumns}, filled)));
     __syncthreads();
     const Rank bound = columns < k ? kNoRank : memory.most[memory.columns[k - 1]];
-    for (uint32_t number = warp; number < columns; number += kWarps) {
-        // kTeam neighbouring packs of the column, then those kThreads packs after them: a lane for each.
-        const int64_t first = memory.columns[number] * kTeam + lane % kTeam + int64_t{lane / kTeam} * kThreads;
-        row.each(first, int64_t{kWarp / kTeam} * kThreads, [&](float value, int64_t place) {
+    for (uint32_t number = warp; number < columns; number += kTopWarps) {
+        // kTeam neighbouring packs of the column, then those kTopThreads packs after them: a lane for each.
+        const int64_t first = memory.columns[number] * kTeam + lane % kTeam + int64_t{lane / kTeam} * kTopThreads;
+        row.each(first, int64_t{kWarp / kTeam} * kTopThreads, [&](float value, int64_t place) {
             const Rank rank = rank_of(value, place);
             if (rank < bound) return;
             const uint32_t at = atomicAdd(&memory.count, 1);
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads) top_logprobs_kernel(TopLogprobsParam
     for (uint32_t place = 0; place < k; ++place) {
         if (place > 0 && mine.most == last) {
             mine.most = kNoRank;
-            row.each(threadIdx.x, kThreads, [&](float value, int64_t here) {
+            row.each(threadIdx.x, kTopThreads, [&](float value, int64_t here) {
                 const Rank rank = rank_of(value, here);
                 if (rank < last) mine.most = max(mine.most, rank);
             });
@@ -189,7 +189,7 @@ void top_logprobs(DType dtype, const TopLogprobsParams& p, cudaStream_t stream) 
         throw std::runtime_error("top_logprobs: at most 32 tokens are listed, and no more than there are");
     with_storage("top_logprobs", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
-        launch("top_logprobs", top_logprobs_kernel<T>, LaunchShape{p.tokens, kThreads}, stream, p,
+        launch("top_logprobs", top_logprobs_kernel<T>, LaunchShape{p.tokens, kTopThreads}, stream, p,
                is_aligned(p.logits, p.logits_stride, sizeof(T)));
     });
 }

@@ -6,16 +6,16 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kRotaryWarps = 4;
 
 template <typename T>
-__global__ void __launch_bounds__(kWarps* kWarp)
+__global__ void __launch_bounds__(kRotaryWarps* kWarp)
     rotary_write_kernel(const __grid_constant__ RotaryWriteParams p, Divider by_heads, Divider by_block, bool aligned) {
     wait_for_previous();
     let_next_start();  // attention follows, and may read older pages then
     const int heads = static_cast<int>(p.q.heads + p.k.heads + p.v.heads);
     const int tasks = static_cast<int>(p.rows) * heads;
-    const int first = blockIdx.x * kWarps + threadIdx.x / kWarp, step = gridDim.x * kWarps;
+    const int first = blockIdx.x * kRotaryWarps + threadIdx.x / kWarp, step = gridDim.x * kRotaryWarps;
     for (int task = first; task < tasks; task += step) {
         const int token = by_heads(task), head = task - token * heads;
         const int64_t position = p.positions == nullptr ? token : p.positions[token];
@@ -45,8 +45,10 @@ void rotary_write(DType dtype, const RotaryWriteParams& p, cudaStream_t stream) 
     with_storage("rotary_write", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         launch("rotary_write", rotary_write_kernel<T>,
-               LaunchShape{grid_of((tasks + kWarps - 1) / kWarps), kWarps * kWarp, 0, 1, Effect::kPublishes}, stream, p,
-               Divider(p.q.heads + p.k.heads + p.v.heads), Divider(p.block_size > 0 ? p.block_size : 1), in_twos<T>(p));
+               LaunchShape{grid_of((tasks + kRotaryWarps - 1) / kRotaryWarps), kRotaryWarps * kWarp, 0, 1,
+                           Effect::kPublishes},
+               stream, p, Divider(p.q.heads + p.k.heads + p.v.heads), Divider(p.block_size > 0 ? p.block_size : 1),
+               in_twos<T>(p));
     });
     if (p.k_pool != nullptr) StreamHistory::record_new_tokens(stream, p.k_pool);
 }

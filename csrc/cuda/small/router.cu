@@ -12,9 +12,9 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int64_t kStep = kThreads * 2;  // columns; a thread takes two neighbours
+constexpr int kRouterThreads = 256;
+constexpr int kRouterWarps = kRouterThreads / kWarp;
+constexpr int64_t kStep = kRouterThreads * 2;  // columns; a thread takes two neighbours
 
 // Columns k and k + 1 of a row; past its width something that `numbers` makes zeros. Without a branch, so that many
 // loads are on their way at once. kAligned: both may be read in one, and the width is even.
@@ -98,11 +98,11 @@ __device__ void write_score(const RouterParams& p, int64_t row) {
 }
 
 template <typename T, int kRows, int kUnits, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 1) router_kernel(RouterParams p, int64_t unit_blocks) {
+__global__ void __launch_bounds__(kRouterThreads, 1) router_kernel(RouterParams p, int64_t unit_blocks) {
     constexpr int kSums = kRows * kUnits, kAhead = kUnits < 8 ? 8 / kUnits : 1;  // steps whose loads go out together
     constexpr bool kFeaturesAhead = kRows <= 8;                                  // the registers allow it
-    static_assert(kSums <= kThreads);
-    __shared__ float shared[kWarps][kSums + kRows];
+    static_assert(kSums <= kRouterThreads);
+    __shared__ float shared[kRouterWarps][kSums + kRows];
     let_next_start();
     const int64_t tile = blockIdx.x / unit_blocks, first_unit = (blockIdx.x - tile * unit_blocks) * kUnits;
     const auto unit_at = [&](int u) { return min(first_unit + u, p.bottleneck - 1); };  // the last one again and again
@@ -174,14 +174,15 @@ __global__ void __launch_bounds__(kThreads, 1) router_kernel(RouterParams p, int
     if (threadIdx.x < kSums && first + r < p.rows && first_unit + u < p.bottleneck) {
         float dot = 0.0f, square = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
+        for (int w = 0; w < kRouterWarps; ++w) {
             dot += shared[w][threadIdx.x];
             square += shared[w][kSums + r];
         }
         p.partials[(first + r) * p.bottleneck + first_unit + u] = unit.adds(p, first + r, dot, square, T{});
     }
     if (!last_to_finish(p.counters + tile, static_cast<uint32_t>(unit_blocks))) return;
-    for (int row = threadIdx.x / kWarp; row < kRows && first + row < p.rows; row += kWarps) write_score(p, first + row);
+    for (int row = threadIdx.x / kWarp; row < kRows && first + row < p.rows; row += kRouterWarps)
+        write_score(p, first + row);
 }
 
 int64_t count_ctas(const RouterParams& p, int64_t rows, int64_t units) {
@@ -192,7 +193,7 @@ template <typename T, int kRows, int kUnits>
 void launch_tile(const RouterParams& p, bool aligned, cudaStream_t stream) {
     const auto kernel = aligned ? router_kernel<T, kRows, kUnits, true> : router_kernel<T, kRows, kUnits, false>;
     const int64_t unit_blocks = (p.bottleneck + kUnits - 1) / kUnits;
-    launch("router", kernel, LaunchShape{count_ctas(p, kRows, kUnits), kThreads}, stream, p, unit_blocks);
+    launch("router", kernel, LaunchShape{count_ctas(p, kRows, kUnits), kRouterThreads}, stream, p, unit_blocks);
 }
 
 }  // namespace

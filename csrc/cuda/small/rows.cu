@@ -7,7 +7,7 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kRowsThreads = 256;
 
 template <typename Unit>
 __device__ Unit not_a_number() {
@@ -19,15 +19,15 @@ __device__ uint4 not_a_number<uint4>() {
     return {~0u, ~0u, ~0u, ~0u};
 }
 
-// Width and strides in units; a CTA takes up to `kThreads` units of a row at a time.
+// Width and strides in units; a CTA takes up to `kRowsThreads` units of a row at a time.
 template <typename Unit, bool kScatter>
-__global__ void __launch_bounds__(kThreads) rows_kernel(RowsParams p, int64_t tiles_per_row, bool publishes) {
+__global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsParams p, int64_t tiles_per_row, bool publishes) {
     if (!publishes) let_next_start();
     wait_for_previous();
     if (publishes) let_next_start();
     const int64_t tiles = p.rows * tiles_per_row;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int64_t row = tile / tiles_per_row, at = (tile - row * tiles_per_row) * kThreads + threadIdx.x;
+        const int64_t row = tile / tiles_per_row, at = (tile - row * tiles_per_row) * kRowsThreads + threadIdx.x;
         const int64_t other = p.index[row];
         const bool known = other >= 0 && other < p.limit;
         if (at >= p.width || (kScatter && !known)) continue;
@@ -43,11 +43,12 @@ void launch_rows(RowsParams p, int64_t row_bytes, int64_t x_bytes, int64_t y_byt
     p.width = row_bytes / kUnit;
     p.x_stride = x_bytes / kUnit;
     p.y_stride = y_bytes / kUnit;
-    const int64_t tiles_per_row = (p.width + kThreads - 1) / kThreads;
+    const int64_t tiles_per_row = (p.width + kRowsThreads - 1) / kRowsThreads;
     const bool publishes = !kScatter && !StreamHistory::is_published(stream);
     const Effect effect = kScatter ? Effect::kWrites : publishes ? Effect::kPublishes : Effect::kNone;
     launch(kScatter ? "scatter_rows" : "embed", rows_kernel<Unit, kScatter>,
-           LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, effect}, stream, p, tiles_per_row, publishes);
+           LaunchShape{grid_of(p.rows * tiles_per_row), kRowsThreads, 0, 1, effect}, stream, p, tiles_per_row,
+           publishes);
 }
 
 template <bool kScatter>

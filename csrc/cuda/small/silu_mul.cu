@@ -7,11 +7,11 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kTile = kThreads * kPack;  // elements of a row that a CTA takes at a time
+constexpr int kSiluThreads = 256;
+constexpr int64_t kTile = kSiluThreads * kPack;  // elements of a row that a CTA takes at a time
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) silu_mul_kernel(SiluMulParams p, int64_t tiles_per_row, bool aligned) {
+__global__ void __launch_bounds__(kSiluThreads) silu_mul_kernel(SiluMulParams p, int64_t tiles_per_row, bool aligned) {
     let_next_start();
     wait_for_previous();
     const int64_t tiles = p.rows * tiles_per_row;
@@ -40,8 +40,8 @@ void silu_mul(DType dtype, const SiluMulParams& p, cudaStream_t stream) {
         const bool aligned = is_aligned(p.gate, p.gate_stride, sizeof(T)) && is_aligned(p.up, p.up_stride, sizeof(T)) &&
                              is_aligned(p.y, p.y_stride, sizeof(T));
         launch("silu_mul", silu_mul_kernel<T>,
-               LaunchShape{grid_of(p.rows * tiles_per_row), kThreads, 0, 1, Effect::kNone}, stream, p, tiles_per_row,
-               aligned);
+               LaunchShape{grid_of(p.rows * tiles_per_row), kSiluThreads, 0, 1, Effect::kNone}, stream, p,
+               tiles_per_row, aligned);
     });
 }
 

@@ -12,10 +12,10 @@
 namespace tide::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kPacks = 4;                                       // of a thread: what they ask for is on its way together
-constexpr int64_t kChunk = int64_t{kThreads} * kPack * kPacks;  // a shortlist of 8192 is one, with nothing to join
+constexpr int kTop2Threads = 256;
+constexpr int kTop2Warps = kTop2Threads / kWarp;
+constexpr int kPacks = 4;  // of a thread: what they ask for is on its way together
+constexpr int64_t kChunk = int64_t{kTop2Threads} * kPack * kPacks;  // a shortlist of 8192 is one, with nothing to join
 
 __device__ float number_of(uint32_t key) {
     if (key == kMissing) return -INFINITY;
@@ -60,7 +60,7 @@ __device__ Part joined(const Part& a, const Part& b) {
 // Of a chunk that begins at `begin`.
 template <typename T>
 __device__ Part part_of_warp(const T* row, int64_t begin, int64_t width, bool aligned) {
-    const auto place = [&](int pack) { return begin + (int64_t{pack} * kThreads + threadIdx.x) * kPack; };
+    const auto place = [&](int pack) { return begin + (int64_t{pack} * kTop2Threads + threadIdx.x) * kPack; };
     Pack packs[kPacks];
 #pragma unroll
     for (int n = 0; n < kPacks; ++n) packs[n] = load_pack(row + place(n), width - place(n), aligned);
@@ -123,9 +123,9 @@ __device__ void finish_row(const Top2LogsumexpParams& p, int64_t row, uint32_t c
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kTop2Threads)
     top2_logsumexp_kernel(Top2LogsumexpParams p, uint32_t chunks, bool aligned) {
-    __shared__ Part warps[kWarps];
+    __shared__ Part warps[kTop2Warps];
     wait_for_previous();
     let_next_start();  // drafts follow one another: it publishes
     const int64_t tasks = p.rows * chunks;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
         __syncthreads();
         if (threadIdx.x < kWarp) {
             Part part = {kMissing, kMissing, kNowhere, 0.0f};
-            if (threadIdx.x < kWarps) part = warps[threadIdx.x];
+            if (threadIdx.x < kTop2Warps) part = warps[threadIdx.x];
             finish_row(p, row, static_cast<uint32_t>(chunk), chunks, warp_joined(part));
         }
         __syncthreads();  // before the next task's warps
@@ -157,7 +157,7 @@ void top2_logsumexp(DType dtype, const Top2LogsumexpParams& p, cudaStream_t stre
     with_storage("top2_logsumexp", dtype, [&](auto storage) {
         using T = typename decltype(storage)::Type;
         launch("top2_logsumexp", top2_logsumexp_kernel<T>,
-               LaunchShape{grid_of(p.rows * chunks), kThreads, 0, 1, Effect::kPublishes}, stream, p,
+               LaunchShape{grid_of(p.rows * chunks), kTop2Threads, 0, 1, Effect::kPublishes}, stream, p,
                static_cast<uint32_t>(chunks), is_aligned(p.x, p.x_stride, sizeof(T)));
     });
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.execution.graphs.cycle import GraphCycles
@@ -24,5 +24,5 @@ def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[RowStep]]:
         return start(self, rows, **how)
 
     monkeypatch.setattr(GraphCycles, "start", counted)
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     return seen

@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.exit_engines import all_ids, exit_parts, poisoned
 from tests.factories import random_prompts
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels, twin_kernels
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import branches, in_flight
@@ -30,7 +30,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 
 @pytest.fixture(autouse=True)
 def on_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
 
 
 @pytest.fixture

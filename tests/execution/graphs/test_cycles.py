@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import make_parts, random_prompts
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import branches, cycle_graph
@@ -42,7 +42,7 @@ def cycles(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return start(self, rows, **how)
 
     monkeypatch.setattr(GraphCycles, "start", counted)
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     return seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -16,10 +17,11 @@ import torch
 
 from tests.engine.exit_engines import FixedDepth, all_ids, exit_parts, fixed_depths, poisoned
 from tests.factories import make_request, random_prompts
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.batch import RowResult, RowStep
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
+from tide_core.engine.engine import Completion
 from tide_core.execution.graphs import cycle as graph_cycle
 from tide_core.execution.graphs import in_flight
 from tide_core.execution.graphs.cycle import GraphCycles
@@ -74,7 +76,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(GraphCycles, "_launch", launched)
     monkeypatch.setattr(InFlightStep, "results", read)
     monkeypatch.setattr(in_flight.Launched, "results", waited)
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     return count
 
 
@@ -91,6 +93,13 @@ def without_lookahead(**settings: Any) -> Parts:
     return parts
 
 
+@functools.cache
+def full_depth(num_rows: int, num_ids: int, max_tokens: int) -> list[list[int]]:
+    """Answers to random prompts without lookahead, made once: every mode and every number of steps must give them."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return answers(without_lookahead(share=HARDER), random_prompts(num_rows, num_ids), params)
+
+
 @ONE_STEP_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -98,7 +107,7 @@ def test_answers_are_those_of_full_depth_and_nearly_every_step_is_launched_ahead
     mode: str, num_rows: int, launches: Counter[str], steps_per_launch: int
 ) -> None:
     prompts, params = random_prompts(num_rows, 11), SamplingParams(max_tokens=40, ignore_eos=True, mode=mode)
-    expected = answers(without_lookahead(share=HARDER), prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    expected = full_depth(num_rows, 11, 40)
     assert not launches["lookahead"]
     launches.clear()
     assert answers(exit_parts(share=HARDER), prompts, params) == expected
@@ -203,19 +212,27 @@ def test_prompts_that_are_prefilled_ahead_take_fewer_steps_and_give_the_same_tok
     assert num_steps < num_without
 
 
+@functools.cache
+def nine_that_end() -> tuple[list[list[int]], list[dict[str, Any]], list[list[int]]]:
+    """Prompts, how each text ends, and the tokens that full depth gives each alone."""
+    prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(9, 40))]
+    ends = [ids[7] for ids in answers(without_lookahead(share=HARDER), prompts, SamplingParams(max_tokens=8))]
+    params = [{"max_tokens": 9 + 4 * i, "ignore_eos": True, "stop_ids": (ends[i],) if i % 2 else ()} for i in range(9)]
+    with poisoned(without_lookahead(share=HARDER)) as engine:
+        alone = [
+            engine.generate([p], SamplingParams(mode="full", **one))[0] for p, one in zip(prompts, params, strict=True)
+        ]
+    return prompts, params, all_ids(alone)
+
+
 @ONE_STEP_OR_MORE
 @pytest.mark.parametrize("mode", ["full", "verified"])
 def test_rows_come_and_go_while_a_step_is_in_flight(mode: str, launches: Counter[str], steps_per_launch: int) -> None:
     """Texts that end by a token, which nobody knows beforehand, or by their length; a new row waits for the step in
     flight, and joins the next."""
-    prompts = [ids[: 5 + 3 * i] for i, ids in enumerate(random_prompts(9, 40))]
-    ends = [ids[7] for ids in answers(without_lookahead(share=HARDER), prompts, SamplingParams(max_tokens=8))]
-    params = [
-        SamplingParams(max_tokens=9 + 4 * i, mode=mode, ignore_eos=True, stop_ids=(ends[i],) if i % 2 else ())
-        for i in range(9)
-    ]
-    expected = [answers(without_lookahead(share=HARDER), [p], [one])[0] for p, one in zip(prompts, params, strict=True)]
+    prompts, ends, expected = nine_that_end()
     launches.clear()
+    params = [SamplingParams(mode=mode, **one) for one in ends]
     assert answers(exit_parts(share=HARDER, max_rows=3), prompts, params) == expected
     assert launches["lookahead"] > 10
     assert launches["waited"] > 2
@@ -230,7 +247,7 @@ def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
 ) -> None:
     """The pool is full: blocks that were given beforehand are taken back, and rows give way."""
     prompts, params = random_prompts(4, 21), SamplingParams(max_tokens=50, ignore_eos=True, mode=mode)
-    expected = answers(without_lookahead(share=HARDER), prompts, params)
+    expected = full_depth(4, 21, 50)
     launches.clear()
     parts = exit_parts(share=HARDER)
     scheduler, blocks = parts.core.scheduler, parts.core.scheduler.blocks
@@ -252,7 +269,7 @@ def test_rows_that_lose_their_blocks_meanwhile_lose_nothing_else(
 @ONE_STEP_OR_MORE
 def test_a_request_that_is_aborted_in_flight_changes_no_other(launches: Counter[str], steps_per_launch: int) -> None:
     prompts, params = random_prompts(3, 11), {"max_tokens": 90, "ignore_eos": True}
-    expected = answers(without_lookahead(share=HARDER), prompts, SamplingParams(**params))
+    expected = full_depth(3, 11, 90)
     parts = exit_parts(share=HARDER)
     with poisoned(parts) as engine:
         core = parts.core
@@ -280,7 +297,7 @@ def test_a_step_that_fails_leaves_nothing_in_flight(
     launches: Counter[str], steps_per_launch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, params = random_prompts(3, 11), SamplingParams(max_tokens=30, ignore_eos=True)
-    expected = answers(without_lookahead(share=HARDER), prompts, params)
+    expected = full_depth(3, 11, 30)
     parts = exit_parts(share=HARDER)
     results, calls = InFlightStep.results, []
 
@@ -308,6 +325,17 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+USUAL: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+
+
+@functools.cache
+def four_of_a_kind(kind: int | None) -> list[Completion]:
+    """Four rows of one of KINDS, or of none, without lookahead. What a row gets depends on no other."""
+    params = SamplingParams(**{**USUAL, **({} if kind is None else KINDS[kind])})
+    with poisoned(without_lookahead(share=HARDER)) as engine:
+        return engine.generate(random_prompts(4, 11), [params] * 4)
+
+
 # Every kind with each number of rows and each number of steps, the two paired one way for every other kind.
 @pytest.mark.parametrize(
     ("params", "num_special", "steps_per_launch"),
@@ -327,15 +355,14 @@ def test_rows_of_every_kind_are_launched_ahead_and_so_are_those_next_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A threshold of its own, a bound, a temperature, log-probabilities, penalties, a bias, fewest tokens."""
-    prompts, usual = random_prompts(4, 11), {"max_tokens": 40, "ignore_eos": True}
-    wishes = [SamplingParams(**{**usual, **(params if row < num_special else {})}) for row in range(4)]
-    found = []
-    for parts in (without_lookahead(share=HARDER), exit_parts(share=HARDER)):
-        launches.clear()
-        with poisoned(parts) as engine:
-            found.append(engine.generate(prompts, wishes))
-        parts.core.check_idle()
-    expected, launched_ahead = found
+    special, usual = four_of_a_kind(KINDS.index(params)), four_of_a_kind(None)
+    expected = [*special[:num_special], *usual[num_special:]]
+    wishes = [SamplingParams(**{**USUAL, **(params if row < num_special else {})}) for row in range(4)]
+    parts = exit_parts(share=HARDER)
+    launches.clear()
+    with poisoned(parts) as engine:
+        launched_ahead = engine.generate(random_prompts(4, 11), wishes)
+    parts.core.check_idle()
     assert all_ids(launched_ahead) == all_ids(expected)
     assert [token.logprob for one in launched_ahead for token in one.tokens] == pytest.approx(
         [token.logprob for one in expected for token in one.tokens], abs=1e-4

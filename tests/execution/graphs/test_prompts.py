@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.factories import make_parts, random_prompts
-from tests.kernels.twin import twin_kernels
+from tests.kernels.twin import engine_kernels
 from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.engine import Completion
@@ -49,7 +49,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return start(self, rows, **how)
 
     monkeypatch.setattr(GraphPrompts, "start", counted)
-    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: twin_kernels())
+    monkeypatch.setattr(assemble, "select_kernels", lambda choice, device: engine_kernels())
     return seen
 
 
