@@ -29,6 +29,8 @@ from benchmarks.common import ROOT
 
 START_S = 480
 STOP_S = 240
+GIVEN_UP, MAX_STARTS = "The current node timed out during startup", 4
+"""Ray gives a node 30 s to start and cannot be told otherwise: where every core is busy that is short."""
 _clusters = itertools.count()
 
 
@@ -188,7 +190,7 @@ def serving(
     process = _started(command, folder, environment, Server.log_file)
     server = Server(process, http_port, grpc_port, folder, config, environment)
     try:
-        with _until_the_end(server, health):
+        with _until_the_end(server, health, command):
             yield server
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -199,7 +201,7 @@ def serving_again(server: Server, *, command: Sequence[str], health: str = "/hea
     """The config, ports and variables of a server that has ended, in a session of its own, once it is healthy."""
     process = _started(command, server.folder, server.environment, "log-again")
     again = replace(server, process=process, log_file="log-again")
-    with _until_the_end(again, health):
+    with _until_the_end(again, health, command):
         yield again
 
 
@@ -220,16 +222,37 @@ def _started(
 
 
 @contextlib.contextmanager
-def _until_the_end(server: Server, health: str) -> Iterator[None]:
+def _until_the_end(server: Server, health: str, command: Sequence[str]) -> Iterator[None]:
     """Wait until the server is healthy; at the end kill what is left of its session."""
     try:
+        for _ in range(MAX_STARTS - 1):
+            if not _node_was_given_up(server, health):
+                break
+            server.process = _started(command, server.folder, server.environment, server.log_file)
         wait_until_healthy(server, health)
         yield
     finally:
-        for left in server.others_of_session():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
-        server.process.wait()
+        _kill_session(server)
+
+
+def _node_was_given_up(server: Server, health: str) -> bool:
+    """Wait until the server is healthy or has ended: whether Ray gave its node up. Nothing is left of it then."""
+    deadline = time.monotonic() + START_S
+    while server.process.poll() is None:
+        if (server.is_healthy(health) and server.replicas()) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.25)
+    if GIVEN_UP not in server.log:
+        return False
+    _kill_session(server)
+    return True
+
+
+def _kill_session(server: Server) -> None:
+    for left in server.others_of_session():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    server.process.wait()
 
 
 def environment_of(folder: Path, ports: list[int]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.common.live import ROOT, environment_of, free_ports
+from benchmarks.common.live import GIVEN_UP, MAX_STARTS, ROOT, environment_of, free_ports
 from tests.job.gates import GATES, Gate, saved
 
 START_S = 240
@@ -163,17 +163,24 @@ def started(num_cpus: int) -> Iterator[Cluster]:
     }
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"{name}={value}" for name, value in options.items()]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    cluster = Cluster(process, folder, ports, env)
-    try:
-        deadline = time.monotonic() + START_S
-        while "Ray runtime started" not in (said := (folder / "log").read_text(errors="replace")):
-            assert process.poll() is None, f"ray start ended:\n{said}"
-            assert time.monotonic() < deadline, f"no cluster in {START_S} s:\n{said}"
-            time.sleep(0.1)
-        yield cluster
-    finally:
-        cluster.end()
+    for _ in range(MAX_STARTS):
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        cluster = Cluster(process, folder, ports, env)
+        try:
+            deadline = time.monotonic() + START_S
+            while "Ray runtime started" not in (said := (folder / "log").read_text(errors="replace")):
+                if process.poll() is not None and GIVEN_UP in said:
+                    break
+                assert process.poll() is None, f"ray start ended:\n{said}"
+                assert time.monotonic() < deadline, f"no cluster in {START_S} s:\n{said}"
+                time.sleep(0.1)
+            else:
+                yield cluster
+                return
+        finally:
+            cluster.end()
+        folder.mkdir()
+    raise AssertionError(f"no cluster in {MAX_STARTS} starts:\n{said}")
