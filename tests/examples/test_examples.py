@@ -109,4 +109,7 @@ def test_on_the_demo_model_without_arguments(name: str, tmp_path: Path) -> None:
         [sys.executable, str(EXAMPLES / f"{name}.py")], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert " exits (" in done.stdout
+    # How many tokens left early is up to the costs that this machine measures: while it is busy, none may pay.
+    assert re.search(r"Total tokens: [1-9]\d*, Exited: \d+", done.stdout)
+    assert re.search(r"Layers run per token: \d+\.\d, tokens per deep pass: \d", done.stdout)
+    assert ("The three laws of motion say that" if name == "quickstart" else "same text: True") in done.stdout
