@@ -1,6 +1,6 @@
 """States of the teacher that stay on the device, so that a sequence runs through the frozen model once.
 
-In a wide model the teacher's pass is most of a training step, and every epoch sees the same sequences. As many
+In a wide model the teacher's pass is half of a training step, and every epoch sees the same sequences. As many
 sequences as there is memory for are kept with their states at the layers that heads read and after the last layer; of
 a batch only the others run through the model.
 """
@@ -109,8 +109,8 @@ def tokens_that_fit(kept: KeptStates, device: torch.device, num_tokens: int) -> 
     of memory are counted. On a CPU none: there the teacher is the smaller part of a step."""
     if device.type != "cuda":
         return 0
+    torch.cuda.empty_cache()  # else what steps took and gave back counts as taken; that of graphs stays theirs
     free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    room = ROOM * (free + unused) - NEEDED * needed
+    room = ROOM * free - NEEDED * needed
     return max(0, min(num_tokens, int(room / kept.bytes_per_token)))
