@@ -18,11 +18,17 @@ SHORTLIST = torch.arange(0, 384, 2)
 
 
 def random_head(
-    kind: str = "block", *, deep: bool = True, max_distance: int = 4, seed: int = 0, inner: int = 0
+    kind: str = "block",
+    *,
+    deep: bool = True,
+    max_distance: int = 4,
+    seed: int = 0,
+    inner: int = 0,
+    hidden: int = 12,
 ) -> ExitHead:
     """A head in which no part is idle."""
     block = {"num_heads": 4, "num_kv_heads": 2, "head_size": 6, "ffn": 20} if kind == "block" else {}
-    hidden = 12 if kind in ("mlp", "block") else 0
+    hidden = hidden if kind in ("mlp", "block") else 0
     head = ExitHead(HeadSpec(kind, WIDTH, deep, max_distance if deep else 0, hidden, **block, inner=inner))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -57,21 +57,24 @@ class DecodedRow:
 
 
 @pytest.mark.parametrize(
-    ("kind", "deep", "inner"),
+    ("kind", "deep", "inner", "hidden"),
     [
-        ("block", True, 0),
-        ("block", False, 0),
-        ("block", True, 8),
-        ("block", False, 8),
-        ("mlp", True, 0),
-        ("affine", False, 0),
-        ("identity", False, 0),
+        ("block", True, 0, 12),
+        ("block", True, 0, 0),
+        ("block", False, 0, 12),
+        ("block", True, 8, 12),
+        ("block", True, 8, 0),
+        ("block", False, 8, 12),
+        ("mlp", True, 0, 12),
+        ("affine", True, 0, 0),
+        ("affine", False, 0, 0),
+        ("identity", False, 0, 0),
     ],
 )
 def test_every_draft_of_every_cycle_has_the_features_of_the_dense_computation(
-    kind: str, deep: bool, inner: int
+    kind: str, deep: bool, inner: int, hidden: int
 ) -> None:
-    head = random_head(kind, deep=deep, max_distance=DRAFTS, inner=inner)
+    head = random_head(kind, deep=deep, max_distance=DRAFTS, inner=inner, hidden=hidden)
     states, deep_states = random_states()
     deep_states = deep_states[..., : inner or WIDTH]
     dense = features_by_distance(head, states, deep_states, range(1, DRAFTS + 1))
@@ -94,8 +97,9 @@ def test_a_choice_of_distances_gives_what_all_of_them_give() -> None:
     assert all(torch.equal(some[distance], every[distance]) for distance in some)
 
 
-def test_gradients_reach_every_parameter_at_every_distance() -> None:
-    head = random_head()
+@pytest.mark.parametrize("hidden", [12, 0], ids=["swiglu", "sum"])
+def test_gradients_reach_every_parameter_at_every_distance(hidden: int) -> None:
+    head = random_head(hidden=hidden)
     states, deep = random_states()
     for distance in (1, 3):
         features = features_by_distance(head, states, deep, [distance])[distance]
@@ -120,8 +124,9 @@ def test_sequences_shorter_than_a_chain_have_features_at_every_distance() -> Non
     assert all(value.isfinite().all() for value in features.values())
 
 
-def test_features_of_some_rows_are_those_of_all_of_them() -> None:
-    head = random_head(inner=8)
+@pytest.mark.parametrize("hidden", [12, 0], ids=["swiglu", "sum"])
+def test_features_of_some_rows_are_those_of_all_of_them(hidden: int) -> None:
+    head = random_head(inner=8, hidden=hidden)
     states, deep = random_states()
     rows = torch.tensor([3, 4, 9, LENGTH + 2])
     every, some = (features_by_distance(head, states, deep[..., :8], [1, 3], rows=chosen) for chosen in (None, rows))
