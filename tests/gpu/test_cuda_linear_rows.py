@@ -27,6 +27,9 @@ SHAPES = {
         dtype, 20000, 2056, gated=True, bias=True, residual=True
     ),
     "5001 of 3592, bias": lambda dtype: linear(dtype, 5001, 3592, bias=True),
+    "7680 of 4608": lambda dtype: linear(dtype, 7680, 4608),
+    "12288 of 4608, gated": lambda dtype: linear(dtype, 12288, 4608, gated=True),
+    "4608 of 12288, residual": lambda dtype: linear(dtype, 4608, 12288, residual=True),
     "576 of 1536": lambda dtype: linear(dtype, 576, 1536),
     "70000 of 520, as an LM head": lambda dtype: linear(dtype, 70000, 520),
     "49152 of 576, as the demo's": lambda dtype: linear(dtype, 49152, 576),

@@ -1,8 +1,8 @@
 """Linears on a software model of a GPU's lanes: E4M3 weights give the bits of the matrix that they stand for.
 
 The sources are the real ones; `lane_model/` has copies, barriers, matrix loads, products and the copy engine in place
-of the instructions. Sums within a product are the model's own, so bits are compared on the model alone. Clusters are
-not modelled.
+of the instructions, and runs the CTAs of a cluster together. Sums within a product are the model's own, so bits are
+compared on the model alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ TILES = ("1", "2", "1short", "2short")
 STAGED = ("2x2", "4x1", "3x4", "2x8")
 """Through shared memory: weight tiles x tiles of 8 rows; the first has stages of 64 columns, the others of 32."""
 WIDE = ("wide 32", "wide 64", "wide 128")
+CLUSTERS = ("3x64/1", "3x128/1", "1x64/2", "2x64/3", "2x128/4", "3x128/1 w2", "3x64/1 x2", "2x64/1 w2 x2")
+"""Groups of four warps x rows of x / CTAs that split the slices; w and x: CTAs that share the weight or x."""
 THIN = ("thin 1x2x8", "thin 2x1x8", "thin 2x2x32")
 """Groups of four warps for the rows of the weight x groups that share the slices x rows of x."""
 ROWS_SCALED, ALL_COLUMNS = 1, 31
@@ -67,7 +69,21 @@ def test_e4m3_weights_give_the_bits_of_their_matrix(
     """Which are near those in double precision."""
     normed = normed and kernel not in (*WIDE, *THIN)  # never chosen with a norm
     shift = max(shift, 7) if kernel in THIN else shift  # nor those with scales of 64 columns
-    words = [kernel, *map(str, (rows, columns, outputs, block_rows, shift, int(gated), int(normed), int(dealt)))]
+    assert_bits(check, kernel, rows, columns, outputs, block_rows, shift, int(gated), int(normed), int(dealt))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kernel", CLUSTERS)
+@pytest.mark.parametrize(("rows", "columns", "outputs", "gated"), [(140, 592, 104, True), (257, 1168, 21, False)])
+def test_tiles_of_bfloat16_alone_give_the_bits_of_the_smallest(
+    check: Path, kernel: str, rows: int, columns: int, outputs: int, gated: bool
+) -> None:
+    """The smallest has the weight in E4M3. CTAs of a cluster have no rows or no tokens in some of these cases."""
+    assert_bits(check, kernel, rows, columns, outputs, ROWS_SCALED, ALL_COLUMNS, int(gated), 0, 1)
+
+
+def assert_bits(check: Path, kernel: str, *numbers: int) -> None:
+    words = [kernel, *map(str, numbers)]
     done = subprocess.run([str(check), *words], capture_output=True, text=True, timeout=500, check=True)
     differ, off = done.stdout.split()
     assert int(differ) == 0

@@ -66,7 +66,7 @@ inline std::string name_of(const LinearTile& tile) {
 // Groups x tokens / CTAs that split the slices.
 inline std::string name_of(const WideTile& tile) {
     return "wide " + std::to_string(tile.warpgroups) + "x" + std::to_string(tile.tokens) + "/" +
-           std::to_string(tile.split) + (tile.persistent ? " persistent" : "");
+           std::to_string(tile.split) + (tile.persistent ? " persistent" : "") + (tile.same_weight > 1 ? " w2" : "");
 }
 
 inline std::vector<WideTile> wide_tiles(const LinearParams& p) {
@@ -78,8 +78,10 @@ inline std::vector<WideTile> wide_tiles(const LinearParams& p) {
     return tiles;
 }
 
-inline std::string name_of_chosen(const LinearParams& p, const DeviceInfo& device) {
-    return is_wide(p, device) ? name_of(choose_wide_tile(p, device)) : name_of(choose_tile(p, device));
+template <typename Params>
+std::string name_of_chosen(const Params& p, const DeviceInfo& device) {
+    if (!is_wide(p, device)) return name_of(choose_tile(p, device));
+    return name_of(kIsFp8<Params> ? choose_wide_tile(p, device) : choose_half_wide_tile(p, device));
 }
 
 template <typename T>

@@ -21,6 +21,14 @@ constexpr int64_t kMostTileRowsOfTall = 4;  // of a weight with kTallPerSm rows 
 constexpr int64_t kTallPerSm = 512;
 constexpr int kFewestStages = 4;  // of the ring of the persistent linear, which keep the memory busy
 
+// The linear, many rows of a weight in half width: from so many on more than two CTAs may split the slices, a CTA may
+// have 192 weight rows, and two CTAs may share a weight. kNever: nothing chooses them, for they have not run on a GPU
+// yet; wide_bench runs them by name.
+constexpr int64_t kNever = INT64_MAX;
+constexpr int64_t kManySplitFrom = kNever;
+constexpr int64_t kThreeGroupsFrom = kNever;
+constexpr int64_t kSameWeightFrom = kNever;
+
 // The linear of E4M3 weights for few rows: up to so many, and from so many in_features on. 0: nothing chooses it, for
 // it has not run on a GPU yet; fp8_bench runs it by name.
 constexpr int64_t kMostThinRows = 0;

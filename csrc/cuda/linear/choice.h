@@ -51,10 +51,11 @@ constexpr bool has_normed_kernel(const LinearTile& tile) {
 
 // A tile of the linear for many rows on sm_90a.
 struct WideTile {
-    int warpgroups;           // with 64 weight rows each: 1 (always split) or 2
-    int tokens;               // rows of x per CTA: 32, 64 or 128 (never split)
-    int split;                // CTAs that share the slices among them: 1 or 2
+    int warpgroups;           // with 64 weight rows each: 1 (always split), 2 or 3 (never split)
+    int tokens;               // rows of x per CTA: 32, 64 or 128 (not split in two)
+    int split;                // CTAs that share the slices among them: 1 to 4
     bool persistent = false;  // CTAs keep their x and take one tile of the weight after another
+    int same_weight = 1;      // CTAs of a cluster that share the weight, with other tokens: 1 or 2 (not split)
 };
 
 // A tile of the linear of E4M3 weights for few rows on sm_90a.
@@ -217,6 +218,28 @@ inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device
     if (p.rows <= 64 && can_persist(p, few, device)) return {2, few, 1, true};
     if (p.rows <= 64 || wasteful || fits({2, 64, 1})) return {2, few, 1};
     return {2, 128, 1};
+}
+
+// The same of a weight in half width, with tiles that E4M3 has no registers for. Many CTAs split the slices where few
+// tiles leave multiprocessors without work; tiles of 192 weight rows where they go round the multiprocessors in less
+// time than those of 128; two CTAs share the weight where there are two blocks of tokens.
+inline WideTile choose_half_wide_tile(const LinearParams& p, const DeviceInfo& device) {
+    WideTile tile = choose_wide_tile(p, device);
+    if (p.rows <= 32 || tile.persistent) return tile;
+    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
+    const int tokens = p.rows <= 64 ? 64 : 128;
+    const auto ctas = [&](int groups) {
+        return (weight_rows + groups * 64 - 1) / (groups * 64) * ((p.rows + tokens - 1) / tokens);
+    };
+    const auto rounds = [&](int groups) { return (ctas(groups) + device.num_sms - 1) / device.num_sms; };
+    for (const int split : {4, 3}) {
+        if (p.rows >= tuning::kManySplitFrom && ctas(2) * split <= device.num_sms) return {2, tokens, split};
+    }
+    if (p.rows >= tuning::kThreeGroupsFrom && ctas(2) > device.num_sms && 3 * rounds(3) < 2 * rounds(2))
+        tile = {3, tokens, 1};
+    if (p.rows >= tuning::kSameWeightFrom && tile.split == 1 && (p.rows + tile.tokens - 1) / tile.tokens % 2 == 0)
+        tile.same_weight = 2;
+    return tile;
 }
 
 }  // namespace tide::cuda

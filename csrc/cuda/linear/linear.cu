@@ -35,7 +35,7 @@ void linear(DType dtype, const LinearParams& params, cudaStream_t stream) {
         });
     }
     if (is_wide(params, device)) {
-        const WideTile tile = choose_wide_tile(params, device);
+        const WideTile tile = choose_half_wide_tile(params, device);
         if (dtype == DType::kFloat16) return launch_linear_wide<__half>(params, tile, stream);
         return launch_linear_wide<__nv_bfloat16>(params, tile, stream);
     }

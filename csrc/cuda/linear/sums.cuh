@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/common/launch.h"
+#include "cuda/common/ptx/cluster.cuh"
 #include "cuda/common/ptx/tensor_core.cuh"
 #include "cuda/linear/kernels.h"
 #include "cuda/linear/norm.cuh"
@@ -42,39 +43,6 @@ __host__ __device__ inline int blocks_before(int64_t end, int64_t begin) {
 }
 
 #if TIDE_HAS_TENSOR_CORE_PATH
-
-// Waits for the other CTAs of the cluster; what any wrote to shared memory before can be seen by all after.
-__device__ inline void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#else
-    refuse_architecture();
-#endif
-}
-
-// A float to the shared memory of CTA `rank` of the cluster, at the address it has in one's own.
-__device__ inline void store_cluster(uint32_t address, uint32_t rank, float v) {
-#if __CUDA_ARCH__ >= 900
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
-#else
-    refuse_architecture();
-#endif
-}
-
-// A float of the shared memory of CTA `rank` of the cluster, at the address it has in one's own.
-__device__ inline float load_cluster(uint32_t address, uint32_t rank) {
-    float v = 0.0f;
-#if __CUDA_ARCH__ >= 900
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-#else
-    refuse_architecture();
-#endif
-    return v;
-}
 
 // The outputs of a CTA, token by token.
 template <typename Shape>

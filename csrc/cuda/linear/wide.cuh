@@ -6,7 +6,7 @@
 // in order. A slice is every eighth block. To read memory in long runs nonetheless, as many slices as there are
 // registers for are summed side by side; what is left comes in further passes.
 //
-// Where there are few weight rows two CTAs, a cluster, split the slices: the first sends its sums to the second.
+// Where there are few weight rows the CTAs of a cluster split the slices: each sends its sums to the next.
 #pragma once
 
 #include "cuda/linear/fp8_weight.cuh"
@@ -14,11 +14,12 @@
 
 namespace tide::cuda {
 
-// The sums of all slices of this CTA, in order, on top of what `begin` puts into `total` when the first are there.
-// `add_block` adds the products of a block to the sums of its slice, which is at that place of those side by side.
-template <typename Layout, typename AddBlock, typename Begin>
+// The sums of all slices of this CTA, in order, on top of what `begin` puts into a piece of `total` when the first are
+// there; `end` gets each piece. `add_block` adds the products of a block to the sums of its slice, which is at that
+// place of those side by side.
+template <typename Layout, typename AddBlock, typename Begin, typename End>
 __device__ inline void sum_slices(float (&total)[Layout::kSums], int part, int blocks, AddBlock&& add_block,
-                                  Begin&& begin) {
+                                  Begin&& begin, End&& end) {
     float sums[Layout::kAtOnce][Layout::kSums];
 #pragma unroll 1
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
@@ -27,32 +28,36 @@ __device__ inline void sum_slices(float (&total)[Layout::kSums], int part, int b
 #pragma unroll
             for (int i = 0; i < Layout::kSums; ++i) sums[s][i] = 0.0f;
         }
-        const int first = part * Layout::kOwnSlices + pass * Layout::kAtOnce;
+        const int first = Layout::first_slice(part) + pass * Layout::kAtOnce;
+        const int count = Layout::kEven ? Layout::kAtOnce : Layout::first_slice(part + 1) - first;
 #pragma unroll 1
         for (int block = first; block < blocks; block += kSlices) {
 #pragma unroll
             for (int s = 0; s < Layout::kAtOnce; ++s) {
-                if (block + s < blocks) add_block(sums[s], block + s, s);
+                if (s < count && block + s < blocks) add_block(sums[s], block + s, s);
             }
         }
         wait_products<0>();
-        if (pass == 0) begin(total);
 #pragma unroll
-        for (int s = 0; s < Layout::kAtOnce; ++s) {
+        for (int piece = 0; piece < Layout::kPieces; ++piece) {
+            if (pass == 0) begin(total, piece);
 #pragma unroll
-            for (int i = 0; i < Layout::kSums; ++i) total[i] += sums[s][i];
+            for (int s = 0; s < Layout::kAtOnce; ++s) {
+#pragma unroll
+                for (int i = piece * Layout::kPiece; i < (piece + 1) * Layout::kPiece; ++i) total[i] += sums[s][i];
+            }
+            end(total, piece);
         }
     }
 }
 
-// A stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot.
-template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin>
+// A stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot, `release` says
+// that this warp has read the stage whose barrier it gets.
+template <typename T, typename Layout, int kStageBytes, typename XAt, typename Release, typename Begin, typename End>
 __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
-                                  Begin&& begin) {
+                                  Release&& release_at, Begin&& begin, End&& end) {
     const uint32_t weight_at = ring.stages + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kLineBytes;
-    const auto release = [&](uint32_t slot) {
-        if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
-    };
+    const auto release = [&](uint32_t slot) { release_at(ring.free() + slot * 8); };
     uint32_t used = ring.count;  // the stage whose products are open; none yet
     const auto add_block = [&](float (&to)[Layout::kSums], int block, int) {
         wait_bytes(ring.full + ring.slot * 8, ring.phase);
@@ -72,7 +77,7 @@ __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring,
         }
         ring.next();
     };
-    sum_slices<Layout>(total, part, blocks, add_block, begin);
+    sum_slices<Layout>(total, part, blocks, add_block, begin, end);
 }
 
 // The rows of an E4M3 weight that a thread multiplies, those of its warp's row tile, and their scales.
@@ -117,10 +122,10 @@ __device__ inline auto first_scales(const typename Layout::Params& p, int64_t fi
 
 // sum_blocks() of a weight in E4M3: the other operand of the products is in registers, widened from the stage. Where
 // there are registers for two blocks, one is widened while the products of the other go on.
-template <typename Layout, typename XAt, typename Begin>
+template <typename Layout, typename XAt, typename Begin, typename End>
 __device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums],
                                       WideScales<kIsDealt<typename Layout::Params>>& scales,
-                                      const WideWork<Layout>& work, XAt&& x_at, Begin&& begin) {
+                                      const WideWork<Layout>& work, XAt&& x_at, Begin&& begin, End&& end) {
     using Stage = Fp8Stage<kBlockColumns>;
     constexpr int kHeld = Layout::kOpen + 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -159,7 +164,7 @@ __device__ inline void sum_fp8_blocks(float (&total)[Layout::kSums],
         }
         ring.next();
     };
-    sum_slices<Layout>(total, work.part, work.blocks, add_block, begin);
+    sum_slices<Layout>(total, work.part, work.blocks, add_block, begin, end);
 }
 
 template <typename Layout>
@@ -183,7 +188,7 @@ __device__ inline void write_sums(const LinearParams& p, int64_t first_column, i
     constexpr int kBatch = 8;
     const int columns = p.gated ? Layout::kRows / 2 : Layout::kRows, step = Layout::kConsumers / columns;
     const int live = static_cast<int>(min(p.rows - first_token, static_cast<int64_t>(Layout::kTokens)));
-    const int local = threadIdx.x & (columns - 1);
+    const int local = p.gated ? threadIdx.x % (Layout::kRows / 2) : threadIdx.x % Layout::kRows;
     const int64_t column = first_column + local;
     if (column >= p.out_features) return;
     const float* from = ordered + (p.gated ? local / 8 * kTileRows + local % 8 : local);
@@ -203,69 +208,100 @@ __device__ inline void write_sums(const LinearParams& p, int64_t first_column, i
     }
 }
 
-// The consumer warps. Two CTAs that split the slices meet, all their threads, when the first has handed over its
-// sums. It could release without waiting, but racecheck hangs on a thread that arrives and leaves.
+// The consumer warps. Of CTAs that split the slices each hands its sums on: two meet, all their threads, when the first
+// has done so; of more each waits for the pieces of the one before it. A CTA stays until no other will write or arrive
+// here. The first could release without waiting, but racecheck hangs on a thread that arrives and leaves.
 template <typename T, typename Layout>
 __device__ inline void consume(const typename Layout::Params& p, const WideWork<Layout>& work, char* memory,
                                int partial_offset) {
     auto scales = first_scales<Layout>(p, work.first_column);
     wait_for_previous();
-    const bool sends = Layout::kSplit > 1 && work.part == 0, receives = Layout::kSplit > 1 && !sends;
+    const bool sends = work.part < Layout::kSplit - 1, receives = Layout::kSplit > 1 && work.part > 0;
+    const int lane = threadIdx.x % 32;
     const auto partial_at = [&](int i) { return partial_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
     const auto x_at = [&](int, uint32_t slot) {
         return work.ring.stages + slot * Layout::kStageBytes + Layout::kXOffset;
     };
     WideRing ring = work.ring;
+    const uint32_t piece_barriers = ring.full + ring.count * 16;
+    const auto release_at = [&](uint32_t barrier) {
+        if constexpr (Layout::kSharers > 1) {
+            if (lane < Layout::kWriters) arrive_cluster(barrier, work.writer(lane));
+        } else {
+            if (lane == 0) arrive_at(barrier);
+        }
+    };
     float total[Layout::kSums];
-    const auto begin = [&](float (&sums)[Layout::kSums]) {
-        if (receives) cluster_barrier();
+    const auto begin = [&](float (&sums)[Layout::kSums], int piece) {
+        if constexpr (Layout::kSplit > 2) {
+            if (receives) wait_cluster(piece_barriers + piece * 8, 0);
+        } else {
+            if (receives) cluster_barrier();
+        }
 #pragma unroll
-        for (int i = 0; i < Layout::kSums; ++i)
+        for (int i = piece * Layout::kPiece; i < (piece + 1) * Layout::kPiece; ++i)
             sums[i] = receives ? *reinterpret_cast<float*>(memory + partial_at(i)) : 0.0f;
     };
-    if constexpr (Layout::kFp8) {
-        sum_fp8_blocks<Layout>(total, scales, work, x_at, begin);
-    } else {
-        sum_blocks<T, Layout, Layout::kStageBytes>(total, ring, work.part, work.blocks, x_at, begin);
-    }
-    if (sends) {
+    const auto end = [&](const float (&sums)[Layout::kSums], int piece) {
+        if constexpr (Layout::kSplit > 1) {
+            if (!sends) return;
 #pragma unroll
-        for (int i = 0; i < Layout::kSums; ++i) store_cluster(shared_address(memory) + partial_at(i), 1, total[i]);
-        return cluster_barrier();
+            for (int i = piece * Layout::kPiece; i < (piece + 1) * Layout::kPiece; ++i)
+                store_cluster(shared_address(memory) + partial_at(i), work.part + 1, sums[i]);
+        }
+        if constexpr (Layout::kSplit > 2) {
+            __syncwarp();
+            if (lane == 0) publish_cluster(piece_barriers + piece * 8, work.part + 1);
+        }
+    };
+    if constexpr (Layout::kFp8) {
+        sum_fp8_blocks<Layout>(total, scales, work, x_at, begin, end);
+    } else {
+        sum_blocks<T, Layout, Layout::kStageBytes>(total, ring, work.part, work.blocks, x_at, release_at, begin, end);
     }
+    if (Layout::kSplit == 2 ? sends : Layout::kCluster > 1) cluster_barrier();
+    if (sends) return;
     write_sums<T, Layout>(p, work.first_column, work.first_token, total, reinterpret_cast<float*>(memory));
 }
 
+// `token_groups`: of tokens that the CTAs of a cluster have.
 template <typename T, typename Layout>
 __global__ void __launch_bounds__(Layout::kThreads, 1)
     linear_wide(const __grid_constant__ typename Layout::Params p, const __grid_constant__ CUtensorMap weights,
-                const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t stages, int ring_bytes) {
+                const __grid_constant__ CUtensorMap xs, uint32_t token_groups, uint32_t stages, int ring_bytes) {
     extern __shared__ __align__(1024) char memory[];
-    const uint32_t tile = blockIdx.x / Layout::kSplit, base = shared_address(memory);
+    const uint32_t cluster = blockIdx.x / Layout::kCluster, base = shared_address(memory);
+    const int rank = static_cast<int>(blockIdx.x % Layout::kCluster);
+    const int weight_place = rank % Layout::kSameWeight, x_place = rank / Layout::kSameWeight % Layout::kSameX;
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
-    const WideWork<Layout> work = {static_cast<int>(blockIdx.x % Layout::kSplit),
-                                   count_blocks(p.in_features),
-                                   int64_t{tile / token_blocks} * columns,
-                                   int64_t{tile % token_blocks} * Layout::kTokens,
-                                   {base, base + ring_bytes + Layout::kPartialBytes, stages}};
+    const WideWork<Layout> work = {
+        Layout::kSplit > 1 ? rank : 0,
+        count_blocks(p.in_features),
+        (int64_t{cluster / token_groups} * Layout::kSameX + x_place) * columns,
+        (int64_t{cluster % token_groups} * Layout::kSameWeight + weight_place) * Layout::kTokens,
+        {base, base + ring_bytes + Layout::kPartialBytes, stages},
+        weight_place,
+        x_place};
     if (threadIdx.x == Layout::kConsumers) {
         for (uint32_t i = 0; i < stages; ++i) {
             start_barrier(work.ring.full + i * 8);
-            start_barrier(work.ring.free() + i * 8, Layout::kConsumers / 32);
+            start_barrier(work.ring.free() + i * 8, Layout::kConsumers / 32 * Layout::kWriters);
         }
+        for (int i = 0; i < Layout::kPieceBarriers; ++i)
+            start_barrier(work.ring.full + stages * 16 + i * 8, Layout::kConsumers / 32);
         show_barriers();
     }
     __syncthreads();
-    if constexpr (Layout::kSplit > 1) cluster_barrier();  // both are here to be written to
+    if constexpr (Layout::kCluster > 1) cluster_barrier();  // all are here to be written to
     let_next_start();
     if (threadIdx.x < Layout::kConsumers) {
-        if constexpr (Layout::kGivesAway) take_registers<kLinearConsumerRegisters>();
+        if constexpr (Layout::kGivesAway) take_registers<Layout::kConsumerRegisters>();
         consume<T, Layout>(p, work, memory, ring_bytes);
     } else {
-        if constexpr (Layout::kGivesAway) give_registers<kLinearProducerRegisters>();
+        if constexpr (Layout::kGivesAway) give_registers<Layout::kProducerRegisters>();
         if (threadIdx.x == Layout::kConsumers) produce_blocks<Layout>(p, weights, xs, work);
         wait_for_previous();
-        if constexpr (Layout::kSplit > 1) cluster_barrier();
+        if constexpr (Layout::kCluster > 1) cluster_barrier();
     }
 }
 
@@ -278,38 +314,46 @@ CUtensorMap map_weights(const LinearParams& p) {
                out = static_cast<Size>(p.out_features);
     const Size plain[] = {width, out, 1, 1}, gated[] = {width, 8, 2, out / 8};
     const Size plain_steps[] = {row, row, row}, gated_steps[] = {row, out * row, 8 * row};
-    const cuuint32_t plain_box[] = {kBlockColumns, Layout::kRows, 1, 1};
-    const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, Layout::kRows / 16};
+    constexpr int kRows = Layout::kRows / Layout::kSameWeight;  // of a copy
+    static_assert(kRows * Layout::kSameWeight == Layout::kRows && kRows % 16 == 0);
+    const cuuint32_t plain_box[] = {kBlockColumns, kRows, 1, 1};
+    const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, kRows / 16};
     const auto sizes = p.gated ? gated : plain, steps = p.gated ? gated_steps : plain_steps;
     const auto box = p.gated ? gated_box : plain_box;
-    if (!Layout::kFp8) return map_boxes("linear", kDType, p.weight, 4, sizes, steps, box);
+    // What the next pass wants would leave the cache before it comes.
+    constexpr int kRun = Layout::kAtOnce > 1 ? 256 : kLineBytes;
+    if (!Layout::kFp8) return map_boxes("linear", kDType, p.weight, 4, sizes, steps, box, kRun);
     return map_boxes("fp8_linear", CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, 4, sizes, steps,
                      box);
 }
 
-template <typename T, typename Layout>
+template <typename T, int kTokens>
 CUtensorMap map_x(const LinearParams& p) {
     constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     using Size = cuuint64_t;
     const Size row = static_cast<Size>(p.x_stride) * 2;
     const Size sizes[] = {static_cast<Size>(p.in_features), static_cast<Size>(p.rows), 1, 1}, steps[] = {row, row, row};
-    const cuuint32_t box[] = {kBlockColumns, Layout::kTokens, 1, 1};
+    const cuuint32_t box[] = {kBlockColumns, kTokens, 1, 1};
     return map_boxes("linear", kDType, p.x, 4, sizes, steps, box);
 }
 
 template <typename T, typename Layout>
 void launch_wide(const typename Layout::Params& p, cudaStream_t stream) {
-    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
+    static_assert(Layout::kTokens % (8 * Layout::kSameX) == 0);
+    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout::kTokens / Layout::kSameX>(p);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
-    const int64_t row_blocks = (p.out_features + columns - 1) / columns;
-    const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
+    // Of all CTAs of a cluster; some of them may have rows, or tokens, that do not exist.
+    const int64_t cluster_columns = columns * Layout::kSameX, cluster_tokens = Layout::kTokens * Layout::kSameWeight;
+    const int64_t row_groups = (p.out_features + cluster_columns - 1) / cluster_columns;
+    const int64_t token_groups = (p.rows + cluster_tokens - 1) / cluster_tokens;
     const int stages = std::min((kWideBytes - Layout::kPartialBytes) / Layout::kStageBytes,
                                 blocks_before(p.in_features, 0) * Layout::kOwnSlices);
     const int ring_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
-    const LaunchShape shape = {row_blocks * token_blocks * Layout::kSplit, Layout::kThreads,
-                               ring_bytes + Layout::kPartialBytes + 16 * stages, Layout::kSplit, Effect::kNone};
+    const int barrier_bytes = 16 * stages + 8 * Layout::kPieceBarriers;
+    const LaunchShape shape = {row_groups * token_groups * Layout::kCluster, Layout::kThreads,
+                               ring_bytes + Layout::kPartialBytes + barrier_bytes, Layout::kCluster, Effect::kNone};
     launch(Layout::kFp8 ? "fp8_linear" : "linear", linear_wide<T, Layout>, shape, stream, p, weights, xs,
-           static_cast<uint32_t>(token_blocks), static_cast<uint32_t>(stages), ring_bytes);
+           static_cast<uint32_t>(token_groups), static_cast<uint32_t>(stages), ring_bytes);
 }
 
 }  // namespace tide::cuda

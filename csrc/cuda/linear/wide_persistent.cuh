@@ -71,10 +71,14 @@ __device__ inline void consume_tiles(const LinearParams& p, const PersistentWork
         sum_blocks<T, Layout, Persistent::kStageBytes>(
             total, ring, 0, work.blocks,
             [&](int block, uint32_t) { return work.x + static_cast<uint32_t>(block) * Persistent::kXBlockBytes; },
-            [](float (&sums)[Layout::kSums]) {
+            [](uint32_t barrier) {
+                if (threadIdx.x % 32 == 0) arrive_at(barrier);
+            },
+            [](float (&sums)[Layout::kSums], int) {
 #pragma unroll
                 for (float& sum : sums) sum = 0.0f;
-            });
+            },
+            [](const float (&)[Layout::kSums], int) {});
         write_sums<T, Layout>(p, int64_t{tile} * Layout::kRows, work.first_token, total, ordered);
     }
 }
@@ -122,7 +126,7 @@ void launch_persistent(const LinearParams& p, cudaStream_t stream) {
     using Persistent = PersistentLayout<Layout>;
     const int64_t stages = count_stages(p.in_features, Layout::kTokens);
     if (p.gated || stages < tuning::kFewestStages) throw std::runtime_error("linear: x does not fit next to the ring");
-    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
+    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout::kTokens>(p);
     const int64_t tiles = (p.out_features + Layout::kRows - 1) / Layout::kRows;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
     const int64_t each = std::max<int64_t>(1, current_device("linear").num_sms / token_blocks);
@@ -131,6 +135,44 @@ void launch_persistent(const LinearParams& p, cudaStream_t stream) {
     const LaunchShape shape = {std::min(tiles, each) * token_blocks, Layout::kThreads, bytes, 1, Effect::kNone};
     launch("linear", linear_persistent<T, Layout>, shape, stream, p, weights, xs, static_cast<uint32_t>(token_blocks),
            static_cast<uint32_t>(tiles), static_cast<uint32_t>(stages));
+}
+
+// Those of choose_half_wide_tile() alone; whether the tile is one of them.
+template <typename T>
+bool launch_half_wide(const LinearParams& p, const WideTile& tile, cudaStream_t stream) {
+    constexpr auto is_chosen = [](int64_t from) { return from < tuning::kNever; };
+    const bool many = tile.tokens == 128;
+    if constexpr (is_chosen(tuning::kManySplitFrom)) {
+        if (tile.split == 4) {
+            many ? launch_wide<T, WideLayout<2, 128, 4>>(p, stream) : launch_wide<T, WideLayout<2, 64, 4>>(p, stream);
+            return true;
+        }
+        if (tile.split == 3) {
+            many ? launch_wide<T, WideLayout<2, 128, 3>>(p, stream) : launch_wide<T, WideLayout<2, 64, 3>>(p, stream);
+            return true;
+        }
+    }
+    if constexpr (is_chosen(tuning::kThreeGroupsFrom)) {
+        if (tile.warpgroups == 3 && tile.same_weight == 1) {
+            many ? launch_wide<T, WideLayout<3, 128, 1>>(p, stream) : launch_wide<T, WideLayout<3, 64, 1>>(p, stream);
+            return true;
+        }
+    }
+    if constexpr (is_chosen(tuning::kSameWeightFrom)) {
+        using P = LinearParams;
+        if (tile.same_weight == 2) {
+            if (tile.warpgroups == 3) {
+                if constexpr (is_chosen(tuning::kThreeGroupsFrom))
+                    launch_wide<T, WideLayout<3, 128, 1, P, 2>>(p, stream);
+            } else if (many) {
+                launch_wide<T, WideLayout<2, 128, 1, P, 2>>(p, stream);
+            } else {
+                launch_wide<T, WideLayout<2, 64, 1, P, 2>>(p, stream);
+            }
+            return true;
+        }
+    }
+    return false;
 }
 
 // The kernels of the linear for many rows, by tile.
@@ -142,6 +184,7 @@ void launch_linear_wide(const Params& p, const WideTile& tile, cudaStream_t stre
     if constexpr (!kFp8) {  // E4M3 is not for LM heads: its tiles do not stay
         if (tile.persistent && tile.tokens == 32) return launch_persistent<T, WideLayout<2, 32, 1>>(p, stream);
         if (tile.persistent) return launch_persistent<T, WideLayout<2, 64, 1>>(p, stream);
+        if (launch_half_wide<T>(p, tile, stream)) return;
     }
     switch (tile.tokens) {
         case 32:

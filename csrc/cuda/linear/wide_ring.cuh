@@ -15,18 +15,30 @@
 
 namespace tide::cuda {
 
-template <int kWarpgroups_, int kTokens_, int kSplit_, typename Params_ = LinearParams>
+// The CTAs of a cluster split the slices; or kSameWeight of them have the same weight and other tokens, kSameX the same
+// x and other weights, and each has its part of what is shared copied to all of them.
+template <int kWarpgroups_, int kTokens_, int kSplit_, typename Params_ = LinearParams, int kSameWeight_ = 1,
+          int kSameX_ = 1>
 struct WideLayout {
     using Params = Params_;
     static constexpr bool kFp8 = kIsFp8<Params>;
     static constexpr int kWarpgroups = kWarpgroups_, kTokens = kTokens_, kSplit = kSplit_;
+    static constexpr int kSameWeight = kSameWeight_, kSameX = kSameX_, kSharers = kSameWeight * kSameX;
+    static constexpr int kCluster = kSplit * kSharers;
+    static_assert(kSplit == 1 || kSharers == 1);
+    static constexpr int kWriters = kSameWeight + kSameX - 1;  // CTAs whose copies arrive in a stage
     static constexpr int kRows = kWarpgroups * kWarpgroupRows;
     static constexpr int kConsumers = kWarpgroups * kWarpgroupThreads;
-    static constexpr int kSums = kTokens / 2;  // of a thread, for one slice
-    static constexpr int kOwnSlices = kSlices / kSplit;
-    static constexpr int kAtOnce = std::min(kOwnSlices, 128 / kSums);
+    static constexpr int kSums = kTokens / 2;                           // of a thread, for one slice
+    static constexpr int kOwnSlices = (kSlices + kSplit - 1) / kSplit;  // the first of three CTAs has one less
+    static constexpr bool kEven = kSlices % kSplit == 0;
+    static constexpr int kSumRegisters = kWarpgroups == 3 ? 64 : kSplit == 3 ? 192 : 128;
+    static constexpr int kAtOnce = std::min(kOwnSlices, kSumRegisters / kSums);
     static constexpr int kPasses = kOwnSlices / kAtOnce;
-    static_assert(kSplit == 1 || kPasses == 1);  // the second CTA cannot add before the first is done
+    static_assert(kSplit == 1 || kPasses == 1);  // a CTA cannot add before the one before it is done
+    // Sums are handed over a piece at a time where several CTAs do so one after another.
+    static constexpr int kPieces = kSplit > 2 ? kSums / 16 : 1, kPiece = kSums / kPieces;
+    static constexpr int kPieceBarriers = kSplit > 2 ? kPieces : 0;
     // Blocks whose products go on while the next one is awaited, or widened, for which E4M3 needs 16 registers more.
     static constexpr int kOpen = kFp8 ? kSplit > 1 : kTokens > 64;
     static constexpr int kRowBytes = kFp8 ? kBlockColumns : kLineBytes;  // of the weight in a stage
@@ -37,8 +49,13 @@ struct WideLayout {
     static constexpr int kPartialBytes = kSplit > 1 ? kSums * kConsumers * 4 : 0;
     // Registers are dealt out to four warps at a time. Where the products need many, the others give theirs away.
     static constexpr int kRegisters = (kAtOnce + (kPasses > 1)) * kSums + (kFp8 ? 56 + kOpen * 16 : 32);  // about
-    static constexpr bool kGivesAway = kWarpgroups == 2 && kRegisters > 160;
+    static constexpr bool kGivesAway = kWarpgroups == 3 ? kRegisters > 144 : kWarpgroups == 2 && kRegisters > 160;
     static constexpr int kThreads = kConsumers + (kGivesAway ? kWarpgroupThreads : 32);
+
+    static constexpr int kConsumerRegisters = kWarpgroups == 3 ? kThreeConsumerRegisters : kLinearConsumerRegisters;
+    static constexpr int kProducerRegisters = kWarpgroups == 3 ? kThreeProducerRegisters : kLinearProducerRegisters;
+
+    static __device__ int first_slice(int part) { return part * kSlices / kSplit; }
 };
 
 // The blocks of a CTA in the order in which they are summed.
@@ -48,14 +65,14 @@ struct BlockWalk {
     int turn = 0, place = 0;
 
     __device__ BlockWalk(int blocks, int part)
-        : blocks(blocks), slice(part * Layout::kOwnSlices), end(slice + Layout::kOwnSlices) {
+        : blocks(blocks), slice(Layout::first_slice(part)), end(Layout::first_slice(part + 1)) {
         if (slice >= blocks) slice = end;
     }
     __device__ int block() const { return turn * kSlices + slice + place; }
     __device__ int column() const { return block() * kBlockColumns; }
     __device__ bool is_done() const { return slice >= end; }
     __device__ void next() {
-        if (++place < Layout::kAtOnce && block() < blocks) return;
+        if (++place < Layout::kAtOnce && (Layout::kEven || slice + place < end) && block() < blocks) return;
         place = 0;
         ++turn;
         if (block() < blocks) return;
@@ -84,24 +101,54 @@ struct WideWork {
     int part, blocks;  // part: of the slices, where they are split; blocks: of in_features
     int64_t first_column, first_token;
     WideRing ring;
+    int weight_place = 0, x_place = 0;  // among the CTAs that have the same weight, the same x
+
+    // The CTA of the cluster at these places, and all that have the same weight, or x, as bits.
+    static __device__ uint32_t rank_of(int weight_place, int x_place) {
+        return static_cast<uint32_t>(x_place * Layout::kSameWeight + weight_place);
+    }
+    __device__ uint32_t same_weight() const { return ((1u << Layout::kSameWeight) - 1) << rank_of(0, x_place); }
+    __device__ uint32_t same_x() const {
+        uint32_t ranks = 0;
+        for (int place = 0; place < Layout::kSameX; ++place) ranks |= 1u << rank_of(weight_place, place);
+        return ranks;
+    }
+    // Those whose copies arrive in a stage, by number: this one and others that have its weight, then those of its x.
+    __device__ uint32_t writer(int i) const {
+        if (i < Layout::kSameWeight) return rank_of(i, x_place);
+        const int place = i - Layout::kSameWeight;
+        return rank_of(weight_place, place + (place >= x_place));
+    }
 };
 
 // The producer: one thread requests all copies. The first stages' weights come before what earlier kernels wrote.
 template <typename Layout>
 __device__ inline void produce_blocks(const LinearParams& p, const CUtensorMap& weights, const CUtensorMap& xs,
                                       const WideWork<Layout>& work) {
-    const int row = static_cast<int>(p.gated ? 0 : work.first_column);
-    const int group = static_cast<int>(p.gated ? work.first_column / 8 : 0);
-    const int token = static_cast<int>(work.first_token);
+    constexpr int kRows = Layout::kRows / Layout::kSameWeight, kTokens = Layout::kTokens / Layout::kSameX;
+    const int row = static_cast<int>(p.gated ? 0 : work.first_column + work.weight_place * kRows);
+    const int group = static_cast<int>(p.gated ? work.first_column / 8 + work.weight_place * kRows / 16 : 0);
+    const int token = static_cast<int>(work.first_token) + work.x_place * kTokens;
+    const uint32_t weight_at = work.ring.stages + work.weight_place * kRows * Layout::kRowBytes;
+    const uint32_t x_at = work.ring.stages + Layout::kXOffset + work.x_place * kTokens * kLineBytes;
     WideRing ring = work.ring;
     BlockWalk<Layout> walk(work.blocks, work.part);
     const auto fetch_weight = [&](uint32_t slot, int column) {
         expect_bytes(ring.full + slot * 8, Layout::kStageBytes);
-        copy_box(ring.stages + slot * Layout::kStageBytes, weights, column, row, 0, group, ring.full + slot * 8);
+        const uint32_t to = weight_at + slot * Layout::kStageBytes, barrier = ring.full + slot * 8;
+        if constexpr (Layout::kSameWeight > 1) {
+            copy_box_to(work.same_weight(), to, weights, column, row, 0, group, barrier);
+        } else {
+            copy_box(to, weights, column, row, 0, group, barrier);
+        }
     };
     const auto fetch_x = [&](uint32_t slot, int column) {
-        copy_box(ring.stages + slot * Layout::kStageBytes + Layout::kXOffset, xs, column, token, 0, 0,
-                 ring.full + slot * 8);
+        const uint32_t to = x_at + slot * Layout::kStageBytes, barrier = ring.full + slot * 8;
+        if constexpr (Layout::kSameX > 1) {
+            copy_box_to(work.same_x(), to, xs, column, token, 0, 0, barrier);
+        } else {
+            copy_box(to, xs, column, token, 0, 0, barrier);
+        }
     };
     fetch_map(weights);
     fetch_map(xs);

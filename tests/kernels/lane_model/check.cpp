@@ -50,6 +50,18 @@ static void run(const std::string& kernel, const Params& p) {
     }
     if (kernel.rfind("thin", 0) == 0) return launch_tile_of<T, 1, kNormed, false>(p, nullptr);
     if constexpr (!kNormed) {
+        if constexpr (!kFp8) {  // the other one is that of one tile
+            if (kernel == "3x64/1") return launch_wide<T, WideLayout<3, 64, 1>>(p, nullptr);
+            if (kernel == "3x128/1") return launch_wide<T, WideLayout<3, 128, 1>>(p, nullptr);
+            if (kernel == "1x64/2") return launch_wide<T, WideLayout<1, 64, 2>>(p, nullptr);
+            if (kernel == "2x64/3") return launch_wide<T, WideLayout<2, 64, 3>>(p, nullptr);
+            if (kernel == "2x128/4") return launch_wide<T, WideLayout<2, 128, 4>>(p, nullptr);
+            if (kernel == "3x128/1 w2") return launch_wide<T, WideLayout<3, 128, 1, LinearParams, 2>>(p, nullptr);
+            if (kernel == "3x64/1 x2") return launch_wide<T, WideLayout<3, 64, 1, LinearParams, 1, 2>>(p, nullptr);
+            if (kernel == "2x64/1 w2 x2") return launch_wide<T, WideLayout<2, 64, 1, LinearParams, 2, 2>>(p, nullptr);
+        } else if (kernel.find('/') != kernel.npos) {
+            return launch_tile_of<T, 1, kNormed, false>(p, nullptr);
+        }
         if (kernel == "wide 32") return launch_wide<T, WideLayout<2, 32, 1, Params>>(p, nullptr);
         if (kernel == "wide 64") return launch_wide<T, WideLayout<2, 64, 1, Params>>(p, nullptr);
         if (kernel == "wide 128") return launch_wide<T, WideLayout<2, 128, 1, Params>>(p, nullptr);

@@ -1,4 +1,5 @@
-// A model of a CTA on the host: its threads are contexts that take turns, and change at what makes lanes wait.
+// A model of the CTAs of a cluster on the host: their threads are contexts that take turns, and change at what makes
+// lanes wait. The shared memory of the CTA whose turn it is lies at `shared`, that of the others is kept elsewhere.
 #pragma once
 
 #include <ucontext.h>
@@ -47,10 +48,16 @@ struct Lane {
 };
 
 struct Machine {
-    std::vector<std::unique_ptr<Lane>> lanes;
+    std::vector<std::unique_ptr<Lane>> lanes;  // of a CTA after another
     ucontext_t scheduler;
-    int current = 0;
+    int current = 0, threads = 0;  // of all CTAs of the cluster, and of one of them
+    size_t shared_bytes = 0;
+    int resident = 0;  // the CTA of the cluster whose memory is at `shared`
+    std::vector<std::vector<char>> memories;
     std::function<void()> body;
+
+    int cta() const { return current / threads; }
+    int ctas() const { return static_cast<int>(lanes.size()) / threads; }
     // A barrier of a warp, or of all: how many came, and how often it opened.
     std::vector<int> came, opened;
     std::vector<uint64_t> exchange;  // a value of each thread
@@ -61,7 +68,9 @@ inline Machine machine;
 struct Index {
     struct X {
         bool is_thread;
-        operator uint32_t() const { return is_thread ? machine.current : machine.block; }
+        operator uint32_t() const {
+            return is_thread ? machine.current % machine.threads : machine.block + machine.cta();
+        }
     } x;
 };
 inline const Index threadIdx = {{true}}, blockIdx = {{false}};
@@ -82,8 +91,21 @@ inline void meet(int barrier, int count) {
 inline void __syncwarp() {
     meet(machine.current / 32, 32);
 }
+// Barriers of all warps come first, then 16 of each CTA, then that of the cluster.
+inline void meet_in_cta(int barrier, int count) {
+    meet(static_cast<int>(machine.lanes.size()) / 32 + machine.cta() * 16 + barrier, count);
+}
+inline void meet_in_cluster() {
+    const int all = static_cast<int>(machine.lanes.size());
+    meet(all / 32 + machine.ctas() * 16, all);
+}
 inline void __syncthreads() {
-    meet(static_cast<int>(machine.lanes.size()) / 32, static_cast<int>(machine.lanes.size()));
+    meet_in_cta(0, machine.threads);
+}
+// Where a byte of the shared memory of a CTA of the cluster is now.
+inline char* memory_of(int cta, uint32_t address) {
+    if (machine.lanes[cta * machine.threads]->done) std::abort();  // no CTA writes to one that has left
+    return cta == machine.resident ? shared + address : &machine.memories[cta][address];
 }
 
 // The values of all lanes of the warp.
@@ -130,15 +152,20 @@ inline void run_lane() {
     while (true) yield();
 }
 
-inline void run_grid(int64_t grid, int threads, const std::function<void()>& body) {
+inline void run_grid(int64_t grid, int threads, int cluster, size_t shared_bytes, const std::function<void()>& body) {
     machine.body = body;
-    for (int64_t block = 0; block < grid; ++block) {
+    machine.threads = threads;
+    machine.shared_bytes = shared_bytes;
+    const int all = threads * cluster;
+    for (int64_t block = 0; block < grid; block += cluster) {
         machine.block = static_cast<uint32_t>(block);
         std::memset(shared, 0x7f, sizeof(shared));  // not a number of any type
-        machine.lanes.resize(threads);
-        machine.came.assign(threads / 32 + 2, 0);
-        machine.opened.assign(threads / 32 + 2, 0);
-        machine.exchange.assign(threads, 0);
+        machine.memories.assign(cluster, std::vector<char>(cluster > 1 ? shared_bytes : 0, 0x7f));
+        machine.resident = 0;
+        machine.lanes.resize(all);
+        machine.came.assign(all / 32 + cluster * 16 + 1, 0);
+        machine.opened.assign(machine.came.size(), 0);
+        machine.exchange.assign(all, 0);
         for (auto& lane : machine.lanes) {
             if (!lane) lane = std::make_unique<Lane>();
             lane->stack.resize(1 << 16);
@@ -152,10 +179,15 @@ inline void run_grid(int64_t grid, int threads, const std::function<void()>& bod
         }
         for (bool left = true; left;) {
             left = false;
-            for (int i = 0; i < threads; ++i) {
+            for (int i = 0; i < all; ++i) {
                 if (machine.lanes[i]->done) continue;
                 left = true;
                 machine.current = i;
+                if (machine.cta() != machine.resident) {
+                    std::memcpy(machine.memories[machine.resident].data(), shared, shared_bytes);
+                    machine.resident = machine.cta();
+                    std::memcpy(shared, machine.memories[machine.resident].data(), shared_bytes);
+                }
                 swapcontext(&machine.scheduler, &machine.lanes[i]->context);
             }
         }

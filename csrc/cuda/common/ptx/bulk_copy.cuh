@@ -28,9 +28,10 @@ __device__ inline int line_offset(int rows, int row, int vector) {
 }
 
 // `dims` dimensions, the first without gaps: `sizes` and `box` in elements, `strides` in bytes, of all but the first.
-// What a box has outside of the sizes arrives as zeros.
+// What a box has outside of the sizes arrives as zeros. The second-level cache reads `run` bytes where any are wanted.
 inline CUtensorMap map_boxes(const char* op, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
-                             int dims, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
+                             int dims, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                             int run = 256) {
     static const auto encode = [&] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult result = {};
@@ -46,7 +47,8 @@ inline CUtensorMap map_boxes(const char* op, CUtensorMapDataType type, CUtensorM
     const cuuint32_t steps[] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     if (encode(&map, type, static_cast<cuuint32_t>(dims), const_cast<void*>(data), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+               run == 256 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         throw std::runtime_error(std::string(op) + ": the driver refused a tensor map");
     return map;
@@ -54,9 +56,9 @@ inline CUtensorMap map_boxes(const char* op, CUtensorMapDataType type, CUtensorM
 
 // The same of half-width numbers in swizzled lines.
 inline CUtensorMap map_boxes(const char* op, DType dtype, const void* data, int dims, const cuuint64_t* sizes,
-                             const cuuint64_t* strides, const cuuint32_t* box) {
+                             const cuuint64_t* strides, const cuuint32_t* box, int run = 256) {
     const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    return map_boxes(op, type, CU_TENSOR_MAP_SWIZZLE_128B, data, dims, sizes, strides, box);
+    return map_boxes(op, type, CU_TENSOR_MAP_SWIZZLE_128B, data, dims, sizes, strides, box, run);
 }
 
 // A pool of `size` contiguous rows of `width` elements, a multiple of 64, read `rows` at a time.
@@ -133,7 +135,18 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column,
         : "memory");
 }
 
-// The same for data that should leave the second-level cache first.
+// The same to each CTA of the cluster whose bit is set: to that address of its memory, with its barrier at that
+// address.
+__device__ inline void copy_box_to(uint32_t ctas, uint32_t to, const CUtensorMap& map, int column, int row, int half,
+                                   int group, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(half), "r"(group), "r"(barrier), "h"(static_cast<uint16_t>(ctas))
+        : "memory");
+}
+
+// The same as copy_box() for data that should leave the second-level cache first.
 __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, int half, int group,
                                 uint32_t barrier, uint64_t policy) {
     asm volatile(

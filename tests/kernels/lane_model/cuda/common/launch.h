@@ -1,4 +1,4 @@
-// In place of the real one: a launch runs its CTAs one after another.
+// In place of the real one: a launch runs its clusters one after another.
 #pragma once
 
 #include <stdexcept>
@@ -31,7 +31,8 @@ struct LaunchShape {
 template <typename... Formal, typename... Actual>
 void launch(const char*, void (*kernel)(Formal...), const LaunchShape& shape, cudaStream_t, Actual&&... args) {
     if (shape.shared_bytes > kSharedOfCta90) throw std::runtime_error("too much shared memory");
-    run_grid(shape.grid, shape.block, [&] { kernel(args...); });
+    if (shape.grid % shape.cluster) throw std::runtime_error("a grid of whole clusters");
+    run_grid(shape.grid, shape.block, shape.cluster, shape.shared_bytes, [&] { kernel(args...); });
 }
 
 inline void refuse_architecture() {

@@ -24,7 +24,8 @@ constexpr int kLineVectors = kLineBytes / kVectorBytes;
 constexpr int kLineElements = kLineBytes / 2;
 
 inline CUtensorMap map_boxes(const char*, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
-                             int dims, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
+                             int dims, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                             int = 256) {
     if (dims != 4) std::abort();
     CUtensorMap map = {static_cast<const char*>(data),
                        {},
@@ -42,7 +43,7 @@ inline CUtensorMap map_boxes(const char*, CUtensorMapDataType type, CUtensorMapS
     return map;
 }
 inline CUtensorMap map_boxes(const char* op, DType, const void* data, int dims, const cuuint64_t* sizes,
-                             const cuuint64_t* strides, const cuuint32_t* box) {
+                             const cuuint64_t* strides, const cuuint32_t* box, int = 256) {
     return map_boxes(op, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, data, dims, sizes, strides, box);
 }
 
@@ -57,26 +58,34 @@ struct Barrier {
         phase ^= 1;
     }
 };
-inline std::map<uint32_t, Barrier> barriers;
+inline std::map<std::pair<int, uint32_t>, Barrier> barriers;  // by CTA and address
+inline Barrier& barrier_of(int cta, uint32_t address) {
+    return barriers.at({cta, address});
+}
 
 inline void start_barrier(uint32_t barrier, int arrivals = 1) {
-    barriers[barrier] = {arrivals, arrivals, 0, 0};
+    barriers[{machine.cta(), barrier}] = {arrivals, arrivals, 0, 0};
+}
+inline void arrive_of(Barrier& barrier) {
+    if (--barrier.left < 0) std::abort();
+    barrier.settle();
 }
 inline void arrive_at(uint32_t barrier) {
-    --barriers.at(barrier).left;
-    barriers.at(barrier).settle();
+    arrive_of(barrier_of(machine.cta(), barrier));
 }
 inline void show_barriers() {}
 inline void expect_bytes(uint32_t barrier, int bytes) {
-    barriers.at(barrier).bytes += bytes;
+    barrier_of(machine.cta(), barrier).bytes += bytes;
     arrive_at(barrier);
 }
 inline void wait_bytes(uint32_t barrier, uint32_t phase) {
-    while (barriers.at(barrier).phase == phase) yield();
+    while (barrier_of(machine.cta(), barrier).phase == phase) yield();
 }
 inline void fetch_map(const CUtensorMap&) {}
 
-inline void copy_box(uint32_t to, const CUtensorMap& map, int c0, int c1, int c2, int c3, uint32_t barrier) {
+// To each CTA of the cluster whose bit is set.
+inline void copy_box_to(uint32_t ctas, uint32_t to, const CUtensorMap& map, int c0, int c1, int c2, int c3,
+                        uint32_t barrier) {
     const int64_t first[] = {c0, c1, c2, c3};
     uint32_t offset = 0;
     for (uint32_t l = 0; l < map.box[3]; ++l) {
@@ -91,17 +100,26 @@ inline void copy_box(uint32_t to, const CUtensorMap& map, int c0, int c1, int c2
                         here = here && at >= 0 && at < static_cast<int64_t>(map.sizes[d]);
                         from += at * map.strides[d];
                     }
-                    const uint32_t straight = to + offset;
-                    char* place =
-                        static_cast<char*>(at_shared(straight ^ (straight >> 7 & map.mask) << 4, map.element));
-                    std::memset(place, 0, map.element);
-                    if (here) std::memcpy(place, map.data + from, map.element);
+                    const uint32_t straight = to + offset, swizzled = straight ^ (straight >> 7 & map.mask) << 4;
+                    at_shared(swizzled, map.element);
+                    for (int cta = 0; cta < machine.ctas(); ++cta) {
+                        if (!(ctas >> cta & 1)) continue;
+                        char* place = memory_of(cta, swizzled);
+                        std::memset(place, 0, map.element);
+                        if (here) std::memcpy(place, map.data + from, map.element);
+                    }
                 }
             }
         }
     }
-    barriers.at(barrier).bytes -= offset;
-    barriers.at(barrier).settle();
+    for (int cta = 0; cta < machine.ctas(); ++cta) {
+        if (!(ctas >> cta & 1)) continue;
+        barrier_of(cta, barrier).bytes -= offset;
+        barrier_of(cta, barrier).settle();
+    }
+}
+inline void copy_box(uint32_t to, const CUtensorMap& map, int c0, int c1, int c2, int c3, uint32_t barrier) {
+    copy_box_to(1u << machine.cta(), to, map, c0, c1, c2, c3, barrier);
 }
 
 }  // namespace tide::cuda

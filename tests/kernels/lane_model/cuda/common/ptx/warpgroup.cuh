@@ -11,7 +11,7 @@ template <int kCount>
 void give_registers() {}
 template <int kBarrier, int kThreads>
 void meet_at() {
-    meet(static_cast<int>(machine.lanes.size()) / 32 + kBarrier, kThreads);
+    meet_in_cta(kBarrier, kThreads);
 }
 inline uint64_t lines_at(uint32_t address) {
     return address >> 4;
@@ -36,7 +36,8 @@ inline float number_of_lines(uint64_t lines, int row, int k) {
 
 template <int kCount>
 void multiply_lines(float (&c)[kCount], uint64_t a, uint64_t b, __nv_bfloat16) {
-    const int warp = machine.current / 32 % 4, lane = machine.current % 32, g = lane / 4, t = lane % 4;
+    const int warp = machine.current % machine.threads / 32 % 4, lane = machine.current % 32, g = lane / 4,
+              t = lane % 4;
     for (int i = 0; i < kCount; ++i) {
         const int row = 16 * warp + g + i / 2 % 2 * 8, token = i / 4 * 8 + 2 * t + i % 2;
         float sum = 0.0f;
