@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds the bench program into build/cuda_bench; with `fp8`, that of the linears of E4M3 weights into build/fp8_bench.
+# Builds the bench program into build/cuda_bench; with `fp8`, that of the linears of E4M3 weights into build/fp8_bench;
+# with `wide`, that of the linear for many rows into build/wide_bench.
 # ARCH: the compute capability, 90 by default. JOBS: compilers at the same time if above 1, then without a limit.
 set -eu
 cd "$(dirname "$0")/../../.."
@@ -7,6 +8,7 @@ arch=${ARCH:-90}
 program=build/${1:-cuda}_bench
 case ${1:-} in
     fp8) sources="csrc/cuda/bench/fp8/*.cu csrc/cuda/common/*.cu csrc/cuda/linear/*.cu" ;;
+    wide) sources="csrc/cuda/bench/wide/*.cu csrc/cuda/common/*.cu csrc/cuda/linear/linear.cu csrc/cuda/linear/*16*.cu" ;;
     *) sources="csrc/cuda/*/*.cu" ;;
 esac
 mkdir -p build && rm -f "$program"_*.o
