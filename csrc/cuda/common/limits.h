@@ -21,7 +21,7 @@ constexpr int kSharedOfCta75 = 64 * 1024;
 // A multiprocessor of sm_90a has 64 Ki registers, dealt out to warpgroups. With one CTA of three warpgroups, the two
 // that multiply take what the producers give up.
 constexpr int kLinearConsumerRegisters = 232, kLinearProducerRegisters = 40;
-constexpr int kThreeConsumerRegisters = 160, kThreeProducerRegisters = 24;  // the same where three multiply
+constexpr int kThreeConsumerRegisters = 160, kThreeProducerRegisters = 32;  // the same where three multiply
 constexpr int kAttentionConsumerRegisters = 224, kAttentionProducerRegisters = 56;
 static_assert(2 * kLinearConsumerRegisters + kLinearProducerRegisters <= 512);  // of each thread of three warpgroups
 static_assert(3 * kThreeConsumerRegisters + kThreeProducerRegisters <= 512);

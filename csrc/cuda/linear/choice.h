@@ -225,9 +225,9 @@ inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device
 // time than those of 128; two CTAs share the weight where there are two blocks of tokens.
 inline WideTile choose_half_wide_tile(const LinearParams& p, const DeviceInfo& device) {
     WideTile tile = choose_wide_tile(p, device);
-    if (p.rows <= 32 || tile.persistent) return tile;
+    if (tile.persistent) return tile;
     const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
-    const int tokens = p.rows <= 64 ? 64 : 128;
+    const int tokens = p.rows <= 32 ? 32 : p.rows <= 64 ? 64 : 128;
     const auto ctas = [&](int groups) {
         return (weight_rows + groups * 64 - 1) / (groups * 64) * ((p.rows + tokens - 1) / tokens);
     };

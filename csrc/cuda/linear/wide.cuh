@@ -218,7 +218,9 @@ __device__ inline void consume(const typename Layout::Params& p, const WideWork<
     wait_for_previous();
     const bool sends = work.part < Layout::kSplit - 1, receives = Layout::kSplit > 1 && work.part > 0;
     const int lane = threadIdx.x % 32;
-    const auto partial_at = [&](int i) { return partial_offset + (i * Layout::kConsumers + threadIdx.x) * 4; };
+    const auto partial_at = [&](int i) {  // four sums
+        return partial_offset + (i / 4 * Layout::kConsumers + static_cast<int>(threadIdx.x)) * 16;
+    };
     const auto x_at = [&](int, uint32_t slot) {
         return work.ring.stages + slot * Layout::kStageBytes + Layout::kXOffset;
     };
@@ -239,15 +241,22 @@ __device__ inline void consume(const typename Layout::Params& p, const WideWork<
             if (receives) cluster_barrier();
         }
 #pragma unroll
-        for (int i = piece * Layout::kPiece; i < (piece + 1) * Layout::kPiece; ++i)
-            sums[i] = receives ? *reinterpret_cast<float*>(memory + partial_at(i)) : 0.0f;
+        for (int i = piece * Layout::kPiece; i < (piece + 1) * Layout::kPiece; i += 4) {
+            const float4 four =
+                receives ? *reinterpret_cast<const float4*>(memory + partial_at(i)) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+            sums[i] = four.x;
+            sums[i + 1] = four.y;
+            sums[i + 2] = four.z;
+            sums[i + 3] = four.w;
+        }
     };
     const auto end = [&](const float (&sums)[Layout::kSums], int piece) {
         if constexpr (Layout::kSplit > 1) {
             if (!sends) return;
 #pragma unroll
-            for (int i = piece * Layout::kPiece; i < (piece + 1) * Layout::kPiece; ++i)
-                store_cluster(shared_address(memory) + partial_at(i), work.part + 1, sums[i]);
+            for (int i = piece * Layout::kPiece; i < (piece + 1) * Layout::kPiece; i += 4)
+                store_cluster(shared_address(memory) + partial_at(i), work.part + 1,
+                              {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
         }
         if constexpr (Layout::kSplit > 2) {
             __syncwarp();
@@ -320,9 +329,7 @@ CUtensorMap map_weights(const LinearParams& p) {
     const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, kRows / 16};
     const auto sizes = p.gated ? gated : plain, steps = p.gated ? gated_steps : plain_steps;
     const auto box = p.gated ? gated_box : plain_box;
-    // What the next pass wants would leave the cache before it comes.
-    constexpr int kRun = Layout::kAtOnce > 1 ? 256 : kLineBytes;
-    if (!Layout::kFp8) return map_boxes("linear", kDType, p.weight, 4, sizes, steps, box, kRun);
+    if (!Layout::kFp8) return map_boxes("linear", kDType, p.weight, 4, sizes, steps, box, Layout::kRun);
     return map_boxes("fp8_linear", CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, 4, sizes, steps,
                      box);
 }

@@ -138,39 +138,24 @@ void launch_persistent(const LinearParams& p, cudaStream_t stream) {
 }
 
 // Those of choose_half_wide_tile() alone; whether the tile is one of them.
-template <typename T>
+template <typename T, int kTokens>
 bool launch_half_wide(const LinearParams& p, const WideTile& tile, cudaStream_t stream) {
-    constexpr auto is_chosen = [](int64_t from) { return from < tuning::kNever; };
-    const bool many = tile.tokens == 128;
-    if constexpr (is_chosen(tuning::kManySplitFrom)) {
-        if (tile.split == 4) {
-            many ? launch_wide<T, WideLayout<2, 128, 4>>(p, stream) : launch_wide<T, WideLayout<2, 64, 4>>(p, stream);
-            return true;
-        }
-        if (tile.split == 3) {
-            many ? launch_wide<T, WideLayout<2, 128, 3>>(p, stream) : launch_wide<T, WideLayout<2, 64, 3>>(p, stream);
-            return true;
-        }
+    constexpr bool kManySplit = tuning::kManySplitFrom < tuning::kNever;
+    constexpr bool kThreeGroups = tuning::kThreeGroupsFrom < tuning::kNever;
+    constexpr bool kSameWeight = tuning::kSameWeightFrom < tuning::kNever && kTokens > 32;
+    const bool shares = tile.same_weight == 2, three = tile.warpgroups == 3;
+    if constexpr (kManySplit) {
+        if (tile.split == 4) return launch_wide<T, WideLayout<2, kTokens, 4>>(p, stream), true;
+        if (tile.split == 3) return launch_wide<T, WideLayout<2, kTokens, 3>>(p, stream), true;
     }
-    if constexpr (is_chosen(tuning::kThreeGroupsFrom)) {
-        if (tile.warpgroups == 3 && tile.same_weight == 1) {
-            many ? launch_wide<T, WideLayout<3, 128, 1>>(p, stream) : launch_wide<T, WideLayout<3, 64, 1>>(p, stream);
-            return true;
-        }
+    if constexpr (kThreeGroups) {
+        if (three && !shares) return launch_wide<T, WideLayout<3, kTokens, 1>>(p, stream), true;
     }
-    if constexpr (is_chosen(tuning::kSameWeightFrom)) {
-        using P = LinearParams;
-        if (tile.same_weight == 2) {
-            if (tile.warpgroups == 3) {
-                if constexpr (is_chosen(tuning::kThreeGroupsFrom))
-                    launch_wide<T, WideLayout<3, 128, 1, P, 2>>(p, stream);
-            } else if (many) {
-                launch_wide<T, WideLayout<2, 128, 1, P, 2>>(p, stream);
-            } else {
-                launch_wide<T, WideLayout<2, 64, 1, P, 2>>(p, stream);
-            }
-            return true;
-        }
+    if constexpr (kThreeGroups && kSameWeight && kTokens == 128) {
+        if (three) return launch_wide<T, WideLayout<3, kTokens, 1, LinearParams, 2>>(p, stream), true;
+    }
+    if constexpr (kSameWeight) {
+        if (shares) return launch_wide<T, WideLayout<2, kTokens, 1, LinearParams, 2>>(p, stream), true;
     }
     return false;
 }
@@ -184,7 +169,9 @@ void launch_linear_wide(const Params& p, const WideTile& tile, cudaStream_t stre
     if constexpr (!kFp8) {  // E4M3 is not for LM heads: its tiles do not stay
         if (tile.persistent && tile.tokens == 32) return launch_persistent<T, WideLayout<2, 32, 1>>(p, stream);
         if (tile.persistent) return launch_persistent<T, WideLayout<2, 64, 1>>(p, stream);
-        if (launch_half_wide<T>(p, tile, stream)) return;
+        if (tile.tokens == 32 && launch_half_wide<T, 32>(p, tile, stream)) return;
+        if (tile.tokens == 64 && launch_half_wide<T, 64>(p, tile, stream)) return;
+        if (tile.tokens == 128 && launch_half_wide<T, 128>(p, tile, stream)) return;
     }
     switch (tile.tokens) {
         case 32:

@@ -36,6 +36,9 @@ struct WideLayout {
     static constexpr int kAtOnce = std::min(kOwnSlices, kSumRegisters / kSums);
     static constexpr int kPasses = kOwnSlices / kAtOnce;
     static_assert(kSplit == 1 || kPasses == 1);  // a CTA cannot add before the one before it is done
+    // Bytes of a weight row that the second-level cache reads at once: what a later pass wants would leave it too
+    // early.
+    static constexpr int kRun = kAtOnce > 1 ? 256 : kLineBytes;
     // Sums are handed over a piece at a time where several CTAs do so one after another.
     static constexpr int kPieces = kSplit > 2 ? kSums / 16 : 1, kPiece = kSums / kPieces;
     static constexpr int kPieceBarriers = kSplit > 2 ? kPieces : 0;

@@ -1,5 +1,6 @@
 // Times every tile of the linear for many rows, on the linears of an 8B and of a 7.25B.
-//   wide_bench [ROWS ...]   rows of x; 64 96 128 192 256 if none are given
+//   wide_bench [ROWS ...] [-TILE ...]   rows of x; 32 64 96 128 192 256 if none are given; -/3 leaves out each tile
+//                                       that has /3 in its name
 // Standard output: a JSON line for each case and tile. Standard error: for each case the tile that is chosen beside the
 // three best, with the share of the floor (bytes of weight, x and y at the rate at which the H200 reads, or products at
 // the rate at which it multiplies); then the four linears of a layer in a chain, with the tiles that are chosen and
@@ -8,7 +9,7 @@
 #include <cstring>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/bench/wide/variants.h"
+#include "cuda/bench/wide/ways.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -59,9 +60,10 @@ LinearParams params_of(const Shape& s, int64_t rows, const void* x, const void* 
     return p;
 }
 
-Variants all_variants() {
-    Variants found;
-    for (const WideTile& tile : {WideTile{1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}}) {
+WideWays all_ways() {
+    WideWays found;
+    for (const WideTile& tile :
+         {WideTile{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}}) {
         found.push_back({name_of(tile).substr(5), tile.tokens, 1, [tile](const LinearParams& p, cudaStream_t stream) {
                              launch_linear_wide<T>(p, tile, stream);
                          }});
@@ -73,17 +75,17 @@ Variants all_variants() {
     return found;
 }
 
-Variant chosen_way() {
+WideWay chosen_way() {
     return {"chosen", 0, 1, [](const LinearParams& p, cudaStream_t stream) { linear(DType::kBFloat16, p, stream); }};
 }
 
 struct Time {
     double us;
-    Variant way;
+    WideWay way;
 };
 
 // The best tile.
-Time time_shape(const Model& model, const Shape& s, int64_t rows, const Variants& variants, const Memory& memory) {
+Time time_shape(const Model& model, const Shape& s, int64_t rows, const WideWays& ways, const Memory& memory) {
     LinearParams p = params_of(s, rows, memory.x.get(), memory.weights.get(), memory.expected.get());
     launch_linear_tiles<T, false>(p, {2, 8, 1, true}, nullptr);
     require(cudaDeviceSynchronize());
@@ -97,7 +99,7 @@ Time time_shape(const Model& model, const Shape& s, int64_t rows, const Variants
     const double products = static_cast<double>(rows * s.rows()) * static_cast<double>(s.k);
     const double floor = std::max(bytes / kReadBytesPerUs, products / kProductsPerUs);
     int other = 0;
-    const auto measure = [&](const Variant& v) {
+    const auto measure = [&](const WideWay& v) {
         const double us = time_graph(launches, [&](int i, cudaStream_t stream) {
             p.weight = memory.weights.get<char>() + i % copies * s.bytes();
             v.run(p, stream);
@@ -119,20 +121,22 @@ Time time_shape(const Model& model, const Shape& s, int64_t rows, const Variants
     const DeviceInfo device = current_device("bench");
     const Time chosen = measure(chosen_way());
     std::vector<Time> times;
-    for (const Variant& v : variants) {
-        const bool fits = v.tokens < 2 * rows && (v.same_weight - 1) * v.tokens < rows;
+    for (const WideWay& v : ways) {
+        const bool fits =
+            v.tokens >= std::min<int64_t>(rows, 64) && v.tokens < 2 * rows && (v.same_weight - 1) * v.tokens < rows;
         if (fits) times.push_back(measure(v));
     }
     std::sort(times.begin(), times.end(), [](const Time& a, const Time& b) { return a.us < b.us; });
     std::fprintf(stderr, "%-6s %-8s %4ld floor %6.2f %-15s %7.2f %5.1f%% best", model.name, s.name, rows, floor,
                  name_of_chosen(p, device).c_str(), chosen.us, 100 * floor / chosen.us);
-    for (size_t i = 0; i < 3; ++i) std::fprintf(stderr, "  %-12s %7.2f", times[i].way.name.c_str(), times[i].us);
+    for (size_t i = 0; i < std::min<size_t>(3, times.size()); ++i)
+        std::fprintf(stderr, "  %-12s %7.2f", times[i].way.name.c_str(), times[i].us);
     std::fprintf(stderr, " other %d\n", other);
     return times[0];
 }
 
 // Of a layer: the linears one after another, each of which reads what the one before it wrote.
-double time_layer(const Model& model, int64_t rows, const Variants& ways, const Memory& memory) {
+double time_layer(const Model& model, int64_t rows, const WideWays& ways, const Memory& memory) {
     const double us = time_graph(1, [&](int, cudaStream_t stream) {
         const char* weight = memory.weights.get<char>();
         const void* x = memory.x.get();
@@ -159,23 +163,30 @@ int main(int argc, char** argv) {
     using namespace tide::cuda;
     using namespace tide::cuda::bench;
     std::vector<int64_t> counts;
-    for (int i = 1; i < argc; ++i) counts.push_back(std::strtol(argv[i], nullptr, 10));
-    if (counts.empty()) counts = {64, 96, 128, 192, 256};
+    WideWays ways = all_ways();
+    for (int i = 1; i < argc; ++i) {
+        if (argv[i][0] != '-') {
+            counts.push_back(std::strtol(argv[i], nullptr, 10));
+            continue;
+        }
+        const auto is_out = [&](const WideWay& way) { return way.name.find(argv[i] + 1) != std::string::npos; };
+        ways.erase(std::remove_if(ways.begin(), ways.end(), is_out), ways.end());
+    }
+    if (counts.empty()) counts = {32, 64, 96, 128, 192, 256};
     for (const int64_t rows : counts) {
-        if (rows < 33 || rows > kMostRows) {
-            std::fprintf(stderr, "rows: got %ld, expected 33 to %ld\n", rows, kMostRows);
+        if (rows < 17 || rows > kMostRows) {
+            std::fprintf(stderr, "rows: got %ld, expected 17 to %ld\n", rows, kMostRows);
             return 1;
         }
     }
     const Memory memory;
     fill(memory.weights.get<__nv_bfloat16>(), memory.weights.bytes() / 2, 4, 0.02f);
     fill(memory.x.get<__nv_bfloat16>(), kMostRows * kMostWidth, 5, 1.0f);
-    const Variants variants = all_variants();
     for (const Model& model : kModels) {
         for (const int64_t rows : counts) {
-            Variants best;
-            for (const Shape& s : model.shapes) best.push_back(time_shape(model, s, rows, variants, memory).way);
-            const double now = time_layer(model, rows, Variants(4, chosen_way()), memory);
+            WideWays best;
+            for (const Shape& s : model.shapes) best.push_back(time_shape(model, s, rows, ways, memory).way);
+            const double now = time_layer(model, rows, WideWays(4, chosen_way()), memory);
             const double then = time_layer(model, rows, best, memory);
             std::printf("{\"model\": \"%s\", \"case\": \"layer\", \"rows\": %ld, \"chosen\": %.2f, \"best\": %.2f}\n",
                         model.name, rows, now, then);

@@ -1,12 +1,13 @@
-#include "cuda/bench/wide/add_variant.cuh"
+#include "cuda/bench/wide/add_way.cuh"
 
 namespace tide::cuda::bench {
 
-void add_same_weight(Variants& variants) {
-    add_variant<2, 64, 1, 2>(variants);
-    add_variant<2, 128, 1, 2>(variants);
-    add_variant<3, 64, 1, 2>(variants);
-    add_variant<3, 128, 1, 2>(variants);
+void add_same_weight(WideWays& ways) {
+    add_way<2, 64, 1, 2>(ways);
+    add_way<2, 64, 1, 4>(ways);
+    add_way<2, 128, 1, 2>(ways);
+    add_way<3, 64, 1, 2>(ways);
+    add_way<3, 128, 1, 2>(ways);
 }
 
 }  // namespace tide::cuda::bench

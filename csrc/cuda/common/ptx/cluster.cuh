@@ -16,12 +16,14 @@ __device__ inline void cluster_barrier() {
 #endif
 }
 
-// A float to the shared memory of CTA `rank` of the cluster, at the address it has in one's own.
-__device__ inline void store_cluster(uint32_t address, uint32_t rank, float v) {
+// Four floats to the shared memory of CTA `rank` of the cluster, at the address it has in one's own.
+__device__ inline void store_cluster(uint32_t address, uint32_t rank, const float4& v) {
 #if __CUDA_ARCH__ >= 900
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
 #else
     refuse_architecture();
 #endif

@@ -8,9 +8,9 @@ namespace tide::cuda {
 inline void cluster_barrier() {
     meet_in_cluster();
 }
-inline void store_cluster(uint32_t address, uint32_t rank, float v) {
-    at_shared(address, 4);
-    std::memcpy(memory_of(static_cast<int>(rank), address), &v, 4);
+inline void store_cluster(uint32_t address, uint32_t rank, const float4& v) {
+    at_shared(address, 16);
+    std::memcpy(memory_of(static_cast<int>(rank), address), &v, 16);
 }
 inline float load_cluster(uint32_t address, uint32_t rank) {
     float v;

@@ -11,17 +11,17 @@
 
 namespace tide::cuda::bench {
 
-struct Variant {
+struct WideWay {
     std::string name;
     int tokens, same_weight;  // rows of x of a CTA, and CTAs of a cluster that have others
     std::function<void(const LinearParams&, cudaStream_t)> run;
 };
-using Variants = std::vector<Variant>;
+using WideWays = std::vector<WideWay>;
 
 // Tiles that share nothing, that split the slices among more than two CTAs, and that share weights or x in a cluster.
-void add_alone(Variants& variants);
-void add_split(Variants& variants);
-void add_same_weight(Variants& variants);
-void add_same_x(Variants& variants);
+void add_alone(WideWays& ways);
+void add_split(WideWays& ways);
+void add_same_weight(WideWays& ways);
+void add_same_x(WideWays& ways);
 
 }  // namespace tide::cuda::bench
