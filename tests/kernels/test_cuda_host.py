@@ -8,12 +8,13 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.gpu.test_cuda_fp8 import BY_BLOCK, BY_ROW, COUNTS, LINEARS
 from tide_core.kernels.fp8 import FP8, PACKED
 from tide_core.kernels.reference import cycle
 
@@ -186,6 +187,27 @@ def test_every_tile_of_linear_thin_that_is_built_is_chosen_and_no_other(
 ) -> None:
     built, chosen = tables("thin")
     assert sorted(built) == sorted(chosen)
+
+
+def test_the_gpu_tests_run_every_tile_of_8_bits_that_an_h200_gets(
+    tables: Callable[[str], list[list[str]]],
+) -> None:
+    """In whole bytes and dealt out, with scales of rows and with those of blocks."""
+    built = {f"thin {tile}" for tile in tables("thin")[0]} | {f"tiles {tiles}x1/1s" for tiles in (1, 2, 3)}
+    every = [one for one in LINEARS.values() if not one.normed and one.block in (BY_ROW, BY_BLOCK)]
+    ways = {
+        size: tables(f"ways {size[0]} {size[1]} {int(size[2])}")
+        for size in {(one.inner, one.out, one.gated) for one in every}
+    }
+    for dealt, block in product((False, True), (BY_ROW, BY_BLOCK)):
+        run = {
+            " ".join(ways[one.inner, one.out, one.gated][rows - 1])
+            for one in every
+            if (one.dealt, one.block) == (dealt, block)
+            for rows in COUNTS
+            if rows <= 256
+        }
+        assert built <= run
 
 
 FASTEST = {
