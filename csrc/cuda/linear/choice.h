@@ -25,7 +25,7 @@ struct LinearTile {
     }
 };
 
-// Every tile that is compiled, those that has_kernel(): the ones that are chosen, and no others.
+// Every tile that is compiled, for what has_kernel() says: those that are chosen, and no others.
 constexpr LinearTile kLinearTiles[] = {{1, 1},
                                        {1, 1, 1, true},
                                        {2, 1},
@@ -212,13 +212,13 @@ inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device
 
 enum class Fp8Kernel { kTiles, kThin, kWide };
 
-// The row tiles a CTA with which all CTAs run at once, two on each multiprocessor.
+// Row tiles of a CTA with which all CTAs of a launch run at once, two on each multiprocessor.
 inline int64_t row_tiles_at_once(const LinearParams& p, const DeviceInfo& device) {
     return (count_row_tiles(p) + 2 * device.num_sms - 1) / (2 * device.num_sms);
 }
 
-// Whether few rows of E4M3 weights, without a norm, are fastest in such a tile: not where a CTA would have more than
-// three row tiles, and not where x, which each CTA reads, is long.
+// Whether few rows of E4M3 weights, without a norm, should be fastest with so many row tiles a CTA: not if that is more
+// than three, and not if x, which each CTA reads, is long.
 inline bool runs_at_once(const Fp8LinearParams& p, const DeviceInfo& device) {
     const int64_t most = p.in_features <= tuning::kShortXOfFp8 ? 8 : tuning::kMostLongXOfFp8;
     return p.rows <= most && !p.norm && fits_deep_tiles(device) && !is_small(p, device) &&
@@ -244,8 +244,8 @@ inline LinearTile choose_fp8_tile(const Fp8LinearParams& p, const DeviceInfo& de
     return choose_tile(p, device);
 }
 
-// 64 weight rows a CTA, whose slices are split while all CTAs of a launch run at once. Up to 16 rows of x two CTAs
-// share a multiprocessor. With 32, four CTAs split them if each has few sums, and 128 weight rows a CTA, which read x
+// 64 weight rows a CTA, whose slices are split where all CTAs of a launch then still run at once. Up to 16 rows of x
+// two CTAs share a multiprocessor. With 32 they do so if four split the slices; and 128 weight rows a CTA, which read x
 // half as often, are better where they take no more rounds of the multiprocessors.
 inline ThinTile choose_thin_tile(const LinearParams& p, const DeviceInfo& device) {
     const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features, num_sms = device.num_sms;
