@@ -21,10 +21,12 @@ constexpr int64_t kMostTileRowsOfTall = 4;  // of a weight with kTallPerSm rows 
 constexpr int64_t kTallPerSm = 512;
 constexpr int kFewestStages = 4;  // of the ring of the persistent linear, which keep the memory busy
 
-// The linear of E4M3 weights for few rows: up to so many, and from so many in_features on. 0: nothing chooses it, for
-// it has not run on a GPU yet; fp8_bench runs it by name.
-constexpr int64_t kMostThinRows = 0;
+// The linear of E4M3 weights (fp8_bench).
+constexpr int64_t kShortXOfFp8 = 4096;  // in_features up to which all of 8 rows are read by every CTA of a tile
+constexpr int64_t kMostLongXOfFp8 = 4;  // rows that are read likewise of a longer x
+constexpr int64_t kMostThinRows = 128;  // of linear_thin, and from so many in_features on
 constexpr int64_t kThinFrom = 1024;
+constexpr int kThinBytesOfFour = 72 * 1024;  // of stages where four CTAs split the slices: with more it is slower
 
 // Attention.
 constexpr int kNarrowQueryHeads = 8;        // of a piece; more pieces than multiprocessors: wider ones
