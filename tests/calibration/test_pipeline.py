@@ -198,6 +198,9 @@ def test_data_takes_its_share_of_the_time_and_held_out_parts_are_whole(
     made = {part: sum(name.startswith(f"{part}-") for name in shards) for part in records}
     assert records["train"] > 4, "more than one shard"
     assert made == {"train": 1} | {part: -(-num // 4) for part, num in records.items() if part != "train"}
+    [point] = json.loads((tmp_path / "artefact" / "report.json").read_text())["curve"]
+    assert point["steps"] == 4
+    assert point["minutes"] >= 0.0
     assert any(re.fullmatch(r"collect: \d+ of \d+ sequences in the time for them", note) for note in spy.notes)
 
 
@@ -230,6 +233,11 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     spy = Spy()
     assert contents(run_tiny(tmp_path, progress=spy).artefact) == uninterrupted
     assert "dataset: done before" in spy.notes
+
+
+def test_a_run_that_is_the_same_every_time_states_no_minutes(tmp_path: Path) -> None:
+    [point] = json.loads((run_tiny(tmp_path).artefact / "report.json").read_text())["curve"]
+    assert (point["steps"], point["minutes"]) == (4, None)
 
 
 def test_a_run_killed_while_it_publishes_goes_on_to_the_same_bytes(

@@ -43,6 +43,7 @@ from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.report.data import Measured
 from tide_core.calibration.report.publish import Published, publish_measured
 from tide_core.calibration.stages import Timer
+from tide_core.calibration.train.train import CurvePoint
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError, one_line
 from tide_core.exits.artefact.artefact import install_artefact
@@ -311,6 +312,7 @@ class Pipeline:
             coverage=collected["coverage"],
             workers=self._workers(),
             steps=steps if steps < self._config.steps else None,
+            curve=[CurvePoint(**point) for point in trained.get("curve", ())],
         )
         published = self._executor.run(stages.write_artefact, item, self._progress)
         self._files.pull(stages.artefact_files(published))
