@@ -49,9 +49,9 @@ from tide_core.errors import ConfigError, one_line
 from tide_core.exits.artefact.artefact import install_artefact
 from tide_core.identity import ModelIdentity
 
-SHARE_OF_PROMPTS = 0.08
+SHARE_OF_PROMPTS = 0.12
 """Of a limit on the time of a run: past it no more prompts are written, however many are wanted."""
-SHARE_OF_DATA = 0.35
+SHARE_OF_DATA = 0.45
 """Of the same: past it no more sequences are collected for training. Those of the held-out parts come first."""
 SHARE_AFTER_TRAINING = 0.08
 """Of a limit on the time of a run: for traces and the decision."""
