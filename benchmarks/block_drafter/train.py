@@ -175,7 +175,7 @@ class HeadTrainee:
 
     def report(self) -> dict[str, float]:
         losses = self._learner.report()
-        return {"loss": losses.head, "first": losses.agreement}
+        return {"loss": losses.head, "first": losses.agreement[0]}
 
     def finish(self) -> None:
         self._learner.finish()

@@ -21,7 +21,7 @@ import torch
 from benchmarks.common.report import Measures, commit
 from benchmarks.production.session import Deadline, Phases, Session
 from tide_core.calibration import stages
-from tide_core.calibration.executor import Item, LocalExecutor, Result, StageContext, Task
+from tide_core.calibration.executor import IsOver, Item, LocalExecutor, Result, StageContext, Task
 from tide_core.calibration.ledger import RunFiles, check_output, locked
 from tide_core.calibration.pipeline import Pipeline
 from tide_core.calibration.progress import LineProgress, Progress, Stage
@@ -109,8 +109,12 @@ class TimedExecutor(LocalExecutor):
         super().__init__(context)
         self._phases, self._deadline = phases, deadline
 
-    def map_unordered(self, task: Task[Item, Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
-        for item in items:
+    def map_unordered(
+        self, task: Task[Item, Result], items: Sequence[Item], is_over: IsOver = lambda: False
+    ) -> Iterator[tuple[Item, Result]]:
+        for number, item in enumerate(items):
+            if number and is_over():
+                return
             self._deadline.check(phase_of(task))
             with self._phases.timed(phase_of(task)):
                 pairs = list(super().map_unordered(task, [item]))

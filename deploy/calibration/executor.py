@@ -18,7 +18,7 @@ from tide_core.calibration.ledger import WorkerTime
 from tide_core.calibration.progress import Progress
 
 if TYPE_CHECKING:  # the driver imports torch while workers start, not before
-    from tide_core.calibration.executor import ModelInfo, Task
+    from tide_core.calibration.executor import IsOver, ModelInfo, Task
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,21 +55,28 @@ class RayExecutor:
     def worker_times(self) -> Sequence[WorkerTime]:
         return [*self._pool.worker_times(), *self._trainers]
 
-    def map_unordered(self, task: Task[Item, Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
-        pool, waiting, left = self._pool, deque(items), len(items)
+    def map_unordered(
+        self, task: Task[Item, Result], items: Sequence[Item], is_over: IsOver = lambda: False
+    ) -> Iterator[tuple[Item, Result]]:
+        pool, waiting, num_open, num_done = self._pool, deque(items), 0, 0
         pool.start_workers()
         try:
-            while left:
+            while waiting or num_open:
                 for slot in pool.idle():
                     if waiting:
                         pool.submit(slot, task, waiting.popleft())
+                        num_open += 1
                 for slot, event in pool.poll():
                     if isinstance(event, TaskDone):
                         item = pool.finish(slot, event)
-                        left -= 1
+                        num_open, num_done = num_open - 1, num_done + 1
                         self._progress.note(f"{name_of(item)} by worker {slot.number} in {event.seconds:.1f} s")
                         yield item, event.result
-                waiting.extendleft(pool.replace_lost())
+                lost = pool.replace_lost()
+                num_open -= len(lost)
+                waiting.extendleft(lost)
+                if num_done and is_over():
+                    waiting.clear()
         finally:
             pool.cancel()
 

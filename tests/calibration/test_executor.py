@@ -52,10 +52,10 @@ class Backwards(LocalExecutor):
         super().__init__(context)
         self.items: list[Any] = []
 
-    def map_unordered(self, task: Any, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        for item, _ in super().map_unordered(task, items):
+    def map_unordered(self, task: Any, items: Sequence[Any], *rest: Any) -> Iterator[tuple[Any, Any]]:
+        for item, _ in super().map_unordered(task, items, *rest):
             self.items.append(item)
-        yield from super().map_unordered(task, items[::-1])
+        yield from super().map_unordered(task, items[::-1], *rest)
 
 
 def run_with(
@@ -86,8 +86,8 @@ class DiesAt(LocalExecutor):
 
     after = 3
 
-    def map_unordered(self, task: Any, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        for number, pair in enumerate(super().map_unordered(task, items)):
+    def map_unordered(self, task: Any, items: Sequence[Any], *rest: Any) -> Iterator[tuple[Any, Any]]:
+        for number, pair in enumerate(super().map_unordered(task, items, *rest)):
             if number == self.after:
                 raise KeyboardInterrupt
             yield pair
@@ -138,8 +138,8 @@ class Timed(LocalExecutor):
 
     num = 0
 
-    def map_unordered(self, task: Any, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        for pair in super().map_unordered(task, items):
+    def map_unordered(self, task: Any, items: Sequence[Any], *rest: Any) -> Iterator[tuple[Any, Any]]:
+        for pair in super().map_unordered(task, items, *rest):
             self.num += 1
             yield pair
 

@@ -184,6 +184,26 @@ def test_a_run_whose_time_is_spent_publishes_what_it_reached_and_says_so(tmp_pat
     assert "--set minutes=0.01" in text
 
 
+def test_data_takes_its_share_of_the_time_and_held_out_parts_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "SHIPPED", write_prompts(tmp_path))
+    monkeypatch.setattr(pipeline, "SHARE_OF_PROMPTS", 0.0)
+    monkeypatch.setattr(pipeline, "SHARE_OF_DATA", 0.0)
+    spy, run = Spy(), tmp_path / "run"
+    run_tiny(tmp_path, data="self", progress=spy, minutes=1000.0, num_samples=64, generation_batch=4)
+    assert len(list((run / "prompts").iterdir())) == 1, "of a dozen batches of prompts"
+    records = {path.stem: len(path.read_text().splitlines()) for path in (run / "dataset").iterdir()}
+    shards = [path.name for path in (run / "shards").iterdir()]
+    made = {part: sum(name.startswith(f"{part}-") for name in shards) for part in records}
+    assert records["train"] > 4, "more than one shard"
+    assert made == {"train": 1} | {part: -(-num // 4) for part, num in records.items() if part != "train"}
+    [point] = json.loads((tmp_path / "artefact" / "report.json").read_text())["curve"]
+    assert point["steps"] == 4
+    assert point["minutes"] >= 0.0
+    assert any(re.fullmatch(r"collect: \d+ of \d+ sequences in the time for them", note) for note in spy.notes)
+
+
 def test_what_was_measured_is_what_is_published(tmp_path: Path) -> None:
     """Artefacts store half the bits; traces were made with the weights that are left."""
     artefact = load_artefact(run_tiny(tmp_path).artefact, None)
@@ -213,6 +233,11 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     spy = Spy()
     assert contents(run_tiny(tmp_path, progress=spy).artefact) == uninterrupted
     assert "dataset: done before" in spy.notes
+
+
+def test_a_run_that_is_the_same_every_time_states_no_minutes(tmp_path: Path) -> None:
+    [point] = json.loads((run_tiny(tmp_path).artefact / "report.json").read_text())["curve"]
+    assert (point["steps"], point["minutes"]) == (4, None)
 
 
 def test_a_run_killed_while_it_publishes_goes_on_to_the_same_bytes(

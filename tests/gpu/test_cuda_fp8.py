@@ -63,6 +63,10 @@ LINEARS = {
     "down of 8B, residual": Linear(4096, 14336, residual=True),
     "down of 8B, blocks": Linear(4096, 14336, BY_BLOCK, residual=True),
     "keys and values of 8B": Linear(2048, 4096, BY_BLOCK),
+    "10240 of 4096": Linear(10240, 4096),
+    "10240 of 4096, blocks, residual": Linear(10240, 4096, BY_BLOCK, residual=True),
+    "12770 of 1040, blocks, bias": Linear(12770, 1040, BY_BLOCK, bias=True),
+    "4610 of 1168, residual": Linear(4610, 1168, residual=True),
     "tall, as an LM head": Linear(70000, 528),
     "tall and gated, blocks, everything": Linear(20000, 2064, BY_BLOCK, gated=True, bias=True, residual=True),
     "5001 of 3600, blocks, bias": Linear(5001, 3600, BY_BLOCK, bias=True),
@@ -269,6 +273,9 @@ def test_with_given_results_nothing_is_allocated() -> None:
         Linear(656, 6832, BY_BLOCK, gated=True),
         Linear(656, 6832, gated=True, dealt=True),
         Linear(1300, 3408, BY_BLOCK, residual=True, dealt=True),
+        Linear(12770, 1040, BY_BLOCK),  # more CTAs than run at once
+        Linear(4610, 1040, residual=True, dealt=True),
+        Linear(8520, 1040, bias=True),
     ],
 )
 def test_a_small_call_is_clean(one: Linear, rows: int) -> None:

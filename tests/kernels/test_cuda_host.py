@@ -8,12 +8,13 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.gpu.test_cuda_fp8 import BY_BLOCK, BY_ROW, COUNTS, LINEARS
 from tide_core.kernels.fp8 import FP8, PACKED
 from tide_core.kernels.reference import cycle
 
@@ -168,23 +169,74 @@ def test_streams_devices_and_threads_do_not_publish_for_each_other(answers: Answ
     assert answers(f"{captured} publishes 1 elsewhere 1 7 may-read 1 7") == [False, True]
 
 
+@pytest.mark.parametrize("fp8", [0, 1])
 @pytest.mark.parametrize("normed", [0, 1])
 def test_every_tile_of_the_linear_that_is_built_is_chosen_and_no_other(
-    tables: Callable[[str], list[list[str]]], normed: int
+    tables: Callable[[str], list[list[str]]], normed: int, fp8: int
 ) -> None:
-    built, chosen = tables(f"tiles 90 {227 * 1024} {normed}")
+    built, chosen = tables(f"tiles 90 {227 * 1024} {normed} {fp8}")
     assert sorted(built) == sorted(chosen)
     for arch, shared in ((80, 163), (89, 99), (75, 64)):
-        built, chosen = tables(f"tiles {arch} {shared * 1024} {normed}")
+        built, chosen = tables(f"tiles {arch} {shared * 1024} {normed} {fp8}")
         assert set(chosen) <= set(built)
         assert not [tile for tile in chosen if "/2" in tile], "clusters need 9.0"
 
 
-def test_every_tile_of_the_linear_for_few_rows_of_8_bits_is_chosen_and_no_other(
+def test_every_tile_of_linear_thin_that_is_built_is_chosen_and_no_other(
     tables: Callable[[str], list[list[str]]],
 ) -> None:
     built, chosen = tables("thin")
     assert sorted(built) == sorted(chosen)
+
+
+def test_the_gpu_tests_run_every_tile_of_8_bits_that_an_h200_gets(
+    tables: Callable[[str], list[list[str]]],
+) -> None:
+    """In whole bytes and dealt out, with scales of rows and with those of blocks."""
+    built = {f"thin {tile}" for tile in tables("thin")[0]} | {f"tiles {tiles}x1/1s" for tiles in (1, 2, 3)}
+    every = [one for one in LINEARS.values() if not one.normed and one.block in (BY_ROW, BY_BLOCK)]
+    ways = {
+        size: tables(f"ways {size[0]} {size[1]} {int(size[2])}")
+        for size in {(one.inner, one.out, one.gated) for one in every}
+    }
+    for dealt, block in product((False, True), (BY_ROW, BY_BLOCK)):
+        run = {
+            " ".join(ways[one.inner, one.out, one.gated][rows - 1])
+            for one in every
+            if (one.dealt, one.block) == (dealt, block)
+            for rows in COUNTS
+            if rows <= 256
+        }
+        assert built <= run
+
+
+FASTEST = {
+    (4096, 6144, 0): {1: "tiles 2x1/1s", 8: "tiles 2x1/1s", 32: "thin 1x2/1x32", 64: "thin 1x2/1x64"},
+    (4096, 4096, 0): {1: "tiles 1x1/1s", 8: "tiles 1x1/1s", 32: "thin 1x1/4x32", 64: "thin 1x2/2x64"},
+    (4096, 14336, 1): {8: "thin 1x2/1x8", 32: "thin 2x1/1x32", 128: "wide x128"},
+    (14336, 4096, 0): {1: "tiles 1x1/1s", 8: "thin 1x2/2x8", 32: "thin 1x1/4x32", 64: "thin 1x2/2x64"},
+    (8192, 10240, 0): {1: "tiles 3x1/1s", 32: "thin 2x1/1x32", 128: "wide x128"},
+    (8192, 8192, 0): {1: "tiles 2x1/1s", 32: "thin 1x2/1x32", 128: "thin 1x2/1x64"},
+    (8192, 28672, 1): {32: "thin 1x2/1x32", 64: "thin 1x2/1x64", 128: "wide x128"},
+    (28672, 8192, 0): {8: "thin 1x2/2x8", 32: "thin 1x2/1x32"},
+}
+"""Inputs, outputs and whether gated, of an 8B and a 70B: what was fastest on an H200 at so many rows."""
+
+
+@pytest.mark.parametrize("shape", FASTEST)
+def test_linears_of_8_bits_run_in_what_was_fastest(
+    tables: Callable[[str], list[list[str]]], shape: tuple[int, int, int]
+) -> None:
+    """And in no other kernel at numbers of rows between, but for the number of rows that a tile has."""
+    ways = [" ".join(way) for way in tables("ways " + " ".join(map(str, shape)))]
+    assert len(ways) == 256
+    for rows, way in FASTEST[shape].items():
+        assert ways[rows - 1] == way
+    for rows, way in enumerate(ways, 1):
+        tokens = int(way.rpartition("x")[2]) if way.split()[0] != "tiles" else 8
+        assert tokens >= min(rows, 64)
+        assert tokens < 2 * max(rows, 5 if tokens < 64 else 33) or way.startswith("wide")
+    assert all(way.startswith("wide") for way in ways[128:])
 
 
 def copied_tile(fp8_table: list[list[str]], columns: int) -> list[tuple[int, int]]:

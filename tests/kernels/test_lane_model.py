@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 MODEL = Path(__file__).parent / "lane_model"
 TILES = ("1", "2", "1short", "2short")
 """Tiles of 8 rows of x: weight tiles, and whether all of x is asked for at once."""
-STAGED = ("2x2", "4x1", "3x4", "2x8")
-"""Through shared memory: weight tiles x tiles of 8 rows; the first has stages of 64 columns, the others of 32."""
+STAGED = ("1x1", "2x2", "3x1", "4x1", "3x4", "2x8")
+"""Through shared memory: weight tiles x tiles of 8 rows; stages of 4x1 and 2x8 have 32 columns, the others 64."""
 WIDE = ("wide 32", "wide 64", "wide 128")
 CLUSTERS = ("3x64/1", "3x128/1", "1x64/2", "2x64/3", "2x128/4", "3x128/1 w2", "3x64/1 x2", "2x64/1 w2 x2")
 """Groups of four warps x rows of x / CTAs that split the slices; w and x: CTAs that share the weight or x."""
-THIN = ("thin 1x2x8", "thin 2x1x8", "thin 2x2x32")
+THIN = ("thin 1x2x8", "thin 1x2x16", "thin 2x1x32", "thin 1x4x32", "thin 1x2x64")
 """Groups of four warps for the rows of the weight x groups that share the slices x rows of x."""
 ROWS_SCALED, ALL_COLUMNS = 1, 31
 

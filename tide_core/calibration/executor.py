@@ -70,6 +70,7 @@ class StageContext:
 
 
 Task = Callable[[StageContext, Item, Progress], Result]
+IsOver = Callable[[], bool]
 
 
 class Executor(Protocol):
@@ -82,8 +83,11 @@ class Executor(Protocol):
     def num_restarts(self) -> int:
         """How many workers were lost and replaced."""
 
-    def map_unordered(self, task: Task[Item, Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
-        """Every item once, in any order, with its result as soon as it is complete."""
+    def map_unordered(
+        self, task: Task[Item, Result], items: Sequence[Item], is_over: IsOver = lambda: False
+    ) -> Iterator[tuple[Item, Result]]:
+        """Every item once, in any order, with its result as soon as it is complete. The first item always runs; no
+        other one begins once `is_over` returns true."""
 
     def train(self, task: Task[Item, Result], item: Item, progress: Progress) -> Result:
         """One item, on all processes that train together."""
@@ -109,8 +113,12 @@ class LocalExecutor:
     def num_restarts(self) -> int:
         return 0
 
-    def map_unordered(self, task: Task[Item, Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
-        for item in items:
+    def map_unordered(
+        self, task: Task[Item, Result], items: Sequence[Item], is_over: IsOver = lambda: False
+    ) -> Iterator[tuple[Item, Result]]:
+        for number, item in enumerate(items):
+            if number and is_over():
+                return
             yield item, task(self._context, item, SilentProgress())
 
     def train(self, task: Task[Item, Result], item: Item, progress: Progress) -> Result:

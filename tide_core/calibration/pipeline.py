@@ -26,9 +26,9 @@ from tide_core.calibration import stages
 from tide_core.calibration.collect.collect import Unit, choose_shortlist, count_emitted, coverage_of, plan
 from tide_core.calibration.collect.shards import PARTS, TokenShards, remove_others
 from tide_core.calibration.config import SELF_DATA, CalibrationConfig
-from tide_core.calibration.data.dataset import RecordPool, gather, kind_of, source_of, split
+from tide_core.calibration.data.dataset import RecordPool, gather, hash_of, kind_of, source_of, split
 from tide_core.calibration.data.self_prompts import PromptBatch, WrittenPrompt, add_self_prompts
-from tide_core.calibration.executor import Executor, LocalExecutor, ModelInfo, StageContext
+from tide_core.calibration.executor import Executor, IsOver, LocalExecutor, ModelInfo, StageContext
 from tide_core.calibration.ledger import (
     Ledger,
     RunFiles,
@@ -43,11 +43,16 @@ from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.report.data import Measured
 from tide_core.calibration.report.publish import Published, publish_measured
 from tide_core.calibration.stages import Timer
+from tide_core.calibration.train.train import CurvePoint
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError, one_line
 from tide_core.exits.artefact.artefact import install_artefact
 from tide_core.identity import ModelIdentity
 
+SHARE_OF_PROMPTS = 0.12
+"""Of a limit on the time of a run: past it no more prompts are written, however many are wanted."""
+SHARE_OF_DATA = 0.45
+"""Of the same: past it no more sequences are collected for training. Those of the held-out parts come first."""
 SHARE_AFTER_TRAINING = 0.08
 """Of a limit on the time of a run: for traces and the decision."""
 SHARE_OF_TIMING = 0.12
@@ -167,15 +172,19 @@ class Pipeline:
         return outputs, {"kind": kind_of(self._config.data), **counts}
 
     def _write_prompts(self, batches: Sequence[PromptBatch]) -> Iterator[list[WrittenPrompt]]:
-        """The prompts of every batch, in the order of the batches."""
+        """The prompts of every batch that there is time for, in the order of the batches."""
         done = self._intact([batch.name for batch in batches])
         missing = [batch for batch in batches if batch.name not in done]
-        for _, entry in self._executor.map_unordered(stages.make_prompts, missing):
+        is_over = self._past(SHARE_OF_PROMPTS)
+        if is_over() and any(name.startswith("prompts/") for name in self._ledger.shards):
+            missing = []  # of a later round
+        for _, entry in self._executor.map_unordered(stages.make_prompts, missing, is_over):
             self._ledger.add_shard(entry, self._workers())
             done[entry.name] = entry
         self._files.pull(done)
         for batch in batches:
-            yield stages.read_prompts((self._files.folder / batch.name).read_bytes())
+            if batch.name in done:
+                yield stages.read_prompts((self._files.folder / batch.name).read_bytes())
 
     def _left_out(self, pool: RecordPool) -> Iterator[str]:
         if pool.num_bad:
@@ -195,21 +204,43 @@ class Pipeline:
         paths = [unit.path for unit in units]
         remove_others(self._files.folder / stages.SHARDS, {Path(path).name for path in paths})
         self._remove([stages.CANDIDATES, stages.STATE])  # of other sequences
-        self._make_shards(units)
+        made = self._make_shards(units)
         coverage = self._write_shortlist()
-        return [*paths, stages.SHORTLIST], {"coverage": coverage}
+        return [*(path for path in paths if path in made), stages.SHORTLIST], {"coverage": coverage}
 
-    def _make_shards(self, units: Sequence[Unit]) -> None:
-        intact = self._intact([unit.path for unit in units])
+    def _make_shards(self, units: Sequence[Unit]) -> set[str]:
+        """The shards of all units, or of those that there is time for; returns their paths."""
+        made = {*self._intact([unit.path for unit in units])}
         total = sum(len(unit.records) for unit in units)
-        missing = [unit for unit in units if unit.path not in intact]
+        missing = [unit for unit in units if unit.path not in made]
         done, num_tokens = total - sum(len(unit.records) for unit in missing), 0
         with self._progress.stage("collect", total, "sequence", done) as stage:
-            for unit, entry in self._executor.map_unordered(stages.make_shard, missing):
+            for unit, entry in self._collected(missing, has_train=any("/train-" in path for path in made)):
                 self._ledger.add_shard(entry, self._workers())
+                made.add(entry.name)
                 num_tokens += entry.num_tokens
+                done += len(unit.records)
                 restarts = {"restarts": self._executor.num_restarts} if self._executor.num_restarts else {}
                 stage.update(len(unit.records), shard=Path(entry.name).stem, tokens=num_tokens, **restarts)
+        if done < total:
+            self._progress.note(f"collect: {done} of {total} sequences in the time for them")
+        return made
+
+    def _collected(self, units: Sequence[Unit], *, has_train: bool) -> Iterator[tuple[Unit, ShardEntry]]:
+        """Every unit with its shard. Where the time is limited the train units come last, as many as there is time for
+        and at least one. Neighbours have texts of similar length, so they are mixed, alike in every start."""
+        if self._config.minutes is None:
+            yield from self._executor.map_unordered(stages.make_shard, units)
+            return
+        held_out = [unit for unit in units if unit.part != "train"]
+        train = sorted(
+            (unit for unit in units if unit.part == "train"),
+            key=lambda unit: hash_of(self._config.seed, "order", unit.path),
+        )
+        yield from self._executor.map_unordered(stages.make_shard, held_out)
+        is_over = self._past(SHARE_OF_DATA)
+        if not (has_train and is_over()):
+            yield from self._executor.map_unordered(stages.make_shard, train, is_over)
 
     def _write_shortlist(self) -> float:
         """Choose it from the train part; returns its coverage of the test part."""
@@ -233,6 +264,13 @@ class Pipeline:
         if trained.steps < self._config.steps:
             self._progress.note(f"train: the time is over after {trained.steps} of {self._config.steps} steps")
         return [stages.CHOICE, stages.CANDIDATES], asdict(trained)
+
+    def _past(self, share: float) -> IsOver:
+        """Whether this start has taken that share of the time for the run."""
+        minutes = self._config.minutes
+        if minutes is None:
+            return lambda: False
+        return lambda: time.monotonic() - self._started > share * minutes * 60.0
 
     def _training_seconds(self, share: float = 1.0) -> float | None:
         """A share of what is left of the time for the whole run, less that for the stages after training; never
@@ -274,6 +312,7 @@ class Pipeline:
             coverage=collected["coverage"],
             workers=self._workers(),
             steps=steps if steps < self._config.steps else None,
+            curve=[CurvePoint(**point) for point in trained.get("curve", ())],
         )
         published = self._executor.run(stages.write_artefact, item, self._progress)
         self._files.pull(stages.artefact_files(published))

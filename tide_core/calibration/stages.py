@@ -40,7 +40,7 @@ from tide_core.calibration.risk.traces import read_traces, write_traces
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec, load_candidates, save_candidates
 from tide_core.calibration.train.choice import Choice, choose
 from tide_core.calibration.train.fast import TrainedFast, fit_fast, load_fast, save_fast
-from tide_core.calibration.train.train import STATE_NAME, fit
+from tide_core.calibration.train.train import STATE_NAME, CurvePoint, fit
 from tide_core.disk import write_whole
 from tide_core.errors import ConfigError
 from tide_core.identity import ModelIdentity
@@ -98,6 +98,7 @@ class Trained:
     num_tokens: int
     steps: int
     """Done, of those of the configuration."""
+    curve: Sequence[CurvePoint] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class PublishItem:
     workers: Sequence[WorkerTime] = ()
     steps: int | None = None
     """Of training, if the time for it was over before the last one."""
+    curve: Sequence[CurvePoint] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ def train(context: StageContext, item: TrainItem, progress: Progress) -> Trained
     if context.group.rank == 0:
         save_candidates(files.path(CANDIDATES), [_rounded(candidate) for candidate in fitted.candidates])
         files.push([CANDIDATES])
-    return Trained(part.num_sequences, part.num_tokens, fitted.steps)
+    return Trained(part.num_sequences, part.num_tokens, fitted.steps, tuple(fitted.curve))
 
 
 def trace(context: StageContext, item: TraceItem, progress: Progress) -> None:
@@ -245,6 +247,7 @@ def write_artefact(context: StageContext, item: PublishItem, progress: Progress)
         workers=item.workers,
         choice=_choice(context),
         steps=item.steps,
+        curve=item.curve,
         fast=_fast(context),
     )
     published = publish(findings, context.adapter, files.folder / ARTEFACT)

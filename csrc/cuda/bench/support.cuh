@@ -84,6 +84,25 @@ std::string name_of_chosen(const Params& p, const DeviceInfo& device) {
     return name_of(kIsFp8<Params> ? choose_wide_tile(p, device) : choose_half_wide_tile(p, device));
 }
 
+// Groups that share rows of the weight x groups that share the slices / CTAs that split them x tokens.
+inline std::string name_of(const ThinTile& tile) {
+    return "thin " + std::to_string(tile.row_groups) + "x" + std::to_string(tile.slice_groups) + "/" +
+           std::to_string(tile.cluster) + "x" + std::to_string(tile.tokens);
+}
+
+inline std::string name_of_chosen(const Fp8LinearParams& p, const DeviceInfo& device) {
+    switch (choose_fp8_kernel(p, device)) {
+        case Fp8Kernel::kThin: {
+            const ThinTile tile = choose_thin_tile(p, device);
+            return name_of(tile) + " " + std::to_string(thin_ring_bytes(tile) / 1024);
+        }
+        case Fp8Kernel::kWide:
+            return name_of(choose_wide_tile(p, device));
+        default:
+            return name_of(choose_fp8_tile(p, device));
+    }
+}
+
 template <typename T>
 void launch_tiles(const LinearParams& p, const LinearTile& tile, cudaStream_t stream) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -55,8 +55,7 @@ void time_narrow(const Buffer& arena) {
             };
             report(chosen);
             for (const LinearTile& tile : kLinearTiles) {
-                if (tile.row_tiles > 2 || tile.cluster > 1 || tile.deep || (p.norm && !has_normed_kernel(tile)))
-                    continue;
+                if (tile.row_tiles > 2 || tile.cluster > 1 || tile.deep || !has_kernel(tile, p.norm, false)) continue;
                 if (tile.token_tiles < rows / 4 && name_of(tile) != name_of(chosen)) report(tile);
             }
         }

@@ -95,7 +95,8 @@ void time_linear(const Buffer& arena) {
             if (!s.sweep || rows == 2 || rows == 4) continue;
             for (const LinearTile& tile : kLinearTiles) {
                 const int64_t tokens = tile.token_tiles * 8;
-                if (name_of(tile) == best || (tokens > 8 && tokens >= 2 * rows) || tokens < std::min<int64_t>(rows, 64))
+                if (!has_kernel(tile, false, false) || name_of(tile) == best || (tokens > 8 && tokens >= 2 * rows) ||
+                    tokens < std::min<int64_t>(rows, 64))
                     continue;
                 report(rows, name_of(tile), false, false,
                        [&](const LinearParams& q, cudaStream_t stream) { launch_tiles<T>(q, tile, stream); });

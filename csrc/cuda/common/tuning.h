@@ -29,10 +29,12 @@ constexpr int64_t kManySplitFrom = kNever;
 constexpr int64_t kThreeGroupsFrom = kNever;
 constexpr int64_t kSameWeightFrom = kNever;
 
-// The linear of E4M3 weights for few rows: up to so many, and from so many in_features on. 0: nothing chooses it, for
-// it has not run on a GPU yet; fp8_bench runs it by name.
-constexpr int64_t kMostThinRows = 0;
+// The linear of E4M3 weights (fp8_bench).
+constexpr int64_t kShortXOfFp8 = 4096;  // in_features up to which all of 8 rows are read by every CTA of a tile
+constexpr int64_t kMostLongXOfFp8 = 4;  // rows that are read likewise of a longer x
+constexpr int64_t kMostThinRows = 128;  // of linear_thin, and from so many in_features on
 constexpr int64_t kThinFrom = 1024;
+constexpr int kThinBytesOfFour = 72 * 1024;  // of stages where four CTAs split the slices: with more it is slower
 
 // Attention.
 constexpr int kNarrowQueryHeads = 8;        // of a piece; more pieces than multiprocessors: wider ones

@@ -25,8 +25,9 @@ struct LinearTile {
     }
 };
 
-// Every tile that is compiled: those that choose_tile() returns, and no others.
+// Every tile that is compiled, for what has_kernel() says: those that are chosen, and no others.
 constexpr LinearTile kLinearTiles[] = {{1, 1},
+                                       {1, 1, 1, true},
                                        {2, 1},
                                        {2, 1, 1, true},
                                        {4, 1, 1, true},
@@ -36,6 +37,7 @@ constexpr LinearTile kLinearTiles[] = {{1, 1},
                                        {2, 4, 1, true},
                                        {4, 4, 1, true},
                                        {2, 8, 1, true},
+                                       {3, 1, 1, true},
                                        {3, 8, 2, true},
                                        {3, 2, 1, true, true},
                                        {3, 4, 1, true, true},
@@ -43,10 +45,11 @@ constexpr LinearTile kLinearTiles[] = {{1, 1},
                                        {4, 2, 2, true, true},
                                        {4, 4, 2, true, true}};
 
-// A norm needs registers, so some tiles are never chosen with one.
-constexpr bool has_normed_kernel(const LinearTile& tile) {
-    return !(tile == LinearTile{2, 1, 1, true} || tile == LinearTile{4, 4, 1, true} ||
-             tile == LinearTile{3, 2, 1, true, true});
+// A norm needs registers, so some tiles are never chosen with one; two are for E4M3 weights alone.
+constexpr bool has_kernel(const LinearTile& tile, bool normed, bool fp8) {
+    if (tile == LinearTile{1, 1, 1, true} || tile == LinearTile{3, 1, 1, true}) return fp8 && !normed;
+    return !normed || !(tile == LinearTile{2, 1, 1, true} || tile == LinearTile{4, 4, 1, true} ||
+                        tile == LinearTile{3, 2, 1, true, true});
 }
 
 // A tile of the linear for many rows on sm_90a.
@@ -58,7 +61,7 @@ struct WideTile {
     int same_weight = 1;      // CTAs of a cluster that share the weight, with other tokens: 1 or 2 (not split)
 };
 
-// A tile of the linear of E4M3 weights for few rows on sm_90a.
+// A tile of the linear of E4M3 weights for up to 128 rows on sm_90a.
 struct ThinTile {
     int row_groups, slice_groups;  // of four warps, per CTA: 64 weight rows each, or a share of the slices
     int cluster;                   // CTAs that share the slices among them
@@ -71,8 +74,8 @@ struct ThinTile {
 };
 
 // Every one that is compiled: those that choose_thin_tile() returns, and no others.
-constexpr ThinTile kThinTiles[] = {{2, 1, 1, 8},  {2, 1, 2, 8},  {2, 1, 4, 8},  {2, 1, 1, 16}, {2, 1, 2, 16},
-                                   {2, 1, 4, 16}, {2, 1, 1, 32}, {2, 1, 2, 32}, {2, 1, 4, 32}};
+constexpr ThinTile kThinTiles[] = {{1, 2, 1, 8},  {1, 2, 2, 8},  {1, 2, 1, 16}, {1, 2, 2, 16}, {1, 2, 1, 32},
+                                   {2, 1, 1, 32}, {1, 1, 4, 32}, {1, 2, 1, 64}, {1, 2, 2, 64}};
 
 // Sums that a thread has, and with them whether two CTAs fit a multiprocessor by their registers, if also by memory.
 constexpr int count_thin_sums(const ThinTile& tile) {
@@ -84,6 +87,12 @@ constexpr bool two_thin_fit(const ThinTile& tile) {
 
 constexpr int kWideBytes = 224 * 1024;  // of shared memory for a CTA, but for its barriers
 constexpr int kThinBytes = 112 * 1024;  // the same of one of two CTAs
+
+// Shared memory for the stages of a tile.
+constexpr int thin_ring_bytes(const ThinTile& tile) {
+    if (tile.cluster == 4) return tuning::kThinBytesOfFour;
+    return two_thin_fit(tile) ? kThinBytes : kWideBytes;
+}
 
 // Stages of 128 weight rows, a line of 128 bytes each, that a persistent CTA has next to its x, as many lines for each
 // 64 columns as it has tokens, and its ordered sums.
@@ -185,24 +194,6 @@ inline bool is_wide(const LinearParams& p, const DeviceInfo& device) {
     return p.rows > most && supports_wide(p, device);
 }
 
-// Whether the kernels for few rows of E4M3 weights should be the fastest that support it: no norm, gated weights of
-// whole 8 columns, scales of 128 columns or more, and enough to read for stages of 128 columns.
-inline bool is_thin(const Fp8LinearParams& p, const DeviceInfo& device) {
-    return p.rows <= tuning::kMostThinRows && supports_wide(p, device) && p.scale_shift >= 7 &&
-           p.in_features >= tuning::kThinFrom && !is_small(p, device);
-}
-
-// Weights are read once for each 128 rows of them, and x as often: as many CTAs as two for each multiprocessor share
-// the slices.
-inline ThinTile choose_thin_tile(const LinearParams& p, const DeviceInfo& device) {
-    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features, row_blocks = (weight_rows + 127) / 128;
-    const int tokens = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : 32;
-    for (const int cluster : {4, 2}) {
-        if (row_blocks * cluster <= 2 * device.num_sms) return {2, 1, cluster, tokens};
-    }
-    return {2, 1, 1, tokens};
-}
-
 // Few tokens a CTA, and the slices split, while each CTA has a multiprocessor.
 inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device) {
     const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
@@ -240,6 +231,57 @@ inline WideTile choose_half_wide_tile(const LinearParams& p, const DeviceInfo& d
     if (p.rows >= tuning::kSameWeightFrom && tile.split == 1 && (p.rows + tile.tokens - 1) / tile.tokens % 2 == 0)
         tile.same_weight = 2;
     return tile;
+}
+
+enum class Fp8Kernel { kTiles, kThin, kWide };
+
+// Row tiles of a CTA with which all CTAs of a launch run at once, two on each multiprocessor.
+inline int64_t row_tiles_at_once(const LinearParams& p, const DeviceInfo& device) {
+    return (count_row_tiles(p) + 2 * device.num_sms - 1) / (2 * device.num_sms);
+}
+
+// Whether few rows of E4M3 weights, without a norm, should be fastest with so many row tiles a CTA: not if that is more
+// than three, and not if x, which each CTA reads, is long.
+inline bool runs_at_once(const Fp8LinearParams& p, const DeviceInfo& device) {
+    const int64_t most = p.in_features <= tuning::kShortXOfFp8 ? 8 : tuning::kMostLongXOfFp8;
+    return p.rows <= most && !p.norm && fits_deep_tiles(device) && !is_small(p, device) &&
+           row_tiles_at_once(p, device) <= 3;
+}
+
+// Whether linear_thin should be faster than the kernels for many rows. It supports what they do, scales of 128 columns
+// or more, and enough to read for stages of 128 columns. Where these have 128 rows of x a CTA they win.
+inline bool is_thin(const Fp8LinearParams& p, const DeviceInfo& device) {
+    return p.rows <= tuning::kMostThinRows && supports_wide(p, device) && p.scale_shift >= 7 &&
+           p.in_features >= tuning::kThinFrom && !is_small(p, device) &&
+           (p.rows <= 64 || choose_wide_tile(p, device).tokens <= 64);
+}
+
+inline Fp8Kernel choose_fp8_kernel(const Fp8LinearParams& p, const DeviceInfo& device) {
+    if (runs_at_once(p, device)) return Fp8Kernel::kTiles;
+    if (is_thin(p, device)) return Fp8Kernel::kThin;
+    return is_wide(p, device) ? Fp8Kernel::kWide : Fp8Kernel::kTiles;
+}
+
+inline LinearTile choose_fp8_tile(const Fp8LinearParams& p, const DeviceInfo& device) {
+    if (runs_at_once(p, device)) return {static_cast<int>(row_tiles_at_once(p, device)), 1, 1, true};
+    return choose_tile(p, device);
+}
+
+// 64 weight rows a CTA, whose slices are split where all CTAs of a launch then still run at once. Up to 16 rows of x
+// two CTAs share a multiprocessor. With 32 they do so if four split the slices; and 128 weight rows a CTA, which read x
+// half as often, are better where they take no more rounds of the multiprocessors.
+inline ThinTile choose_thin_tile(const LinearParams& p, const DeviceInfo& device) {
+    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features, num_sms = device.num_sms;
+    const int tokens = p.rows <= 8 ? 8 : p.rows <= 16 ? 16 : p.rows <= 32 ? 32 : 64;
+    const int64_t ctas = (weight_rows + 63) / 64 * ((p.rows + tokens - 1) / tokens);
+    if (tokens == 32) {
+        if (4 * ctas <= 2 * num_sms) return {1, 1, 4, tokens};
+        const auto rounds = [&](int64_t count) { return (count + num_sms - 1) / num_sms; };
+        if (2 * rounds((ctas + 1) / 2) <= rounds(ctas)) return {2, 1, 1, tokens};
+        return {1, 2, 1, tokens};
+    }
+    const int64_t at_once = tokens <= 16 ? 2 * num_sms : num_sms;
+    return {1, 2, 2 * ctas <= at_once ? 2 : 1, tokens};
 }
 
 }  // namespace tide::cuda

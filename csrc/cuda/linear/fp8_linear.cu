@@ -17,11 +17,12 @@ void check_fp8(const char* op, const Fp8LinearParams& p) {
 
 template <typename Params>
 void launch_fp8(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
-    if (is_thin(params, device))
+    const Fp8Kernel kernel = choose_fp8_kernel(params, device);
+    if (kernel == Fp8Kernel::kThin)
         return launch_linear_thin<__nv_bfloat16>(params, choose_thin_tile(params, device), stream);
-    if (is_wide(params, device))
+    if (kernel == Fp8Kernel::kWide)
         return launch_linear_wide<__nv_bfloat16>(params, choose_wide_tile(params, device), stream);
-    const LinearTile tile = choose_tile(params, device);
+    const LinearTile tile = choose_fp8_tile(params, device);
     if (params.norm) return launch_linear_tiles<__nv_bfloat16, true>(params, tile, stream);
     launch_linear_tiles<__nv_bfloat16, false>(params, tile, stream);
 }

@@ -8,7 +8,8 @@
 
 namespace tide::cuda {
 
-// One of kLinearTiles. kNormed: there is a norm; for __nv_bfloat16 only, as are E4M3 weights (Fp8LinearParams).
+// One of kLinearTiles that has_kernel(). kNormed: there is a norm; for __nv_bfloat16 only, as are E4M3 weights
+// (Fp8LinearParams).
 template <typename T, bool kNormed, typename Params>
 void launch_linear_tiles(const Params& params, const LinearTile& tile, cudaStream_t stream);
 

@@ -1,4 +1,5 @@
-// The linear of E4M3 weights for few rows on sm_90a: as the one for many rows (wide.cuh), but no sum is waited for.
+// The linear of E4M3 weights for up to 128 rows on sm_90a: as the one for many rows (wide.cuh), but no sum is waited
+// for.
 //
 // A group of four warps has 64 weight rows and some neighbouring slices of them, all side by side in registers. Groups
 // of a CTA, and CTAs of a cluster, share out rows and slices; in the end all sums are put into shared memory, and each
@@ -295,7 +296,7 @@ bool launch_thin_if_chosen(const Params& p, const ThinTile& tile, cudaStream_t s
     constexpr ThinTile kTile = kThinTiles[kIndex];
     if (!(tile == kTile)) return false;
     using Layout = ThinLayout<kTile.row_groups, kTile.slice_groups, kTile.cluster, kTile.tokens, Params>;
-    launch_thin<T, Layout>(p, Layout::kCtasPerSm > 1 ? kThinBytes : kWideBytes, stream);
+    launch_thin<T, Layout>(p, thin_ring_bytes(kTile), stream);
     return true;
 }
 

@@ -322,7 +322,7 @@ void launch_tile(const Params& p, cudaStream_t stream) {
 template <typename T, bool kNormed, size_t kIndex, typename Params>
 bool launch_if_chosen(const Params& p, const LinearTile& tile, cudaStream_t stream) {
     constexpr LinearTile kTile = kLinearTiles[kIndex];
-    if constexpr (kNormed && !has_normed_kernel(kTile)) {
+    if constexpr (!has_kernel(kTile, kNormed, kIsFp8<Params>)) {
         return false;
     } else {
         if (!(tile == kTile)) return false;

@@ -17,10 +17,11 @@ from tide_core.calibration.report.data import (
     Measured,
     PartSize,
     ReportData,
+    TrainingPoint,
     candidate_curves,
     reliability,
 )
-from tide_core.calibration.report.report import CAPTIONS, add_measured, render_report
+from tide_core.calibration.report.report import CAPTIONS, add_measured, render_report, report_text
 from tide_core.calibration.risk.costs import CostModel, predict_speedups
 from tide_core.calibration.risk.decide import choose_fast, plan_candidates, plan_drafts, threshold_grid, verdict_lines
 from tide_core.calibration.risk.simulate import acceptance_by_distance, pack
@@ -100,6 +101,13 @@ def test_the_report_states_model_data_tables_verdict_and_how_to_repeat_it(
     ):
         assert expected in text
     assert all(f"]({name})" in text for name in CAPTIONS)
+
+
+def test_the_report_shows_what_the_minutes_of_training_brought(data: ReportData) -> None:
+    points = (TrainingPoint(400, 1.04, 1.731), TrainingPoint(800, None, 2.0))
+    text = report_text(replace(data, curve=points))
+    assert "| 400 | 1.0 | 1.73 |\n| 800 | – | 2.00 |" in text
+    assert "## Training" not in report_text(data), "a run of an earlier version"
 
 
 def test_every_plot_is_a_small_picture_with_labelled_axes(data: ReportData, files: dict[str, bytes]) -> None:

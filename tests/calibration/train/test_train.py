@@ -17,7 +17,7 @@ from tide_core.calibration.risk.traces import agreement
 from tide_core.calibration.train import train
 from tide_core.calibration.train.candidates import Candidate
 from tide_core.calibration.train.learner import Learner
-from tide_core.calibration.train.train import _padded, fit, loss_rows
+from tide_core.calibration.train.train import Fitted, _padded, fit, loss_rows, tokens_per_pass
 from tide_core.errors import ConfigError, TideError
 from tide_core.exits.artefact.router import CONFIDENCE_SIZE
 
@@ -30,9 +30,18 @@ def settings(**changes: Any) -> CalibrationConfig:
 
 
 def fitted(shards: TokenShards, *names: str, **changes: Any) -> list[Candidate]:
+    return whole_fit(shards, *names, **changes).candidates
+
+
+def whole_fit(shards: TokenShards, *names: str, **changes: Any) -> Fitted:
     resume_dir = changes.pop("resume_dir", None)
     config = settings(candidates=names or (BLOCK,), **changes)
-    return fit(config, tiny_adapter(), shards, SHORTLIST, resume_dir=resume_dir).candidates
+    return fit(config, tiny_adapter(), shards, SHORTLIST, resume_dir=resume_dir)
+
+
+def shown(fitted: Fitted) -> list[tuple[int, dict[str, float]]]:
+    """The curve of a training without its times."""
+    return [(point.steps, dict(point.tokens_per_pass)) for point in fitted.curve]
 
 
 def weights(candidate: Candidate) -> list[torch.Tensor]:
@@ -108,7 +117,8 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: p
     names = (BLOCK, "2:mlp:deep:muon:hidden=8", "1:affine", "1:identity")
     monkeypatch.setattr(train, "SAVE_EVERY", 3)
     monkeypatch.setattr(train, "SAVE_SHARE", math.inf)
-    whole = fitted(shards, *names, steps=11)
+    monkeypatch.setattr(train, "REPORT_EVERY", 4)
+    whole = whole_fit(shards, *names, steps=11)
     steps: list[int] = []
     begin = Learner.begin
 
@@ -123,9 +133,26 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: p
         fitted(shards, *names, steps=11, resume_dir=tmp_path / "run")
     monkeypatch.setattr(Learner, "begin", lambda self, step, *spent: (steps.append(step), begin(self, step, *spent)))
     steps.clear()
-    resumed = fitted(shards, *names, steps=11, resume_dir=tmp_path / "run")
+    resumed = whole_fit(shards, *names, steps=11, resume_dir=tmp_path / "run")
     assert steps[0] == 6  # the last saved state is after six steps
-    assert all(same(left, right) for left, right in zip(resumed, whole, strict=True))
+    assert all(same(left, right) for left, right in zip(resumed.candidates, whole.candidates, strict=True))
+    assert shown(resumed) == shown(whole)
+    assert [steps for steps, _ in shown(whole)] == [4, 8, 11]
+
+
+def test_the_curve_of_a_training_rises_with_what_its_heads_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "REPORT_EVERY", 10)
+    points = shown(whole_fit(write_sequences(tmp_path), BLOCK, "2:affine", steps=60, learning_rate=0.003))
+    assert [steps for steps, _ in points] == [10, 20, 30, 40, 50, 60]
+    assert all(points[-1][1][name] > points[0][1][name] + 0.05 for name in (BLOCK, "2:affine"))
+    assert all(1.0 <= tokens[BLOCK] <= 4.0 and tokens["2:affine"] <= 2.0 for _, tokens in points)
+
+
+def test_a_draft_counts_only_if_those_before_it_are_right() -> None:
+    assert tokens_per_pass((0.5, 0.4, 1.0)) == pytest.approx(1.0 + 0.5 + 0.2 + 0.2)
+    assert tokens_per_pass(()) == 1.0
 
 
 def test_a_training_that_was_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

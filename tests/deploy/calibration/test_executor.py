@@ -61,6 +61,18 @@ def test_an_item_that_was_lost_is_the_next_to_be_done(cluster: Cluster) -> None:
     assert [item for item, _ in executor_of().map_unordered(work, ITEMS)] == ITEMS
 
 
+def test_after_the_end_of_the_time_no_item_begins_and_those_that_run_are_finished(cluster: Cluster) -> None:
+    done = list(executor_of(count=2).map_unordered(work, ITEMS, lambda: True))
+    assert sorted(done) == [(item, f"{item} done") for item in ITEMS[:2]]
+    assert cluster.at_work == []
+
+
+def test_an_item_is_done_even_if_the_time_was_over_before_and_its_worker_dies(cluster: Cluster) -> None:
+    cluster.on_run = lambda number, item: [died()] if number == 0 else [TaskDone(f"{item} done", 2.0)]
+    done = list(executor_of(count=1).map_unordered(work, ITEMS, lambda: True))
+    assert done == [(ITEMS[0], f"{ITEMS[0]} done")]
+
+
 def test_an_item_whose_worker_hangs_is_done_by_another(cluster: Cluster) -> None:
     cluster.on_run = lambda number, item: [SILENCE] if number == 0 else [TaskDone(f"{item} done", 2.0)]
     done = list(executor_of(count=2, stall_s=30.0).map_unordered(work, ITEMS))

@@ -32,7 +32,7 @@ class MovesOn(LocalExecutor):
         super().__init__(context)
         self._num = 0
 
-    def map_unordered(self, task: Any, items: Any) -> Iterator[tuple[Any, Any]]:
+    def map_unordered(self, task: Any, items: Any, *rest: Any) -> Iterator[tuple[Any, Any]]:
         for item in items:
             self._move()
             yield from super().map_unordered(task, [item])

@@ -1,10 +1,10 @@
 // Prints tables of the host side, one line each.
 //   plan ROWS DRAFTS BRANCH_SIZE   where each part of a cycle's plan begins, and how long its buffers are
-//   tiles ARCH SHARED NORMED       the tiles of the linear for few rows that are built, then those that are chosen
-//   thin                           the same of E4M3 weights on sm_90a
+//   tiles ARCH SHARED NORMED FP8   the tiles of the linear for few rows that are built, then those that are chosen
+//   thin                           the same of linear_thin
+//   ways IN OUT GATED              what a linear of E4M3 weights runs in on an H200, for 1 to 256 rows
 //   fp8 COLUMNS                    of a stage of E4M3 weights: bytes of a tile and copies; row, vector and place of
-//   what
-//                                  each lane copies first; the places that each lane names, a line for 32 columns
+//                                  what each lane copies first; the places that each lane names, a line for 32 columns
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -36,31 +36,50 @@ static void print_plan(int rows, int drafts, int branch_size) {
         std::printf("%ld ", static_cast<long>(part - narrow.data()));
 }
 
-static void print_tiles(int arch, int shared_bytes, bool normed) {
+static DeviceInfo device_of(int arch, int shared_bytes) {
     DeviceInfo device = {};
     device.arch = arch;
     device.num_sms = 132;
     device.shared_bytes = shared_bytes;
-    for (const LinearTile& tile : kLinearTiles) {
-        if (!normed || has_normed_kernel(tile)) std::printf("%s ", name_of(tile).c_str());
-    }
-    std::puts("");
-    std::set<std::string> chosen;
-    for (int64_t k = 64; k <= 16384; k = k * 5 / 4 / 8 * 8) {
+    return device;
+}
+
+static DeviceInfo h200() {
+    DeviceInfo device = device_of(90, kSharedOfCta90);
+    device.sm90a = true;
+    return device;
+}
+
+// Linears of every size.
+template <typename Use>
+static void for_every_linear(const Use& use) {
+    for (int64_t k = 64; k <= 32768; k = k * 5 / 4 / 8 * 8) {
         for (int64_t n = 16; n <= 200000; n = n * 5 / 4) {
-            for (const int64_t rows : {1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 256, 1000}) {
-                LinearParams p = {};
+            for (const int64_t rows : {1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 1000}) {
+                Fp8LinearParams p = {};
                 p.rows = rows;
                 p.in_features = k;
                 p.out_features = n;
-                p.norm = normed ? &p : nullptr;
+                p.scale_shift = kWholeRows;
                 for (const bool gated : {false, true}) {
                     p.gated = gated;
-                    chosen.insert(name_of(choose_tile(p, device)));
+                    use(p);
                 }
             }
         }
     }
+}
+
+static void print_tiles(const DeviceInfo& device, bool normed, bool fp8) {
+    for (const LinearTile& tile : kLinearTiles) {
+        if (has_kernel(tile, normed, fp8)) std::printf("%s ", name_of(tile).c_str());
+    }
+    std::puts("");
+    std::set<std::string> chosen;
+    for_every_linear([&](Fp8LinearParams& p) {
+        p.norm = normed ? &p : nullptr;
+        chosen.insert(name_of(fp8 ? choose_fp8_tile(p, device) : choose_tile(p, device)));
+    });
     for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
 }
 
@@ -70,23 +89,35 @@ static std::string name_of(const ThinTile& tile) {
 }
 
 static void print_thin() {
-    DeviceInfo device = {};
-    device.num_sms = 132;
+    const DeviceInfo device = h200();
     for (const ThinTile& tile : kThinTiles) std::printf("%s ", name_of(tile).c_str());
     std::puts("");
     std::set<std::string> chosen;
-    for (int64_t n = 16; n <= 200000; n = n * 5 / 4) {
-        for (int64_t rows = 1; rows <= 32; ++rows) {  // all that a tile has tokens for
-            LinearParams p = {};
-            p.rows = rows;
-            p.out_features = n;
-            for (const bool gated : {false, true}) {
-                p.gated = gated;
-                chosen.insert(name_of(choose_thin_tile(p, device)));
-            }
+    for_every_linear([&](const Fp8LinearParams& p) {
+        if (choose_fp8_kernel(p, device) == Fp8Kernel::kThin) chosen.insert(name_of(choose_thin_tile(p, device)));
+    });
+    for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
+}
+
+static void print_ways(int64_t in_features, int64_t out_features, bool gated) {
+    Fp8LinearParams p = {};
+    p.in_features = in_features;
+    p.out_features = out_features;
+    p.gated = gated;
+    p.scale_shift = kWholeRows;
+    const DeviceInfo device = h200();
+    for (p.rows = 1; p.rows <= 256; ++p.rows) {
+        switch (choose_fp8_kernel(p, device)) {
+            case Fp8Kernel::kThin:
+                std::printf("thin %s\n", name_of(choose_thin_tile(p, device)).c_str());
+                break;
+            case Fp8Kernel::kWide:
+                std::printf("wide x%d\n", choose_wide_tile(p, device).tokens);
+                break;
+            default:
+                std::printf("tiles %s\n", name_of(choose_fp8_tile(p, device)).c_str());
         }
     }
-    for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
 }
 
 template <int kColumns>
@@ -106,7 +137,9 @@ static void print_fp8() {
 int main(int, char** words) {
     const auto number = [&](int at) { return std::atoi(words[at]); };
     if (std::strcmp(words[1], "plan") == 0) print_plan(number(2), number(3), number(4));
-    if (std::strcmp(words[1], "tiles") == 0) print_tiles(number(2), number(3), number(4) != 0);
+    if (std::strcmp(words[1], "tiles") == 0)
+        print_tiles(device_of(number(2), number(3)), number(4) != 0, number(5) != 0);
+    if (std::strcmp(words[1], "ways") == 0) print_ways(number(2), number(3), number(4) != 0);
     if (std::strcmp(words[1], "thin") == 0) print_thin();
     if (std::strcmp(words[1], "fp8") == 0) number(2) == 64 ? print_fp8<64>() : print_fp8<32>();
 }

@@ -38,15 +38,18 @@ static void run(const std::string& kernel, const Params& p) {
     if (kernel == "1short") return launch_tile_of<T, 1, kNormed, true>(p, nullptr);
     if (kernel == "2short") return launch_tile_of<T, 2, kNormed, true>(p, nullptr);
     if (kernel == "2x2") return launch_staged<T, StagedLayout<2, 2, 1, false, kNormed, Params>>(p, nullptr);
+    if (kernel == "1x1") return launch_staged<T, StagedLayout<1, 1, 1, false, kNormed, Params>>(p, nullptr);
+    if (kernel == "3x1") return launch_staged<T, StagedLayout<3, 1, 1, false, kNormed, Params>>(p, nullptr);
     if (kernel == "4x1") return launch_staged<T, StagedLayout<4, 1, 1, false, kNormed, Params>>(p, nullptr);
     if (kernel == "3x4") return launch_staged<T, StagedLayout<3, 4, 1, true, kNormed, Params>>(p, nullptr);
     if (kernel == "2x8") return launch_staged<T, StagedLayout<2, 8, 1, false, kNormed, Params>>(p, nullptr);
     if constexpr (!kNormed && kFp8) {  // the other one is that of one tile
         constexpr int kRing = 100 * 1024;
         if (kernel == "thin 1x2x8") return launch_thin<T, ThinLayout<1, 2, 1, 8, Params>>(p, kRing, nullptr);
-        if (kernel == "thin 2x1x8") return launch_thin<T, ThinLayout<2, 1, 1, 8, Params>>(p, kRing, nullptr);
-        if (kernel == "thin 2x2x32") return launch_thin<T, ThinLayout<2, 2, 1, 32, Params>>(p, kRing, nullptr);
-        if (kernel == "thin 1x4x64") return launch_thin<T, ThinLayout<1, 4, 1, 64, Params>>(p, kRing, nullptr);
+        if (kernel == "thin 1x2x16") return launch_thin<T, ThinLayout<1, 2, 1, 16, Params>>(p, kRing, nullptr);
+        if (kernel == "thin 2x1x32") return launch_thin<T, ThinLayout<2, 1, 1, 32, Params>>(p, kRing, nullptr);
+        if (kernel == "thin 1x4x32") return launch_thin<T, ThinLayout<1, 4, 1, 32, Params>>(p, 128 * 1024, nullptr);
+        if (kernel == "thin 1x2x64") return launch_thin<T, ThinLayout<1, 2, 1, 64, Params>>(p, kRing, nullptr);
     }
     if (kernel.rfind("thin", 0) == 0) return launch_tile_of<T, 1, kNormed, false>(p, nullptr);
     if constexpr (!kNormed) {

@@ -115,6 +115,17 @@ class FastFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingPoint:
+    """How good the published exit was during its training."""
+
+    steps: int
+    minutes: float | None
+    """None in a run without a limit on its time and without timings, whose report is the same every time."""
+    tokens_per_pass: float
+    """With a draft at every distance, on the batches of training just before."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReportData:
     """Everything that the report shows."""
 
@@ -148,6 +159,8 @@ class ReportData:
     notes: tuple[str, ...] = field(default=())
     """Sentences after the verdict."""
     fast_exits: FastFigures | None = None
+    curve: tuple[TrainingPoint, ...] = ()
+    """Of the published exit; empty for runs of earlier versions."""
     considered: tuple[Considered, ...] = ()
     """Heads that were priced before training; empty where the settings left nothing to choose."""
 

@@ -19,6 +19,7 @@ from tide_core.calibration.report.data import (
     Measured,
     PartSize,
     ReportData,
+    TrainingPoint,
     candidate_curves,
     reliability,
 )
@@ -29,6 +30,7 @@ from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.calibration.train.candidates import Candidate
 from tide_core.calibration.train.choice import Choice
 from tide_core.calibration.train.fast import TrainedFast
+from tide_core.calibration.train.train import CurvePoint
 from tide_core.exits.artefact.artefact import (
     HEADS_FILE,
     MANIFEST_FILE,
@@ -42,6 +44,7 @@ from tide_core.exits.artefact.artefact import (
 from tide_core.identity import ModelIdentity
 from tide_core.models.adapter import ModelAdapter
 
+MOST_CURVE_POINTS = 8
 NOTE = (
     "Exits were compared on the test part. What is stated of the published one was measured on the calibration part, "
     "which nothing before had seen."
@@ -74,6 +77,7 @@ class Findings:
     """How the candidates were chosen."""
     steps: int | None = None
     """Of training, if the time for it was over before the last one."""
+    curve: Sequence[CurvePoint] = ()
     fast: TrainedFast | None = None
 
 
@@ -193,7 +197,20 @@ def report_of(findings: Findings, decision: Decision, tool_version: str) -> Repo
         verdict=decision.verdict,
         workers=tuple(findings.workers),
         notes=notes_of(findings),
+        curve=curve_of(findings, best.name),
         considered=() if findings.choice is None else findings.choice.considered,
+    )
+
+
+def curve_of(findings: Findings, name: str) -> tuple[TrainingPoint, ...]:
+    """At most `MOST_CURVE_POINTS` of a candidate, evenly spaced, the last one among them."""
+    config, points = findings.config, [point for point in findings.curve if name in point.tokens_per_pass]
+    timed = config.minutes is not None or bool(config.measure_batches)
+    count = min(len(points), MOST_CURVE_POINTS)
+    chosen = [points[len(points) * number // count - 1] for number in range(1, count + 1)]
+    return tuple(
+        TrainingPoint(point.steps, point.seconds / 60.0 if timed else None, point.tokens_per_pass[name])
+        for point in chosen
     )
 
 

@@ -61,6 +61,7 @@ def report_text(data: ReportData, plots: Sequence[str] = ()) -> str:
         _considered(data) if data.considered else "",
         _candidates(data),
         _drafting(data),
+        _curve(data) if data.curve else "",
         _fast(data),
         _speedups(data),
         _workers(data) if data.workers else "",
@@ -142,6 +143,18 @@ def _drafting(data: ReportData) -> str:
     text = f"{data.tokens_per_deep_pass:.2f} tokens per deep pass with up to {chosen.max_drafts} drafts at scores of "
     text += f"at least {chosen.draft_threshold:g}, mode `verified`."
     return f"## Drafting\n\n{text}\n\n{_table(('distance', 'accepted, of drafts made'), rows)}"
+
+
+def _curve(data: ReportData) -> str:
+    rows = [
+        (str(p.steps), "–" if p.minutes is None else f"{p.minutes:.1f}", f"{p.tokens_per_pass:.2f}") for p in data.curve
+    ]
+    text = (
+        "Tokens of a deep pass with a draft at every distance, on the text of training just before: whether more time "
+        "would pay. A training that ends earlier does a little better than its line, since its learning rate falls to "
+        "its own end."
+    )
+    return f"## Training\n\n{_table(('steps', 'minutes', 'tokens per deep pass'), rows)}\n\n{text}"
 
 
 def _fast(data: ReportData) -> str:

@@ -97,8 +97,8 @@ class Losses:
 
     head: float
     router: float
-    agreement: float
-    """Share of the positions, at distance 1, at which the exit's token was the full-depth one."""
+    agreement: tuple[float, ...]
+    """By distance, from 1: share of the positions at which the exit's token was the full-depth one."""
 
 
 class Learner:
@@ -118,10 +118,11 @@ class Learner:
         self._rate: float = next(rate for rate in (spec.lr, config.learning_rate, usual) if rate is not None)
         device = self._parameters[0].device
         self._rate_now: Tensor | float = torch.zeros((), device=device) if device.type == "cuda" else 0.0
-        self._latest = torch.zeros(3, device=device)
+        num_distances = max(1, candidate.head.spec.max_distance)
+        self._latest = torch.zeros(2 + num_distances, device=device)
         self._optimisers = self._make_optimisers(spec)
-        self._sums = torch.zeros(4, device=device)
-        """Head loss, router loss, agreement, number of steps."""
+        self._sums = torch.zeros(3 + num_distances, device=device)
+        """Head loss, router loss, agreement at every distance, number of steps."""
         self._broke_at = torch.full((), -1, device=device)
 
     def begin(self, step: int, time_spent: float = 0.0) -> None:
@@ -147,14 +148,13 @@ class Learner:
             at_checkpoint = states.at[self.candidate.layer]
             features = features_by_distance(head, at_checkpoint, deep, distances, rows=targets.rows)
         weights = [DISTANCE_DECAY ** (distance - 1) for distance in distances]
-        first, total = None, torch.zeros(3, device=device)
+        total, agreement = torch.zeros(2, device=device), []
         for distance, weight in zip(distances, weights, strict=True):
             losses = self._losses(teacher, features[distance], targets)
-            first = losses if first is None else first
-            total = total + losses * (weight / sum(weights))
-        assert first is not None
+            total = total + losses[:2] * (weight / sum(weights))
+            agreement.append(losses[2])
         (total[0] + total[1]).backward()  # type: ignore[no-untyped-call]
-        latest = torch.cat((total[:2], first[2:])).detach()
+        latest = torch.cat((total, torch.stack(agreement))).detach()
         self._group.all_reduce([*(p.grad for p in self._parameters if p.grad is not None), latest])
         for module in (self.candidate.head, self.candidate.router):
             nn.utils.clip_grad_norm_(list(module.parameters()), MAX_GRADIENT_NORM)
@@ -184,20 +184,24 @@ class Learner:
         return torch.stack((head_loss, (wrong * targets.weight).sum() / num, (agree * targets.weight).sum() / num))
 
     def _add_losses(self, step: int, losses: Tensor) -> None:
-        self._sums[:3] += losses
-        self._sums[3] += 1
+        self._sums[:-1] += losses
+        self._sums[-1] += 1
         broken = ~losses.isfinite().all() & (self._broke_at < 0)
         self._broke_at = torch.where(broken, step, self._broke_at)
 
     def report(self) -> Losses:
         """The means since the last report; waits for the device. Raises if a loss was not finite."""
+        self.check_finite()
+        head, router, *agreement, _ = (self._sums / self._sums[-1].clamp(min=1.0)).tolist()
+        self._sums.zero_()
+        return Losses(head, router, tuple(agreement))
+
+    def check_finite(self) -> None:
+        """Raise if a loss was not finite; waits for the device."""
         broke_at = int(self._broke_at)
         if broke_at >= 0:
             what = f"the loss of candidate {self.candidate.name} was not finite at step {broke_at}"
             raise TideError(f"{what}: nothing of this run after step {broke_at} is usable; lower learning_rate")
-        head, router, agreement, steps = self._sums.tolist()
-        self._sums.zero_()
-        return Losses(head / max(1.0, steps), router / max(1.0, steps), agreement / max(1.0, steps))
 
     def finish(self) -> Candidate:
         """The candidate with its final weights, the running means."""
@@ -207,8 +211,9 @@ class Learner:
         return self.candidate
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that the next step depends on, by name."""
-        named = {f"weight.{index}": tensor.detach() for index, tensor in enumerate(self._parameters)}
+        """The state that the next step and the next report depend on, by name."""
+        named = {"sums": self._sums}
+        named |= {f"weight.{index}": tensor.detach() for index, tensor in enumerate(self._parameters)}
         named |= {f"mean.{index}": tensor for index, tensor in enumerate(self._mean)}
         for number, optimiser in enumerate(self._optimisers):
             for index, state in optimiser.state_dict()["state"].items():
@@ -218,6 +223,8 @@ class Learner:
     @torch.no_grad()
     def load(self, named: Mapping[str, Tensor]) -> None:
         """Restore the state that `tensors` returned."""
+        if "sums" in named:  # not in states of earlier versions
+            self._sums.copy_(named["sums"])
         for what, to in (("weight", self._parameters), ("mean", self._mean)):
             for index, tensor in enumerate(to):
                 tensor.copy_(named[f"{what}.{index}"])

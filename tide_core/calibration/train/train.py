@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,10 @@ def fit(
                 learner.end(step)
             done = step + 1
             if done % REPORT_EVERY == 0 or done == config.steps:
-                stage.update(1, **{learner.candidate.name: learner.report().head for learner in learners})
+                losses = {learner.candidate.name: learner.report() for learner in learners}
+                stage.update(1, **{name: each.head for name, each in losses.items()})
+                tokens = {name: tokens_per_pass(each.agreement) for name, each in losses.items()}
+                saved.curve.append(CurvePoint(done, clock.seconds, tokens))
             else:
                 stage.update(1)
             if group.rank == 0 and (done == config.steps or saved.is_due(done)):
@@ -119,7 +124,7 @@ def fit(
         if done > saved.step and group.rank == 0:  # the time is over
             saved.save(learners, done, clock.seconds)
             on_saved()
-    return Fitted([learner.finish() for learner in learners], done)
+    return Fitted([learner.finish() for learner in learners], done, saved.curve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,23 @@ class Fitted:
 
     candidates: list[Candidate]
     steps: int
+    curve: Sequence[CurvePoint] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """How far training had come."""
+
+    steps: int
+    seconds: float
+    """Of training, that of earlier starts included."""
+    tokens_per_pass: Mapping[str, float]
+    """By candidate, over the last steps before."""
+
+
+def tokens_per_pass(agreement: Sequence[float]) -> float:
+    """Tokens of a deep pass with a draft at every distance, each right as often as it agrees."""
+    return 1.0 + math.fsum(accumulate(agreement, operator.mul))
 
 
 class Clock:
@@ -317,6 +339,8 @@ class SavedState:
         """Steps in the last saved state."""
         self.seconds = 0.0
         """Time of training in the state that was loaded."""
+        self.curve: list[CurvePoint] = []
+        """Of all starts."""
 
     def load(self, learners: Sequence[Learner]) -> int:
         """Restore the learners; returns the first step that is not done."""
@@ -338,6 +362,7 @@ class SavedState:
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             learner.load(own)
         self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
+        self.curve = [CurvePoint(**point) for point in json.loads(metadata.get("curve", "[]"))]
         return self.step
 
     def is_due(self, step: int) -> bool:
@@ -353,10 +378,12 @@ class SavedState:
         started = time.monotonic()
         tensors: dict[str, Tensor] = {}
         for index, learner in enumerate(learners):
-            learner.report()  # raises for a state that is not finite
+            learner.check_finite()
             tensors |= {f"{index}.{name}": tensor.cpu().contiguous() for name, tensor in learner.tensors().items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, save(tensors, {"run": self._run, "step": str(step), "seconds": f"{seconds:.3f}"}))
+        metadata = {"run": self._run, "step": str(step), "seconds": f"{seconds:.3f}"}
+        metadata["curve"] = json.dumps([asdict(point) for point in self.curve])
+        write_whole(self._path, save(tensors, metadata))
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - started
 

@@ -1,5 +1,5 @@
 // Times every way to run a linear of E4M3 weights that is built, on the linears of an 8B and of a 70B.
-//   fp8_bench [ROWS ...]   rows of x; 1 8 32 64 128 if none are given
+//   fp8_bench [chosen] [ROWS ...]   rows of x; 1 8 32 64 128 if none are given; `chosen`: none but the chosen ways
 // Standard output: a JSON line for each case and way. Standard error: for each case the tile that is chosen beside the
 // best one, with the share of the floor (bytes of weight, scales, x and y at the rate at which the H200 reads), and
 // bfloat16 in the tile that is chosen there. `other` counts ways whose bits are not those of bfloat16.
@@ -50,6 +50,7 @@ template <typename Params>
 Variants<Params> all_variants(const LinearParams& p) {
     Variants<Params> found;
     for (const LinearTile& tile : kLinearTiles) {
+        if (!has_kernel(tile, false, true)) continue;
         found.push_back({name_of(tile), tile.token_tiles * 8, [tile](const Params& q, cudaStream_t stream) {
                              launch_linear_tiles<T, false>(q, tile, stream);
                          }});
@@ -68,7 +69,7 @@ Variants<Params> all_variants(const LinearParams& p) {
 }
 
 template <typename Params>
-void time_shape(const Shape& s, bool blocks, bool sweep, const std::vector<int64_t>& counts, const Memory& memory) {
+void time_shape(const Shape& s, bool blocks, bool all_ways, const std::vector<int64_t>& counts, const Memory& memory) {
     constexpr bool kDealt = kIsDealt<Params>;
     const std::string kind = std::string(kDealt ? "dealt" : "bytes") + (blocks ? ", blocks" : ", rows");
     Params p = {};
@@ -138,15 +139,13 @@ void time_shape(const Shape& s, bool blocks, bool sweep, const std::vector<int64
         };
         const double chosen =
             report({"chosen", 0, [](const Params& q, cudaStream_t stream) { fp8_linear(q, kDealt, stream); }});
-        const std::string chosen_name = is_thin(p, device)
-                                            ? "thin /" + std::to_string(choose_thin_tile(p, device).cluster) + "x" +
-                                                  std::to_string(choose_thin_tile(p, device).tokens)
-                                            : name_of_chosen(p, device);
+        const std::string chosen_name = name_of_chosen(p, device);
         for (const Variant<Params>& v : all_variants<Params>(p)) {
             const bool fits = v.tokens >= std::min<int64_t>(rows, 64) && v.tokens <= std::max<int64_t>(8, 2 * rows - 1);
-            if (fits && (sweep || v.name.rfind("thin 2x1", 0) == 0)) report(v);
+            if (fits && all_ways) report(v);
         }
-        std::fprintf(stderr, "%-12s %4ld %-14s %5.1f%% %7.2f %-16s best %5.1f%% %7.2f %-18s bf16 %7.2f other %d\n",
+        if (best_name.empty()) best = chosen;
+        std::fprintf(stderr, "%-12s %4ld %-14s %5.1f%% %7.2f %-18s best %5.1f%% %7.2f %-18s bf16 %7.2f other %d\n",
                      s.name, rows, kind.c_str(), 100 * floor / chosen, chosen, chosen_name.c_str(), 100 * floor / best,
                      best, best_name.c_str(), half_us, other);
     }
@@ -159,7 +158,8 @@ int main(int argc, char** argv) {
     using namespace tide::cuda;
     using namespace tide::cuda::bench;
     std::vector<int64_t> counts;
-    for (int i = 1; i < argc; ++i) counts.push_back(std::strtol(argv[i], nullptr, 10));
+    const bool all_ways = argc < 2 || std::strcmp(argv[1], "chosen") != 0;
+    for (int i = all_ways ? 1 : 2; i < argc; ++i) counts.push_back(std::strtol(argv[i], nullptr, 10));
     if (counts.empty()) counts = {1, 8, 32, 64, 128};
     const Memory memory;
     fill_codes<<<1024, 256>>>(memory.weights.get<uint32_t>(), memory.weights.bytes() / 4);
@@ -169,8 +169,8 @@ int main(int argc, char** argv) {
                             {"70B qkv", 10240, 8192, false},    {"70B o", 8192, 8192, false},
                             {"70B gate up", 28672, 8192, true}, {"70B down", 8192, 28672, false}};
     for (const Shape& s : shapes) {
-        time_shape<DealtFp8LinearParams>(s, false, true, counts, memory);
-        time_shape<Fp8LinearParams>(s, true, false, counts, memory);
-        time_shape<DealtFp8LinearParams>(s, true, false, counts, memory);
+        time_shape<DealtFp8LinearParams>(s, false, all_ways, counts, memory);
+        time_shape<Fp8LinearParams>(s, true, all_ways, counts, memory);
+        time_shape<DealtFp8LinearParams>(s, true, all_ways, counts, memory);
     }
 }

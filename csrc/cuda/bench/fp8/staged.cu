@@ -17,8 +17,8 @@ void add_staged_tile(Variants<Params>& variants) {
 
 template <typename Params>
 void add_staged(Variants<Params>& variants) {
-    add_staged_tile<1, 1, 1, false>(variants);
-    add_staged_tile<3, 1, 1, false>(variants);
+    add_staged_tile<2, 1, 1, true>(variants);
+    add_staged_tile<3, 1, 1, true>(variants);
     add_staged_tile<4, 1, 1, true>(variants);
     add_staged_tile<1, 4, 1, false>(variants);
 }

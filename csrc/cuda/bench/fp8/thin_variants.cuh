@@ -27,6 +27,8 @@ void add_thin(Variants<Params>& variants) {
     add_thin_tile<2, 1, 4, kTokens>(variants);
     add_thin_tile<1, 2, 1, kTokens>(variants);
     add_thin_tile<1, 2, 2, kTokens>(variants);
+    if constexpr (kTokens <= 16) add_thin_tile<1, 1, 1, kTokens>(variants);
+    if constexpr (kTokens <= 32) add_thin_tile<1, 1, 2, kTokens>(variants);
     add_thin_tile<1, 1, 4, kTokens>(variants);
     if constexpr (kTokens <= 32) add_thin_tile<2, 2, 2, kTokens>(variants);
 }
