@@ -19,22 +19,21 @@ HALF_WIDTHS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 MOST = 1024
 COUNTS = (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 200, 256, 257, 500, MOST)
 SHAPES = {
-    "4096 of 4096, residual": lambda dtype: linear(dtype, 4096, 4096, residual=True),
-    "6144 of 4096, bias": lambda dtype: linear(dtype, 6144, 4096, bias=True),
-    "14336 of 4096, gated": lambda dtype: linear(dtype, 14336, 4096, gated=True),
-    "4096 of 14336, residual": lambda dtype: linear(dtype, 4096, 14336, residual=True),
-    "20000 of 2056, gated, bias, residual": lambda dtype: linear(
-        dtype, 20000, 2056, gated=True, bias=True, residual=True
-    ),
-    "5001 of 3592, bias": lambda dtype: linear(dtype, 5001, 3592, bias=True),
-    "7680 of 4608": lambda dtype: linear(dtype, 7680, 4608),
-    "12288 of 4608, gated": lambda dtype: linear(dtype, 12288, 4608, gated=True),
-    "4608 of 12288, residual": lambda dtype: linear(dtype, 4608, 12288, residual=True),
-    "576 of 1536": lambda dtype: linear(dtype, 576, 1536),
-    "70000 of 520, as an LM head": lambda dtype: linear(dtype, 70000, 520),
-    "49152 of 576, as the demo's": lambda dtype: linear(dtype, 49152, 576),
-    "34000 of 1000, bias, residual": lambda dtype: linear(dtype, 34000, 1000, bias=True, residual=True),
+    "4096 of 4096, residual": (4096, 4096, {"residual": True}),
+    "6144 of 4096, bias": (6144, 4096, {"bias": True}),
+    "14336 of 4096, gated": (14336, 4096, {"gated": True}),
+    "4096 of 14336, residual": (4096, 14336, {"residual": True}),
+    "20000 of 2056, gated, bias, residual": (20000, 2056, {"gated": True, "bias": True, "residual": True}),
+    "5001 of 3592, bias": (5001, 3592, {"bias": True}),
+    "7680 of 4608": (7680, 4608, {}),
+    "12288 of 4608, gated": (12288, 4608, {"gated": True}),
+    "4608 of 12288, residual": (4608, 12288, {"residual": True}),
+    "576 of 1536": (576, 1536, {}),
+    "70000 of 520, as an LM head": (70000, 520, {}),
+    "49152 of 576, as the demo's": (49152, 576, {}),
+    "34000 of 1000, bias, residual": (34000, 1000, {"bias": True, "residual": True}),
 }
+"""Outputs, inputs, and what else the linear has."""
 NARROW = {
     "960 of 576": lambda: linear(torch.bfloat16, 960, 576, normed=True),
     "1536 of 576, gated": lambda: linear(torch.bfloat16, 1536, 576, gated=True, normed=True),
@@ -60,7 +59,8 @@ def rows_of(inputs: list[Tensor], first: int, last: int) -> list[Tensor]:
 
 def made(shape: str, dtype: torch.dtype) -> tuple[RowOp, list[Tensor], list[Tensor]]:
     """The op, inputs of most rows, and what it says of them all."""
-    op = SHAPES[shape](dtype)
+    out, inner, options = SHAPES[shape]
+    op = linear(dtype, out, inner, **options)
     inputs = op.inputs(MOST)
     return op, inputs, op(inputs)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu import test_cuda_linear_rows as half_width
 from tests.gpu.test_cuda_fp8 import BY_BLOCK, BY_ROW, COUNTS, LINEARS
 from tide_core.kernels.fp8 import FP8, PACKED
 from tide_core.kernels.reference import cycle
@@ -237,6 +238,86 @@ def test_linears_of_8_bits_run_in_what_was_fastest(
         assert tokens >= min(rows, 64)
         assert tokens < 2 * max(rows, 5 if tokens < 64 else 33) or way.startswith("wide")
     assert all(way.startswith("wide") for way in ways[128:])
+
+
+def test_every_tile_for_many_rows_that_is_built_is_chosen_and_no_other(
+    tables: Callable[[str], list[list[str]]],
+) -> None:
+    built, chosen, built_of_8_bits, chosen_of_8_bits = tables("wide")
+    assert sorted(built) == sorted(chosen)
+    assert set(chosen_of_8_bits) <= set(built_of_8_bits) < set(built)
+
+
+def test_the_gpu_tests_run_every_tile_for_many_rows_that_an_h200_gets(
+    tables: Callable[[str], list[list[str]]],
+) -> None:
+    run = set()
+    for out, inner, options in half_width.SHAPES.values():
+        ways = tables(f"half {inner} {out} {int(options.get('gated', False))}")
+        run |= {" ".join(ways[rows - 1]) for rows in half_width.COUNTS}
+    assert {f"wide {tile}" for tile in tables("wide")[0]} <= run
+
+
+TIMED_TILES = ("1x64/2", "2x64/1", "2x64/2", "2x64/3", "3x64/1", "2x128/1", "2x128/3", "3x128/1")
+TIMED = {
+    (4608, 7680, 0): {
+        64: (25.45, 22.93, 21.81, 27.99, 28.23),
+        128: (46.97, 24.72, 34.53, 44.34, 28.55, 30.2, 35.78, 42.04),
+        256: (87.75, 42.48, 59.65, 76.0, 53.32, 32.14, 59.36, 42.17),
+    },
+    (4608, 4608, 0): {
+        64: (22.62, 21.21, 17.29, 15.46, 26.93),
+        128: (31.39, 20.21, 28.37, 26.11, 26.11, 29.13, 20.94, 41.22),
+        256: (55.43, 39.8, 40.45, 48.13, 27.06, 29.45, 38.19, 41.36),
+    },
+    (4608, 12288, 1): {
+        64: (77.18, 64.14, 64.3, 70.99, 57.27),
+        128: (138.95, 82.12, 97.91, 121.91, 78.25, 73.65, 94.34, 61.21),
+        256: (270.86, 129.37, 172.86, 234.44, 122.95, 99.47, 171.43, 94.17),
+    },
+    (12288, 4608, 0): {
+        64: (49.48, 46.54, 43.21, 32.84, 59.03),
+        128: (69.97, 47.53, 64.14, 53.25, 59.54, 63.97, 38.98, 92.7),
+        256: (116.94, 96.66, 92.44, 97.89, 62.66, 64.36, 68.77, 94.14),
+    },
+    (4096, 6144, 0): {
+        64: (22.43, 19.3, 18.13, 24.13, 24.78),
+        128: (35.18, 19.98, 28.13, 33.44, 24.54, 27.29, 31.87, 37.9),
+        256: (66.58, 36.85, 44.19, 57.75, 27.09, 27.92, 47.31, 38.33),
+    },
+    (4096, 4096, 0): {
+        64: (12.49, 18.43, 14.04, 13.73, 24.14),
+        128: (23.66, 18.39, 16.55, 22.82, 23.99, 26.6, 18.71, 37.37),
+        256: (45.44, 19.94, 29.73, 41.94, 24.53, 26.84, 31.47, 37.6),
+    },
+    (4096, 14336, 1): {
+        64: (80.71, 65.36, 67.17, 74.63, 70.44),
+        128: (149.94, 92.42, 100.93, 128.82, 94.18, 70.91, 100.16, 92.44),
+        256: (290.3, 139.12, 180.95, 243.55, 136.22, 117.62, 179.79, 124.25),
+    },
+    (14336, 4096, 0): {
+        64: (32.5, 53.1, 34.59, 36.63, 67.85),
+        128: (55.71, 52.62, 44.03, 55.79, 67.59, 72.37, 42.09, 105.8),
+        256: (110.53, 58.83, 79.96, 105.11, 69.26, 72.63, 70.76, 108.3),
+    },
+}
+"""Inputs, outputs and whether gated, of a 7.25B and an 8B: µs of the tiles at so many rows (H200, `wide_bench`)."""
+
+
+@pytest.mark.parametrize("shape", TIMED)
+def test_linears_of_many_rows_run_in_the_tile_that_was_fastest(
+    tables: Callable[[str], list[list[str]]], shape: tuple[int, int, int]
+) -> None:
+    """And in tiles of those at all numbers of rows that have them."""
+    ways = [" ".join(way) for way in tables("half " + " ".join(map(str, shape)))]
+    for rows, times in TIMED[shape].items():
+        of = {f"wide {tile}": us for tile, us in zip(TIMED_TILES, times, strict=False)}
+        assert of[ways[rows - 1]] <= 1.01 * min(times)
+    assert all(way.startswith("tiles") for way in ways[:16])
+    assert {way.split("x")[1].split("/")[0] for way in ways[16:32]} == {"32"}
+    assert {way.split("x")[1].split("/")[0] for way in ways[32:64]} == {"64"}
+    assert set(ways[64:]) <= {f"wide {tile}" for tile in TIMED_TILES[1:]}
+    assert len(set(ways[64:128])) == 1
 
 
 def copied_tile(fp8_table: list[list[str]], columns: int) -> list[tuple[int, int]]:

@@ -66,14 +66,14 @@ inline std::string name_of(const LinearTile& tile) {
 // Groups x tokens / CTAs that split the slices.
 inline std::string name_of(const WideTile& tile) {
     return "wide " + std::to_string(tile.warpgroups) + "x" + std::to_string(tile.tokens) + "/" +
-           std::to_string(tile.split) + (tile.persistent ? " persistent" : "") + (tile.same_weight > 1 ? " w2" : "");
+           std::to_string(tile.split) + (tile.persistent ? " persistent" : "");
 }
 
-inline std::vector<WideTile> wide_tiles(const LinearParams& p) {
-    std::vector<WideTile> tiles = {{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}};
-    for (const int tokens : {32, 64}) {
-        if (!p.gated && count_stages(p.in_features, tokens) >= tuning::kFewestStages)
-            tiles.push_back({2, tokens, 1, true});
+inline std::vector<WideTile> wide_tiles(const LinearParams& p, bool fp8 = false) {
+    std::vector<WideTile> tiles;
+    for (const WideTile& tile : kWideLinearTiles) {
+        const bool fits = !p.gated && count_stages(p.in_features, tile.tokens) >= tuning::kFewestStages;
+        if (has_wide_kernel(tile, fp8) && (fits || !tile.persistent)) tiles.push_back(tile);
     }
     return tiles;
 }

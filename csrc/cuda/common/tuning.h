@@ -21,13 +21,9 @@ constexpr int64_t kMostTileRowsOfTall = 4;  // of a weight with kTallPerSm rows 
 constexpr int64_t kTallPerSm = 512;
 constexpr int kFewestStages = 4;  // of the ring of the persistent linear, which keep the memory busy
 
-// The linear, many rows of a weight in half width: from so many on more than two CTAs may split the slices, a CTA may
-// have 192 weight rows, and two CTAs may share a weight. kNever: nothing chooses them, for they have not run on a GPU
-// yet; wide_bench runs them by name.
-constexpr int64_t kNever = INT64_MAX;
-constexpr int64_t kManySplitFrom = kNever;
-constexpr int64_t kThreeGroupsFrom = kNever;
-constexpr int64_t kSameWeightFrom = kNever;
+// The linear, many rows of a weight in half width (wide_bench): for each row of x that a CTA has, in_features from which
+// three CTAs may split the slices. Handing on the sums of more rows has to pay.
+constexpr int64_t kThirdsFromPerRow = 64;
 
 // The linear of E4M3 weights (fp8_bench).
 constexpr int64_t kShortXOfFp8 = 4096;  // in_features up to which all of 8 rows are read by every CTA of a tile

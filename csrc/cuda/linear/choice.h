@@ -55,11 +55,25 @@ constexpr bool has_kernel(const LinearTile& tile, bool normed, bool fp8) {
 // A tile of the linear for many rows on sm_90a.
 struct WideTile {
     int warpgroups;           // with 64 weight rows each: 1 (always split), 2 or 3 (never split)
-    int tokens;               // rows of x per CTA: 32, 64 or 128 (not split in two)
-    int split;                // CTAs that share the slices among them: 1 to 4
+    int tokens;               // rows of x per CTA: 32, 64 or 128 (never split in two)
+    int split;                // CTAs that share the slices among them: 1, 2 or 3
     bool persistent = false;  // CTAs keep their x and take one tile of the weight after another
-    int same_weight = 1;      // CTAs of a cluster that share the weight, with other tokens: 1 or 2 (not split)
+
+    constexpr bool operator==(const WideTile& other) const {
+        return warpgroups == other.warpgroups && tokens == other.tokens && split == other.split &&
+               persistent == other.persistent;
+    }
 };
+
+// Every one that is compiled: those that choose_half_wide_tile() returns, and no others.
+constexpr WideTile kWideLinearTiles[] = {{1, 32, 2},  {2, 32, 1},       {2, 32, 2},      {1, 64, 2},  {2, 64, 1},
+                                         {2, 64, 2},  {2, 64, 3},       {3, 64, 1},      {2, 128, 1}, {2, 128, 3},
+                                         {3, 128, 1}, {2, 32, 1, true}, {2, 64, 1, true}};
+
+// E4M3 has registers for fewer sums, and is not for LM heads.
+constexpr bool has_wide_kernel(const WideTile& tile, bool fp8) {
+    return !fp8 || (tile.warpgroups < 3 && tile.split < 3 && !tile.persistent);
+}
 
 // A tile of the linear of E4M3 weights for up to 128 rows on sm_90a.
 struct ThinTile {
@@ -194,43 +208,43 @@ inline bool is_wide(const LinearParams& p, const DeviceInfo& device) {
     return p.rows > most && supports_wide(p, device);
 }
 
-// Few tokens a CTA, and the slices split, while each CTA has a multiprocessor.
+// Whether of two blocks of 128 rows the second would be half empty, or more.
+inline bool wastes_half(int64_t rows) {
+    return rows > 128 && rows <= 192;
+}
+
+inline int64_t count_wide_ctas(const LinearParams& p, const WideTile& tile) {
+    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features, rows = tile.warpgroups * 64;
+    return (weight_rows + rows - 1) / rows * ((p.rows + tile.tokens - 1) / tile.tokens) * tile.split;
+}
+
+// The tile of a weight in E4M3: few tokens a CTA, and the slices split, while each CTA has a multiprocessor.
 inline WideTile choose_wide_tile(const LinearParams& p, const DeviceInfo& device) {
-    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
-    const auto fits = [&](const WideTile& tile) {
-        const int64_t rows = tile.warpgroups * 64, row_blocks = (weight_rows + rows - 1) / rows;
-        const int64_t token_blocks = (p.rows + tile.tokens - 1) / tile.tokens;
-        return row_blocks * token_blocks * tile.split <= device.num_sms;
-    };
+    const auto fits = [&](const WideTile& tile) { return count_wide_ctas(p, tile) <= device.num_sms; };
     const int few = p.rows <= 32 ? 32 : 64;
     if (p.rows <= 64 && fits({1, few, 2})) return {1, few, 2};
     if (fits({2, few, 2})) return {2, few, 2};
-    const bool wasteful = p.rows > 128 && p.rows <= 192;  // 128 tokens a CTA: the second would have few
-    if (p.rows <= 64 && can_persist(p, few, device)) return {2, few, 1, true};
-    if (p.rows <= 64 || wasteful || fits({2, 64, 1})) return {2, few, 1};
+    if (p.rows <= 64 || wastes_half(p.rows) || fits({2, 64, 1})) return {2, few, 1};
     return {2, 128, 1};
 }
 
-// The same of a weight in half width, with tiles that E4M3 has no registers for. Many CTAs split the slices where few
-// tiles leave multiprocessors without work; tiles of 192 weight rows where they go round the multiprocessors in less
-// time than those of 128; two CTAs share the weight where there are two blocks of tokens.
+// That of a weight in half width. There are registers for three CTAs that split the slices, which they do where all of
+// them still run at once and the columns are many; and for 192 weight rows a CTA, which pays where such tiles go round
+// the multiprocessors at most two times for each three of those of 128. 32 tokens have none of these: not timed.
 inline WideTile choose_half_wide_tile(const LinearParams& p, const DeviceInfo& device) {
-    WideTile tile = choose_wide_tile(p, device);
-    if (tile.persistent) return tile;
-    const int64_t weight_rows = p.gated ? 2 * p.out_features : p.out_features;
-    const int tokens = p.rows <= 32 ? 32 : p.rows <= 64 ? 64 : 128;
-    const auto ctas = [&](int groups) {
-        return (weight_rows + groups * 64 - 1) / (groups * 64) * ((p.rows + tokens - 1) / tokens);
+    const auto fits = [&](const WideTile& tile) { return count_wide_ctas(p, tile) <= device.num_sms; };
+    const int few = p.rows <= 32 ? 32 : 64, tokens = p.rows <= 64 || wastes_half(p.rows) ? few : 128;
+    const bool is_long = tokens > 32 && p.in_features >= tuning::kThirdsFromPerRow * tokens;
+    if (p.rows <= 64 && fits({1, few, 2})) return {1, few, 2};
+    if (is_long && fits({2, tokens, 3})) return {2, tokens, 3};
+    if (fits({2, few, 2})) return {2, few, 2};
+    if (p.rows <= 64 && can_persist(p, few, device)) return {2, few, 1, true};
+    if (tokens == 32 || fits({2, 64, 1})) return {2, few, 1};
+    if (fits({3, 64, 1})) return {3, 64, 1};
+    const auto rounds = [&](int groups) {
+        return (count_wide_ctas(p, {groups, tokens, 1}) + device.num_sms - 1) / device.num_sms;
     };
-    const auto rounds = [&](int groups) { return (ctas(groups) + device.num_sms - 1) / device.num_sms; };
-    for (const int split : {4, 3}) {
-        if (p.rows >= tuning::kManySplitFrom && ctas(2) * split <= device.num_sms) return {2, tokens, split};
-    }
-    if (p.rows >= tuning::kThreeGroupsFrom && ctas(2) > device.num_sms && 3 * rounds(3) < 2 * rounds(2))
-        tile = {3, tokens, 1};
-    if (p.rows >= tuning::kSameWeightFrom && tile.split == 1 && (p.rows + tile.tokens - 1) / tile.tokens % 2 == 0)
-        tile.same_weight = 2;
-    return tile;
+    return {3 * rounds(3) <= 2 * rounds(2) ? 3 : 2, tokens, 1};
 }
 
 enum class Fp8Kernel { kTiles, kThin, kWide };

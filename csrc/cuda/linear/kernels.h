@@ -13,6 +13,7 @@ namespace tide::cuda {
 template <typename T, bool kNormed, typename Params>
 void launch_linear_tiles(const Params& params, const LinearTile& tile, cudaStream_t stream);
 
+// One of kWideLinearTiles that has_wide_kernel().
 template <typename T, typename Params>
 void launch_linear_wide(const Params& params, const WideTile& tile, cudaStream_t stream);
 

@@ -278,7 +278,7 @@ void launch_thin(const typename Layout::Params& p, int ring_limit, cudaStream_t 
     const CUtensorMap weights =
         map_boxes("fp8_linear", CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, 4,
                   p.gated ? gated : plain, p.gated ? gated_steps : plain_steps, p.gated ? gated_box : plain_box);
-    const CUtensorMap xs = map_x<T, Layout::kTokens>(p);
+    const CUtensorMap xs = map_x<T, Layout>(p);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
     const int64_t row_blocks = (p.out_features + columns - 1) / columns;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;

@@ -51,13 +51,14 @@ __device__ inline void sum_slices(float (&total)[Layout::kSums], int part, int b
     }
 }
 
-// A stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot, `release` says
-// that this warp has read the stage whose barrier it gets.
-template <typename T, typename Layout, int kStageBytes, typename XAt, typename Release, typename Begin, typename End>
+// A stage of the ring has the weight of a block; `x_at` gives the address of its x by block and slot.
+template <typename T, typename Layout, int kStageBytes, typename XAt, typename Begin, typename End>
 __device__ inline void sum_blocks(float (&total)[Layout::kSums], WideRing& ring, int part, int blocks, XAt&& x_at,
-                                  Release&& release_at, Begin&& begin, End&& end) {
+                                  Begin&& begin, End&& end) {
     const uint32_t weight_at = ring.stages + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kLineBytes;
-    const auto release = [&](uint32_t slot) { release_at(ring.free() + slot * 8); };
+    const auto release = [&](uint32_t slot) {
+        if (threadIdx.x % 32 == 0) arrive_at(ring.free() + slot * 8);
+    };
     uint32_t used = ring.count;  // the stage whose products are open; none yet
     const auto add_block = [&](float (&to)[Layout::kSums], int block, int) {
         wait_bytes(ring.full + ring.slot * 8, ring.phase);
@@ -226,13 +227,6 @@ __device__ inline void consume(const typename Layout::Params& p, const WideWork<
     };
     WideRing ring = work.ring;
     const uint32_t piece_barriers = ring.full + ring.count * 16;
-    const auto release_at = [&](uint32_t barrier) {
-        if constexpr (Layout::kSharers > 1) {
-            if (lane < Layout::kWriters) arrive_cluster(barrier, work.writer(lane));
-        } else {
-            if (lane == 0) arrive_at(barrier);
-        }
-    };
     float total[Layout::kSums];
     const auto begin = [&](float (&sums)[Layout::kSums], int piece) {
         if constexpr (Layout::kSplit > 2) {
@@ -266,42 +260,36 @@ __device__ inline void consume(const typename Layout::Params& p, const WideWork<
     if constexpr (Layout::kFp8) {
         sum_fp8_blocks<Layout>(total, scales, work, x_at, begin, end);
     } else {
-        sum_blocks<T, Layout, Layout::kStageBytes>(total, ring, work.part, work.blocks, x_at, release_at, begin, end);
+        sum_blocks<T, Layout, Layout::kStageBytes>(total, ring, work.part, work.blocks, x_at, begin, end);
     }
-    if (Layout::kSplit == 2 ? sends : Layout::kCluster > 1) cluster_barrier();
+    if (Layout::kSplit == 2 ? sends : Layout::kSplit > 2) cluster_barrier();
     if (sends) return;
     write_sums<T, Layout>(p, work.first_column, work.first_token, total, reinterpret_cast<float*>(memory));
 }
 
-// `token_groups`: of tokens that the CTAs of a cluster have.
 template <typename T, typename Layout>
 __global__ void __launch_bounds__(Layout::kThreads, 1)
     linear_wide(const __grid_constant__ typename Layout::Params p, const __grid_constant__ CUtensorMap weights,
-                const __grid_constant__ CUtensorMap xs, uint32_t token_groups, uint32_t stages, int ring_bytes) {
+                const __grid_constant__ CUtensorMap xs, uint32_t token_blocks, uint32_t stages, int ring_bytes) {
     extern __shared__ __align__(1024) char memory[];
-    const uint32_t cluster = blockIdx.x / Layout::kCluster, base = shared_address(memory);
-    const int rank = static_cast<int>(blockIdx.x % Layout::kCluster);
-    const int weight_place = rank % Layout::kSameWeight, x_place = rank / Layout::kSameWeight % Layout::kSameX;
+    const uint32_t tile = blockIdx.x / Layout::kSplit, base = shared_address(memory);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
-    const WideWork<Layout> work = {
-        Layout::kSplit > 1 ? rank : 0,
-        count_blocks(p.in_features),
-        (int64_t{cluster / token_groups} * Layout::kSameX + x_place) * columns,
-        (int64_t{cluster % token_groups} * Layout::kSameWeight + weight_place) * Layout::kTokens,
-        {base, base + ring_bytes + Layout::kPartialBytes, stages},
-        weight_place,
-        x_place};
+    const WideWork<Layout> work = {static_cast<int>(blockIdx.x % Layout::kSplit),
+                                   count_blocks(p.in_features),
+                                   int64_t{tile / token_blocks} * columns,
+                                   int64_t{tile % token_blocks} * Layout::kTokens,
+                                   {base, base + ring_bytes + Layout::kPartialBytes, stages}};
     if (threadIdx.x == Layout::kConsumers) {
         for (uint32_t i = 0; i < stages; ++i) {
             start_barrier(work.ring.full + i * 8);
-            start_barrier(work.ring.free() + i * 8, Layout::kConsumers / 32 * Layout::kWriters);
+            start_barrier(work.ring.free() + i * 8, Layout::kConsumers / 32);
         }
         for (int i = 0; i < Layout::kPieceBarriers; ++i)
             start_barrier(work.ring.full + stages * 16 + i * 8, Layout::kConsumers / 32);
         show_barriers();
     }
     __syncthreads();
-    if constexpr (Layout::kCluster > 1) cluster_barrier();  // all are here to be written to
+    if constexpr (Layout::kSplit > 1) cluster_barrier();  // all are here to be written to
     let_next_start();
     if (threadIdx.x < Layout::kConsumers) {
         if constexpr (Layout::kGivesAway) take_registers<Layout::kConsumerRegisters>();
@@ -310,7 +298,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1)
         if constexpr (Layout::kGivesAway) give_registers<Layout::kProducerRegisters>();
         if (threadIdx.x == Layout::kConsumers) produce_blocks<Layout>(p, weights, xs, work);
         wait_for_previous();
-        if constexpr (Layout::kCluster > 1) cluster_barrier();
+        if constexpr (Layout::kSplit > 1) cluster_barrier();
     }
 }
 
@@ -323,10 +311,8 @@ CUtensorMap map_weights(const LinearParams& p) {
                out = static_cast<Size>(p.out_features);
     const Size plain[] = {width, out, 1, 1}, gated[] = {width, 8, 2, out / 8};
     const Size plain_steps[] = {row, row, row}, gated_steps[] = {row, out * row, 8 * row};
-    constexpr int kRows = Layout::kRows / Layout::kSameWeight;  // of a copy
-    static_assert(kRows * Layout::kSameWeight == Layout::kRows && kRows % 16 == 0);
-    const cuuint32_t plain_box[] = {kBlockColumns, kRows, 1, 1};
-    const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, kRows / 16};
+    const cuuint32_t plain_box[] = {kBlockColumns, Layout::kRows, 1, 1};
+    const cuuint32_t gated_box[] = {kBlockColumns, 8, 2, Layout::kRows / 16};
     const auto sizes = p.gated ? gated : plain, steps = p.gated ? gated_steps : plain_steps;
     const auto box = p.gated ? gated_box : plain_box;
     if (!Layout::kFp8) return map_boxes("linear", kDType, p.weight, 4, sizes, steps, box, Layout::kRun);
@@ -334,33 +320,30 @@ CUtensorMap map_weights(const LinearParams& p) {
                      box);
 }
 
-template <typename T, int kTokens>
+template <typename T, typename Layout>
 CUtensorMap map_x(const LinearParams& p) {
     constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     using Size = cuuint64_t;
     const Size row = static_cast<Size>(p.x_stride) * 2;
     const Size sizes[] = {static_cast<Size>(p.in_features), static_cast<Size>(p.rows), 1, 1}, steps[] = {row, row, row};
-    const cuuint32_t box[] = {kBlockColumns, kTokens, 1, 1};
+    const cuuint32_t box[] = {kBlockColumns, Layout::kTokens, 1, 1};
     return map_boxes("linear", kDType, p.x, 4, sizes, steps, box);
 }
 
 template <typename T, typename Layout>
 void launch_wide(const typename Layout::Params& p, cudaStream_t stream) {
-    static_assert(Layout::kTokens % (8 * Layout::kSameX) == 0);
-    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout::kTokens / Layout::kSameX>(p);
+    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
     const int64_t columns = p.gated ? Layout::kRows / 2 : Layout::kRows;
-    // Of all CTAs of a cluster; some of them may have rows, or tokens, that do not exist.
-    const int64_t cluster_columns = columns * Layout::kSameX, cluster_tokens = Layout::kTokens * Layout::kSameWeight;
-    const int64_t row_groups = (p.out_features + cluster_columns - 1) / cluster_columns;
-    const int64_t token_groups = (p.rows + cluster_tokens - 1) / cluster_tokens;
+    const int64_t row_blocks = (p.out_features + columns - 1) / columns;
+    const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
     const int stages = std::min((kWideBytes - Layout::kPartialBytes) / Layout::kStageBytes,
                                 blocks_before(p.in_features, 0) * Layout::kOwnSlices);
     const int ring_bytes = std::max(stages * Layout::kStageBytes, Layout::kSumBytes);
     const int barrier_bytes = 16 * stages + 8 * Layout::kPieceBarriers;
-    const LaunchShape shape = {row_groups * token_groups * Layout::kCluster, Layout::kThreads,
-                               ring_bytes + Layout::kPartialBytes + barrier_bytes, Layout::kCluster, Effect::kNone};
+    const LaunchShape shape = {row_blocks * token_blocks * Layout::kSplit, Layout::kThreads,
+                               ring_bytes + Layout::kPartialBytes + barrier_bytes, Layout::kSplit, Effect::kNone};
     launch(Layout::kFp8 ? "fp8_linear" : "linear", linear_wide<T, Layout>, shape, stream, p, weights, xs,
-           static_cast<uint32_t>(token_groups), static_cast<uint32_t>(stages), ring_bytes);
+           static_cast<uint32_t>(token_blocks), static_cast<uint32_t>(stages), ring_bytes);
 }
 
 }  // namespace tide::cuda

@@ -8,6 +8,10 @@
 // Products, sums and their order are those of linear_wide.cuh.
 #pragma once
 
+#include <iterator>
+#include <stdexcept>
+#include <utility>
+
 #include "cuda/linear/wide.cuh"
 
 namespace tide::cuda {
@@ -71,9 +75,6 @@ __device__ inline void consume_tiles(const LinearParams& p, const PersistentWork
         sum_blocks<T, Layout, Persistent::kStageBytes>(
             total, ring, 0, work.blocks,
             [&](int block, uint32_t) { return work.x + static_cast<uint32_t>(block) * Persistent::kXBlockBytes; },
-            [](uint32_t barrier) {
-                if (threadIdx.x % 32 == 0) arrive_at(barrier);
-            },
             [](float (&sums)[Layout::kSums], int) {
 #pragma unroll
                 for (float& sum : sums) sum = 0.0f;
@@ -126,7 +127,7 @@ void launch_persistent(const LinearParams& p, cudaStream_t stream) {
     using Persistent = PersistentLayout<Layout>;
     const int64_t stages = count_stages(p.in_features, Layout::kTokens);
     if (p.gated || stages < tuning::kFewestStages) throw std::runtime_error("linear: x does not fit next to the ring");
-    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout::kTokens>(p);
+    const CUtensorMap weights = map_weights<T, Layout>(p), xs = map_x<T, Layout>(p);
     const int64_t tiles = (p.out_features + Layout::kRows - 1) / Layout::kRows;
     const int64_t token_blocks = (p.rows + Layout::kTokens - 1) / Layout::kTokens;
     const int64_t each = std::max<int64_t>(1, current_device("linear").num_sms / token_blocks);
@@ -137,54 +138,32 @@ void launch_persistent(const LinearParams& p, cudaStream_t stream) {
            static_cast<uint32_t>(tiles), static_cast<uint32_t>(stages));
 }
 
-// Those of choose_half_wide_tile() alone; whether the tile is one of them.
-template <typename T, int kTokens>
-bool launch_half_wide(const LinearParams& p, const WideTile& tile, cudaStream_t stream) {
-    constexpr bool kManySplit = tuning::kManySplitFrom < tuning::kNever;
-    constexpr bool kThreeGroups = tuning::kThreeGroupsFrom < tuning::kNever;
-    constexpr bool kSameWeight = tuning::kSameWeightFrom < tuning::kNever && kTokens > 32;
-    const bool shares = tile.same_weight == 2, three = tile.warpgroups == 3;
-    if constexpr (kManySplit) {
-        if (tile.split == 4) return launch_wide<T, WideLayout<2, kTokens, 4>>(p, stream), true;
-        if (tile.split == 3) return launch_wide<T, WideLayout<2, kTokens, 3>>(p, stream), true;
-    }
-    if constexpr (kThreeGroups) {
-        if (three && !shares) return launch_wide<T, WideLayout<3, kTokens, 1>>(p, stream), true;
-    }
-    if constexpr (kThreeGroups && kSameWeight && kTokens == 128) {
-        if (three) return launch_wide<T, WideLayout<3, kTokens, 1, LinearParams, 2>>(p, stream), true;
-    }
-    if constexpr (kSameWeight) {
-        if (shares) return launch_wide<T, WideLayout<2, kTokens, 1, LinearParams, 2>>(p, stream), true;
+// Whether tile kIndex of kWideLinearTiles is the one, and was launched.
+template <typename T, typename Params, size_t kIndex>
+bool launch_wide_if_chosen(const Params& p, const WideTile& tile, cudaStream_t stream) {
+    constexpr WideTile kTile = kWideLinearTiles[kIndex];
+    if constexpr (has_wide_kernel(kTile, kIsFp8<Params>)) {
+        if (!(tile == kTile)) return false;
+        using Layout = WideLayout<kTile.warpgroups, kTile.tokens, kTile.split, Params>;
+        if constexpr (kTile.persistent) {
+            launch_persistent<T, Layout>(p, stream);
+        } else {
+            launch_wide<T, Layout>(p, stream);
+        }
+        return true;
     }
     return false;
 }
 
-// The kernels of the linear for many rows, by tile.
+template <typename T, typename Params, size_t... kIndices>
+bool launch_chosen_wide(const Params& p, const WideTile& tile, cudaStream_t stream, std::index_sequence<kIndices...>) {
+    return (launch_wide_if_chosen<T, Params, kIndices>(p, tile, stream) || ...);
+}
 
 template <typename T, typename Params>
 void launch_linear_wide(const Params& p, const WideTile& tile, cudaStream_t stream) {
-    constexpr bool kFp8 = kIsFp8<Params>;
-    const bool one = tile.warpgroups == 1, split = tile.split == 2;
-    if constexpr (!kFp8) {  // E4M3 is not for LM heads: its tiles do not stay
-        if (tile.persistent && tile.tokens == 32) return launch_persistent<T, WideLayout<2, 32, 1>>(p, stream);
-        if (tile.persistent) return launch_persistent<T, WideLayout<2, 64, 1>>(p, stream);
-        if (tile.tokens == 32 && launch_half_wide<T, 32>(p, tile, stream)) return;
-        if (tile.tokens == 64 && launch_half_wide<T, 64>(p, tile, stream)) return;
-        if (tile.tokens == 128 && launch_half_wide<T, 128>(p, tile, stream)) return;
-    }
-    switch (tile.tokens) {
-        case 32:
-            if (one) return launch_wide<T, WideLayout<1, 32, 2, Params>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 32, 2, Params>>(p, stream);
-            return launch_wide<T, WideLayout<2, 32, 1, Params>>(p, stream);
-        case 64:
-            if (one) return launch_wide<T, WideLayout<1, 64, 2, Params>>(p, stream);
-            if (split) return launch_wide<T, WideLayout<2, 64, 2, Params>>(p, stream);
-            return launch_wide<T, WideLayout<2, 64, 1, Params>>(p, stream);
-        default:
-            return launch_wide<T, WideLayout<2, 128, 1, Params>>(p, stream);
-    }
+    if (!launch_chosen_wide<T>(p, tile, stream, std::make_index_sequence<std::size(kWideLinearTiles)>()))
+        throw std::logic_error("linear: a tile was chosen that is not built");
 }
 
 }  // namespace tide::cuda

@@ -15,18 +15,12 @@
 
 namespace tide::cuda {
 
-// The CTAs of a cluster split the slices; or kSameWeight of them have the same weight and other tokens, kSameX the same
-// x and other weights, and each has its part of what is shared copied to all of them.
-template <int kWarpgroups_, int kTokens_, int kSplit_, typename Params_ = LinearParams, int kSameWeight_ = 1,
-          int kSameX_ = 1>
+// The CTAs of a cluster split the slices.
+template <int kWarpgroups_, int kTokens_, int kSplit_, typename Params_ = LinearParams>
 struct WideLayout {
     using Params = Params_;
     static constexpr bool kFp8 = kIsFp8<Params>;
     static constexpr int kWarpgroups = kWarpgroups_, kTokens = kTokens_, kSplit = kSplit_;
-    static constexpr int kSameWeight = kSameWeight_, kSameX = kSameX_, kSharers = kSameWeight * kSameX;
-    static constexpr int kCluster = kSplit * kSharers;
-    static_assert(kSplit == 1 || kSharers == 1);
-    static constexpr int kWriters = kSameWeight + kSameX - 1;  // CTAs whose copies arrive in a stage
     static constexpr int kRows = kWarpgroups * kWarpgroupRows;
     static constexpr int kConsumers = kWarpgroups * kWarpgroupThreads;
     static constexpr int kSums = kTokens / 2;                           // of a thread, for one slice
@@ -104,54 +98,24 @@ struct WideWork {
     int part, blocks;  // part: of the slices, where they are split; blocks: of in_features
     int64_t first_column, first_token;
     WideRing ring;
-    int weight_place = 0, x_place = 0;  // among the CTAs that have the same weight, the same x
-
-    // The CTA of the cluster at these places, and all that have the same weight, or x, as bits.
-    static __device__ uint32_t rank_of(int weight_place, int x_place) {
-        return static_cast<uint32_t>(x_place * Layout::kSameWeight + weight_place);
-    }
-    __device__ uint32_t same_weight() const { return ((1u << Layout::kSameWeight) - 1) << rank_of(0, x_place); }
-    __device__ uint32_t same_x() const {
-        uint32_t ranks = 0;
-        for (int place = 0; place < Layout::kSameX; ++place) ranks |= 1u << rank_of(weight_place, place);
-        return ranks;
-    }
-    // Those whose copies arrive in a stage, by number: this one and others that have its weight, then those of its x.
-    __device__ uint32_t writer(int i) const {
-        if (i < Layout::kSameWeight) return rank_of(i, x_place);
-        const int place = i - Layout::kSameWeight;
-        return rank_of(weight_place, place + (place >= x_place));
-    }
 };
 
 // The producer: one thread requests all copies. The first stages' weights come before what earlier kernels wrote.
 template <typename Layout>
 __device__ inline void produce_blocks(const LinearParams& p, const CUtensorMap& weights, const CUtensorMap& xs,
                                       const WideWork<Layout>& work) {
-    constexpr int kRows = Layout::kRows / Layout::kSameWeight, kTokens = Layout::kTokens / Layout::kSameX;
-    const int row = static_cast<int>(p.gated ? 0 : work.first_column + work.weight_place * kRows);
-    const int group = static_cast<int>(p.gated ? work.first_column / 8 + work.weight_place * kRows / 16 : 0);
-    const int token = static_cast<int>(work.first_token) + work.x_place * kTokens;
-    const uint32_t weight_at = work.ring.stages + work.weight_place * kRows * Layout::kRowBytes;
-    const uint32_t x_at = work.ring.stages + Layout::kXOffset + work.x_place * kTokens * kLineBytes;
+    const int row = static_cast<int>(p.gated ? 0 : work.first_column);
+    const int group = static_cast<int>(p.gated ? work.first_column / 8 : 0);
+    const int token = static_cast<int>(work.first_token);
     WideRing ring = work.ring;
     BlockWalk<Layout> walk(work.blocks, work.part);
     const auto fetch_weight = [&](uint32_t slot, int column) {
         expect_bytes(ring.full + slot * 8, Layout::kStageBytes);
-        const uint32_t to = weight_at + slot * Layout::kStageBytes, barrier = ring.full + slot * 8;
-        if constexpr (Layout::kSameWeight > 1) {
-            copy_box_to(work.same_weight(), to, weights, column, row, 0, group, barrier);
-        } else {
-            copy_box(to, weights, column, row, 0, group, barrier);
-        }
+        copy_box(ring.stages + slot * Layout::kStageBytes, weights, column, row, 0, group, ring.full + slot * 8);
     };
     const auto fetch_x = [&](uint32_t slot, int column) {
-        const uint32_t to = x_at + slot * Layout::kStageBytes, barrier = ring.full + slot * 8;
-        if constexpr (Layout::kSameX > 1) {
-            copy_box_to(work.same_x(), to, xs, column, token, 0, 0, barrier);
-        } else {
-            copy_box(to, xs, column, token, 0, 0, barrier);
-        }
+        copy_box(ring.stages + slot * Layout::kStageBytes + Layout::kXOffset, xs, column, token, 0, 0,
+                 ring.full + slot * 8);
     };
     fetch_map(weights);
     fetch_map(xs);

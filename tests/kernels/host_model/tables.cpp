@@ -2,6 +2,8 @@
 //   plan ROWS DRAFTS BRANCH_SIZE   where each part of a cycle's plan begins, and how long its buffers are
 //   tiles ARCH SHARED NORMED FP8   the tiles of the linear for few rows that are built, then those that are chosen
 //   thin                           the same of linear_thin
+//   wide                           the same of the linear for many rows in half width
+//   half IN OUT GATED              what a linear in half width runs in on an H200, for 1 to 1024 rows
 //   ways IN OUT GATED              what a linear of E4M3 weights runs in on an H200, for 1 to 256 rows
 //   fp8 COLUMNS                    of a stage of E4M3 weights: bytes of a tile and copies; row, vector and place of
 //                                  what each lane copies first; the places that each lane names, a line for 32 columns
@@ -99,6 +101,45 @@ static void print_thin() {
     for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
 }
 
+// Groups of four warps x rows of x / CTAs that split the slices, p: persistent.
+static std::string name_of(const WideTile& tile) {
+    return std::to_string(tile.warpgroups) + "x" + std::to_string(tile.tokens) + "/" + std::to_string(tile.split) +
+           (tile.persistent ? "p" : "");
+}
+
+static void print_wide() {
+    const DeviceInfo device = h200();
+    for (const bool fp8 : {false, true}) {
+        for (const WideTile& tile : kWideLinearTiles) {
+            if (has_wide_kernel(tile, fp8)) std::printf("%s ", name_of(tile).c_str());
+        }
+        std::puts("");
+        std::set<std::string> chosen;
+        for_every_linear([&](const Fp8LinearParams& p) {
+            if (fp8 && choose_fp8_kernel(p, device) == Fp8Kernel::kWide)
+                chosen.insert(name_of(choose_wide_tile(p, device)));
+            if (!fp8 && is_wide(p, device)) chosen.insert(name_of(choose_half_wide_tile(p, device)));
+        });
+        for (const std::string& tile : chosen) std::printf("%s ", tile.c_str());
+        std::puts("");
+    }
+}
+
+static void print_half(int64_t in_features, int64_t out_features, bool gated) {
+    LinearParams p = {};
+    p.in_features = in_features;
+    p.out_features = out_features;
+    p.gated = gated;
+    const DeviceInfo device = h200();
+    for (p.rows = 1; p.rows <= 1024; ++p.rows) {
+        if (is_wide(p, device)) {
+            std::printf("wide %s\n", name_of(choose_half_wide_tile(p, device)).c_str());
+        } else {
+            std::printf("tiles %s\n", name_of(choose_tile(p, device)).c_str());
+        }
+    }
+}
+
 static void print_ways(int64_t in_features, int64_t out_features, bool gated) {
     Fp8LinearParams p = {};
     p.in_features = in_features;
@@ -140,6 +181,8 @@ int main(int, char** words) {
     if (std::strcmp(words[1], "tiles") == 0)
         print_tiles(device_of(number(2), number(3)), number(4) != 0, number(5) != 0);
     if (std::strcmp(words[1], "ways") == 0) print_ways(number(2), number(3), number(4) != 0);
+    if (std::strcmp(words[1], "half") == 0) print_half(number(2), number(3), number(4) != 0);
+    if (std::strcmp(words[1], "wide") == 0) print_wide();
     if (std::strcmp(words[1], "thin") == 0) print_thin();
     if (std::strcmp(words[1], "fp8") == 0) number(2) == 64 ? print_fp8<64>() : print_fp8<32>();
 }

@@ -58,10 +58,10 @@ static void run(const std::string& kernel, const Params& p) {
             if (kernel == "3x128/1") return launch_wide<T, WideLayout<3, 128, 1>>(p, nullptr);
             if (kernel == "1x64/2") return launch_wide<T, WideLayout<1, 64, 2>>(p, nullptr);
             if (kernel == "2x64/3") return launch_wide<T, WideLayout<2, 64, 3>>(p, nullptr);
-            if (kernel == "2x128/4") return launch_wide<T, WideLayout<2, 128, 4>>(p, nullptr);
-            if (kernel == "3x128/1 w2") return launch_wide<T, WideLayout<3, 128, 1, LinearParams, 2>>(p, nullptr);
-            if (kernel == "3x64/1 x2") return launch_wide<T, WideLayout<3, 64, 1, LinearParams, 1, 2>>(p, nullptr);
-            if (kernel == "2x64/1 w2 x2") return launch_wide<T, WideLayout<2, 64, 1, LinearParams, 2, 2>>(p, nullptr);
+            if (kernel == "2x128/3") return launch_wide<T, WideLayout<2, 128, 3>>(p, nullptr);
+            if (kernel == "1x32/2") return launch_wide<T, WideLayout<1, 32, 2>>(p, nullptr);
+            if (kernel == "2x32/2") return launch_wide<T, WideLayout<2, 32, 2>>(p, nullptr);
+            if (kernel == "2x64/2") return launch_wide<T, WideLayout<2, 64, 2>>(p, nullptr);
         } else if (kernel.find('/') != kernel.npos) {
             return launch_tile_of<T, 1, kNormed, false>(p, nullptr);
         }

@@ -56,10 +56,9 @@ Variants<Params> all_variants(const LinearParams& p) {
                          }});
     }
     add_staged(found);
-    for (const WideTile& tile : wide_tiles(p)) {
-        if (!tile.persistent)
-            found.push_back({name_of(tile), tile.tokens,
-                             [tile](const Params& q, cudaStream_t stream) { launch_linear_wide<T>(q, tile, stream); }});
+    for (const WideTile& tile : wide_tiles(p, true)) {
+        found.push_back({name_of(tile), tile.tokens,
+                         [tile](const Params& q, cudaStream_t stream) { launch_linear_wide<T>(q, tile, stream); }});
     }
     add_thin<8>(found);
     add_thin<16>(found);

@@ -9,7 +9,6 @@
 #include <cstring>
 
 #include "cuda/bench/support.cuh"
-#include "cuda/bench/wide/ways.h"
 
 namespace tide::cuda::bench {
 namespace {
@@ -19,6 +18,13 @@ constexpr double kReadBytesPerUs = 4.57e6, kProductsPerUs = 790e6 / 2;
 constexpr int64_t kMoreThanCache = int64_t{256} << 20;
 constexpr int64_t kMostRows = 1024, kMostWidth = 14336;
 constexpr int kLayers = 4;
+
+struct WideWay {
+    std::string name;
+    int tokens;  // rows of x of a CTA
+    std::function<void(const LinearParams&, cudaStream_t)> run;
+};
+using WideWays = std::vector<WideWay>;
 
 struct Shape {
     const char* name;
@@ -62,21 +68,17 @@ LinearParams params_of(const Shape& s, int64_t rows, const void* x, const void* 
 
 WideWays all_ways() {
     WideWays found;
-    for (const WideTile& tile :
-         {WideTile{1, 32, 2}, {2, 32, 1}, {2, 32, 2}, {1, 64, 2}, {2, 64, 1}, {2, 64, 2}, {2, 128, 1}}) {
-        found.push_back({name_of(tile).substr(5), tile.tokens, 1, [tile](const LinearParams& p, cudaStream_t stream) {
+    for (const WideTile& tile : kWideLinearTiles) {
+        if (tile.persistent) continue;
+        found.push_back({name_of(tile).substr(5), tile.tokens, [tile](const LinearParams& p, cudaStream_t stream) {
                              launch_linear_wide<T>(p, tile, stream);
                          }});
     }
-    add_alone(found);
-    add_split(found);
-    add_same_weight(found);
-    add_same_x(found);
     return found;
 }
 
 WideWay chosen_way() {
-    return {"chosen", 0, 1, [](const LinearParams& p, cudaStream_t stream) { linear(DType::kBFloat16, p, stream); }};
+    return {"chosen", 0, [](const LinearParams& p, cudaStream_t stream) { linear(DType::kBFloat16, p, stream); }};
 }
 
 struct Time {
@@ -122,9 +124,7 @@ Time time_shape(const Model& model, const Shape& s, int64_t rows, const WideWays
     const Time chosen = measure(chosen_way());
     std::vector<Time> times;
     for (const WideWay& v : ways) {
-        const bool fits =
-            v.tokens >= std::min<int64_t>(rows, 64) && v.tokens < 2 * rows && (v.same_weight - 1) * v.tokens < rows;
-        if (fits) times.push_back(measure(v));
+        if (v.tokens >= std::min<int64_t>(rows, 64) && v.tokens < 2 * rows) times.push_back(measure(v));
     }
     std::sort(times.begin(), times.end(), [](const Time& a, const Time& b) { return a.us < b.us; });
     std::fprintf(stderr, "%-6s %-8s %4ld floor %6.2f %-15s %7.2f %5.1f%% best", model.name, s.name, rows, floor,

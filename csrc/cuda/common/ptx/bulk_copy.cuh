@@ -135,18 +135,7 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column,
         : "memory");
 }
 
-// The same to each CTA of the cluster whose bit is set: to that address of its memory, with its barrier at that
-// address.
-__device__ inline void copy_box_to(uint32_t ctas, uint32_t to, const CUtensorMap& map, int column, int row, int half,
-                                   int group, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(half), "r"(group), "r"(barrier), "h"(static_cast<uint16_t>(ctas))
-        : "memory");
-}
-
-// The same as copy_box() for data that should leave the second-level cache first.
+// The same for data that should leave the second-level cache first.
 __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, int half, int group,
                                 uint32_t barrier, uint64_t policy) {
     asm volatile(

@@ -42,19 +42,8 @@ __device__ inline float load_cluster(uint32_t address, uint32_t rank) {
     return v;
 }
 
-// One more arrival at the barrier that CTA `rank` of the cluster has at that address: what this warp read may be
-// overwritten. It waits for nothing that was written.
-__device__ inline void arrive_cluster(uint32_t barrier, uint32_t rank) {
-#if __CUDA_ARCH__ >= 900
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-#else
-    refuse_architecture();
-#endif
-}
-
-// The same, once what this warp wrote to that CTA can be seen by who waits there with wait_cluster().
+// One more arrival at the barrier that CTA `rank` of the cluster has at that address, once what this warp wrote to that
+// CTA can be seen by who waits there with wait_cluster().
 __device__ inline void publish_cluster(uint32_t barrier, uint32_t rank) {
 #if __CUDA_ARCH__ >= 900
     uint32_t there;

@@ -83,9 +83,7 @@ inline void wait_bytes(uint32_t barrier, uint32_t phase) {
 }
 inline void fetch_map(const CUtensorMap&) {}
 
-// To each CTA of the cluster whose bit is set.
-inline void copy_box_to(uint32_t ctas, uint32_t to, const CUtensorMap& map, int c0, int c1, int c2, int c3,
-                        uint32_t barrier) {
+inline void copy_box(uint32_t to, const CUtensorMap& map, int c0, int c1, int c2, int c3, uint32_t barrier) {
     const int64_t first[] = {c0, c1, c2, c3};
     uint32_t offset = 0;
     for (uint32_t l = 0; l < map.box[3]; ++l) {
@@ -100,26 +98,17 @@ inline void copy_box_to(uint32_t ctas, uint32_t to, const CUtensorMap& map, int 
                         here = here && at >= 0 && at < static_cast<int64_t>(map.sizes[d]);
                         from += at * map.strides[d];
                     }
-                    const uint32_t straight = to + offset, swizzled = straight ^ (straight >> 7 & map.mask) << 4;
-                    at_shared(swizzled, map.element);
-                    for (int cta = 0; cta < machine.ctas(); ++cta) {
-                        if (!(ctas >> cta & 1)) continue;
-                        char* place = memory_of(cta, swizzled);
-                        std::memset(place, 0, map.element);
-                        if (here) std::memcpy(place, map.data + from, map.element);
-                    }
+                    const uint32_t straight = to + offset;
+                    char* place =
+                        static_cast<char*>(at_shared(straight ^ (straight >> 7 & map.mask) << 4, map.element));
+                    std::memset(place, 0, map.element);
+                    if (here) std::memcpy(place, map.data + from, map.element);
                 }
             }
         }
     }
-    for (int cta = 0; cta < machine.ctas(); ++cta) {
-        if (!(ctas >> cta & 1)) continue;
-        barrier_of(cta, barrier).bytes -= offset;
-        barrier_of(cta, barrier).settle();
-    }
-}
-inline void copy_box(uint32_t to, const CUtensorMap& map, int c0, int c1, int c2, int c3, uint32_t barrier) {
-    copy_box_to(1u << machine.cta(), to, map, c0, c1, c2, c3, barrier);
+    barrier_of(machine.cta(), barrier).bytes -= offset;
+    barrier_of(machine.cta(), barrier).settle();
 }
 
 }  // namespace tide::cuda

@@ -18,12 +18,9 @@ inline float load_cluster(uint32_t address, uint32_t rank) {
     std::memcpy(&v, memory_of(static_cast<int>(rank), address), 4);
     return v;
 }
-inline void arrive_cluster(uint32_t barrier, uint32_t rank) {
+inline void publish_cluster(uint32_t barrier, uint32_t rank) {
     memory_of(static_cast<int>(rank), barrier);
     arrive_of(barrier_of(static_cast<int>(rank), barrier));
-}
-inline void publish_cluster(uint32_t barrier, uint32_t rank) {
-    arrive_cluster(barrier, rank);
 }
 inline void wait_cluster(uint32_t barrier, uint32_t phase) {
     wait_bytes(barrier, phase);
