@@ -34,6 +34,13 @@ SHAPES = {
     "34000 of 1000, bias, residual": (34000, 1000, {"bias": True, "residual": True}),
 }
 """Outputs, inputs, and what else the linear has."""
+THREES = {
+    (528, 8200, 70): "2x128/3",
+    (528, 8200, 130): "2x64/3",
+    (7700, 568, 130): "3x64/1",
+    (17000, 264, 70): "3x128/1",
+}
+"""Outputs, inputs and rows of the smallest linears that get these tiles on an H200."""
 NARROW = {
     "960 of 576": lambda: linear(torch.bfloat16, 960, 576, normed=True),
     "1536 of 576, gated": lambda: linear(torch.bfloat16, 1536, 576, gated=True, normed=True),
@@ -150,6 +157,14 @@ def test_few_of_many_rows_stay_in_their_place(dtype: torch.dtype, count: int) ->
         op = linear(dtype, 656 if "gated" in options else 1300, 3400, **options)
         inputs = op.inputs(count)
         assert_right(op, op(inputs), op.expected(inputs))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(("out", "inner", "count"), THREES)
+def test_few_of_many_rows_stay_in_their_place_with_three_ctas_or_groups(out: int, inner: int, count: int) -> None:
+    op = linear(torch.bfloat16, out, inner, bias=True)
+    inputs = op.inputs(count)
+    assert_right(op, op(inputs), op.expected(inputs))
 
 
 @EVERY_SHAPE

@@ -256,6 +256,8 @@ def test_the_gpu_tests_run_every_tile_for_many_rows_that_an_h200_gets(
         ways = tables(f"half {inner} {out} {int(options.get('gated', False))}")
         run |= {" ".join(ways[rows - 1]) for rows in half_width.COUNTS}
     assert {f"wide {tile}" for tile in tables("wide")[0]} <= run
+    for (out, inner, rows), tile in half_width.THREES.items():
+        assert tables(f"half {inner} {out} 0")[rows - 1] == ["wide", tile]
 
 
 TIMED_TILES = ("1x64/2", "2x64/1", "2x64/2", "2x64/3", "3x64/1", "2x128/1", "2x128/3", "3x128/1")
