@@ -21,8 +21,8 @@ constexpr int64_t kMostTileRowsOfTall = 4;  // of a weight with kTallPerSm rows 
 constexpr int64_t kTallPerSm = 512;
 constexpr int kFewestStages = 4;  // of the ring of the persistent linear, which keep the memory busy
 
-// The linear, many rows of a weight in half width (wide_bench): for each row of x that a CTA has, in_features from which
-// three CTAs may split the slices. Handing on the sums of more rows has to pay.
+// The linear, many rows of a weight in half width (wide_bench): for each row of x that a CTA has, in_features from
+// which three CTAs may split the slices. Handing on the sums of more rows has to pay.
 constexpr int64_t kThirdsFromPerRow = 64;
 
 // The linear of E4M3 weights (fp8_bench).
