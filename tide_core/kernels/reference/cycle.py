@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 256
+"""The most rows of a cycle. Up to so many our CUDA linear is always used: a row gets the same bits in every step, so
+that verification gives what full depth gives. For more rows, which prompts have, see `fast_for_many_rows`."""
 NEWEST, START, DRAFTS, LEAVES, END = range(5)
 """Metadata of a row: its newest token, the position of that, the number of drafts (-1: there is no row), whether it may
 leave early, and the position after the last that its answer can have. A start of -1 - p means: token, position and
