@@ -91,7 +91,7 @@ class Parts:
     source: Source | None = None
     """None for parts around a model that was handed in."""
     suffix_drafts: bool = False
-    """Whether rows in mode verified may have some."""
+    """Whether rows in modes verified and bounded may have some."""
     fast: FastPolicy | None = None
 
     @property

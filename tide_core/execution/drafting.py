@@ -2,8 +2,8 @@
 
 In each round the newest token of every row that still drafts runs up to the first exit. If the router's score reaches
 the row's threshold there, the exit's token becomes the row's next token. If not, the token runs on to the next exit at
-which the row may leave, in mode fast, together with all that is pending. A row whose token exits nowhere waits for the
-deep pass. No decision depends on another row.
+which the row may leave, together with all that is pending, where its policy has a deeper one (`last_exit`). A row whose
+token exits nowhere waits for the deep pass. No decision depends on another row.
 
 Prompt tokens exit too, in mode fast only (`exit_prompts`). A prompt is compute-bound, so every token that skips the
 deep layers saves its share of them. A chunk runs up to the first checkpoint and the head scores each of its tokens
