@@ -303,6 +303,6 @@ def _plan_branches(
         if leaves[r] == IF_RIGHT:
             at, places = int(out.starts[r]), torch.arange(start, start + count + 1)
             own = tables[first, places // block_size] * block_size + places % block_size
-            said, tried = (torch.full_like(own, value) for value in (int(out.starts[first]), r))
+            target, tried = (torch.full_like(own, value) for value in (int(out.starts[first]), r))
             here = out.slots[at : at + count + 1]
-            out.returns[:, at : at + count + 1] = torch.stack((here.to(own.dtype), own, said, tried))
+            out.returns[:, at : at + count + 1] = torch.stack((here.to(own.dtype), own, target, tried))
