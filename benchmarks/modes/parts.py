@@ -125,7 +125,7 @@ def quality(bench: Bench, sizes: Sizes) -> Part:
         name = f"widest gap that bounded(margin {MARGIN:g}) kept, by the library"
         part.bars.append(Bar(name, max(kept, default=0.0), MARGIN + TIE, at_least=False))
         unmarked = float(sum(budget.num_unmarked for budget in budgets))
-        part.bars.append(Bar("tokens of bounded that differ and are not marked", unmarked, 0.0, at_least=False))
+        part.bars.append(Bar("tokens of bounded that differ and do not say so", unmarked, 0.0, at_least=False))
     part.data["engine_audits"] = [asdict(audit) for audit in bench.engine.stats().audits]
     return part
 
