@@ -192,7 +192,7 @@ class GraphCycles:
         """Launch the step after another: with its rows, as it leaves them, and with rows that are new. None if a row
         has no blocks for it, or if all rows may end before."""
         size, max_positions = self._cache.block_size, self._max_positions
-        going: list[tuple[int, int, int, RowStep]] = []
+        continuing: list[tuple[int, int, int, RowStep]] = []
         is_needed, num_cycles, most_left = False, self._depth.steps, 0
         for index, row in enumerate(rows):
             table = row.table
@@ -212,15 +212,15 @@ class GraphCycles:
             fits = (min(capacity, max_positions) - start) // (drafts + 1)
             if fits < num_cycles:
                 num_cycles = fits
-            going.append((drafts, previous, start, row))
-        if not is_needed or num_cycles < 1 or not going:
+            continuing.append((drafts, previous, start, row))
+        if not is_needed or num_cycles < 1 or not continuing:
             return None
-        going.sort(key=_drafts_of, reverse=True)
-        has_branches = self._branches is not None and branches_for(len(going), going[0][0], size) > 1
+        continuing.sort(key=_drafts_of, reverse=True)
+        has_branches = self._branches is not None and branches_for(len(continuing), continuing[0][0], size) > 1
         num_cycles = 1 if has_branches else min(num_cycles, most_left)  # each gives a token at least
         places = [
             RowPlace(row, drafts, row.table.block_ids[: (start + num_cycles * (drafts + 1) - 1) // size + 1], previous)
-            for drafts, previous, start, row in going
+            for drafts, previous, start, row in continuing
         ]
         return self._launch(places, num_cycles) if len(places) <= self.max_rows(places[0].drafts) else None
 

@@ -18,7 +18,7 @@ from tide_core.execution.deep_pass import DeepStates, run_deep
 from tide_core.execution.graphs.adjust import AdjustSlots
 from tide_core.execution.graphs.base import Graph
 from tide_core.execution.graphs.branches import Branches
-from tide_core.execution.graphs.choice import Choice, Greedy, Sampled
+from tide_core.execution.graphs.choice import Greedy, Sampled, TokenChooser
 from tide_core.execution.graphs.cycle_output import CycleOutput, HostCopy, OutputBuffer
 from tide_core.execution.graphs.cycle_shape import STREAMS, CycleInputs, CycleShape, RowPlace
 from tide_core.execution.graphs.masks import MaskBuffer
@@ -125,7 +125,7 @@ class CycleGraph(Graph):
         """What the two side streams read in this cycle: its memory must not be used again before they are joined."""
         self._held: torch.Tensor | None = None
         """Logits of the deep pass, between the stages of a cycle with masks."""
-        self._choice: Choice = Greedy(kernels, shape.rows, shape.branches, device)
+        self._choice: TokenChooser = Greedy(kernels, shape.rows, shape.branches, device)
         if shape.samples:
             settings, self._keys = shape.sampling(self._buffer, torch.float64, torch.int64)
             numbers = len(STREAMS), shape.drafts + 1, shape.rows
