@@ -32,6 +32,9 @@ MAX_MASKS = 16
 """Masks that a matcher keeps: more than a cycle has drafts. Each has a bit for every token of the vocabulary."""
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,20}"}
 """JSON may be written with spaces and lines. Without an end to them a weak model may write nothing else."""
+SLICE = r'[^"\\\x00-\x1F\x7F]{1,20}'
+"""Tokens of a text of up to so many characters, whose masks llguidance keeps ready beside those of 10, 30 and any: near
+the end of a text whose length is limited it walks through the vocabulary where none of them can be used."""
 
 Mask = npt.NDArray[np.bool_]
 Bits = npt.NDArray[np.uint8]
@@ -57,14 +60,16 @@ class Grammars:
             return GrammarMatcher(compiled.deep_copy(), self._vocab_size, self._eos_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, grammar_from
+        from llguidance import LLMatcher, LLTokenizer, grammar_from
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
             if not self._eos_ids:
                 raise RequestError(grammar.field, grammar.kind, "a model with an end-of-text token")
             try:
-                self._tokenizer = from_tokenizer(self._hf, self._vocab_size, self._eos_ids)
+                slices = LLTokenizer.general_slices()
+                slices.insert(2, SLICE)
+                self._tokenizer = from_tokenizer(self._hf, self._vocab_size, self._eos_ids, slices)
             except ValueError as error:
                 expected = f"none: no grammar can be followed with this model's tokenizer ({error})"
                 raise RequestError(grammar.field, grammar.kind, expected) from error
