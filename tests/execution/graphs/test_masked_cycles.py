@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.exits.test_sampled_distribution import LEAST_P, chi_square_p
@@ -200,6 +202,22 @@ def test_a_row_with_masks_loses_no_step(
         assert len(cycles) == 39, "the first token is that of the prompt"
         assert len(ahead) == 39
         assert all(with_grammar == [True] for with_grammar in ahead)
+
+
+@pytest.mark.parametrize("vocab_size", [64, 75])
+def test_a_mask_leaves_the_logits_whose_bits_are_set(vocab_size: int) -> None:
+    shape = cycle_shape.CycleShape(2, 1, 64, masks=True)
+    buffer = MaskBuffer(shape, vocab_size, torch.device("cpu"))
+    logits = torch.randn(shape.tokens, vocab_size)
+    assert torch.equal(buffer.apply(logits), logits), "all are allowed at first"
+    allowed = torch.rand(shape.tokens, vocab_size) < 0.5
+    allowed[0, 31], allowed[1, 31] = True, False
+    for token, row in enumerate(allowed):
+        packed = np.packbits(row.numpy(), bitorder="little")
+        packed = np.pad(packed, (0, buffer._words[token].nbytes - len(packed)))
+        buffer._words[token] = packed.view(np.int32)
+    buffer._device.copy_(buffer._host)
+    assert torch.equal(buffer.apply(logits), logits.masked_fill(~allowed, -torch.inf))
 
 
 @pytest.mark.parametrize("num_in_time", [0, 1, 3, 8])

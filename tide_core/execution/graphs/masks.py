@@ -111,8 +111,9 @@ class MaskBuffer:
         self._words = self._host.numpy()
         self._num_written = 0
         """Number of masks, from the first on, that an earlier cycle may have changed."""
-        every = torch.arange(vocab_size, device=device)
-        self._word_of, self._bit_of = every // WORD, (every % WORD).int()
+        self._vocab_size = vocab_size
+        bits = *(1 << bit for bit in range(WORD - 1)), -(1 << WORD - 1)
+        self._bits = torch.tensor(bits, dtype=torch.int32, device=device)
         self._drafted = torch.zeros((shape.drafts, shape.rows), dtype=torch.int64, pin_memory=on_gpu)
         self._fetched: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -147,16 +148,15 @@ class MaskBuffer:
         drafted = self._drafted.T.tolist()
         complete = set()
         for place, row, grammar, must_have in followed:  # while the deep pass runs
-            begin, output_ids = begins[place], list(row.output_ids)
-            for distance, draft in enumerate(drafted[place][: places[place].drafts]):
+            begin, drafts = begins[place], drafted[place][: places[place].drafts]
+            for distance, draft in enumerate(drafts):
                 is_allowed = words[begin + distance, draft // WORD] >> draft % WORD & 1
                 if not is_allowed or draft in row.request.end_ids:
                     complete.add(place)
                     break
                 if not must_have and is_late():
                     break
-                output_ids.append(draft)
-                grammar.write(output_ids, words[begin + distance + 1])
+                grammar.write(row.output_ids, words[begin + distance + 1], drafts[: distance + 1])
             else:
                 complete.add(place)
         self._device.copy_(self._host, non_blocking=True)
@@ -164,5 +164,5 @@ class MaskBuffer:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the deep pass [T, V], with -inf for tokens that the masks forbid."""
-        allowed = self._device.index_select(1, self._word_of).bitwise_right_shift_(self._bit_of).bitwise_and_(1)
-        return logits.masked_fill(allowed == 0, -torch.inf)
+        is_forbidden = torch.bitwise_and(self._device.unsqueeze(-1), self._bits) == 0
+        return logits.masked_fill(is_forbidden.flatten(1)[:, : self._vocab_size], -torch.inf)
