@@ -17,6 +17,8 @@ LISTENING = "0A"
 OF_RAY = "ray::"
 """Ray's workers begin their command line with it; the actor that starts an HAProxy is one of them."""
 ACTORS_OF_SERVE = ("ServeController", "HAProxyManager", "ProxyActor", "ServeReplica")
+OWNER = "TIDE_SERVE_PID"
+"""Variable of the `serve run` that a `tide serve` starts: whose child it is."""
 CONFIG_OF_SERVE = re.compile(r".*/[0-9a-f]{56}/haproxy\.cfg")
 """Serve writes a folder of this kind for each node: its id."""
 
@@ -50,9 +52,9 @@ def left_behind(processes: dict[int, Process], uid: int) -> list[Process]:
     return [each for each in processes.values() if each.uid == uid and is_haproxy_of_serve(each) and is_orphan(each)]
 
 
-def ending(processes: dict[int, Process], uid: int) -> list[Process]:
-    """Serve's actors of this user whose raylet is gone. They end by themselves within seconds; until then they, and the
-    HAProxy that one of them watches over, hold their ports."""
+def ending(processes: dict[int, Process], uid: int, proc: Path = PROC) -> list[Process]:
+    """What ends by itself within seconds and holds ports until then: Serve's actors of this user whose raylet is gone,
+    and a `serve run` whose `tide serve` is gone."""
 
     def has_raylet(process: Process) -> bool:
         seen, parent = {process.pid}, processes.get(process.parent)
@@ -63,8 +65,29 @@ def ending(processes: dict[int, Process], uid: int) -> list[Process]:
             parent = processes.get(parent.parent)
         return False
 
-    ours = (each for each in processes.values() if each.uid == uid and _is_actor_of_serve(each))
-    return [each for each in ours if not has_raylet(each)]
+    def has_lost_its_owner(process: Process) -> bool:
+        owner = _variable(process.pid, OWNER, proc)
+        return owner is not None and owner != str(process.parent)
+
+    ours = [each for each in processes.values() if each.uid == uid]
+    actors = [each for each in ours if _is_actor_of_serve(each) and not has_raylet(each)]
+    return [*actors, *(each for each in ours if _is_driver(each) and has_lost_its_owner(each))]
+
+
+def _is_driver(process: Process) -> bool:
+    """`serve run`, as a script of a Python or by itself."""
+    pairs = zip(process.command[:2], process.command[1:3], strict=False)
+    return any(Path(tool).name == "serve" and verb == "run" for tool, verb in pairs)
+
+
+def _variable(pid: int, name: str, proc: Path) -> str | None:
+    """Of the environment that a process began with; None also where it cannot be read."""
+    with contextlib.suppress(OSError):
+        for entry in (proc / str(pid) / "environ").read_bytes().split(b"\0"):
+            key, _, value = entry.partition(b"=")
+            if key == name.encode():
+                return value.decode(errors="replace")
+    return None
 
 
 def _is_actor_of_serve(process: Process) -> bool:

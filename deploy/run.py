@@ -67,8 +67,8 @@ def serve(path: Path, say: Say) -> int:
 
 
 def remove_leftovers(say: Say) -> bool:
-    """Wait until Serve's actors of a dead session of this user have ended, then end every HAProxy whose session is
-    dead; whether there was anything."""
+    """Wait until a dead session of this user has ended, then end every HAProxy whose session is dead; whether there
+    was anything."""
     uid = os.getuid()
     found = bool(processes.ending(processes.all_processes(), uid))
     if found:
@@ -149,7 +149,7 @@ def _described(pid: int | None) -> str:
 def _run(path: Path, say: Say) -> int:
     """`serve run` until it ends. The first signal stops it in order, a second one at once."""
     tool = Path(sys.executable).parent / "serve"
-    environment = dict(os.environ)
+    environment = {**os.environ, processes.OWNER: str(os.getpid())}
     guard = Path(sys.executable).parent / "tide-haproxy"
     if guard.exists():
         environment.setdefault(BINARY, str(guard))

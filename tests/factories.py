@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tide_core.engine.engine import Engine
 from tide_core.engine.scheduler import Scheduler
 from tide_core.exits.artefact.artefact import load_artefact
 from tide_core.kv.block_manager import BlockManager
+from tide_core.kv.cache import PagedKV
 from tide_core.models.identity import identify
 from tide_core.request import ExitPolicy, Request, SamplingParams
 
@@ -86,6 +88,13 @@ def make_request(
 
 def make_blocks(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> BlockManager:
     return BlockManager(num_blocks, block_size, **settings)
+
+
+def poison(cache: PagedKV, blocks: Sequence[int]) -> None:
+    """Fill blocks with NaN, so that a read past a valid length cannot go unseen."""
+    index = torch.tensor(blocks, device=cache.device)
+    for pool in (*(pool for pools in cache.pools for pool in pools), *cache.deep_states):
+        pool.view(cache.num_blocks, -1)[index] = math.nan
 
 
 def watch_released(blocks: BlockManager, released: Callable[[list[int]], None]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.factories import make_parts, make_request
+from tests.factories import make_parts, make_request, poison
 from tests.tiny_models import tiny_model
 from tide_core.batch import RowStep
 from tide_core.execution.depth_loop import DepthLoop, plan_segments
@@ -22,7 +22,7 @@ class Forward:
     def __init__(self, family: str, checkpoint_layers: tuple[int, ...] = (), **settings: Any) -> None:
         self._block_size = 8 if settings.get("device") == "cuda" else 4  # the smallest that the kernels there take
         self.runner: ModelRunner = make_parts(family, block_size=self._block_size, **settings).runner
-        self.runner.cache.poison(range(self.runner.cache.num_blocks))
+        poison(self.runner.cache, range(self.runner.cache.num_blocks))
         self.segments = plan_segments(self.runner.adapter.num_layers, checkpoint_layers)
 
     @torch.inference_mode()

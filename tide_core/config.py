@@ -64,7 +64,7 @@ class EngineConfig:
     """Most drafts per cycle; it bounds how long a token waits for its deep pass."""
     suffix_drafts: bool = True
     """Whether text that stands in the prompt, in the output or in earlier outputs of the same salt is drafted again, in
-    mode verified. It needs a measured cost table: with a fixed number of `drafts` there are none."""
+    modes verified and bounded. It needs a measured cost table: with a fixed number of `drafts` there are none."""
     prompt_exits: bool = False
     """Whether prompt tokens may exit early in mode fast."""
     audit_share: float = 0.02

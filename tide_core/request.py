@@ -66,8 +66,9 @@ class TokenMask(Protocol):
         """Which tokens may follow these: an array [V] of booleans."""
         ...
 
-    def write(self, output_ids: Sequence[int], words: Any) -> None:
-        """The same as bits, the first token in the lowest one, into an array of [ceil(V / 32)] 32-bit words."""
+    def write(self, output_ids: Sequence[int], words: Any, drafts: Sequence[int] = ()) -> None:
+        """What may follow these and some drafts as bits, the first token in the lowest one, into an array of
+        [ceil(V / 32)] 32-bit words. A list that is given again may only have grown."""
         ...
 
     def num_allowed(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:

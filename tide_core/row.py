@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One request on its way."""
+    """One request, waiting or running."""
 
     request: Request
     namespace: bytes | None

@@ -199,8 +199,9 @@ def serving(
 @contextlib.contextmanager
 def serving_again(server: Server, *, command: Sequence[str], health: str = "/health") -> Iterator[Server]:
     """The config, ports and variables of a server that has ended, in a session of its own, once it is healthy."""
-    process = _started(command, server.folder, server.environment, "log-again")
-    again = replace(server, process=process, log_file="log-again")
+    log_file = f"{server.log_file}-again"
+    process = _started(command, server.folder, server.environment, log_file)
+    again = replace(server, process=process, log_file=log_file)
     with _until_the_end(again, health, command):
         yield again
 

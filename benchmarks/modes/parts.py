@@ -124,8 +124,8 @@ def quality(bench: Bench, sizes: Sizes) -> Part:
     if bench.config.dtype == "float32":  # the library's own rounding is far wider in a narrower type
         name = f"widest gap that bounded(margin {MARGIN:g}) kept, by the library"
         part.bars.append(Bar(name, max(kept, default=0.0), MARGIN + TIE, at_least=False))
-        untold = float(sum(budget.num_untold for budget in budgets))
-        part.bars.append(Bar("tokens of bounded that differ and do not say so", untold, 0.0, at_least=False))
+        unmarked = float(sum(budget.num_unmarked for budget in budgets))
+        part.bars.append(Bar("tokens of bounded that differ and do not say so", unmarked, 0.0, at_least=False))
     part.data["engine_audits"] = [asdict(audit) for audit in bench.engine.stats().audits]
     return part
 
@@ -137,22 +137,22 @@ class Budget(NamedTuple):
     """At every moment."""
     gaps: tuple[float, ...]
     """Of the tokens that it kept, by the library."""
-    num_untold: int
-    """Tokens that differ by more than a tie and do not say so."""
+    num_unmarked: int
+    """Tokens that differ by more than a tie and are not marked."""
 
 
 def _budget(bench: Bench, prompt: Prompt, answer: Completion) -> Budget:
     output = output_ids(answer)
     agreed = bench.library.score(prompt, output).agreed(output)
-    holds, gaps, num_untold = True, list[float](), 0
+    holds, gaps, num_unmarked = True, list[float](), 0
     for at, (token, agrees) in enumerate(zip(answer.tokens, agreed, strict=True)):
         gap = 0.0 if agrees else bench.library.gap([*prompt.ids, *output[:at]], [output[at]])
         if token.gap is not None:
             gaps.append(gap)
             holds &= len(gaps) <= EPSILON * (at + 1)
         else:
-            num_untold += gap > TIE
-    return Budget(holds, tuple(gaps), num_untold)
+            num_unmarked += gap > TIE
+    return Budget(holds, tuple(gaps), num_unmarked)
 
 
 def batches(bench: Bench, sizes: Sizes) -> Part:

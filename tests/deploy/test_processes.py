@@ -61,6 +61,23 @@ def test_an_actor_that_has_a_raylet_is_not_ending_and_nor_is_another_worker() ->
     assert ending(of(INIT, RAYLET, MANAGER, wrapper, inside, task, Process(54, 1, 1000, ())), uid=1000) == []
 
 
+@pytest.mark.parametrize("command", [("/venv/bin/serve",), ("/venv/bin/python", "/venv/bin/serve")])
+def test_a_serve_run_whose_tide_serve_is_gone_is_ending(command: tuple[str, ...], tmp_path: Path) -> None:
+    owner = Process(20, 1, 1000, ("/venv/bin/python", "/venv/bin/tide", "serve"))
+    (tmp_path / "30").mkdir()
+    (tmp_path / "30" / "environ").write_bytes(b"HOME=/root\0TIDE_SERVE_PID=20\0")
+
+    def child_of(parent: int, *more: str, pid: int = 30) -> Process:
+        return Process(pid, parent, 1000, (*command, *(more or ("run", "config.yaml"))))
+
+    for parent in (1, 5):
+        assert ending(of(INIT, child_of(parent)), 1000, tmp_path) == [child_of(parent)]
+    assert ending(of(INIT, child_of(1)), 1001, tmp_path) == []
+    assert ending(of(INIT, owner, child_of(20)), 1000, tmp_path) == [], "it runs"
+    assert ending(of(INIT, child_of(1, "status")), 1000, tmp_path) == []
+    assert ending(of(INIT, child_of(1, pid=31)), 1000, tmp_path) == [], "nobody's but its user's"
+
+
 def test_processes_are_read_with_names_that_hold_anything_and_zombies_are_none(tmp_path: Path) -> None:
     for pid, name, state in ((7, "a) S (b", "S"), (8, "gone", "Z")):
         (tmp_path / str(pid)).mkdir()

@@ -224,6 +224,28 @@ def test_a_signal_to_the_group_stops_it_in_order(tmp_path: Path, sent: signal.Si
         assert process.stdout.read() == "interrupted\n"
 
 
+def test_a_serve_run_that_ends_since_its_tide_serve_was_killed_is_waited_for(tmp_path: Path) -> None:
+    """It still has everything, and ends in order."""
+    go = tmp_path / "go"
+    with running(
+        tmp_path, f"import os\n    while not os.path.exists({str(go)!r}): time.sleep(0.05)\n    sys.exit(0)"
+    ) as it:
+
+        def drivers() -> list[Process]:
+            found = processes.ending(processes.all_processes(), os.getuid())
+            return [each for each in found if str(tmp_path / "serve") in each.command]
+
+        assert drivers() == [], "it runs"
+        it.kill()
+        it.wait()
+        assert it.stdout is not None
+        assert it.stdout.readline() == "interrupted\n"
+        assert len(drivers()) == 1
+        go.touch()
+        run._wait(lambda: not drivers(), PATIENCE_S)
+        assert drivers() == []
+
+
 def test_a_second_signal_ends_one_that_does_not_stop(tmp_path: Path) -> None:
     with running(tmp_path, "pass") as process:
         process.send_signal(signal.SIGTERM)

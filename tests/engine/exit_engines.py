@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.exits.artefact.artefact_factory import make_artefact
-from tests.factories import make_config, tiny_tokenizer, watch_released
+from tests.factories import make_config, poison, tiny_tokenizer, watch_released
 from tests.tiny_models import tiny_model
 from tide_core.engine.assemble import Parts, assemble_loaded
 from tide_core.engine.engine import Completion, Engine
@@ -87,8 +87,8 @@ def fixed_depths(steps: int) -> LaunchDepths:
 def poisoned(parts: Parts, **settings: Any) -> Engine:
     """Freed blocks are filled with NaN, and so is the whole pool at first."""
     cache, blocks = parts.runner.cache, parts.core.scheduler.blocks
-    cache.poison(range(cache.num_blocks))
-    watch_released(blocks, cache.poison)
+    poison(cache, range(cache.num_blocks))
+    watch_released(blocks, functools.partial(poison, cache))
     return Engine.from_parts(parts)
 
 

@@ -123,7 +123,7 @@ def test_a_pool_larger_than_memory_is_refused_by_its_setting(monkeypatch: pytest
     def no_memory(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("not enough memory: you tried to allocate 4 TB")
 
-    monkeypatch.setattr("tide_core.engine.assemble.PagedKV", no_memory)
+    monkeypatch.setattr("tide_core.engine.pool.PagedKV", no_memory)
     with pytest.raises(ConfigError, match="kv_memory_gib"):
         make_engine()
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tide_core.errors import ConfigError
-from tide_core.exits.audit import LOSS_CAP, MAX_EVIDENCE, NUM_BETS, AuditProcess
+from tide_core.exits.artefact.contract import LOSS_CAP
+from tide_core.exits.audit import MAX_EVIDENCE, NUM_BETS, AuditProcess
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts
-from tests.factories import make_request, random_prompts
+from tests.factories import make_request, poison, random_prompts
 from tide_core.batch import RowStep
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
@@ -66,7 +66,7 @@ def make_twin(*, programs: bool, **settings: Any) -> Twin:
     exits = parts.runner.exits
     assert exits is not None
     assert bool(exits._programs) is programs
-    parts.runner.cache.poison(range(parts.runner.cache.num_blocks))
+    poison(parts.runner.cache, range(parts.runner.cache.num_blocks))
     said: list[Proposal] = []
     propose = exits.propose
 

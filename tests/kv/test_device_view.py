@@ -14,7 +14,7 @@ from tests.kv.view_cases import SHAPES, ViewCase
 from tide_core.batch import Rotation
 from tide_core.kernels import reference_kernels
 from tide_core.kv.cache import GatheredView, KVLayout, PagedKV, PagedView, RowSpan, StepIndex
-from tide_core.kv.device_view import DeviceView, flash_takes
+from tide_core.kv.device_view import DeviceView, flash_supports
 from tide_core.kv.kernel_view import IndexLayout, KernelView, view_kind
 
 
@@ -64,8 +64,8 @@ def test_indices_in_a_buffer_that_is_too_large_are_the_same_and_the_rest_belongs
 
 def test_flash_attention_is_asked_only_for_what_it_knows() -> None:
     pool = torch.empty(1, 1, 4, 64)
-    assert not flash_takes(pool, pool)
-    assert not flash_takes(pool.bfloat16(), pool.bfloat16())  # not on a GPU
+    assert not flash_supports(pool, pool)
+    assert not flash_supports(pool.bfloat16(), pool.bfloat16())  # not on a GPU
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.factories import poison
 from tide_core.kernels import Kernels, reference_kernels
 from tide_core.kv.cache import KVLayout, PagedKV, PagedView, RowSpan
 
@@ -37,7 +38,7 @@ class ViewCase:
         pages = torch.randperm(sum(needed) + 2, generator=random).tolist()
         layout = KVLayout(2, self.head_size, self.head_size)
         cache = PagedKV([layout], len(pages), BLOCK, self.dtype, torch.device(self.device))
-        cache.poison(range(len(pages)))
+        poison(cache, range(len(pages)))
         spans = []
         for (start, count), blocks in zip(self.rows, needed, strict=True):
             spans.append(RowSpan([pages.pop() for _ in range(blocks)], start, count))

@@ -69,7 +69,10 @@ def test_a_load_tells_how_far_it_has_come(
     tiny_model("llama").save_pretrained(tmp_path)
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(load_progress, "LOG_EVERY_S", 0.0)
-    with caplog.at_level("INFO", logger="tide"), load_progress.told_to(lambda read, total: told.append((read, total))):
+    with (
+        caplog.at_level("INFO", logger="tide"),
+        load_progress.notifying(lambda read, total: told.append((read, total))),
+    ):
         load_streamed(tmp_path, "mine", dtype=torch.float32, place=CPU, scheme=None, fp8=False)
     sizes = [tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values()]
     assert told[-1] == (sum(sizes), sum(sizes))

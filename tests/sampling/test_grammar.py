@@ -84,6 +84,35 @@ def test_a_written_mask_has_the_bits_of_what_is_allowed_also_after_the_end_and_a
     assert not words[0].any(), "nothing is written elsewhere"
 
 
+def test_an_output_that_grows_is_followed_whatever_its_drafts_were() -> None:
+    """The same list each time, of which no token is looked at twice; other lists in between change nothing."""
+    matcher, whole = grammars().matcher(SCHEMA), ids_of('{"name": "Ada", "age": 36}')
+    other, output_ids = ids_of('{"name": "Bo'), list[int]()
+    words, expected = np.zeros((2, -(-len(tiny_tokenizer()) // 32)), dtype=np.int32)
+    for num, token_id in enumerate(whole):
+        for drafts in ((), whole[num : num + 3], other[num:] if output_ids == other[:num] else ()):
+            matcher.write(output_ids, words, drafts)
+            grammars().matcher(SCHEMA).write([*output_ids, *drafts], expected)
+            assert (words == expected).all()
+        if num % 4 == 0:
+            matcher.allowed(other[: num % 5])
+        assert matcher.num_allowed(output_ids, [token_id]) == 1
+        output_ids.append(token_id)
+    read: list[int] = []
+
+    class Counted(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            read.append(len(found) if isinstance(key, slice) else 1)
+            return found
+
+    counted = Counted(whole)
+    matcher.num_allowed(counted, [])
+    assert read == [len(whole)]
+    matcher.num_allowed(counted, [])
+    assert read == [len(whole), 0]
+
+
 def test_a_token_that_no_grammar_allows_is_an_error_of_its_request() -> None:
     with pytest.raises(Exception, match="the grammar cannot be followed"):
         grammars().matcher(Grammar("regex", "a+")).allowed(ids_of("b"))

@@ -282,12 +282,17 @@ def test_a_session_that_is_killed_hard_is_cleared_away_by_the_next_start(server:
     with serving_again(server, command=("tide", "serve")) as again:
         assert server.haproxies() == []
         assert again.post({"model": "tiny", "prompt": "the cat", "max_tokens": 2})[0] == 200
-        for driver in again.drivers():
-            driver.kill()
-        again.process.kill()
+        again.process.kill()  # alone: its `serve run` begins to end, and still has everything
         again.process.wait()
-        assert until(lambda: not again.haproxies() and not again.replicas())
-        assert until(lambda: not any(processes.is_taken(host, port) for _, host, port in ports_of(again)))
+        with serving_again(again, command=("tide", "serve")) as third:
+            assert third.post({"model": "tiny", "prompt": "the cat", "max_tokens": 2})[0] == 200
+            assert until(lambda: not again.haproxies() and not again.replicas())
+            for driver in third.drivers():
+                driver.kill()
+            third.process.kill()
+            third.process.wait()
+            assert until(lambda: not third.haproxies() and not third.replicas())
+            assert until(lambda: not any(processes.is_taken(host, port) for _, host, port in ports_of(third)))
 
 
 def ports_of(server: Server) -> list[tuple[str, str, int]]:

@@ -1,4 +1,5 @@
-"""A calibration from a loaded model to a published artefact: dataset → collect → train → risk → publish → measure.
+"""A calibration from a loaded model to a published artefact: dataset → collect → train → risk → fast →
+publish → measure.
 
     <run>/ledger.msgpack         settings, and the digest of everything that is done
     <run>/dataset/<part>.jsonl   records of each part

@@ -38,7 +38,7 @@ from tide_core.calibration.risk.decide import plan_candidates
 from tide_core.calibration.risk.trace import trace_candidates
 from tide_core.calibration.risk.traces import read_traces, write_traces
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec, load_candidates, save_candidates
-from tide_core.calibration.train.choice import Choice, choose
+from tide_core.calibration.train.choice import CandidateChoice, choose
 from tide_core.calibration.train.fast import TrainedFast, fit_fast, load_fast, save_fast
 from tide_core.calibration.train.train import STATE_NAME, CurvePoint, fit
 from tide_core.disk import write_whole
@@ -163,7 +163,7 @@ def make_shard(context: StageContext, unit: Unit, progress: Progress) -> ShardEn
     return replace(entry, name=unit.path)
 
 
-def choose_candidates(context: StageContext, item: None, progress: Progress) -> Choice:
+def choose_candidates(context: StageContext, item: None, progress: Progress) -> CandidateChoice:
     """Stage train, first: the candidates to train. A run chooses once: what an earlier start chose counts."""
     files = context.files
     with contextlib.suppress(ConfigError):  # damaged: it is made again
@@ -328,11 +328,11 @@ def _shortlist(context: StageContext) -> Tensor:
     return safetensors.torch.load((context.files.folder / SHORTLIST).read_bytes())["shortlist"]
 
 
-def _choice(context: StageContext) -> Choice | None:
+def _choice(context: StageContext) -> CandidateChoice | None:
     """None in a run whose training ended before choices were kept."""
     context.files.pull([CHOICE])
     path = context.files.folder / CHOICE
-    return Choice.from_json(path.read_bytes()) if path.exists() else None
+    return CandidateChoice.from_json(path.read_bytes()) if path.exists() else None
 
 
 def _chosen(context: StageContext) -> Candidate:

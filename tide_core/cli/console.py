@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Protocol
 
-from tide_core.models.load_progress import told_to
+from tide_core.models.load_progress import notifying
 
 
 class Bar(Protocol):
@@ -46,7 +46,7 @@ def status(text: str, *, quiet: bool) -> Iterator[None]:
 
     show()
     try:
-        with told_to(show):
+        with notifying(show):
             yield
     finally:
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 from tide_core import __version__
 from tide_core.config import EngineConfig, ResolvedConfig
 from tide_core.engine.core import EngineCore
+from tide_core.engine.pool import SlotLayout, build_pool, check_model_len, memory_of
 from tide_core.engine.scheduler import Scheduler, SuffixSource
 from tide_core.errors import ConfigError
 from tide_core.execution.cost_measure import cache_path, machine_facts, measure, read_table, write_table
@@ -27,7 +28,6 @@ from tide_core.execution.graphs.prompts import GraphPrompts
 from tide_core.execution.runner import ModelRunner
 from tide_core.exits.artefact.artefact import Artefact, load_artefact
 from tide_core.exits.artefact.fast import SkipMap
-from tide_core.exits.artefact.heads import HeadSpec
 from tide_core.exits.cost import Acceptance, DraftPlanner
 from tide_core.exits.policy import CheckpointPolicy, FastPolicy, resolve_policy
 from tide_core.exits.propose import BoundCheckpoint, BoundFastExit, Exits
@@ -35,14 +35,12 @@ from tide_core.exits.suffix import SuffixDrafts
 from tide_core.identity import ModelIdentity
 from tide_core.kernels import CudaKernels, Kernels, native_digest, select_kernels, set_num_threads
 from tide_core.kv.block_manager import BlockManager
-from tide_core.kv.cache import KVLayout, PagedKV, block_bytes
-from tide_core.kv.memory import device_memory
-from tide_core.kv.sizing import DeviceMemory, ModelSize, described, fit, resolve_config
+from tide_core.kv.cache import PagedKV
+from tide_core.kv.sizing import described, resolve_config
 from tide_core.models.adapter import ModelAdapter
 from tide_core.models.fused_layers import fuse_layers
 from tide_core.models.identity import identify
 from tide_core.models.kernel_modules import use_kernels
-from tide_core.models.layout_probe import probe_layouts
 from tide_core.models.loader import find_model, fingerprint, load_model, load_tokenizer
 from tide_core.models.model_cache import default_cache_dir
 from tide_core.models.resolver import ResolvedModel
@@ -93,7 +91,7 @@ class Parts:
     source: Source | None = None
     """None for parts around a model that was handed in."""
     suffix_drafts: bool = False
-    """Whether rows in mode verified may have some."""
+    """Whether rows in modes verified and bounded may have some."""
     fast: FastPolicy | None = None
 
     @property
@@ -188,7 +186,7 @@ def assemble_loaded(
             spare_blocks=spare_blocks,
             weight_bytes=weight_bytes(model),
         )
-        config = resolve_config(given, _memory(given, adapter.device), size, dtype=_dtype_of(adapter))
+        config = resolve_config(given, memory_of(given, adapter.device), size, dtype=_dtype_of(adapter))
         cache, blocks = build_pool(config, slots, adapter, size)
         exits = None if artefact is None else bind_exits(artefact, adapter, cache, kernels, max_model_len)
     cycles, prompts = _graphs(adapter, cache, kernels, exits, max_model_len)
@@ -426,80 +424,5 @@ def checkpoint_policies(artefact: Artefact) -> tuple[CheckpointPolicy, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SlotLayout:
-    """What one token keeps in the pool: K and V of all layers and of exit heads, and deep states."""
-
-    layouts: list[KVLayout]
-    state_widths: list[int]
-
-    @classmethod
-    def of(cls, adapter: ModelAdapter, specs: Sequence[HeadSpec]) -> SlotLayout:
-        """`specs` are those of the exit heads."""
-        layouts = [KVLayout(*shape) for shape in probe_layouts(adapter)]
-        layouts += [KVLayout(spec.num_kv_heads, spec.head_size, spec.head_size) for spec in specs if spec.attends]
-        return cls(layouts, [spec.deep_width for spec in specs])
-
-    def model_size(
-        self,
-        config: EngineConfig,
-        dtype: torch.dtype,
-        *,
-        hidden: int,
-        vocab: int,
-        max_model_len: int,
-        spare_blocks: int,
-        weight_bytes: int,
-    ) -> ModelSize:
-        return ModelSize(
-            hidden=hidden,
-            vocab=vocab,
-            itemsize=dtype.itemsize,
-            block_bytes=block_bytes(self.layouts, config.block_size, dtype, state_widths=self.state_widths),
-            max_model_len=max_model_len,
-            spare_blocks=spare_blocks,
-            weight_bytes=weight_bytes,
-        )
-
-
-def build_pool(
-    config: ResolvedConfig, slots: SlotLayout, adapter: ModelAdapter, size: ModelSize
-) -> tuple[PagedKV, BlockManager]:
-    """The blocks that fit. Behind them lie the spare ones, which the manager does not know."""
-    num_blocks, one_block = fit(config, size).num_blocks, size.block_bytes
-    if num_blocks < 1:
-        expected = f"memory for one block of {config.block_size} tokens, which takes {one_block} bytes"
-        raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected)
-    try:
-        cache = PagedKV(
-            slots.layouts,
-            num_blocks + size.spare_blocks,
-            config.block_size,
-            adapter.dtype,
-            adapter.device,
-            state_widths=slots.state_widths,
-        )
-    except RuntimeError as error:  # both allocators raise it, or a kind of it
-        expected = f"less than the memory that is free on {adapter.device} ({num_blocks} blocks of {one_block} bytes)"
-        raise ConfigError("kv_memory_gib", config.kv_memory_gib, expected) from error
-    return cache, BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-
-
-def _memory(config: EngineConfig, device: torch.device) -> DeviceMemory:
-    """Of a GPU `auto` of any setting depends on it; of a CPU only that of the pool."""
-    if device.type == "cuda" or config.kv_memory_bytes is None:
-        return device_memory(device)
-    return DeviceMemory(device.type)
-
-
 def _dtype_of(adapter: ModelAdapter) -> str:
     return str(adapter.model.dtype).removeprefix("torch.")
-
-
-def check_model_len(config: EngineConfig, max_positions: int) -> int:
-    """The longest row: the model's own limit, or the lower one of the settings."""
-    if config.max_model_len is None:
-        return max_positions
-    if config.max_model_len > max_positions:
-        raise ConfigError("max_model_len", config.max_model_len, f"at most the model's own {max_positions}")
-    return config.max_model_len

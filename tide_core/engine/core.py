@@ -1,4 +1,4 @@
-"""The engine without threads: requests in, `step()` until none is left, outputs out.
+"""The engine without threads: requests in, `advance` until none is left, outputs out.
 
 A step is schedule, run, commit. A commit records ids and lengths, which is all that the next schedule needs; the texts
 of a step are made and emitted while the device runs the next one.
@@ -130,7 +130,7 @@ class EngineCore:
         return RequestOutput(request_id, tokens, FinishReason.ABORT, usage, prompt_logprobs=prompt)
 
     def step(self) -> list[RequestOutput]:
-        """One step of all rows that fit in it, and all its outputs."""
+        """One step of all rows that fit in it, and all its outputs. For tests and benchmarks."""
         outputs: list[RequestOutput] = []
         self.advance(outputs.extend)
         return outputs + self.emit()

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from tide_core.batch import RowResult
 from tide_core.engine.scheduler import Scheduler
-from tide_core.exits.audit import DEFAULT_DELTA, LOSS_CAP, AuditProcess
+from tide_core.exits.artefact.contract import LOSS_CAP
+from tide_core.exits.audit import DEFAULT_DELTA, AuditProcess
 from tide_core.request import FinishReason, Request, SamplingParams
 from tide_core.row import Row
 from tide_core.stats import AuditSnapshot, contract_name, tenant_label

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tide_core.config import AUTO, GIB, EngineConfig, ResolvedConfig
-from tide_core.engine.assemble import SlotLayout, check_model_len
+from tide_core.engine.pool import SlotLayout, check_model_len
 from tide_core.errors import ConfigError, ModelError, one_line
 from tide_core.execution.graphs.branches import SPARE_BLOCKS
 from tide_core.exits.artefact.heads import HeadSpec

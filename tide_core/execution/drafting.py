@@ -2,8 +2,8 @@
 
 In each round the newest token of every row that still drafts runs up to the first exit. If the router's score reaches
 the row's threshold there, the exit's token becomes the row's next token. If not, the token runs on to the next exit at
-which the row may leave, in mode fast, together with all that is pending. A row whose token exits nowhere waits for the
-deep pass. No decision depends on another row.
+which the row may leave, together with all that is pending, where its policy has a deeper one (`last_exit`). A row whose
+token exits nowhere waits for the deep pass. No decision depends on another row.
 
 Prompt tokens exit too, in mode fast only (`exit_prompts`). A prompt is compute-bound, so every token that skips the
 deep layers saves its share of them. A chunk runs up to the first checkpoint and the head scores each of its tokens
@@ -29,7 +29,7 @@ from tide_core.sampling.sampler import sample_with_chances
 
 
 @dataclass(slots=True)
-class Choice:
+class DraftedToken:
     """A token chosen at an exit."""
 
     token_id: int
@@ -146,27 +146,27 @@ class Drafter:
 
     def _choose(
         self, rows: Sequence[RowCycle], best_ids: Sequence[int], logits: torch.Tensor, where: Sequence[int]
-    ) -> list[Choice | None]:
+    ) -> list[DraftedToken | None]:
         """The exits' tokens after the rows' sampling parameters; None where these leave nothing to choose.
 
         `where`: the rows of the logits [T, S] that are theirs."""
         sampling = [
             row.sampling_row(len(row.tokens) - 1, stream=DRAFT_STREAM, distance=len(row.drafts)) for row in rows
         ]
-        choices: list[Choice | None] = [Choice(best_id) for best_id in best_ids]
+        choices: list[DraftedToken | None] = [DraftedToken(best_id) for best_id in best_ids]
         worked = [n for n, row in enumerate(sampling) if not row.params.is_greedy or needs_adjusting(row)]
         if worked:
             wide = self._widened(logits[[where[n] for n in worked]])
             tokens = sample_with_chances(wide, [sampling[n] for n in worked])
             for n, (token, chances) in zip(worked, tokens, strict=True):
-                choices[n] = None if token.error is not None else Choice(token.token_id, chances)
+                choices[n] = None if token.error is not None else DraftedToken(token.token_id, chances)
         for n, (row, choice) in enumerate(zip(rows, choices, strict=True)):
             wants_logits = row.step.request.params.logprobs is not None and row.step.policy.skips_layers
             if choice is not None and wants_logits:
                 choice.logits = self._widened(logits[[where[n]]])[0]
         return choices
 
-    def _take(self, row: RowCycle, checkpoint: int, score: float, choice: Choice) -> None:
+    def _take(self, row: RowCycle, checkpoint: int, score: float, choice: DraftedToken) -> None:
         newest = len(row.tokens) - 1
         draft = Draft(choice.token_id, checkpoint, score, choice.probabilities, choice.logits)
         if row.step.policy.skips_layers:

@@ -18,12 +18,10 @@ from __future__ import annotations
 import math
 
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.contract import LOSS_CAP
 from tide_core.stats import AuditSnapshot
 
 DEFAULT_DELTA = 0.05
-LOSS_CAP = 0.5
-"""Most loss of one answer: without a cap a single broken answer would weigh as much as many that are worse than they
-should be."""
 NUM_BETS = 8
 MAX_EVIDENCE = 1e300
 """Evidence is cut there: less money than it won only makes a bettor more careful."""

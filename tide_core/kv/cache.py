@@ -76,21 +76,14 @@ class PagedKV:
         graphs that were captured with them may run."""
         self.pools = [(next(buffers), next(buffers)) for _ in layouts]
 
-    def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN, so that a read past a valid length cannot go unseen."""
-        self._fill(blocks, float("nan"))
-
     def blank(self, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros, so that they can be read as if tokens had been there."""
-        self._fill(blocks, 0.0)
-
-    def _fill(self, blocks: Sequence[int], value: float) -> None:
         index = torch.tensor(blocks, device=self.device)
         for key_pool, value_pool in self.pools:
-            key_pool[index] = value
-            value_pool[index] = value
+            key_pool[index] = 0.0
+            value_pool[index] = 0.0
         for states in self.deep_states:
-            states.view(self.num_blocks, -1)[index] = value
+            states.view(self.num_blocks, -1)[index] = 0.0
 
 
 def _buffers(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

@@ -63,7 +63,7 @@ class DeviceView(PagedView):
         self, layer: int, query: torch.Tensor, scaling: float, window: int = 0, softcap: float = 0.0
     ) -> torch.Tensor:
         key_pool, value_pool = self._cache.pools[layer]
-        if softcap > 0 or not flash_takes(key_pool, value_pool):
+        if softcap > 0 or not flash_supports(key_pool, value_pool):
             starts, lens = self._query_starts, self._context_lens
             tables = self._block_tables
             return reference.paged_attention(
@@ -102,7 +102,7 @@ def device_arrays(index: StepIndex, block_size: int) -> list[np.ndarray[Any, np.
     ]
 
 
-def flash_takes(key_pool: torch.Tensor, value_pool: torch.Tensor) -> bool:
+def flash_supports(key_pool: torch.Tensor, value_pool: torch.Tensor) -> bool:
     """Whether Torch's flash attention knows such keys and values."""
     size = key_pool.shape[-1]
     fits = value_pool.shape[-1] == size and size in FLASH_SIZES

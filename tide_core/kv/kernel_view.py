@@ -20,7 +20,7 @@ from tide_core.batch import FEW_QUERIES, Rotation
 from tide_core.kernels import CudaKernels, Kernels
 from tide_core.kernels.cuda.checks import MOST_JOINED_QUERIES
 from tide_core.kv.cache import GatheredView, PagedKV, PagedView, RowSpan, StepIndex, WriteOnlyView
-from tide_core.kv.device_view import DeviceView, flash_takes
+from tide_core.kv.device_view import DeviceView, flash_supports
 
 FEW_POSITIONS = 32768
 """Capacity of all rows together; with more, rotating and attending several queries of a row takes as long in two
@@ -142,7 +142,7 @@ class KernelView(PagedView):
     ) -> torch.Tensor:
         """`fresh`: the launch before wrote the keys and values of these queries, and no columns."""
         pools = self._cache.pools[layer]
-        if self._may_gather and self._max_queries > FEW_QUERIES and softcap <= 0 and flash_takes(*pools):
+        if self._may_gather and self._max_queries > FEW_QUERIES and softcap <= 0 and flash_supports(*pools):
             return self._gathering.attend_paged(layer, query, scaling, window)
         return self._kernels.attend(
             query,

@@ -17,8 +17,8 @@ _listener: ContextVar[Listener | None] = ContextVar("load_listener", default=Non
 
 
 @contextmanager
-def told_to(listener: Listener) -> Iterator[None]:
-    """Loads within the block tell `listener`."""
+def notifying(listener: Listener) -> Iterator[None]:
+    """Loads within the block report to `listener`."""
     token = _listener.set(listener)
     try:
         yield

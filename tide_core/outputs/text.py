@@ -78,7 +78,7 @@ class TextStream:
         if self.stopped or token_id in self._id_text.silent_ids:
             return ""
         self._held.append(token_id)
-        return self._before_stop(self._settled())
+        return self._before_stop(self._released())
 
     def push_all(self, token_ids: Sequence[int]) -> list[str]:
         """The texts of several ids. Not for a text with stop strings, which may end among them."""
@@ -96,7 +96,7 @@ class TextStream:
         text, self._withheld = text + self._withheld, ""
         return text
 
-    def _settled(self) -> str:
+    def _released(self) -> str:
         """Take the text that no later id can change out of the held ids."""
         held = self._held
         if held[-1] in self._id_text.byte_ids:

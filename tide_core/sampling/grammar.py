@@ -32,6 +32,9 @@ MAX_MASKS = 16
 """Masks that a matcher keeps: more than a cycle has drafts. Each has a bit for every token of the vocabulary."""
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,20}"}
 """JSON may be written with spaces and lines. Without an end to them a weak model may write nothing else."""
+SLICE = r'[^"\\\x00-\x1F\x7F]{1,20}'
+"""Tokens of a text of up to so many characters, whose masks llguidance keeps ready beside those of 10, 30 and any: near
+the end of a text whose length is limited it walks through the vocabulary where none of them can be used."""
 
 Mask = npt.NDArray[np.bool_]
 Bits = npt.NDArray[np.uint8]
@@ -57,14 +60,16 @@ class Grammars:
             return GrammarMatcher(compiled.deep_copy(), self._vocab_size, self._eos_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, grammar_from
+        from llguidance import LLMatcher, LLTokenizer, grammar_from
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
             if not self._eos_ids:
                 raise RequestError(grammar.field, grammar.kind, "a model with an end-of-text token")
             try:
-                self._tokenizer = from_tokenizer(self._hf, self._vocab_size, self._eos_ids)
+                slices = LLTokenizer.general_slices()
+                slices.insert(2, SLICE)
+                self._tokenizer = from_tokenizer(self._hf, self._vocab_size, self._eos_ids, slices)
             except ValueError as error:
                 expected = f"none: no grammar can be followed with this model's tokenizer ({error})"
                 raise RequestError(grammar.field, grammar.kind, expected) from error
@@ -93,6 +98,9 @@ class GrammarMatcher:
         self._only_eos[list(eos_ids)] = True
         self.masked_at, self.misfits = -1, FIRST_MISFITS
         self._consumed: list[int] = []
+        self._followed: Sequence[int] = ()
+        self._num_known = 0
+        """Of the output ids that were followed last: so many need no second look, as outputs only grow."""
         self._num_matched = 0
         """How many of them the matcher has consumed: none after the end of the text."""
         self._masks: OrderedDict[int, Bits] = OrderedDict()
@@ -125,9 +133,10 @@ class GrammarMatcher:
         """Whether nothing but the end of the text may follow."""
         return not bool((self.allowed(output_ids) & ~self._only_eos).any())
 
-    def write(self, output_ids: Sequence[int], words: npt.NDArray[np.int32]) -> None:
-        """The same as bits, the first token in the lowest one, into [ceil(V / 32)] words that lie together."""
-        self._follow(output_ids)
+    def write(self, output_ids: Sequence[int], words: npt.NDArray[np.int32], drafts: Sequence[int] = ()) -> None:
+        """What may follow these and some drafts as bits, the first token in the lowest one, into [ceil(V / 32)] words
+        that lie together."""
+        self._follow(output_ids, drafts)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
 
@@ -140,23 +149,27 @@ class GrammarMatcher:
         if self._matcher.is_error():
             raise EngineError(f"the grammar cannot be followed: {_reason(self._matcher)}")
 
-    def _follow(self, output_ids: Sequence[int]) -> None:
+    def _follow(self, output_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Bring the matcher to the state after these tokens."""
-        consumed, wanted = self._consumed, list(output_ids)
-        if wanted[: len(consumed)] != consumed:
-            pairs = zip(consumed, wanted, strict=False)
-            same = next((n for n, (mine, other) in enumerate(pairs) if mine != other), min(len(consumed), len(wanted)))
+        consumed = self._consumed
+        known = min(self._num_known, len(output_ids)) if output_ids is self._followed else 0
+        wanted, mine = [*output_ids[known:], *drafts], consumed[known:]
+        if wanted[: len(mine)] != mine:
+            pairs = zip(mine, wanted, strict=False)
+            num = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(mine), len(wanted)))
+            same = known + num
             self._matcher.rollback(max(self._num_matched - same, 0))
             self._num_matched = min(self._num_matched, same)
             del consumed[same:]
-            for num in [num for num in self._masks if num > same]:
-                del self._masks[num]
-        for token_id in wanted[len(consumed) :]:
+            for length in [length for length in self._masks if length > same]:
+                del self._masks[length]
+        for token_id in wanted[len(consumed) - known :]:
             if not self._matcher.is_stopped():  # else only end-of-text ids follow
                 if not self._matcher.consume_token(token_id):
                     self._check()
                 self._num_matched += 1
             consumed.append(token_id)
+        self._followed, self._num_known = output_ids, len(output_ids)
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -1,7 +1,7 @@
 // Paged attention of many query heads on sm_90a: warpgroup products over tiles that the copy engine fetches.
 //
 // Two consumer warpgroups take a chunk's tiles in turn and meet at its end. Three producer warps fetch keys, values and
-// queries (attention_wide_ring.cuh) and never wait for that: memory is busy while a piece is added up and stored. One
+// queries (wide_ring.cuh) and never wait for that: memory is busy while a piece is added up and stored. One
 // CTA a multiprocessor, and a ring of nearly all of its memory. Where it may, a CTA fills its ring before the kernels
 // before it have ended: after another attention, or a rotary_write, that takes the place of the first wait for
 // memory.

@@ -52,7 +52,7 @@ __device__ int32_t count_accepted(const AcceptDraftsParams& p, Budget& budget, i
     constexpr int32_t kAtOnce = 4;  // drafts that are loaded together
     const int32_t rows = static_cast<int32_t>(p.rows);
     int32_t accepted = 0;
-    for (bool goes_on = true; goes_on && accepted < count;) {
+    for (bool accepts = true; accepts && accepted < count;) {
         const int32_t from = accepted;
         int64_t drafted[kAtOnce], following[kAtOnce];
         float scores[kAtOnce];
@@ -65,10 +65,10 @@ __device__ int32_t count_accepted(const AcceptDraftsParams& p, Budget& budget, i
         }
 #pragma unroll
         for (int32_t i = 0; i < kAtOnce; ++i) {
-            goes_on =
-                goes_on && from + i < count && isfinite(scores[i]) && scores[i] >= min_score &&
+            accepts =
+                accepts && from + i < count && isfinite(scores[i]) && scores[i] >= min_score &&
                 (drafted[i] == following[i] || keeps<T>(p, budget, begin, accepted, drafted[i], following[i], writes));
-            accepted += goes_on;
+            accepted += accepts;
         }
     }
     return accepted;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kTop2Threads = 256;
 constexpr int kTop2Warps = kTop2Threads / kWarp;
-constexpr int kPacks = 4;  // of a thread: what they ask for is on its way together
+constexpr int kPacks = 4;  // of a thread: what they load is outstanding together
 constexpr int64_t kChunk = int64_t{kTop2Threads} * kPack * kPacks;  // a shortlist of 8192 is one, with nothing to join
 
 __device__ float number_of(uint32_t key) {

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tide_core.calibration.risk.certify import LOSS_CAP, Answer, Goal, certify, p_value, thresholds
+from tide_core.calibration.risk.certify import Answer, Goal, certify, p_value, thresholds
 from tide_core.errors import ConfigError
+from tide_core.exits.artefact.contract import LOSS_CAP
 
 NUM_TOKENS = 100
 

@@ -16,7 +16,7 @@ from tide_core.calibration.risk.costs import Considered, MeasuredCosts
 from tide_core.calibration.risk.pass_times import measure_costs
 from tide_core.calibration.train import candidates, choice
 from tide_core.calibration.train.candidates import CandidateSpec, make_candidate
-from tide_core.calibration.train.choice import Choice, choose, trained_names
+from tide_core.calibration.train.choice import CandidateChoice, choose, trained_names
 from tide_core.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def considered(name: str, speedup: float, **changes: Any) -> Considered:
     return Considered(name=name, layer=layer, speedup=speedup, **{**plain, **changes})
 
 
-def made_choice(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Choice:
+def made_choice(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> CandidateChoice:
     """Of a tiny model that counts as a wide one."""
     monkeypatch.setattr(candidates, "WIDE_FROM", 48)
     monkeypatch.setattr(candidates, "WIDTH_STEP", 4)
@@ -36,7 +36,7 @@ def made_choice(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Choice:
 def test_a_small_model_is_not_timed_and_trains_the_usual_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "measure_costs", lambda *_: pytest.fail("nothing to choose from"))
     found = choose(CalibrationConfig(), tiny_adapter(), 64, SilentProgress())
-    assert found == Choice(("1:block:deep:muon",))
+    assert found == CandidateChoice(("1:block:deep:muon",))
 
 
 def test_a_wide_model_trains_a_few_by_their_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +105,8 @@ def test_all_candidates_that_are_listed_for_a_wide_model_are_trained_and_timed(m
 
 def test_a_choice_comes_back_from_its_file() -> None:
     costs = {"1:a": MeasuredCosts((1, 8), (0.1, 0.2), (0.2, 0.3), (1.0, 1.1))}
-    made = Choice(("1:a",), (considered("1:a", 2.0, trained=True),), costs)
-    assert Choice.from_json(made.to_json()) == made
-    assert Choice.from_json(Choice(("1:a",)).to_json()) == Choice(("1:a",))
+    made = CandidateChoice(("1:a",), (considered("1:a", 2.0, trained=True),), costs)
+    assert CandidateChoice.from_json(made.to_json()) == made
+    assert CandidateChoice.from_json(CandidateChoice(("1:a",)).to_json()) == CandidateChoice(("1:a",))
     with pytest.raises(ConfigError, match="choice of candidates"):
-        Choice.from_json(b"{}")
+        CandidateChoice.from_json(b"{}")

@@ -75,7 +75,7 @@ def test_states_of_a_padded_batch_lie_where_those_of_the_last_one_of_its_shape_l
     places = set()
     for batch in shards.batches(16, seed=0):  # one sequence each
         tokens, *_ = _padded(batch, torch.zeros(0, dtype=torch.long), 4)
-        if kept.takes(tokens[:1]):
+        if kept.supports(tokens[:1]):
             seen = kept.states(batch, tokens[:1])
             places.add(tuple(each.data_ptr() for each in seen))
             assert all(each.shape[:2] == (1, 32) for each in seen)
@@ -84,8 +84,8 @@ def test_states_of_a_padded_batch_lie_where_those_of_the_last_one_of_its_shape_l
 
 def test_a_batch_that_is_too_large_to_be_staged_is_not_taken(tmp_path: Path) -> None:
     kept, _ = kept_states(0)
-    assert kept.takes(torch.zeros(3, BATCH_TOKENS // 2))
-    assert not kept.takes(torch.zeros(4, BATCH_TOKENS // 2))
+    assert kept.supports(torch.zeros(3, BATCH_TOKENS // 2))
+    assert not kept.supports(torch.zeros(4, BATCH_TOKENS // 2))
 
 
 def trained(shards: TokenShards, batch_tokens: int = BATCH_TOKENS, seconds: float | None = None) -> Candidate:

@@ -598,7 +598,7 @@ def test_results_are_the_same_token_by_token_and_by_the_fast_way(spoiled: bool) 
             outputs[1].best[random.randrange(len(outputs[1].best))] = math.nan
         host: Any = SimpleNamespace(read=lambda outputs=outputs: outputs)
         places = [RowPlace(step, count, [4, 7]) for step, count in zip(steps, drafts, strict=True)]
-        launch = InFlightStep(places, 1, host, begins, Layers(1, 4), 2, num_cycles)
+        launch = InFlightStep(places, 1, host, begins, Layers(1, 4), 2, num_cycles=num_cycles)
         results = launch.results({row: row for row in range(5)}, steps)
         by_place = [launch._by_place(output) for output in outputs]
         for row, (step, result) in enumerate(zip(steps, results, strict=True)):

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.engine.exit_engines import all_ids, exit_layers, exit_parts, poisoned
 from tests.exits.test_sampled_distribution import LEAST_P, chi_square_p
@@ -91,9 +93,9 @@ def num_masks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count: Counter[str] = Counter()
     send = MaskBuffer.send
 
-    def counted(self: MaskBuffer, *arguments: Any) -> None:
+    def counted(self: MaskBuffer, *arguments: Any) -> set[int]:
         count["sent"] += 1
-        send(self, *arguments)
+        return send(self, *arguments)
 
     monkeypatch.setattr(MaskBuffer, "send", counted)
     return count
@@ -114,22 +116,29 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_greedy_rows_run_without_masks_and_what_does_not_fit_is_replaced(
-    logprobs: int | None, cycles: list[list[RowStep]], num_masks: Counter[str], request: pytest.FixtureRequest
+@pytest.mark.parametrize("most", [0.0, 0.1, 1.0])
+def test_with_masks_or_checked_afterwards_greedy_rows_get_the_tokens_of_the_plain_path(
+    logprobs: int | None,
+    most: float,
+    cycles: list[list[RowStep]],
+    num_masks: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """About half of all tokens fit, drafts among them, so both are seen. Now and then none of the likeliest fits."""
+    monkeypatch.setattr(masks, "MOST_MISFITS", most)
     prompts, params = random_prompts(3, 11), asked(grammar=HALF, max_tokens=40, logprobs=logprobs)
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         answers = engine.generate(prompts, params)
+        sent = num_masks["sent"]
         free = engine.generate(prompts, asked(max_tokens=40))
-    assert num_masks["sent"] < len(cycles) / 8
+    assert num_masks["sent"] == sent, "free rows have none"
+    assert sent < len(cycles) / 8 if most == 1.0 else sent > len(cycles) / 8
     assert all_ids(answers) != all_ids(free)
     assert all(re.fullmatch("[^a-m]*", answer.text) for answer in answers)
     assert sum(answer.usage.num_accepted for answer in answers) > 0
     assert all(len(answer.tokens) == 40 for answer in answers)
     for answer in answers:
         assert answer.usage.num_accepted == sum(layer < 4 for layer in exit_layers(answer))
-    del cycles[:]
     with poisoned(exit_parts(kernels="reference", artefact=BLOCK)) as engine:
         plain = engine.generate(prompts, params)
     assert all_ids(answers) == all_ids(plain)
@@ -143,6 +152,7 @@ def test_greedy_rows_run_without_masks_and_what_does_not_fit_is_replaced(
 def test_where_none_of_the_likeliest_tokens_fits_a_mask_chooses(
     cycles: list[list[RowStep]], num_masks: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(masks, "MOST_MISFITS", 1.0)
     prompts, params = random_prompts(3, 11), asked(grammar=HALF, max_tokens=30)
     with poisoned(exit_parts(artefact=BLOCK)) as engine:
         among_many = engine.generate(prompts, params)
@@ -157,34 +167,132 @@ def test_where_none_of_the_likeliest_tokens_fits_a_mask_chooses(
 
 
 def test_launched_ahead_or_not_tokens_are_the_same(
-    cycles: list[list[RowStep]], ahead: list[list[bool]], monkeypatch: pytest.MonkeyPatch
+    cycles: list[list[RowStep]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was launched ahead with a token that does not fit is lost, for that row alone."""
-    prompts, params = (
-        random_prompts(3, 11),
-        [asked(grammar=HALF, max_tokens=40), asked(max_tokens=40), asked(grammar=WORDS)],
-    )
+    """With and without masks, of rows that are sampled or not, and end at different times."""
+    prompts = random_prompts(5, 11)
+    params = [
+        asked(grammar=HALF, max_tokens=40),
+        asked(max_tokens=30),
+        asked(grammar=WORDS),
+        asked(grammar=WORDS, temperature=0.8, max_tokens=25),
+        asked(grammar=HALF, repetition_penalty=1.3, max_tokens=33),
+    ]
     found = []
-    for most in (-1.0, 1.0):
+    for most in (0.0, 0.1, 1.0):
         monkeypatch.setattr(masks, "MOST_MISFITS", most)
         with poisoned(exit_parts(artefact=BLOCK)) as engine:
             found.append(all_ids(engine.generate(prompts, params)))
-        assert any(any(with_grammar) for with_grammar in ahead) == (most > 0)
-    assert found[0] == found[1]
+    monkeypatch.setattr(GraphCycles, "_launch_ahead", lambda *_: None)
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        found.append(all_ids(engine.generate(prompts, params)))
+    assert found[0] == found[1] == found[2] == found[3]
 
 
-def test_rows_are_launched_ahead_once_most_tokens_fit() -> None:
-    row = SimpleNamespace(request=SimpleNamespace(mask=FakeMask()), output_ids=(), policy=None)
-    free = SimpleNamespace(request=SimpleNamespace(mask=None))
+def test_a_row_with_masks_loses_no_step(
+    cycles: list[list[RowStep]], ahead: list[list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of all tokens do not fit: each costs a row a step if it is seen when it is read."""
+    monkeypatch.setattr(masks, "MOST_MISFITS", 0.0)
+    params = [asked(grammar=HALF, max_tokens=40, mode="full"), asked(grammar=HALF, max_tokens=40, temperature=0.9)]
+    for one in params:
+        del cycles[:], ahead[:]
+        with poisoned(make_parts()) as engine:
+            engine.generate(random_prompts(1, 11), one)
+        assert len(cycles) == 39, "the first token is that of the prompt"
+        assert len(ahead) == 39
+        assert all(with_grammar == [True] for with_grammar in ahead)
+
+
+@pytest.mark.parametrize("vocab_size", [64, 75])
+def test_a_mask_leaves_the_logits_whose_bits_are_set(vocab_size: int) -> None:
+    shape = cycle_shape.CycleShape(2, 1, 64, masks=True)
+    buffer = MaskBuffer(shape, vocab_size, torch.device("cpu"))
+    logits = torch.randn(shape.tokens, vocab_size)
+    assert torch.equal(buffer.apply(logits), logits), "all are allowed at first"
+    allowed = torch.rand(shape.tokens, vocab_size) < 0.5
+    allowed[0, 31], allowed[1, 31] = True, False
+    for token, row in enumerate(allowed):
+        packed = np.packbits(row.numpy(), bitorder="little")
+        packed = np.pad(packed, (0, buffer._words[token].nbytes - len(packed)))
+        buffer._words[token] = packed.view(np.int32)
+    buffer._device.copy_(buffer._host)
+    assert torch.equal(buffer.apply(logits), logits.masked_fill(~allowed, -torch.inf))
+
+
+@pytest.mark.parametrize("num_in_time", [0, 1, 3, 8])
+def test_masks_that_come_late_are_done_without_where_tokens_can_be_checked(
+    num_in_time: int, cycles: list[list[RowStep]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are ready before the deep pass ends: after none, some or all drafts of a row."""
+    monkeypatch.setattr(masks, "MOST_MISFITS", 0.0)
+    prompts = random_prompts(4, 11)
+    params = [
+        asked(grammar=HALF, max_tokens=30),
+        asked(grammar=WORDS, temperature=0.8),
+        asked(grammar=HALF, mode="full"),
+        asked(grammar=Grammar("regex", "[^n-z]*"), logprobs=2, max_tokens=25),
+    ]
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        in_time = engine.generate(prompts, params)
+    asked_for, send = [0], MaskBuffer.send
+
+    def counted(self: MaskBuffer, *arguments: Any) -> set[int]:
+        asked_for[0] = 0
+        complete = send(self, *arguments)
+        seen.append(len(complete))
+        return complete
+
+    def is_done(_: Any) -> bool:
+        asked_for[0] += 1
+        return asked_for[0] > num_in_time
+
+    seen: list[int] = []
+    monkeypatch.setattr(MaskBuffer, "send", counted)
+    monkeypatch.setattr(cycle_graph.HostBuffer, "is_done", is_done)
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        late = engine.generate(prompts, params)
+    assert all_ids(late) == all_ids(in_time)
+    for one, other in zip(late, in_time, strict=True):
+        assert [token.logprob for token in one.tokens] == pytest.approx([token.logprob for token in other.tokens])
+    assert min(seen[:4]) >= 1, "the sampled row has all of its masks"
+    assert min(seen[:4]) == 1 if num_in_time == 0 else max(seen) > 1, "others as far as time allows"
+
+
+def test_a_step_whose_choice_was_never_launched_harms_none(cycles: list[list[RowStep]]) -> None:
+    """Rows that are aborted leave one in flight."""
+    prompts, kind = random_prompts(2, 11), asked(grammar=WORDS, temperature=0.8, max_tokens=40)
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        alone = engine.generate(prompts[1:], kind)
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        for tokens in (2, 3, 7):
+            short = asked(grammar=HALF, max_tokens=tokens)
+            ended: Any = engine.generate_as_completed([prompts[0], prompts[0]], [kind, short])
+            next(ended)
+            ended.close()
+            assert all_ids(engine.generate(prompts[1:], kind)) == all_ids(alone)
+
+
+def test_rows_have_masks_until_most_tokens_fit() -> None:
+    mask = FakeMask()
+    request = SimpleNamespace(mask=mask, params=asked(), adjusts_logits=False)
+    row: Any = SimpleNamespace(request=request, output_ids=(), policy=SimpleNamespace(budget=None))
+    result = RowResult((1,), (4,), (None,), 1)
+    assert masks.needs_mask(row), "at the beginning of an answer"
     seen = []
-    for fitting in [True] * 25 + [False, True, False]:
-        row.request.mask.fitting = fitting
-        masks.obeyed(row, RowResult((1,), (4,), (None,), 1), lambda _: ((0,), (-0.5,)), 4)
-        seen.append(masks.fits_mostly([row]))
-    assert seen.index(True) in range(10, 20), "not at the beginning of an answer"
-    assert seen[25], "one that does not fit does not matter"
-    assert not seen[-1]
-    assert masks.fits_mostly([row, free, free]), "and few of many rows do not"
+    for fitting in [True] * 25 + [False]:
+        mask.fitting = fitting
+        if masks.needs_mask(row):
+            masks.observe_masked(row, result, lambda _: ((1, 0), (-0.5, -1.0)))
+        else:
+            masks.obeyed(row, result, lambda _: ((0,), (-0.5,)), 4)
+        seen.append(masks.needs_mask(row))
+    assert seen.index(False) in range(10, 20)
+    assert not seen[24]
+    assert seen[25], "after a token that does not fit"
+    mask.misfits = 0.0
+    masks.observe_masked(row, result, lambda _: ((0, 1), (-0.5, -1.0)))
+    assert mask.misfits > 0.0, "another token would have been chosen without the mask"
 
 
 class FakeMask:
@@ -197,16 +305,6 @@ class FakeMask:
 
     def allowed(self, output_ids: Sequence[int]) -> list[bool]:
         return [True, self.fitting]
-
-
-def test_a_sampled_row_with_a_grammar_is_never_launched_ahead_and_others_are_once_it_has_ended(
-    cycles: list[list[RowStep]], ahead: list[list[bool]]
-) -> None:
-    with poisoned(exit_parts(artefact=BLOCK)) as engine:
-        kinds = asked(max_tokens=40), asked(grammar=WORDS, max_tokens=6, temperature=0.7)
-        engine.generate(random_prompts(2, 11), kinds)
-    assert ahead, "the other one is, later"
-    assert not any(any(masked) for masked in ahead)
 
 
 def test_fewest_tokens_beside_a_grammar_take_the_plain_path(cycles: list[list[RowStep]]) -> None:

@@ -28,7 +28,7 @@ from tide_core.calibration.risk.costs import Costs, costs_of
 from tide_core.calibration.risk.decide import Decision, decide, traces_of
 from tide_core.calibration.risk.traces import CandidateTraces
 from tide_core.calibration.train.candidates import Candidate
-from tide_core.calibration.train.choice import Choice
+from tide_core.calibration.train.choice import CandidateChoice
 from tide_core.calibration.train.fast import TrainedFast
 from tide_core.calibration.train.train import CurvePoint
 from tide_core.exits.artefact.artefact import (
@@ -73,7 +73,7 @@ class Findings:
     coverage: float
     """Share of held-out tokens in the shortlist."""
     workers: Sequence[WorkerTime] = ()
-    choice: Choice | None = None
+    choice: CandidateChoice | None = None
     """How the candidates were chosen."""
     steps: int | None = None
     """Of training, if the time for it was over before the last one."""
@@ -107,7 +107,7 @@ def publish(findings: Findings, adapter: ModelAdapter, target: Path) -> Publishe
 
 
 def prices(
-    choice: Choice | None, candidates: Sequence[Candidate], adapter: ModelAdapter, shortlist_size: int
+    choice: CandidateChoice | None, candidates: Sequence[Candidate], adapter: ModelAdapter, shortlist_size: int
 ) -> dict[str, Costs]:
     """What every candidate costs: measured where a choice measured it."""
     measured = None if choice is None else choice.costs

@@ -23,10 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_core.errors import ConfigError
-from tide_core.exits.artefact.contract import FastContract
+from tide_core.exits.artefact.contract import LOSS_CAP, FastContract
 
-LOSS_CAP = 0.5
-"""Of one answer: a single bad one then costs the test little."""
 STEP = 0.25
 """Between two thresholds, in the logit of the score."""
 STRICTEST, LOOSEST = 7.0, -1.0

@@ -38,7 +38,7 @@ MOST_TRAINED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CandidateChoice:
     """The candidates of a run."""
 
     names: tuple[str, ...]
@@ -56,7 +56,7 @@ class Choice:
         return json.dumps(asdict(self), indent=1).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Choice:
+    def from_json(cls, raw: bytes) -> CandidateChoice:
         try:
             plain = json.loads(raw)
             costs = None
@@ -72,12 +72,14 @@ class Choice:
             raise ConfigError("choice of candidates", came, "the file that this run wrote") from error
 
 
-def choose(config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int, progress: Progress) -> Choice:
+def choose(
+    config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int, progress: Progress
+) -> CandidateChoice:
     """The candidates to train; times passes of the model where there is a choice."""
     usual = candidates_of(config, adapter.num_layers)
     narrow = narrow_candidates(config, adapter.num_layers, int(adapter.config.hidden_size))
     if not narrow and (len(usual) == 1 or int(adapter.config.hidden_size) < candidates.WIDE_FROM):
-        return Choice(tuple(spec.name for spec in usual))
+        return CandidateChoice(tuple(spec.name for spec in usual))
     specs = [*narrow, *usual]
     measured = measure_costs(adapter, [_untrained(config, adapter, spec) for spec in specs], shortlist_size)
     priced = {}
@@ -91,7 +93,9 @@ def choose(config: CalibrationConfig, adapter: ModelAdapter, shortlist_size: int
     how = "parameters read" if measured is None else "passes timed here"
     shares = ", ".join(f"{name} ({priced[name].draft_share:.3f} of a full pass a draft)" for name in chosen)
     progress.note(f"candidates: {len(chosen)} of {len(specs)} are trained, by {how}: {shares}")
-    return Choice(chosen, tuple(considered), None if measured is None else {name: measured[name] for name in chosen})
+    return CandidateChoice(
+        chosen, tuple(considered), None if measured is None else {name: measured[name] for name in chosen}
+    )
 
 
 def trained_names(priced: Iterable[Considered]) -> set[str]:

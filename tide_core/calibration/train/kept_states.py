@@ -50,7 +50,7 @@ class KeptStates:
         self._stored = self._empty(num_tokens)
         self._begins, self._num_rows = {}, 0
 
-    def takes(self, tokens: Tensor) -> bool:
+    def supports(self, tokens: Tensor) -> bool:
         """Whether a padded batch is small enough. One sequence may be longer than the tokens of a batch."""
         return tokens.numel() <= self._staged.shape[1]
 

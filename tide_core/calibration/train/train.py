@@ -221,7 +221,7 @@ class Steps:
         tokens, chosen, weight = _padded(batch, rows, ROWS_PER_STEP) if padded else _share(batch, rows, self._group)
         if self._kept is None:
             self._call(self._graphs or self._run, tokens, chosen, weight)
-        elif self._kept.takes(tokens):
+        elif self._kept.supports(tokens):
             self._call(self._graphs or self._learn_from, chosen, weight, *self._kept.states(batch, tokens))
         else:
             self._call(self._run, tokens, chosen, weight)

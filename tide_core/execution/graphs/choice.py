@@ -13,7 +13,7 @@ from tide_core.kernels.reference.cycle import CycleParts
 from tide_core.kernels.reference.draw import DRAFT_INDEX, NUM_HEAD, DrawnCycle, places_of
 
 
-class Choice(Protocol):
+class TokenChooser(Protocol):
     """Called by every draft pass in turn, then once by the deep pass."""
 
     def draft(self, distance: int, logits: torch.Tensor, output: OutputBuffer) -> None:

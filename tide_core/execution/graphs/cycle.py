@@ -5,8 +5,7 @@ with the token that the one before chose, and the deep pass runs the newest toke
 all layers. The first layers run again there: the newest token needs them anyway, and reading their weights takes as
 long for one token as for several. A row that may not draft has a number of drafts of 0, so a step at full depth is a
 cycle too. Sampling, logit adjustments and the acceptance rule run on the device. Only grammars need the host: it
-replaces tokens that do not fit when it reads them, or computes what may follow drafts while the deep pass runs
-(`masks`).
+computes what may follow while the deep pass runs, or replaces tokens that do not fit when it reads them (`masks`).
 
 While the device works, the next cycle is launched before this one is read, since its start is known on the device
 (`in_flight`). Where the host is slower than the device, several cycles are launched at once (`launch_depth`).
@@ -30,7 +29,7 @@ from tide_core.execution.graphs.cycle_graph import CycleGraph
 from tide_core.execution.graphs.cycle_shape import CycleShape, RowPlace
 from tide_core.execution.graphs.in_flight import InFlightStep, Launched, Layers, ReadResults
 from tide_core.execution.graphs.launch_depth import MAX_STEPS, LaunchDepth, LaunchDepths
-from tide_core.execution.graphs.masks import fits_mostly, needs_mask
+from tide_core.execution.graphs.masks import checks_tokens, needs_mask
 from tide_core.exits.cost import SUFFIX_SIZES
 from tide_core.exits.propose import Exits
 from tide_core.kernels import CudaKernels
@@ -134,8 +133,7 @@ class GraphCycles:
         step, self._in_flight = self._in_flight, None
         found = {} if step is None else step.find(rows)
         drafts = [row.num_drafts for row in rows]
-        # The host computes masks, and finds suffix drafts.
-        lookahead = lookahead and not any([needs_mask(row) or row.suffix_drafts for row in rows]) and fits_mostly(rows)
+        lookahead = lookahead and not any([row.suffix_drafts for row in rows])  # the host finds them
         groups = _groups(drafts, [index for index in range(len(rows)) if index not in found])
         depth = self.depths.of(len(rows), any(drafts))
         if depth is not self._depth or not found:
@@ -147,6 +145,7 @@ class GraphCycles:
             step = self._launch([self._place(rows[index]) for index in mine])
             found = dict(zip(mine, range(len(mine)), strict=True))
             lookahead = lookahead and not groups
+        step.finish(found, rows)
         if lookahead:
             step.next = self._in_flight = self._launch_ahead(rows, step, found)
             groups = groups if self._in_flight is None else []
@@ -174,7 +173,7 @@ class GraphCycles:
         step.host.wait()
         now = time.perf_counter()
         wait_s = now - before
-        self._timing = StepTiming(wait_s, MAX_STEPS if step.branches == 1 else 1)
+        self._timing = StepTiming(wait_s, MAX_STEPS if step.branches == 1 and step.depth is not None else 1)
         if self._read_at is not None and step.depth is self._depth and (device_s := step.host.device_s()) is not None:
             self._depth.observe(step.num_cycles, device_s, wait_s, now - self._read_at)
         self._read_at = now if self._overlaps else None
@@ -182,7 +181,9 @@ class GraphCycles:
 
     def _launch_group(self, rows: Sequence[RowStep]) -> ReadResults:
         step = self._launch([self._place(row) for row in rows])
-        return functools.partial(step.results, {index: index for index in range(len(rows))}, rows)
+        found = {index: index for index in range(len(rows))}
+        step.finish(found, rows)
+        return functools.partial(step.results, found, rows)
 
     def _place(self, row: RowStep) -> RowPlace:
         table, drafts = row.table, row.num_drafts
@@ -192,7 +193,7 @@ class GraphCycles:
         """Launch the step after another: with its rows, as it leaves them, and with rows that are new. None if a row
         has no blocks for it, or if all rows may end before."""
         size, max_positions = self._cache.block_size, self._max_positions
-        going: list[tuple[int, int, int, RowStep]] = []
+        continuing: list[tuple[int, int, int, RowStep]] = []
         is_needed, num_cycles, most_left = False, self._depth.steps, 0
         for index, row in enumerate(rows):
             table = row.table
@@ -212,15 +213,16 @@ class GraphCycles:
             fits = (min(capacity, max_positions) - start) // (drafts + 1)
             if fits < num_cycles:
                 num_cycles = fits
-            going.append((drafts, previous, start, row))
-        if not is_needed or num_cycles < 1 or not going:
+            continuing.append((drafts, previous, start, row))
+        if not is_needed or num_cycles < 1 or not continuing:
             return None
-        going.sort(key=_drafts_of, reverse=True)
-        has_branches = self._branches is not None and branches_for(len(going), going[0][0], size) > 1
-        num_cycles = 1 if has_branches else min(num_cycles, most_left)  # each gives a token at least
+        continuing.sort(key=_drafts_of, reverse=True)
+        has_branches = self._branches is not None and branches_for(len(continuing), continuing[0][0], size) > 1
+        has_one = has_branches or any([row.request.mask is not None for *_, row in continuing])
+        num_cycles = 1 if has_one else min(num_cycles, most_left)  # each gives a token at least
         places = [
             RowPlace(row, drafts, row.table.block_ids[: (start + num_cycles * (drafts + 1) - 1) // size + 1], previous)
-            for drafts, previous, start, row in going
+            for drafts, previous, start, row in continuing
         ]
         return self._launch(places, num_cycles) if len(places) <= self.max_rows(places[0].drafts) else None
 
@@ -229,8 +231,9 @@ class GraphCycles:
         drafts, params = rows[0].drafts, [row.step.request.params for row in rows]
         # Branches try the likeliest tokens, but a sample must not depend on full depth. A row that drafts fewer tokens
         # than another has none either: they would all be the same.
-        masks = any([needs_mask(row.step) for row in rows])
-        lists_for_grammar = not masks and any([row.step.request.mask is not None for row in rows])
+        has_grammar = any([row.step.request.mask is not None for row in rows])
+        masks = has_grammar and any([needs_mask(row.step) for row in rows])
+        lists_for_grammar = has_grammar and any([checks_tokens(row.step) for row in rows])
         shape = self._shape(
             len(rows),
             drafts,
@@ -245,9 +248,10 @@ class GraphCycles:
             by_exits=not all([row.suffix_drafts or not row.drafts for row in rows]),
         )
         num_cycles = num_cycles if shape.branches == 1 else 1
-        host, begins = self._ready(shape).launch(rows, num_cycles)
-        of_shape = shape.branches, host, begins, self._layers, shape.passes, shape.masks
-        return InFlightStep(rows, *of_shape, num_cycles, self._depth)
+        graph = self._ready(shape)
+        host, begins = graph.launch(rows, num_cycles)
+        of_shape = shape.branches, host, begins, self._layers, shape.passes, graph if masks else None
+        return InFlightStep(rows, *of_shape, num_cycles, None if has_grammar else self._depth)
 
     def _shape(
         self,

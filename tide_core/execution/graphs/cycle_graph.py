@@ -9,16 +9,17 @@ next state of the one before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from tide_core.batch import RowStep
 from tide_core.execution.deep_pass import DeepStates, run_deep
 from tide_core.execution.graphs.adjust import AdjustSlots
 from tide_core.execution.graphs.base import Graph
 from tide_core.execution.graphs.branches import Branches
-from tide_core.execution.graphs.choice import Choice, Greedy, Sampled
+from tide_core.execution.graphs.choice import Greedy, Sampled, TokenChooser
 from tide_core.execution.graphs.cycle_output import CycleOutput, HostCopy, OutputBuffer
 from tide_core.execution.graphs.cycle_shape import STREAMS, CycleInputs, CycleShape, RowPlace
 from tide_core.execution.graphs.masks import MaskBuffer
@@ -63,6 +64,10 @@ class HostBuffer:
         if self._is_open and self._ended is not None:
             self._ended.synchronize()
         self._is_open = False
+
+    def is_done(self) -> bool:
+        """Whether the device has run all that was launched up to the end; False without a device clock."""
+        return self._ended is not None and bool(self._ended.query())
 
     def device_s(self) -> float | None:
         """How long the device ran for a launch that was waited for; None without a device clock."""
@@ -125,7 +130,7 @@ class CycleGraph(Graph):
         """What the two side streams read in this cycle: its memory must not be used again before they are joined."""
         self._held: torch.Tensor | None = None
         """Logits of the deep pass, between the stages of a cycle with masks."""
-        self._choice: Choice = Greedy(kernels, shape.rows, shape.branches, device)
+        self._choice: TokenChooser = Greedy(kernels, shape.rows, shape.branches, device)
         if shape.samples:
             settings, self._keys = shape.sampling(self._buffer, torch.float64, torch.int64)
             numbers = len(STREAMS), shape.drafts + 1, shape.rows
@@ -152,7 +157,7 @@ class CycleGraph(Graph):
     def launch(self, rows: Sequence[RowPlace], num_cycles: int = 1) -> tuple[HostBuffer, list[int]]:
         """Launch cycles of these rows, one after another; with branches, whose tables change, only one. Returns the
         buffer to read them from, and where the tokens of each place begin in the deep passes. The launch before the
-        last must have been read."""
+        last must have been read. With masks `choose` launches the rest of the cycle."""
         assert num_cycles == 1 or (self.shape.branches == 1 and self._masks is None)
         self._host_buffers.reverse()
         host = self._host_buffers[0]
@@ -161,23 +166,31 @@ class CycleGraph(Graph):
         begins = host.rows.fill(rows, slots)
         self._buffer.copy_(host.inputs, non_blocking=True)
         host.mark_begin()
+        if self._masks is not None:
+            self.replay(0)
+            self._masks.fetch(self._output.drafted)
+            self.replay(1)
+            host.mark_end(0)
+            return host, begins
         for cycle in range(num_cycles):
             if cycle:
                 self._row_meta[cycle_plan.START].copy_(self._stay)
-            if self._masks is None:
-                self.replay()
-            else:
-                self._replay_with_masks(self._masks, rows, begins)
+            self.replay()
             self._output.send(host.output_of(cycle))
         host.mark_end(num_cycles)
         return host, begins
 
-    def _replay_with_masks(self, masks: MaskBuffer, rows: Sequence[RowPlace], begins: Sequence[int]) -> None:
-        self.replay(0)
-        masks.fetch(self._output.drafted)
-        self.replay(1)
-        masks.send(rows, begins)  # while the deep pass runs
+    def choose(
+        self, host: HostBuffer, places: Sequence[RowPlace], begins: Sequence[int], rows: Mapping[int, RowStep]
+    ) -> set[int]:
+        """The choice of a cycle with masks, before anything else is launched: those of `rows`, by place, as they are
+        now that the cycle before is read. Other places may choose any token. Returns the places with all masks."""
+        assert self._masks is not None
+        masked = self._masks.send(places, begins, rows, host.is_done)  # while the deep pass runs
         self.replay(2)
+        self._output.send(host.output_of(0))
+        host.mark_end(1)
+        return masked
 
     def _run(self) -> None:
         self._make_drafts()

@@ -9,18 +9,25 @@ which rows an in-flight step runs as they are now.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
 from tide_core.batch import NO_NOTE, NOT_READY, DraftCounts, RowResult, RowStep, TokenNote, TokenResult
-from tide_core.execution.graphs.cycle_graph import HostBuffer
+from tide_core.execution.graphs.cycle_graph import CycleGraph, HostBuffer
 from tide_core.execution.graphs.cycle_output import CycleOutput
 from tide_core.execution.graphs.cycle_shape import RowPlace, end_of
 from tide_core.execution.graphs.launch_depth import LaunchDepth
-from tide_core.execution.graphs.masks import Likeliest, obeyed
+from tide_core.execution.graphs.masks import (
+    Likeliest,
+    checks_tokens,
+    must_have_mask,
+    needs_mask,
+    obeyed,
+    observe_masked,
+)
 from tide_core.exits.accept import counts, cycle_min_score
 from tide_core.outputs.exit_stats import FROM_TEXT
 from tide_core.request import Audit
@@ -84,15 +91,17 @@ class InFlightStep:
     layers: Layers
     passes: int
     """Draft passes of a cycle."""
-    masked: bool = False
-    """Whether grammars were followed before tokens were chosen."""
+    unfinished: CycleGraph | None = None
+    """A cycle with masks whose choice is not launched yet."""
     num_cycles: int = 1
     depth: LaunchDepth | None = None
-    """The launch depth it was launched with."""
+    """The launch depth it was launched with; None if something else decided how many cycles it has."""
     next: InFlightStep | None = None
     """What was launched after this step before it was read."""
     _starts: list[tuple[int, int]] = field(default_factory=list)
     """Token and position that the rows had when it ran, once these are known."""
+    _masked: Collection[int] = ()
+    """Places whose tokens were all chosen among those that their grammar allows."""
 
     @property
     def drafts(self) -> int:
@@ -122,6 +131,14 @@ class InFlightStep:
             for step, _, _, place in self.rows
         ]
 
+    def finish(self, found: Mapping[int, int], rows: Sequence[RowStep]) -> None:
+        """Launch the choice of a cycle with masks, for the rows that `find` returned."""
+        graph, self.unfinished = self.unfinished, None
+        if graph is not None:
+            masked = [(number, rows[index]) for index, number in found.items() if needs_mask(rows[index])]
+            masked.sort(key=_mask_order)
+            self._masked = graph.choose(self.host, self.rows, self.begins, dict(masked))
+
     def results(self, wanted: Mapping[int, int], rows: Sequence[RowStep]) -> list[RowResult]:
         """Wait for the device. Results of the rows that `find` returned, in the order of `wanted`."""
         outputs = self.host.read()
@@ -144,9 +161,12 @@ class InFlightStep:
                 notes = self._notes(step, number, outputs)[: len(result.token_ids)]
                 if any([note is not NO_NOTE for note in notes]):
                     result = result._replace(notes=tuple(notes))
-            if step.request.mask is not None and not self.masked and result.token_ids:
+            if step.request.mask is not None and result.token_ids and checks_tokens(step):
                 likeliest = functools.partial(self._likeliest, step, number, outputs)
-                result = obeyed(step, result, likeliest, self.layers.num_layers)
+                if number in self._masked:
+                    observe_masked(step, result, likeliest)
+                else:
+                    result = obeyed(step, result, likeliest, self.layers.num_layers)
             results.append(result)
         return results
 
@@ -259,6 +279,12 @@ class InFlightStep:
         if not self.drafts:
             return []
         return list(zip(zip(*output.scores, strict=True), zip(*output.drafted, strict=True), strict=True))
+
+
+def _mask_order(placed: tuple[int, RowStep]) -> tuple[bool, float]:
+    """Rows that cannot do without come first, then those with most tokens that do not fit."""
+    mask = placed[1].request.mask
+    return not must_have_mask(placed[1]), 0.0 if mask is None else -mask.misfits
 
 
 def is_unchanged(launched: RowStep, blocks: list[int], row: RowStep) -> bool:

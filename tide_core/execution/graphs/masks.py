@@ -1,20 +1,22 @@
 """Grammars in a cycle, which the host evaluates.
 
-A greedy row runs as if it had none. When its tokens are read, the grammar is asked about them (`obeyed`): most fit,
-which costs microseconds where a mask costs as much as a step of a small model. In place of the first that does not
-comes the likeliest token that may stand there, by the list of the likeliest ones that the cycle returns. That is what a
-mask would have left as the largest logit. A cycle that was launched ahead with the other token is lost for this row, so
-such rows are launched ahead only while few tokens do not fit (`fits_mostly`).
+A mask holds the tokens that may follow each token of the deep pass. The mask after a draft depends on all drafts before
+it. So a cycle with masks has three graphs: drafts, the deep pass, and the choice of tokens. The first two need no
+grammar and are launched ahead, as whole cycles without masks are. Once the step before is read, the host computes the
+masks, while the deep pass runs, and launches the choice. Drafts are made without a mask. One that the grammar forbids
+is rejected, because the mask keeps full depth from choosing it.
 
-Other rows need masks (`needs_mask`): the tokens that may follow each token of the deep pass. The mask after a draft
-depends on all drafts before it. So a cycle with such rows has three graphs: drafts, the deep pass, and the choice of
-tokens. While the deep pass runs, the host reads the drafts and computes the masks for the choice. Drafts are made
-without a mask. One that the grammar forbids is rejected, because the mask keeps full depth from choosing it.
+Most tokens of a greedy row fit its grammar as they are. Such a row runs without a mask, and its tokens are checked when
+they are read (`obeyed`), which costs microseconds where a mask costs tens of them. In place of the first token that
+does not fit comes the likeliest that does, by the list of the likeliest ones that the cycle returns: a mask would have
+left it as the largest logit. But the step that was launched ahead with the other token is lost for this row. So a row
+has masks at its beginning and after a token that did not fit, until most fit again (`needs_mask`), and as far as they
+are ready before the deep pass ends: the device does not wait for masks that can be done without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -24,30 +26,45 @@ from tide_core.batch import NOT_READY, RowResult, RowStep
 from tide_core.execution.graphs.cycle_shape import CycleShape, RowPlace
 from tide_core.request import TokenMask
 
-Likeliest = tuple[Iterable[int], Iterable[float]]
+Likeliest = tuple[Sequence[int], Sequence[float]]
 WORD = 32
 FADES = 0.9
 """What a token leaves of the share of misfits before it."""
-MOST_MISFITS = 0.15
+MOST_MISFITS = 0.1
+"""Share of tokens that do not fit, up to which a greedy row runs without a mask: each one loses it a step."""
 ALL = -1
 """A word whose bits are all set: all of its tokens are allowed."""
 
 
-def needs_mask(row: RowStep) -> bool:
-    """Whether the grammar of a row must be known before its next token is chosen: a sample is drawn from what it
-    allows, penalties and a budget compare what it allows, and after some tokens none of the likeliest fits."""
+def checks_tokens(row: RowStep) -> bool:
+    """Whether a row with a grammar can run without a mask. A sample is drawn from what the grammar allows; penalties
+    and a budget compare what it allows."""
     request = row.request
-    if request.mask is None:
-        return False
     usual = request.params.is_greedy and not request.adjusts_logits and row.policy.budget is None
-    return not usual or request.mask.masked_at == len(row.output_ids)
+    return request.mask is not None and usual
 
 
-def fits_mostly(rows: Sequence[RowStep]) -> bool:
-    """Whether to launch ahead: every token that does not fit costs its row a cycle, and not to launch ahead costs all
-    rows the time of the host."""
-    misfits = [row.request.mask.misfits for row in rows if row.request.mask is not None]
-    return sum(misfits) <= MOST_MISFITS * len(rows)
+def needs_mask(row: RowStep) -> bool:
+    """Whether what a row's grammar allows must be known before its next token is chosen."""
+    mask = row.request.mask
+    if mask is None:
+        return False
+    return mask.misfits > MOST_MISFITS or must_have_mask(row)
+
+
+def must_have_mask(row: RowStep) -> bool:
+    """Whether a row that needs a mask gets no token without."""
+    mask = row.request.mask
+    return not checks_tokens(row) or (mask is not None and mask.masked_at == len(row.output_ids))
+
+
+def observe_masked(row: RowStep, result: RowResult, likeliest: Callable[[int], Likeliest]) -> None:
+    """Note which tokens of a row that had a mask would have fitted without."""
+    mask = row.request.mask
+    assert mask is not None
+    for index, token_id in enumerate(result.token_ids):
+        fits = likeliest(index)[0][0] == token_id
+        mask.misfits = FADES * mask.misfits + (0.0 if fits else 1 - FADES)
 
 
 def obeyed(row: RowStep, result: RowResult, likeliest: Callable[[int], Likeliest], num_layers: int) -> RowResult:
@@ -94,8 +111,9 @@ class MaskBuffer:
         self._words = self._host.numpy()
         self._num_written = 0
         """Number of masks, from the first on, that an earlier cycle may have changed."""
-        every = torch.arange(vocab_size, device=device)
-        self._word_of, self._bit_of = every // WORD, (every % WORD).int()
+        self._vocab_size = vocab_size
+        bits = *(1 << bit for bit in range(WORD - 1)), -(1 << WORD - 1)
+        self._bits = torch.tensor(bits, dtype=torch.int32, device=device)
         self._drafted = torch.zeros((shape.drafts, shape.rows), dtype=torch.int64, pin_memory=on_gpu)
         self._fetched: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -105,33 +123,46 @@ class MaskBuffer:
         if self._fetched is not None:
             self._fetched.record()
 
-    def send(self, rows: Sequence[RowPlace], begins: Sequence[int]) -> None:
-        """Compute the masks after the newest token of each row and after its drafts, and copy them to the device.
-        `begins` is the index of each row's newest token in the deep pass."""
+    def send(
+        self,
+        places: Sequence[RowPlace],
+        begins: Sequence[int],
+        rows: Mapping[int, RowStep],
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> set[int]:
+        """Compute the masks after the newest token of some rows and after their drafts, and copy them to the device.
+        `begins` is the index of each place's newest token in the deep pass, `rows` the rows by their place. Once it is
+        late, rows that can do without get no more masks. Returns the places that have all of theirs."""
         words = self._words
         words[: self._num_written] = ALL
-        self._num_written = begins[-1] + rows[-1].drafts + 1
-        followed: list[tuple[int, TokenMask]] = []
-        for place, row in enumerate(rows):  # while the drafts are made
-            grammar = row.step.request.mask
-            if grammar is not None:
-                grammar.write(row.step.output_ids, words[begins[place]])
-                followed.append((place, grammar))
+        self._num_written = begins[-1] + places[-1].drafts + 1
+        followed: list[tuple[int, RowStep, TokenMask, bool]] = []
+        for place, row in rows.items():  # while the drafts are made
+            grammar, must_have = row.request.mask, must_have_mask(row)
+            assert grammar is not None
+            if must_have or not is_late():
+                grammar.write(row.output_ids, words[begins[place]])
+                followed.append((place, row, grammar, must_have))
         if self._fetched is not None:
             self._fetched.synchronize()
         drafted = self._drafted.T.tolist()
-        for place, grammar in followed:  # while the deep pass runs
-            step, begin = rows[place].step, begins[place]
-            output_ids = list(step.output_ids)
-            for distance, draft in enumerate(drafted[place][: rows[place].drafts]):
+        complete = set()
+        for place, row, grammar, must_have in followed:  # while the deep pass runs
+            begin, drafts = begins[place], drafted[place][: places[place].drafts]
+            for distance, draft in enumerate(drafts):
                 is_allowed = words[begin + distance, draft // WORD] >> draft % WORD & 1
-                if not is_allowed or draft in step.request.end_ids:
+                if not is_allowed or draft in row.request.end_ids:
+                    complete.add(place)
                     break
-                output_ids.append(draft)
-                grammar.write(output_ids, words[begin + distance + 1])
+                if not must_have and is_late():
+                    break
+                grammar.write(row.output_ids, words[begin + distance + 1], drafts[: distance + 1])
+            else:
+                complete.add(place)
         self._device.copy_(self._host, non_blocking=True)
+        return complete
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the deep pass [T, V], with -inf for tokens that the masks forbid."""
-        allowed = self._device.index_select(1, self._word_of).bitwise_right_shift_(self._bit_of).bitwise_and_(1)
-        return logits.masked_fill(allowed == 0, -torch.inf)
+        is_forbidden = torch.bitwise_and(self._device.unsqueeze(-1), self._bits) == 0
+        return logits.masked_fill(is_forbidden.flatten(1)[:, : self._vocab_size], -torch.inf)

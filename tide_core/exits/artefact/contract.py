@@ -1,10 +1,15 @@
-"""A certified contract of mode fast, as the manifest of an artefact has it. No torch here."""
+"""A certified contract of mode fast, as the manifest of an artefact has it, and the loss that it is about. No torch
+here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tide_core.errors import ArtefactError
+
+LOSS_CAP = 0.5
+"""Most loss of one answer, in certificates and in the audit: without a cap a single broken answer would weigh as much
+as many that are worse than they should be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,6 @@ from torch import Tensor
 from tide_core.kernels import checks
 from tide_core.kernels.cuda import checks as cuda_checks
 
-MOST_ROWS = 256
-"""Up to so many rows, the most of a cycle, our linear is always used: a row gets the same bits in every step, so that
-verification gives what full depth gives. For more rows, which prompts have, see `fast_for_many_rows`."""
-
 
 @functools.cache
 def module() -> ModuleType:

@@ -17,7 +17,6 @@ from tide_core.kernels.cuda.exits import Scratch, embed, exit_input, router, sca
 from tide_core.kernels.cuda.fp8 import fp8_linear, widen_fp8
 from tide_core.kernels.cuda.joined import attend_joined, supports_joined
 from tide_core.kernels.cuda.launch import (
-    MOST_ROWS,
     as_rows,
     beside_weight,
     device_of,
@@ -30,6 +29,7 @@ from tide_core.kernels.cuda.launch import (
 )
 from tide_core.kernels.fp8 import Fp8Weight
 from tide_core.kernels.reference import ops as reference
+from tide_core.kernels.reference.cycle import MOST_ROWS
 from tide_core.kernels.reference.ops import Norm
 
 __all__ = [

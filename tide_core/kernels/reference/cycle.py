@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 256
+"""The most rows of a cycle. Up to so many our CUDA linear is always used: a row gets the same bits in every step, so
+that verification gives what full depth gives. For more rows, which prompts have, see `fast_for_many_rows`."""
 NEWEST, START, DRAFTS, LEAVES, END = range(5)
 """Metadata of a row: its newest token, the position of that, the number of drafts (-1: there is no row), whether it may
 leave early, and the position after the last that its answer can have. A start of -1 - p means: token, position and
@@ -301,6 +303,6 @@ def _plan_branches(
         if leaves[r] == IF_RIGHT:
             at, places = int(out.starts[r]), torch.arange(start, start + count + 1)
             own = tables[first, places // block_size] * block_size + places % block_size
-            said, tried = (torch.full_like(own, value) for value in (int(out.starts[first]), r))
+            target, tried = (torch.full_like(own, value) for value in (int(out.starts[first]), r))
             here = out.slots[at : at + count + 1]
-            out.returns[:, at : at + count + 1] = torch.stack((here.to(own.dtype), own, said, tried))
+            out.returns[:, at : at + count + 1] = torch.stack((here.to(own.dtype), own, target, tried))
