@@ -181,6 +181,7 @@ def test_a_run_whose_time_is_spent_publishes_what_it_reached_and_says_so(tmp_pat
     found = re.search(r"Training ended after (\d+) of 5000 steps: the time for the run, 0.01 minutes, was spent", text)
     assert found is not None
     assert any(f"the time is over after {found[1]} of 5000 steps" in note for note in spy.notes)
+    assert json.loads((result.artefact / "report.json").read_text())["curve"][-1]["steps"] == int(found[1])
     assert "--set minutes=0.01" in text
 
 

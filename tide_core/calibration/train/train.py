@@ -31,7 +31,7 @@ from tide_core.calibration.config import CalibrationConfig
 from tide_core.calibration.progress import Progress, SilentProgress
 from tide_core.calibration.train.candidates import Candidate, CandidateSpec, candidates_of, layers_of, make_candidate
 from tide_core.calibration.train.kept_states import KeptStates, tokens_that_fit
-from tide_core.calibration.train.learner import DISTANCE_DECAY, EMA_DECAY, Learner
+from tide_core.calibration.train.learner import DISTANCE_DECAY, EMA_DECAY, Learner, Losses
 from tide_core.calibration.train.process_group import SINGLE_PROCESS, ProcessGroup
 from tide_core.calibration.train.teacher import States, Teacher, fast_matmul, fused_norms
 from tide_core.disk import write_whole
@@ -114,14 +114,16 @@ def fit(
             if done % REPORT_EVERY == 0 or done == config.steps:
                 losses = {learner.candidate.name: learner.report() for learner in learners}
                 stage.update(1, **{name: each.head for name, each in losses.items()})
-                tokens = {name: tokens_per_pass(each.agreement) for name, each in losses.items()}
-                saved.curve.append(CurvePoint(done, clock.seconds, tokens))
+                saved.curve.append(CurvePoint.of(done, clock.seconds, losses))
             else:
                 stage.update(1)
             if group.rank == 0 and (done == config.steps or saved.is_due(done)):
                 saved.save(learners, done, clock.seconds)
                 on_saved()
-        if done > saved.step and group.rank == 0:  # the time is over
+        if done > first and done % REPORT_EVERY and done < config.steps:  # the time is over
+            losses = {learner.candidate.name: learner.report() for learner in learners}
+            saved.curve.append(CurvePoint.of(done, clock.seconds, losses))
+        if done > saved.step and group.rank == 0:
             saved.save(learners, done, clock.seconds)
             on_saved()
     return Fitted([learner.finish() for learner in learners], done, saved.curve)
@@ -145,6 +147,10 @@ class CurvePoint:
     """Of training, that of earlier starts included."""
     tokens_per_pass: Mapping[str, float]
     """By candidate, over the last steps before."""
+
+    @classmethod
+    def of(cls, steps: int, seconds: float, losses: Mapping[str, Losses]) -> CurvePoint:
+        return cls(steps, seconds, {name: tokens_per_pass(each.agreement) for name, each in losses.items()})
 
 
 def tokens_per_pass(agreement: Sequence[float]) -> float:
