@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from typing import Any
@@ -14,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # until all is collected: what is imported stays, and to look through it again and again takes a fifth
 
 # The same examples every time, however slow the machine is; `--hypothesis-profile=default` looks for new ones.
 hypothesis.settings.register_profile(
@@ -111,6 +114,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=repeated)
         left_out = {*repeated}
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end, so no later look for garbage goes through it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
