@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
@@ -80,6 +81,11 @@ MARKS = {
 """What `make test-fast` leaves out, by a part of a test's name. What is neither here nor marked in its file is fast."""
 
 
+@functools.cache
+def marks_of(function: str) -> list[str]:
+    return [name for name, parts in MARKS.items() if any(part in function for part in parts)]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Folders of TOGETHER run in one process, those with Ray first, as they mostly wait; all else file by file."""
@@ -101,9 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     has_gpu, skipped, repeated = torch.cuda.is_available(), set[str](), list[pytest.Item]()
     for item in items:
-        for name, parts in MARKS.items():
-            if any(part in item.nodeid for part in parts):
-                item.add_marker(name)
+        for name in marks_of(item.nodeid.partition("[")[0]):
+            item.add_marker(name)
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
             function = item.nodeid.partition("[")[0]
