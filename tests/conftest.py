@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import socket
+from collections.abc import Generator
 from typing import Any
 
 import hypothesis
@@ -16,8 +17,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-gc.disable()  # until all is collected: what is imported stays, and to look through it again and again takes a fifth
 
 # The same examples every time, however slow the machine is; `--hypothesis-profile=default` looks for new ones.
 hypothesis.settings.register_profile(
@@ -121,11 +120,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end, so no later look for garbage goes through it."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No look for garbage while tests are collected, and none later at what was imported for them: it stays to the end.
+    Each of several looks would take a good part of a second in every process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
