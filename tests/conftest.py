@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import socket
+from collections.abc import Generator
 from typing import Any
 
 import hypothesis
@@ -77,6 +80,11 @@ MARKS = {
 """What `make test-fast` leaves out, by a part of a test's name. What is neither here nor marked in its file is fast."""
 
 
+@functools.cache
+def marks_of(function: str) -> list[str]:
+    return [name for name, parts in MARKS.items() if any(part in function for part in parts)]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Folders of TOGETHER run in one process, those with Ray first, as they mostly wait; all else file by file."""
@@ -98,9 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     has_gpu, skipped, repeated = torch.cuda.is_available(), set[str](), list[pytest.Item]()
     for item in items:
-        for name, parts in MARKS.items():
-            if any(part in item.nodeid for part in parts):
-                item.add_marker(name)
+        for name in marks_of(item.nodeid.partition("[")[0]):
+            item.add_marker(name)
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
             function = item.nodeid.partition("[")[0]
@@ -111,6 +118,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=repeated)
         left_out = {*repeated}
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No look for garbage while tests are collected, and none later at what was imported for them: it stays to the end.
+    Each of several looks would take a good part of a second in every process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ def built() -> Path:
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         *("-DTIDE_CUDA=ON", "-DTIDE_CUDA_ARCHS=90"),
-        *("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=8", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"),
+        *("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=16", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"),
     ]
     for command in (configure, [tool("cmake"), "--build", str(BUILD), "-j2", "--target", "_cuda"]):
         done = subprocess.run(command, capture_output=True, text=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.service import Service
@@ -31,8 +31,20 @@ TOOL = {
     "strict": True,
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 DONE = {"response.completed", "response.incomplete", "response.failed"}
+
+
+@functools.cache
+def type_of_events() -> TypeAdapter[Any]:
+    from openai.types.responses import ResponseStreamEvent  # here: every process of the tests imports this file
+
+    return TypeAdapter(ResponseStreamEvent)
+
+
+def openai_response(data: Any) -> Any:
+    from openai.types.responses import Response
+
+    return Response.model_validate(data)
 
 
 def engine_saying(text: str, size: int = 5, reason: FinishReason = FinishReason.STOP) -> ScriptedEngine:
@@ -48,7 +60,7 @@ async def asked(engine: ScriptedEngine, **body: Any) -> Any:
 def whole_of(reply: Any) -> dict[str, Any]:
     """A response that OpenAI's type accepts."""
     assert reply.status == 200, reply.body
-    Response.model_validate(reply.json)
+    openai_response(reply.json)
     found: dict[str, Any] = reply.json
     return found
 
@@ -62,7 +74,8 @@ def events_of(reply: Any) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == index
-        assert type(EVENT.validate_python(event)).model_fields["type"].annotation.__args__ == (event["type"],)
+        found = type_of_events().validate_python(event)
+        assert type(found).model_fields["type"].annotation.__args__ == (event["type"],)
         events.append(event)
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     assert [event["type"] for event in events if event["type"] in DONE] == [events[-1]["type"]]
@@ -116,7 +129,7 @@ async def test_a_response_has_the_text_the_usage_and_the_settings() -> None:
             engine, instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=9, temperature=0.5, top_p=0.9
         )
     )
-    assert Response.model_validate(response).output_text == "Hello"
+    assert openai_response(response).output_text == "Hello"
     assert response["id"].startswith("resp_")
     assert (response["status"], response["error"], response["incomplete_details"]) == ("completed", None, None)
     (item,) = response["output"]

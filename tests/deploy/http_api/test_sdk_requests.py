@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, Field
 
 from deploy.http_api.api import build_api
@@ -47,6 +46,8 @@ class Plan(BaseModel):
 
 
 def sdk(api: Any) -> Any:
+    from openai import AsyncOpenAI  # here: every process of the tests imports this file
+
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app=api))
     return AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=client)
 
@@ -194,6 +195,8 @@ BAD_PARTS = [
 
 @pytest.mark.parametrize(("part", "problem"), BAD_PARTS, ids=[problem for _, problem in BAD_PARTS])
 async def test_a_part_that_is_no_text_is_refused_with_its_place(part: Any, problem: str) -> None:
+    from openai import BadRequestError
+
     client, engine = scripted("Hello")
     with pytest.raises(BadRequestError, match=problem) as caught:
         await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [part]}])
@@ -202,6 +205,8 @@ async def test_a_part_that_is_no_text_is_refused_with_its_place(part: Any, probl
 
 
 async def test_values_that_stand_for_nothing_are_taken_as_vllm_takes_them() -> None:
+    from openai import BadRequestError
+
     client, engine = scripted("Hello")
     more = {"top_k": -1, "documents": [], "structured_outputs": {"disable_any_whitespace": True}}
     await client.chat.completions.create(
