@@ -67,7 +67,7 @@ def ending(processes: dict[int, Process], uid: int, proc: Path = PROC) -> list[P
 
     def has_lost_its_owner(process: Process) -> bool:
         owner = _variable(process.pid, OWNER, proc)
-        return owner is not None and owner != str(process.parent)
+        return owner is not None and owner != str(process.parent) and _has_our_ids(process.pid, proc)
 
     ours = [each for each in processes.values() if each.uid == uid]
     actors = [each for each in ours if _is_actor_of_serve(each) and not has_raylet(each)]
@@ -88,6 +88,13 @@ def _variable(pid: int, name: str, proc: Path) -> str | None:
             if key == name.encode():
                 return value.decode(errors="replace")
     return None
+
+
+def _has_our_ids(pid: int, proc: Path) -> bool:
+    """Whether the ids that a process knows are those that we see: not so in a container."""
+    with contextlib.suppress(OSError):
+        return os.readlink(proc / str(pid) / "ns" / "pid") == os.readlink(proc / "self" / "ns" / "pid")
+    return False
 
 
 def _is_actor_of_serve(process: Process) -> bool:

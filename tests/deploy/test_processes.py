@@ -61,11 +61,21 @@ def test_an_actor_that_has_a_raylet_is_not_ending_and_nor_is_another_worker() ->
     assert ending(of(INIT, RAYLET, MANAGER, wrapper, inside, task, Process(54, 1, 1000, ())), uid=1000) == []
 
 
+OWNED = b"HOME=/root\0TIDE_SERVE_PID=20\0"
+
+
+def begin(proc: Path, pid: int, environment: bytes, namespace: str) -> None:
+    """A process that began with this environment, beside one of ours that looks at it."""
+    for name, its in ((str(pid), namespace), ("self", "pid:[1]")):
+        (proc / name / "ns").mkdir(parents=True)
+        (proc / name / "ns" / "pid").symlink_to(its)
+    (proc / str(pid) / "environ").write_bytes(environment)
+
+
 @pytest.mark.parametrize("command", [("/venv/bin/serve",), ("/venv/bin/python", "/venv/bin/serve")])
 def test_a_serve_run_whose_tide_serve_is_gone_is_ending(command: tuple[str, ...], tmp_path: Path) -> None:
     owner = Process(20, 1, 1000, ("/venv/bin/python", "/venv/bin/tide", "serve"))
-    (tmp_path / "30").mkdir()
-    (tmp_path / "30" / "environ").write_bytes(b"HOME=/root\0TIDE_SERVE_PID=20\0")
+    begin(tmp_path, 30, OWNED, "pid:[1]")
 
     def child_of(parent: int, *more: str, pid: int = 30) -> Process:
         return Process(pid, parent, 1000, (*command, *(more or ("run", "config.yaml"))))
@@ -76,6 +86,13 @@ def test_a_serve_run_whose_tide_serve_is_gone_is_ending(command: tuple[str, ...]
     assert ending(of(INIT, owner, child_of(20)), 1000, tmp_path) == [], "it runs"
     assert ending(of(INIT, child_of(1, "status")), 1000, tmp_path) == []
     assert ending(of(INIT, child_of(1, pid=31)), 1000, tmp_path) == [], "nobody's but its user's"
+
+
+def test_a_serve_run_in_a_container_is_not_ending(tmp_path: Path) -> None:
+    """The id of its owner there is none of ours."""
+    begin(tmp_path, 4030, OWNED, "pid:[2]")
+    inside = Process(4030, 4020, 1000, ("/venv/bin/serve", "run", "config.yaml"))
+    assert ending(of(INIT, inside), 1000, tmp_path) == []
 
 
 def test_processes_are_read_with_names_that_hold_anything_and_zombies_are_none(tmp_path: Path) -> None:

@@ -227,9 +227,9 @@ def test_a_signal_to_the_group_stops_it_in_order(tmp_path: Path, sent: signal.Si
 def test_a_serve_run_that_ends_since_its_tide_serve_was_killed_is_waited_for(tmp_path: Path) -> None:
     """It still has everything, and ends in order."""
     go = tmp_path / "go"
-    with running(
-        tmp_path, f"import os\n    while not os.path.exists({str(go)!r}): time.sleep(0.05)\n    sys.exit(0)"
-    ) as it:
+    ends = f"import os; until = time.monotonic() + {2 * PATIENCE_S}"  # also if this test fails
+    ends += f"\n    while not os.path.exists({str(go)!r}) and time.monotonic() < until: time.sleep(0.05)"
+    with running(tmp_path, f"{ends}\n    sys.exit(0)") as it:
 
         def drivers() -> list[Process]:
             found = processes.ending(processes.all_processes(), os.getuid())

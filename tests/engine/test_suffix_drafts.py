@@ -3,7 +3,7 @@ one go, where the CUDA kernels' twin stands in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,13 @@ from tests.kernels.twin import engine_kernels
 from tide_core.engine import assemble
 from tide_core.engine.assemble import Parts
 from tide_core.engine.scheduler import SuffixSource
+from tide_core.errors import EngineError
 from tide_core.exits.cost import Acceptance, CostPoint, CostTable, DraftPlanner
 from tide_core.exits.policy import resolve_policy
 from tide_core.exits.suffix import SuffixDraft, SuffixDrafts
 from tide_core.request import ExitPolicy, Grammar, SamplingParams
 from tide_core.row import Row
+from tide_core.sampling.grammar import GrammarMatcher
 
 CHEAP = ((3, 1.01), (7, 1.02), (15, 1.03))
 DEAR = ((3, 50.0), (15, 99.0))
@@ -169,3 +171,31 @@ def test_a_budget_keeps_suffix_drafts_too_and_without_an_artefact(path: str) -> 
         kept = [token for token in answer.tokens if token.gap is not None]
         assert len(kept) == answer.usage.num_differing == 9, "a quarter of those before the last, which no draft is"
         assert all(token.exit_layer == 0 and token.token_id in (5, 6) for token in kept)
+
+
+def test_a_grammar_that_cannot_be_followed_any_more_is_an_error_of_its_request_alone(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one whose parser reaches a limit: also where its suffix drafts are the first to need it."""
+    num_allowed, write, allowed = GrammarMatcher.num_allowed, GrammarMatcher.write, GrammarMatcher.allowed
+
+    def check(output_ids: Sequence[int]) -> None:
+        if len(output_ids) >= 5:
+            raise EngineError("the grammar cannot be followed: too many states")
+
+    def limited(followed: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: GrammarMatcher, output_ids: Sequence[int], *more: Any) -> Any:
+            check(output_ids)
+            return followed(self, output_ids, *more)
+
+        return wrapped
+
+    for name, followed in (("num_allowed", num_allowed), ("write", write), ("allowed", allowed)):
+        monkeypatch.setattr(GrammarMatcher, name, limited(followed))
+    grammar = Grammar("regex", "[a-z ,.]{40,}")
+    with poisoned(with_suffixes(exit_parts(artefact=BLOCK), ALONE, Certain([20, 21]))) as engine:
+        bad, good = engine.generate([LOOP, LOOP], [asked(grammar=grammar), asked()])
+    assert bad.error is not None
+    assert "cannot be followed" in str(bad.error)
+    assert good.error is None
+    assert len(good.tokens) == 40

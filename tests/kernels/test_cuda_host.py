@@ -181,6 +181,9 @@ def test_every_tile_of_the_linear_that_is_built_is_chosen_and_no_other(
         built, chosen = tables(f"tiles {arch} {shared * 1024} {normed} {fp8}")
         assert set(chosen) <= set(built)
         assert not [tile for tile in chosen if "/2" in tile], "clusters need 9.0"
+    for arch, shared in ((100, 227), (120, 99)):
+        built, chosen = tables(f"tiles {arch} {shared * 1024} {normed} {fp8}")
+        assert set(chosen) <= set(built)
 
 
 def test_every_tile_of_linear_thin_that_is_built_is_chosen_and_no_other(

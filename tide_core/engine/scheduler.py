@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tide_core.batch import FEW_QUERIES, RowStep, ScheduledBatch
+from tide_core.errors import EngineError
 from tide_core.exits.cost import ROWS_APART, DraftPlanner, RowAcceptance
 from tide_core.exits.suffix import SuffixDraft, SuffixDrafts
 from tide_core.kv.block_manager import BlockManager, BlockTable
@@ -344,7 +345,10 @@ def _usable(row: Row, token_ids: Sequence[int]) -> Sequence[int]:
     request, output_ids = row.request, row.output_ids
     most = request.params.max_tokens - len(output_ids) - 1  # the deep pass gives it one token more
     if request.mask is not None and most > 0:
-        most = min(most, request.mask.num_allowed(output_ids, token_ids))
+        try:
+            most = min(most, request.mask.num_allowed(output_ids, token_ids))
+        except EngineError:  # of its grammar: the step ends the row with it, here it would end all rows
+            return ()
     return token_ids[: max(most, 0)]
 
 

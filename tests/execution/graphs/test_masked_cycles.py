@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -202,6 +203,30 @@ def test_a_row_with_masks_loses_no_step(
         assert len(cycles) == 39, "the first token is that of the prompt"
         assert len(ahead) == 39
         assert all(with_grammar == [True] for with_grammar in ahead)
+
+
+def test_a_wait_for_drafts_is_no_work_of_the_host(
+    cycles: list[list[RowStep]], num_masks: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the planner would take the host for slow and draft more, for which the host would wait longer."""
+    drafts_s, waits = 0.01, list[float]()
+    fetch, read = MaskBuffer.fetch, GraphCycles._read
+
+    def fetched(self: MaskBuffer, drafted: torch.Tensor) -> None:
+        fetch(self, drafted)
+        self._fetched = SimpleNamespace(record=lambda: None, synchronize=lambda: time.sleep(drafts_s))
+
+    def noted(self: GraphCycles, *arguments: Any) -> list[RowResult]:
+        results = read(self, *arguments)
+        waits.append(self._timing.wait_s)
+        return results
+
+    monkeypatch.setattr(MaskBuffer, "fetch", fetched)
+    monkeypatch.setattr(GraphCycles, "_read", noted)
+    with poisoned(exit_parts(artefact=BLOCK)) as engine:
+        engine.generate(random_prompts(1, 11), asked(grammar=WORDS, temperature=0.8))
+    assert len(waits) == num_masks["sent"] > 0, "a sampled row has masks in every cycle"
+    assert min(waits) >= drafts_s
 
 
 @pytest.mark.parametrize("vocab_size", [64, 75])

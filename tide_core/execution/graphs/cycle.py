@@ -172,7 +172,7 @@ class GraphCycles:
         before = time.perf_counter()
         step.host.wait()
         now = time.perf_counter()
-        wait_s = now - before
+        wait_s = step.host.waited_s + now - before
         self._timing = StepTiming(wait_s, MAX_STEPS if step.branches == 1 and step.depth is not None else 1)
         if self._read_at is not None and step.depth is self._depth and (device_s := step.host.device_s()) is not None:
             self._depth.observe(step.num_cycles, device_s, wait_s, now - self._read_at)

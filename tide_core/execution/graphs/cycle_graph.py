@@ -43,6 +43,8 @@ class HostBuffer:
         self._output, self._copies, self._num_cycles = output, [output.host_copy()], 0
         self._began, self._ended = (_timed_event() if on_gpu else None for _ in range(2))
         self._is_open = False
+        self.waited_s = 0.0
+        """That the host waited for the device before the whole launch was launched."""
 
     def output_of(self, cycle: int) -> HostCopy:
         while cycle >= len(self._copies):
@@ -187,6 +189,7 @@ class CycleGraph(Graph):
         now that the cycle before is read. Other places may choose any token. Returns the places with all masks."""
         assert self._masks is not None
         masked = self._masks.send(places, begins, rows, host.is_done)  # while the deep pass runs
+        host.waited_s = self._masks.waited_s
         self.replay(2)
         self._output.send(host.output_of(0))
         host.mark_end(1)

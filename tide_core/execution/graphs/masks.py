@@ -16,6 +16,7 @@ are ready before the deep pass ends: the device does not wait for masks that can
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -116,6 +117,8 @@ class MaskBuffer:
         self._bits = torch.tensor(bits, dtype=torch.int32, device=device)
         self._drafted = torch.zeros((shape.drafts, shape.rows), dtype=torch.int64, pin_memory=on_gpu)
         self._fetched: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self.waited_s = 0.0
+        """That the last `send` waited for the device to make drafts."""
 
     def fetch(self, drafted: torch.Tensor) -> None:
         """Start the copy of the drafts [K, R] to the host. `send` waits for it."""
@@ -143,8 +146,10 @@ class MaskBuffer:
             if must_have or not is_late():
                 grammar.write(row.output_ids, words[begins[place]])
                 followed.append((place, row, grammar, must_have))
+        before = time.perf_counter()
         if self._fetched is not None:
             self._fetched.synchronize()
+        self.waited_s = time.perf_counter() - before
         drafted = self._drafted.T.tolist()
         complete = set()
         for place, row, grammar, must_have in followed:  # while the deep pass runs
