@@ -86,8 +86,8 @@ class Executor(Protocol):
     def map_unordered(
         self, task: Task[Item, Result], items: Sequence[Item], is_over: IsOver = lambda: False
     ) -> Iterator[tuple[Item, Result]]:
-        """Every item once, in any order, with its result as soon as it is complete. The first item always runs; no
-        other one begins once `is_over` returns true."""
+        """Every item once, in any order, with its result as soon as it is complete. At least one item runs, and none
+        begins once `is_over` has returned true after that."""
 
     def train(self, task: Task[Item, Result], item: Item, progress: Progress) -> Result:
         """One item, on all processes that train together."""

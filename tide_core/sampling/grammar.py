@@ -154,6 +154,7 @@ class GrammarMatcher:
         consumed = self._consumed
         known = min(self._num_known, len(output_ids)) if output_ids is self._followed else 0
         wanted, mine = [*output_ids[known:], *drafts], consumed[known:]
+        self._followed = ()  # nothing is known if the matcher raises
         if wanted[: len(mine)] != mine:
             pairs = zip(mine, wanted, strict=False)
             num = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(mine), len(wanted)))
