@@ -112,13 +112,12 @@ class TimedExecutor(LocalExecutor):
     def map_unordered(
         self, task: Task[Item, Result], items: Sequence[Item], is_over: IsOver = lambda: False
     ) -> Iterator[tuple[Item, Result]]:
-        for number, item in enumerate(items):
-            if number and is_over():
-                return
+        def timed(context: StageContext, item: Item, progress: Progress) -> Result:
             self._deadline.check(phase_of(task))
             with self._phases.timed(phase_of(task)):
-                pairs = list(super().map_unordered(task, [item]))
-            yield from pairs
+                return task(context, item, progress)
+
+        return super().map_unordered(timed, items, is_over)
 
     def train(self, task: Task[Item, Result], item: Item, progress: Progress) -> Result:
         with self._phases.timed(phase_of(task)):
