@@ -210,13 +210,20 @@ class Pipeline:
         return [*(path for path in paths if path in made), stages.SHORTLIST], {"coverage": coverage}
 
     def _make_shards(self, units: Sequence[Unit]) -> set[str]:
-        """The shards of all units, or of those that there is time for; returns their paths."""
+        """The shards of all units; returns their paths. Where the time is limited, train units come last: as many as
+        there is time for, at least one. Neighbours have texts of similar length, so they are mixed, alike each time."""
         made = {*self._intact([unit.path for unit in units])}
         total = sum(len(unit.records) for unit in units)
         missing = [unit for unit in units if unit.path not in made]
         done, num_tokens = total - sum(len(unit.records) for unit in missing), 0
+        held_out = {unit.path for unit in units if unit.part != "train"}
+        is_past = self._past(SHARE_OF_DATA)
+        if self._config.minutes is not None:
+            missing.sort(key=lambda unit: (unit.part == "train", hash_of(self._config.seed, "order", unit.path)))
         with self._progress.stage("collect", total, "sequence", done) as stage:
-            for unit, entry in self._collected(missing, has_train=any("/train-" in path for path in made)):
+            for unit, entry in self._executor.map_unordered(
+                stages.make_shard, missing, lambda: is_past() and made > held_out
+            ):
                 self._ledger.add_shard(entry, self._workers())
                 made.add(entry.name)
                 num_tokens += entry.num_tokens
@@ -226,22 +233,6 @@ class Pipeline:
         if done < total:
             self._progress.note(f"collect: {done} of {total} sequences in the time for them")
         return made
-
-    def _collected(self, units: Sequence[Unit], *, has_train: bool) -> Iterator[tuple[Unit, ShardEntry]]:
-        """Every unit with its shard. Where the time is limited the train units come last, as many as there is time for
-        and at least one. Neighbours have texts of similar length, so they are mixed, alike in every start."""
-        if self._config.minutes is None:
-            yield from self._executor.map_unordered(stages.make_shard, units)
-            return
-        held_out = [unit for unit in units if unit.part != "train"]
-        train = sorted(
-            (unit for unit in units if unit.part == "train"),
-            key=lambda unit: hash_of(self._config.seed, "order", unit.path),
-        )
-        yield from self._executor.map_unordered(stages.make_shard, held_out)
-        is_over = self._past(SHARE_OF_DATA)
-        if not (has_train and is_over()):
-            yield from self._executor.map_unordered(stages.make_shard, train, is_over)
 
     def _write_shortlist(self) -> float:
         """Choose it from the train part; returns its coverage of the test part."""
