@@ -13,8 +13,9 @@ import pytest
 from tests.engine.exit_engines import exit_engine
 from tests.factories import tiny_tokenizer
 from tide_core.engine.engine import Engine
-from tide_core.errors import RequestError
+from tide_core.errors import EngineError, RequestError
 from tide_core.request import FinishReason, Grammar, SamplingParams
+from tide_core.sampling import grammar as grammar_module
 from tide_core.sampling.grammar import MAX_MASKS, GrammarMatcher, Grammars
 
 pytestmark = pytest.mark.unit
@@ -116,6 +117,27 @@ def test_an_output_that_grows_is_followed_whatever_its_drafts_were() -> None:
 def test_a_token_that_no_grammar_allows_is_an_error_of_its_request() -> None:
     with pytest.raises(Exception, match="the grammar cannot be followed"):
         grammars().matcher(Grammar("regex", "a+")).allowed(ids_of("b"))
+
+
+@pytest.mark.parametrize("asked", ["allowed", "num_allowed", "write"])
+def test_an_ambiguous_grammar_that_takes_ever_longer_is_an_error_of_its_request(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_FOLLOWED_S", 0.002)  # without it 400 tokens take ten seconds
+    matcher = grammars().matcher(Grammar("lark", 'start: s\ns: "a" | s s | s s s'))
+    [token], words = ids_of("a"), np.zeros(-(-len(tiny_tokenizer()) // 32), np.int32)
+    ask = {
+        "allowed": matcher.allowed,
+        "num_allowed": lambda ids: matcher.num_allowed(ids, [token]),
+        "write": lambda ids: matcher.write(ids, words),
+    }[asked]
+
+    def grow() -> None:
+        for num in range(400):
+            ask([token] * num)
+
+    with pytest.raises(EngineError, match="too ambiguous"):
+        grow()
 
 
 def test_two_requests_with_one_grammar_do_not_meet() -> None:

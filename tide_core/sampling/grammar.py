@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ FIRST_MISFITS = 0.5
 """Of a new text: it takes some tokens until a model writes what it was not asked for in words."""
 MAX_MASKS = 16
 """Masks that a matcher keeps: more than a cycle has drafts. Each has a bit for every token of the vocabulary."""
+MAX_FOLLOWED_S = 2.0
+"""Processor time that following one text may take, while all rows wait. 4,000 tokens of a schema take some 10 ms; of an
+ambiguous grammar every token may take longer than the one before, up to a fifth of a second."""
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,20}"}
 """JSON may be written with spaces and lines. Without an end to them a weak model may write nothing else."""
 SLICE = r'[^"\\\x00-\x1F\x7F]{1,20}'
@@ -103,6 +107,7 @@ class GrammarMatcher:
         """Of the output ids that were followed last: so many need no second look, as outputs only grow."""
         self._num_matched = 0
         """How many of them the matcher has consumed: none after the end of the text."""
+        self._followed_s = 0.0
         self._masks: OrderedDict[int, Bits] = OrderedDict()
         """The last few, by number of consumed tokens: verification asks for those of the drafts again."""
 
@@ -119,7 +124,12 @@ class GrammarMatcher:
     def num_allowed(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
         """How many of `token_ids` may follow one after another, before the end of the text."""
         self._follow(output_ids)
-        return 0 if self._matcher.is_stopped() else self._matcher.validate_tokens(list(token_ids))
+        if self._matcher.is_stopped():
+            return 0
+        began = time.thread_time()
+        num = self._matcher.validate_tokens(list(token_ids))
+        self._followed_s += time.thread_time() - began
+        return num
 
     def num_fitting(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
         """How many of `token_ids` may follow one after another, the end of the text included. No mask is computed where
@@ -151,6 +161,8 @@ class GrammarMatcher:
 
     def _follow(self, output_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Bring the matcher to the state after these tokens."""
+        if self._followed_s > MAX_FOLLOWED_S:
+            raise EngineError(f"the grammar cannot be followed: it took {self._followed_s:.1f} s, it is too ambiguous")
         consumed = self._consumed
         known = min(self._num_known, len(output_ids)) if output_ids is self._followed else 0
         wanted, mine = [*output_ids[known:], *drafts], consumed[known:]
@@ -164,12 +176,14 @@ class GrammarMatcher:
             del consumed[same:]
             for length in [length for length in self._masks if length > same]:
                 del self._masks[length]
+        began = time.thread_time()
         for token_id in wanted[len(consumed) - known :]:
             if not self._matcher.is_stopped():  # else only end-of-text ids follow
                 if not self._matcher.consume_token(token_id):
                     self._check()
                 self._num_matched += 1
             consumed.append(token_id)
+        self._followed_s += time.thread_time() - began
         self._followed, self._num_known = output_ids, len(output_ids)
 
 
