@@ -123,7 +123,7 @@ def test_a_token_that_no_grammar_allows_is_an_error_of_its_request() -> None:
 def test_an_ambiguous_grammar_that_takes_ever_longer_is_an_error_of_its_request(
     monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    monkeypatch.setattr(grammar_module, "MAX_FOLLOWED_S", 0.002)  # without it 400 tokens take ten seconds
+    monkeypatch.setattr(grammar_module, "MAX_FOLLOWED_S", 0.002)  # else a limit of the parser ends it, seconds later
     matcher = grammars().matcher(Grammar("lark", 'start: s\ns: "a" | s s | s s s'))
     [token], words = ids_of("a"), np.zeros(-(-len(tiny_tokenizer()) // 32), np.int32)
     ask = {
